@@ -174,7 +174,7 @@ def command(
 
 
 def _streamed(prompts: Sequence[str], written: Iterator[Any]) -> Iterator[bytes]:
-    """Yield the only prompt, and its text as soon as it is certain."""
+    """Yield the only prompt, then each part of its text once no stop text can cut it off."""
     yield os.fsencode(prompts[0])
     for piece in written:
         yield piece.text

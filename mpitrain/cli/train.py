@@ -212,7 +212,7 @@ def _configured(
 
 
 def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys that a run took from the folder of run.init_from: it may be gone by now."""
+    """Add the keys that a run took from the folder of run.init_from, which may be gone by now."""
     from mpitrain.config.plugins import load
     from mpitrain.run.model_keys import with_adapter_of_run, with_keys
     from mpitrain.run.run_dir import configuration, is_run

@@ -13,7 +13,7 @@ DELAY = rf"^({_ONE}(,{_ONE})*)?$"
 
 
 class Delay(NamedTuple):
-    """A delay of steps, each with a probability.
+    """A delay that is drawn anew for each step.
 
     rank         the rank to delay; None for every rank
     seconds      added to a step
@@ -26,7 +26,7 @@ class Delay(NamedTuple):
 
 
 def delays(text: str) -> list[Delay]:
-    """Parse a text that matches DELAY."""
+    """Parse run.delay, a text that matches DELAY."""
     named = [entry.split(":") for entry in text.split(",") if entry]
     return [
         Delay(
@@ -57,7 +57,7 @@ def delay_s(delays: Sequence[Delay], rank: int, *drawn_from: int) -> float:
 POINTS = ("start", "step", "forward", "backward", "save", "evaluation", "end")
 """Points of a run at which a failure can happen, in the order of their first passage."""
 OUTSIDE_PASSES = ("start", "step", "save", "evaluation", "end")
-"""The points between the passes of layers."""
+"""The points outside of forwards and backwards."""
 
 
 class FailureKind(NamedTuple):
@@ -106,7 +106,7 @@ class Injection(NamedTuple):
 
 
 def injection(text: str) -> Injection | None:
-    """Parse a text that matches INJECTION; None for an empty text."""
+    """Parse run.inject, a text that matches INJECTION; None if it is empty."""
     if not text:
         return None
     kind, rank, step, point = re.split("[:@]", text + ("" if text.count(":") > 1 else ":"))

@@ -53,7 +53,7 @@ def imported() -> list[str]:
 def check_named(plugins: Sequence[str], named: Collection[str], folder: Path) -> None:
     """Raise ConfigError unless the user has named the plugins of a run, with the same content.
 
-    A run directory names no code to run: its author may be another person.
+    The name in a run directory is not enough to run code: its author may be another person.
 
     plugins  run.plugins of the run's configuration
     named    digests of the files that the user has named

@@ -358,7 +358,7 @@ def refusal(law: str, path: Path | None) -> ConfigError:
 def check_choice(name: str, value: Any, choices: Collection[Any], path: Path | None = None) -> None:
     """Raise ConfigError, with the message of `parse`, unless the value is one of the choices.
 
-    choices  of a key that names an entry of a table outside of this package
+    choices  the values that the key allows
     path     the file that the value was read from
     """
     if value not in choices:

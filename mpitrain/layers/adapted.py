@@ -2,13 +2,16 @@
 
     y = x W^T + b + s (x A^T) B^T         W (O, I) frozen; A (r, I); B (O, r); s = alpha / r
 
-A is drawn by its name, and B starts at 0. So an adapted layer starts as the layer without adapters.
+A has random initial values, and B is 0 at first. So an adapted layer starts as the layer without
+adapters.
 An adapter covers all outputs, or one of several that are joined, such as the queries of qkv.
 
-With layout.tp the adapters are split as their layer is, and A or B is replicated:
+With layout.tp one matrix of an adapter is split as the weight of its layer. The other one is
+replicated, and each rank computes a summand of its gradient:
 
-    column-parallel   A on every rank, its gradient a summand    B cut as the rows of W
-    row-parallel      A cut as the columns of W                  B on every rank, a summand
+    layer             split                        replicated
+    column-parallel   B, as the rows of W          A
+    row-parallel      A, as the columns of W       B
 
 The product (x A^T) B^T is added before the ranks sum a layer's output, or its input's gradient. So
 adapters add no message between layers.
@@ -62,8 +65,9 @@ class InputDropout:
         return self.now.numbers(shape[0])
 
     def of(self, weight: Parameter) -> Callable[..., Any]:
-        """Return a function of an input (rows, columns of this rank): (x, arena, out) -> dropped.
+        """Return the dropout before adapters of this weight: (x, arena, out) -> result.
 
+        x    (rows, columns of the input on this rank)
         out  receives the result, and may be x; in an evaluation the result is x
         """
         columns = weight.slices[0][1] if weight.slices else slice(0, weight.shape[1])
@@ -76,9 +80,9 @@ class InputDropout:
 
 
 class LowRank:
-    """The adapters of one linear layer, which compute together with its frozen weight.
+    """The adapters of one linear layer, and the layer's products with its frozen weight.
 
-    M rows, K inputs, N outputs of this rank, r the rank of an adapter.
+    M rows, K inputs and N outputs on this rank; r the rank of an adapter.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class LowRank:
         }[activation]
 
     def activated(self, w: Weights, x: Any, bias: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return (y, saved): the product with the activation of the layer."""
+        """Return (y, saved) of `multiply`, with the activation of the layer."""
         y, saved = self.multiply(w, x, bias, arena)
         if self._activate is None:
             return y, saved
@@ -124,7 +128,11 @@ class LowRank:
     def multiply(
         self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
     ) -> tuple[Any, Any]:
-        """Return (y, saved) without the activation.    x: (M, K); y, residual: (M, N)"""
+        """Return (y, saved), without an activation: y = x W^T + bias + adapters + residual.
+
+        x            (M, K)
+        y, residual  (M, N)
+        """
         own, delta, states = self._ops, residual, []
         dropped = self._dropped(x, arena)
         for adapter in self.adapters:
@@ -145,7 +153,7 @@ class LowRank:
         return y, (saved, states)
 
     def state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
-        """Return `saved` of `multiply`, without the products of N outputs."""
+        """Return `saved` of `multiply`, without computing y."""
         states, dropped = [], self._dropped(x, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)
@@ -165,7 +173,11 @@ class LowRank:
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, out: Any = None
     ) -> tuple[Any, Any]:
-        """Return (dx, pending), with the activation of the layer.    dy: (M, N); dx: (M, K)"""
+        """Return (dx, pending). If the layer has an activation, its backward is included.
+
+        dy  (M, N)
+        dx  (M, K)
+        """
         own = self._ops
         if self._activate_backward:
             saved, slope = saved

@@ -113,8 +113,9 @@ class Parameter(NamedTuple):
 
 @dataclass
 class Gradient:
-    """The buffer of one parameter's gradient. The first writer of a step overwrites it, later
-    writers add.
+    """Buffer of one parameter's gradient.
+
+    The first writer of a step overwrites the buffer, and later writers add to it.
     """
 
     array: np.ndarray
@@ -261,10 +262,11 @@ def backward(
 
 
 class GeluCut(NamedTuple):
-    """A layer y = gelu(z) before a layer that takes its GELU.
+    """How a layer y = gelu(z) leaves the backward of its GELU to the next layer.
 
-    forward  (w, x, arena) -> (y, saved, slope), in place of the layer's own
-    bare     layer with the same weights that ends in z; takes `saved` in backward
+    forward  (w, x, arena) -> (y, saved, slope), called in place of the layer's own forward; slope is
+             the derivative of the GELU at z, an argument of the next layer's backward
+    bare     a layer with the same weights and output z, whose backward takes dz and `saved`
     """
 
     forward: Callable[..., tuple[Any, Any, Any]]
@@ -278,7 +280,8 @@ class Fusion(NamedTuple):
     adds_to_input   backward_input(w, dy, saved, arena, residual): dx includes it; `backward` alike
     takes_gelu      backward_input(w, dy, saved, arena, slope), of a layer with input x = gelu(z):
                     returns dz in place of dx, and may write over the slope; `backward` alike
-    gelu_cut        of a layer y = gelu(z)
+    gelu_cut        how this layer, y = gelu(z), leaves the backward of its GELU to the next one;
+                    None: it does not
     """
 
     adds_to_output: bool = False
@@ -294,7 +297,7 @@ def fusion_of(layer: Any) -> Fusion:
 class Documents(NamedTuple):
     """The documents of some rows, in the memory of the layers (as position_ids of transformers).
 
-    starts     (B, T) int32: of each token, the first token of its document
+    starts     (B, T) int32: the index in the row of the first token of each token's document
     positions  (B, T) int32: the position of each token in its document
     """
 
@@ -307,16 +310,15 @@ class Documents(NamedTuple):
 
 
 class Now:
-    """The micro-batch of the running instruction, which a pipeline sets before each one.
+    """The micro-batch that a rank computes now. A pipeline sets it before each instruction.
 
-    Both halves of backward see the values of their forward. So a dropout layer draws its mask again
-    from (seed, step, row number, unit), the same in every layout.
+    Both halves of backward see the values of their forward. So a dropout layer can draw its mask
+    again from (seed, step, row number, layer number); the mask is the same in every layout.
 
-    step    of training, from 0
-    row     number of the first row within the global batch of the step
-    rows    number of rows in the micro-batch
-    trains  False in an evaluation and for logits, with step and row 0
-
+    step       of training, from 0
+    row        number of the first row within the global batch of the step
+    rows       number of rows in the micro-batch
+    trains     False in an evaluation and for logits, with step and row 0
     documents  of these rows; None: each row is one document
     """
 
@@ -424,7 +426,8 @@ class Unit:
         {parameter of this layer: full name of a tensor in an earlier unit}: the layer uses that
         tensor instead.
     held : mapping, optional
-        Set by a pipeline, for tied tensors on several stages.
+        {parameter of this layer: description of the tensor that this unit stores for it}. A
+        pipeline sets it for tied tensors on several stages.
     frozen : collection of str, optional
         Set by model.freeze: names of parameters.
     """
@@ -436,7 +439,7 @@ class Unit:
     frozen: Collection[str] = field(default_factory=frozenset)
 
     def full_name(self, parameter: Parameter) -> str:
-        """Return the name of a parameter's tensor; for a tied one it is in the other unit."""
+        """Return the full name of a parameter's tensor; a tied tensor has that of another unit."""
         return self.tied.get(parameter.name, f"{self.name}.{parameter.name}")
 
 
@@ -453,9 +456,9 @@ def parameters_of(unit: Unit) -> list[Parameter]:
 
 
 def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
-    """Mark the tensors that match a pattern, in each unit that computes with them.
+    """Return the units, with `frozen` naming each tensor that matches a pattern.
 
-    Tensors that their layer or unit describes as not trainable are marked as well.
+    `frozen` also names the tensors that their layer or unit describes as not trainable.
 
     patterns  of full names, as fnmatch takes them; a tied tensor has the name of its first unit
     raises    ConfigError for a pattern without a match, or if no tensor is left to train
@@ -494,7 +497,7 @@ def freeze(units: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
 
 
 def forward_only(units: Sequence[Unit]) -> int:
-    """Return the number of first units that need no backward: those before the first trained tensor.
+    """Return the number of units before the first trained tensor, which need no backward.
 
     It is 0 if no tensor is frozen.
     """

@@ -8,8 +8,8 @@ The logits of all M rows are often the largest array of a step: (M, V). A `Chunk
     dx      = dlogits W        (M / N, C), a slice of (M, C)
     dW     += dlogits^T x      (V, C)
 
-So a micro-batch needs (M / N, V) + (V, C) numbers in place of (M, V). dW waits in a buffer until
-the weight half adds it to the gradient. There is no further product.
+So a micro-batch needs memory for (M / N, V) and (V, C) numbers in place of (M, V). dW stays in a
+buffer until the weight half adds it to the gradient. No product is computed twice.
 
 M rows, C channels, V vocabulary, N slices.
 """
@@ -27,7 +27,7 @@ from mpitrain.ops import Ops
 
 
 class ChunkedHead:
-    """An output head that leaves the product x W^T to the loss.
+    """Output head of a model; the loss computes its product x W^T.
 
     head    a linear layer without bias
     count   N, the number of slices
@@ -66,7 +66,7 @@ class ChunkedHead:
         return x.reshape(-1, x.shape[-1])
 
     def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[Any, Any]:
-        """Return a buffer for the gradient of x, and its array of all rows, (M, C)."""
+        """Return a buffer for the gradient of x, and the array (M, C) in the buffer to write to."""
         dx = arena.take(logits.rows.shape, logits.rows.dtype)
         return dx, dx
 
@@ -76,7 +76,7 @@ class ChunkedHead:
 
 
 class ChunkedLogits:
-    """Logits (..., V) that are computed slice by slice, in place of an array of them.
+    """Logits (..., V) that are computed slice by slice; they take the place of an array of logits.
 
     rows    (M, C): the input of the product
     weight  (V, C), valid until the stage opens another unit

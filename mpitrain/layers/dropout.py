@@ -1,7 +1,7 @@
 """Dropout (Srivastava et al. 2014): alone, and after another layer.
 
-The mask is a function of (seed, step, row, layer, element), so it is the same in any layout. No mask
-is saved: the backward draws it again. There is no dropout where `now.trains` is False.
+The mask is a function of (seed, step, row, layer, element), so it is the same in any layout. It is
+not saved: the backward draws it again. Where `now.trains` is False, nothing is dropped.
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
@@ -41,7 +41,8 @@ class Dropout:
     1 / (1 - rate).
 
     number   of the layer in the model, which selects its random bits
-    columns  of the whole input, where a rank has some of them from `column` on; 0: a rank has all
+    column   the first column of the input on this rank
+    columns  number of columns of the whole input; 0: this rank has all of them
     """
 
     output_is_free = False
@@ -76,7 +77,7 @@ class Dropout:
         return Key(self.layers.seed, self.number)
 
     def dropped(self, x: Any, arena: Arena, residual: Any = None, out: Any = None) -> Any:
-        """Return x with the zeros of this step and these rows, plus the residual.
+        """Return x after dropout, plus the residual.
 
         out  receives the result, and may be x; None: a new buffer
         """
@@ -97,9 +98,9 @@ class Dropout:
 
 
 class Dropped:
-    """A layer with dropout of its output, and with the parameter names of the layer.
+    """A layer with dropout of its output; it has the parameter names of the inner layer.
 
-    Without dropout, as in an evaluation, it is the inner layer.
+    In an evaluation it computes what the inner layer computes.
     """
 
     def __init__(self, inner: Layer, drop: Dropout):

@@ -1,7 +1,7 @@
 """Flat storage: all parameters of a model in one buffer, with gradients and optimizer state alike.
 
-`Storage` computes the offset of each tensor. `weights` returns named views of a flat buffer, with
-which layers compute.
+`Storage` computes the offset of each tensor. `Storage.weights` returns named views of a flat
+buffer; layers compute with them.
 
 Frozen tensors are in a separate flat buffer, which has no gradients and no state:
 
@@ -15,9 +15,9 @@ tensors. Every tensor starts at a multiple of 32 elements. A unit is padded to a
 dp x 32. Tensors, and each rank's shard of a unit, are therefore whole cache lines, even in a
 16-bit mirror. The padding stays zero, because its gradient is zero.
 
-Tensors that several ranks of a replica share come last, sorted by their group. All ranks of such a
-group lay out and shard these tensors alike. So they sum them in the same order, whatever other
-tensors each rank has.
+Tensors that several ranks of a replica hold come last, sorted by these sets of ranks (`holders`).
+All ranks of such a set lay out and shard these tensors alike. So they sum the gradients of these
+tensors in the same order, whatever other tensors each rank has.
 """
 
 import math
@@ -65,7 +65,9 @@ class Entry(NamedTuple):
         return own.reshape(self.parameter.local_shape)
 
     def encoded(self, whole: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return the elements of a flat buffer for a whole tensor in codes: 1-D."""
+        """Return this rank's region of a whole tensor in codes of 8 bits, as the 1-D elements of a
+        flat buffer of this dtype (ops/int8_rows.py).
+        """
         largest = np.broadcast_to(np.abs(whole).max(1, keepdims=True), whole.shape)
         own = self.parameter.part_of
         return int8_rows.encoded(own(whole), own(largest)[:, 0], dtype)
@@ -73,9 +75,10 @@ class Entry(NamedTuple):
     def write(
         self, values: np.ndarray, flat: Any, backend: Backend, pieces: Sequence[Piece]
     ) -> None:
-        """Write all elements of this tensor's region, 1-D, as far as they are in `flat`.
+        """Write those elements of this tensor's region that `flat` has.
 
-        pieces  pieces of the flat buffer in `flat`
+        values  all elements of the region, 1-D
+        pieces  the pieces of the whole flat buffer that `flat` consists of
         """
         for piece in pieces:
             if both := overlap(self, piece):
@@ -96,7 +99,7 @@ class Span(NamedTuple):
 
     A unit has one span for each set of ranks that share some of its tensors.
 
-    holders  the set of ranks, as `Parameter.holders`
+    holders  the set of ranks, as in `Parameter.holders`
     partial  whether each of these ranks computes only a summand of the gradient
     """
 
@@ -110,7 +113,7 @@ class Span(NamedTuple):
 class Bucket(NamedTuple):
     """A run of whole spans that is reduced as one (offsets in elements).
 
-    It is ready when the gradients of all its units are ready.
+    A bucket is ready when the gradients of all its units are ready.
 
     frozen  whether the offsets are in the buffer of frozen tensors
     """
@@ -173,7 +176,7 @@ class FlatLayout:
         on all devices and layouts. They are rounded to the storage's dtype, and then to the dtype
         of `flat`.
 
-        pieces  pieces of the flat buffer in `flat`; None: the whole buffer
+        pieces  the pieces of the whole flat buffer that `flat` consists of; None: all of it
         """
         flat[:] = 0
         for entry in self.entries:
@@ -192,9 +195,7 @@ class FlatLayout:
             entry.write(values, flat, backend, everything if pieces is None else pieces)
 
     def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[TensorRun]:
-        """Yield the optimizer's runs within [start, stop).
-
-        Adjacent tensors with equal keys are joined.
+        """Yield the runs of adjacent tensors with equal hyper-parameters, within [start, stop).
 
         key  (tensor) -> its hyper-parameters
         """
@@ -215,8 +216,8 @@ class FlatLayout:
         """Return the buckets, in the order in which backward makes them ready: from the last span
         to the first.
 
-        A bucket takes whole spans until it has `nbytes`. Spans of different groups are never in one
-        bucket.
+        A bucket takes whole spans until it has `nbytes`. All its spans have the same `holders` and
+        `partial`.
 
         firsts  units at which a bucket must start: first units of model chunks
         """
@@ -289,11 +290,11 @@ class Storage(FlatLayout):
         )
 
     def gradients(self, flat: np.ndarray) -> tuple[list[Gradients], list[list[Gradient]]]:
-        """Return gradient leaves over a flat buffer; a tied tensor has one leaf for all its units.
+        """Return a `Gradient` for each trained tensor, as views of a flat buffer.
 
-        flat     the gradients of the trained tensors; frozen tensors have no leaves
-        returns  the leaves of each unit, nested by name; and a list of the leaves that each unit
-                 stores
+        flat     the gradients of the trained tensors
+        returns  the Gradients of each unit, nested by name, where all units of a tied tensor have
+                 the same Gradient; and a list of those whose tensor the unit stores
         """
         leaves = {entry.name: Gradient(entry.view(flat)) for entry in self.entries}
         stored = [
@@ -354,8 +355,8 @@ def _stored(unit: Unit) -> list[Parameter]:
 
 
 def dealt(spans: Sequence[Span], hands: int) -> list[list[Piece]]:
-    """Distribute whole spans by size: the largest first, each to the least loaded of `hands`
-    owners.
+    """Distribute whole spans among `hands` owners: the largest first, each to the owner with the
+    fewest elements.
 
     returns  the pieces of each owner; adjacent spans are one piece
     """

@@ -1,11 +1,11 @@
 """Incremental decoding: forwards of only the new tokens, over stored keys and values of earlier ones.
 
-A layer offers this in one of three ways. An attribute `is_rowwise` that is true means that each
-output row depends only on the same input row. The new rows then go through `forward`.
-Attention and embeddings have a method `forward_next(w, x, past, arena) -> y`. Layers made of layers
-have this method as well, and `inner_layers`; they are incremental if all of these are. A subclass
-that overrides `forward` must define `is_rowwise` or `forward_next` again. Models with any other
-layer read whole windows of tokens instead.
+A layer offers this in one of three ways. If its attribute `is_rowwise` is true, each output row
+depends only on the same input row, and `forward` computes the new rows. Attention and embeddings
+have a method `forward_next(w, x, past, arena) -> y`. Layers made of layers have this method, and a
+method `inner_layers`; they are incremental if all inner layers are. A subclass that overrides
+`forward` must define `is_rowwise` or `forward_next` again. A model with any other layer computes
+whole windows of tokens instead.
 
 B sequences, T new tokens, H heads, D channels of a head, W tokens that a cache has room for.
 """
@@ -31,7 +31,10 @@ class Past:
     positions: Any
 
     def __init__(self, sequences: int, room: int, arena: Arena):
-        """room: tokens of each sequence that the cache can store."""
+        """Make an empty cache.
+
+        room  number of tokens of each sequence that the cache can store
+        """
         self._shape, self._arena = (sequences, room), arena
         self._arrays: list[tuple[Any, Any]] = []
         self._rows, self._next = slice(0, sequences), 0
@@ -52,9 +55,10 @@ class Past:
 
 
 class FixedArena:
-    """Arena whose n-th lease after each `rewind` is the same array, leased once until the end.
+    """Arena whose n-th lease after each `rewind` is always the same array.
 
-    Forwards of the same shapes then lease nothing. An array is overwritten in the next forward.
+    So a forward of the same shapes as the one before allocates nothing. It overwrites the arrays of
+    the one before.
     """
 
     def __init__(self, arena: Arena):

@@ -110,7 +110,7 @@ class Linear:
         return self._state(w, flat_rows(x), w.get("bias"), arena)
 
     def _with_numbers(self, w: Weights, like: Any, arena: Arena) -> Weights:
-        """Return the same weights, with the weight of 8 bits as numbers of the dtype of `like`."""
+        """Return the weights, with the 8-bit weight decoded to the dtype of `like`."""
         coded: Coded = w["weight"]
         numbers = arena.take(coded.codes.shape, like.dtype)
         self.ops.dequantize(coded.codes, coded.scales, numbers, arena)
@@ -154,8 +154,9 @@ class Linear:
     def backward_input_through_gelu(
         self, w: Weights, dy: Any, saved: Any, slope: Any, arena: Arena
     ) -> tuple[Any, Any]:
-        """Return the results of `backward_input`, times the derivative of the GELU before this
-        layer.
+        """Return dz and the state for `backward_weight`, where the input of this layer is gelu(z).
+
+        slope  the derivative of the GELU at z
         """
         if self.coded:
             w = self._with_numbers(w, dy, arena)
@@ -267,7 +268,7 @@ class Lookups(NamedTuple):
 class Embedding:
     """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    now  of the layer factory: the positions begin anew at each of its documents
+    now  of the layer factory; positions begin anew at each document of `now.documents`
     """
 
     output_is_free = False
@@ -330,9 +331,10 @@ class Embedding:
 class Attention:
     """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters.
 
-    heads  of this rank, `first` and following of `every` heads
+    heads  number of heads on this rank, from head `first` on
+    every  number of heads on all ranks
     drop   dropout of the probabilities, or None
-    now    of the layer factory: no query sees a key of an earlier one of its documents
+    now    of the layer factory; a query sees no key of another document of `now.documents`
     """
 
     output_is_free = False
@@ -447,17 +449,18 @@ class Plain:
         Output i has counts[i] x each columns. layout.tp splits each output, between runs of `each`
         columns. All are one tensor, weight (sum of columns, inputs).
 
-        noun    of the counts, for the error if layout.tp does not divide one
+        noun  what is counted, for the error if layout.tp does not divide a count
         """
         return FusedLinear(self.ops, inputs, sum(counts) * each, draw)
 
     def qkv(self, width: int, heads: int, draw: Draw, kv_heads: int | None = None) -> Linear:
         """Return a linear layer from width to the queries, keys and values of all heads.
 
-        Without kv_heads, keys and values have as many heads as queries, and the outputs 3 width
-        columns. With kv_heads, groups of queries share a head (Ainslie et al. 2023, GQA).
+        Without kv_heads, keys and values have as many heads as queries, and the output has
+        3 x width columns. With kv_heads, groups of query heads share a key and value head (Ainslie
+        et al. 2023, GQA).
 
-        raises  ConfigError if heads do not divide width, or kv_heads not heads
+        raises  ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         shared = heads if kv_heads is None else kv_heads
         each = divided(width, heads, f"heads do not divide a width of {width}")
@@ -474,8 +477,8 @@ class Plain:
     def dropout(self, rate: float, columns: int = 0) -> Dropout:
         """Return dropout, (..., C) to (..., C), with its own random bits.
 
-        A layer's number among these calls selects the bits. So all ranks make the layers in the
-        same order.
+        The number of this call, counted per factory, selects the bits. So all ranks must make their
+        layers in the same order.
 
         columns  C of the whole input, if the input is the output of `column_linear`; 0: layout.tp
                  does not split it
@@ -505,7 +508,7 @@ class Plain:
         """Return causal attention, (B, T, 3 width) to (B, T, width).
 
         dropout  rate of dropout of the probabilities
-        raises  ConfigError if heads do not divide width, or differ from kv_heads
+        raises   ConfigError if heads does not divide width, or differs from kv_heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
         if kv_heads not in (None, heads):

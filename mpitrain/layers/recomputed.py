@@ -1,15 +1,14 @@
 """Recomputation of activations (gradient checkpointing, Chen et al. 2016, arXiv:1604.06174).
 
 A recomputed layer saves only its input. The input half of its backward first computes the other
-saved activations again. With an attribute `saved_again(w, x, arena) -> saved` a layer offers to
-skip work that only its output needs. So a linear layer skips its product, and a
-row-parallel layer its all-reduce.
+activations again. A layer with a method `saved_again(w, x, arena) -> saved` skips work that only
+its output needs: a linear layer its product, a row-parallel layer its all-reduce.
 
-    saved for the backward            computed again in the backward
-    none       all activations        nothing
-    attention  all but probabilities  the scores and probabilities of attention
-    unit       inputs of units        the forward of a unit, but for its last product
-    N          inputs of N units      the forward of N units, but for the last product
+memory.recompute  saved for the backward     computed again in the backward
+none              all activations            nothing
+attention         all but probabilities      the scores and probabilities of attention
+unit              the input of each unit     the forward of the unit, but for its last product
+N                 the input of each N units  the forward of N units, but for the last product
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
@@ -25,7 +24,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
 Context = Callable[[], AbstractContextManager[Any]]
-"""Returns a context for forwards just before their backward: `recomputing` of a layer factory."""
+"""() -> a context for a forward that is computed again: `recomputing` of a layer factory."""
 
 
 def saved_again(layer: Any, w: Weights, x: Any, arena: Arena) -> Any:
@@ -59,8 +58,8 @@ def with_input(saved: Any, x: Any) -> Any:
 class Recomputed:
     """A layer that saves only its input (as torch.utils.checkpoint).
 
-    inner        computes the same outputs and gradients, bit for bit
-    recomputing  the context of each second forward
+    inner        the layer; its outputs and gradients stay the same, bit for bit
+    recomputing  the context of a forward that is computed again
     """
 
     def __init__(self, inner: Any, recomputing: Context = nullcontext):
@@ -103,7 +102,7 @@ class Segment:
     """Consecutive units of a model chunk whose activations are computed again together.
 
     size         number of units
-    recomputing  the context of a second forward
+    recomputing  the context of a forward that is computed again
     """
 
     size: int
@@ -112,13 +111,13 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class SegmentUnit(Unit):
-    """A unit of a segment. Its stage computes the segment again, since it opens each unit."""
+    """A unit of a segment. Its pipeline stage, which gets each unit's parameters, recomputes it."""
 
     segment: Segment | None = None
 
 
 def segment_of(unit: Unit) -> Segment | None:
-    """Return the recomputed segment that a unit consists of, or None for an ordinary unit."""
+    """Return the segment that a unit belongs to, or None for an ordinary unit."""
     return unit.segment if isinstance(unit, SegmentUnit) else None
 
 
@@ -127,11 +126,11 @@ def with_recomputation(
 ) -> list[list[Unit]]:
     """Return the chunks of a model with `size` units in each recomputed segment.
 
-    The first layer of tokens and the last layer of the model save all activations. Units that
-    run no backward save nothing anyway. A single unit gets a wrapped layer; of several units a
-    pipeline stage knows the segment.
+    A layer that takes tokens, and the model's last unit, save all activations. Units that run no
+    backward save nothing anyway. The layer of a single unit is wrapped in `Recomputed`; several
+    units become `SegmentUnit`s.
 
-    size    0: nothing is computed again
+    size  0: nothing is computed again
     """
     model = [unit for chunk in chunks for unit in chunk]
     trained = model[forward_only(model) : -1]

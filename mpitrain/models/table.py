@@ -17,8 +17,8 @@ from mpitrain.tables import Table
 class Model(NamedTuple):
     """A kind of model.
 
-    build     (layer factory, section [model], source or its sizes) -> the units of the model.
-              From one layer on, model.layers adds the same number of parameters each time.
+    build     (layer factory, section [model], source or its sizes) -> the units of the model. Each
+              layer of model.layers after the first adds the same number of parameters.
     takes     the form of the data
     help      the text after this kind in the help of model.kind
     split     the key of [model] that layout.tp must divide; empty: layout.tp must be 1
@@ -148,7 +148,9 @@ def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[U
 
 
 def adapted(units: Sequence[Unit], lora: Lora, layers: Plain) -> Sequence[Unit]:
-    """Return the units with the adapters of section [lora], and all else frozen; if there is one."""
+    """Return the units with the adapters of section [lora] and all other tensors frozen; without
+    adapters, the units as they are.
+    """
     if not lora.rank:
         return units
     from mpitrain.models.targets import adapt  # a run without adapters does not need the module
@@ -161,7 +163,7 @@ def kinds(does_count: Callable[[Model], bool]) -> list[str]:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for keys that the model does not support, with or without tensor parallelism."""
+    """Raise ConfigError for keys of [model] and [layout] that this kind of model does not support."""
     model, tp, row = config.model, config.layout.tp, MODELS[config.model.kind]
     if config.layout.sequence_parallel and row.takes != "tokens":
         raise ConfigError(

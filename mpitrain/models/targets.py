@@ -1,4 +1,4 @@
-"""The choice of the linear layers that get adapters, by their names in a list of units."""
+"""Adapters for the linear layers that lora.targets names."""
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
@@ -20,11 +20,11 @@ from mpitrain.layers.plain import Linear, Plain
 
 
 class Target(NamedTuple):
-    """A linear layer that can get an adapter, or some of its outputs.
+    """A linear layer that can get an adapter, or one of the outputs that are joined in it.
 
     layer   full name of the layer
-    region  name of some of its joined outputs; empty: all
-    rows    of the whole weight
+    region  name of the output, such as q of qkv; empty: the whole layer
+    rows    the rows of the unsharded weight that compute this output
     """
 
     layer: str
@@ -124,8 +124,8 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return the layer with adapters for the chosen targets in it; with lora.base int8 its weights
-    are stored in 8 bits.
+    """Return the layer with adapters for the chosen targets that it contains. With lora.base int8,
+    the weights of all its linear layers are stored in 8 bits.
     """
     own_targets = [
         target for target in chosen if target.layer == name or target.layer.startswith(f"{name}.")

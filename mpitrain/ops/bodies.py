@@ -1,13 +1,12 @@
 """The operations of each backend, put together from the table; plugins may add rows until then.
 
-Also here: half precision on the host, steps over several parameter groups, and example calls.
+Also here: half precision on the host, and example calls.
 """
 
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from importlib import import_module
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -54,7 +53,7 @@ def cuda(
     from mpitrain.ops.cuda.steps import LaunchNumbers
 
     numbers = LaunchNumbers(backend or HostBackend())
-    arguments = {"kernels": kernels, "multiply": multiply or gemm, "numbers": numbers}
+    second = {"": (), "multiply": (multiply or gemm,), "numbers": (numbers,)}
 
     def bound(name: str, row: Operation) -> Callable:
         if row.cuda is None:
@@ -62,8 +61,7 @@ def cuda(
         body = row.cuda
         if isinstance(body, str):
             body = getattr(import_module(f"mpitrain.ops.cuda.{body}"), name)
-        first = [arguments[known] for known in signature(body).parameters if known in arguments]
-        return (_OverRuns if row.takes_runs else partial)(body, *first)
+        return (_OverRuns if row.takes_runs else partial)(body, kernels, *second[row.cuda_takes])
 
     return _each(bound)
 
@@ -71,9 +69,9 @@ def cuda(
 class _OverRuns(partial):
     """A step on a device that takes runs of several parameter groups in one launch."""
 
-    def over_runs(self, runs: "Sequence[GroupRun]") -> Callable[..., None]:
-        *_, numbers = self.args
-        return partial(self, weight_decay=numbers.runs(runs))
+    def weight_decays(self, runs: Sequence[Any]) -> Any:
+        """Return the argument `weight_decay` of one launch over all runs (optim/optimizer.py)."""
+        return self.args[-1].runs(runs)
 
 
 def _refuse(name: str, *arguments: Any, **named: Any) -> None:
@@ -85,52 +83,6 @@ def _refuse(name: str, *arguments: Any, **named: Any) -> None:
 
 def _each(body: Callable[[str, Operation], Callable]) -> Ops:
     return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))
-
-
-class GroupRun(NamedTuple):
-    """Elements [start, stop) of a flat buffer, all of one parameter group.
-
-    lr            factor of the learning rate
-    weight_decay  of the group
-    """
-
-    start: int
-    stop: int
-    lr: float
-    weight_decay: float
-
-
-def over_runs(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Callable[..., None]:
-    """Return one step for all runs of a flat buffer (as torch.optim's fused optimizers).
-
-    operation  (p, g, *state, scale, lr, weight_decay, arena, mirror=None, ...), element by element
-    runs       ascending; their starts differ by multiples of 32. Elements between two runs are
-               padding, all 0, and may be stepped with the earlier run
-    launches   one, if the operation offers `over_runs` itself; otherwise one for each run
-    returns    (p, g, *state, lr, mirror=None, ...) -> None, without weight_decay; lr is that of a
-               factor 1, and all arrays have the elements of all runs
-    """
-
-    def of_run(run: GroupRun) -> Callable[..., None]:
-        def step(*arrays: Any, lr: float, **named: Any) -> None:
-            operation(*arrays, lr=lr * run.lr, weight_decay=run.weight_decay, **named)
-
-        return step
-
-    if runs and hasattr(operation, "over_runs"):
-        steps = [(slice(runs[0].start, runs[-1].stop), operation.over_runs(runs))]
-    else:
-        steps = [(slice(run.start, run.stop), of_run(run)) for run in runs]
-
-    def step(*arrays: Any, mirror: Any = None, **named: Any) -> None:
-        for elements, each in steps:
-            each(
-                *(array[elements] for array in arrays),
-                **named,
-                **({} if mirror is None else {"mirror": mirror[elements]}),
-            )
-
-    return step
 
 
 Round = Callable[[np.ndarray, Arena], None]
@@ -170,9 +122,9 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
             put(target[block], arena)
 
     def rounding(name: str, row: Operation) -> Callable:
-        body, results = getattr(wide, name), operands(row.operands).results
-        parameters = list(signature(body).parameters)
-        if row.rounds not in (*parameters, *results, "nothing"):
+        body, line = getattr(wide, name), operands(row.operands)
+        results, parameters = line.results, [*(one.name for one in line.takes), "arena"]
+        if row.rounds not in (*parameters, *results, "mirror", "nothing"):
             raise ConfigError(
                 f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
                 f"rounds {row.rounds!r}.",

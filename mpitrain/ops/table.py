@@ -30,13 +30,14 @@ class Operation(NamedTuple):
     rounds     the result or argument that half precision rounds on the host, or "nothing"
     host       the operation on NumPy arrays
     launches   kernel launches of the example, if no sum of a product is split; 0 without `cuda`
-    cuda       the operation on kernels, or the name of the file in `ops/cuda` that has it. Its first
-               parameter is `kernels`; `multiply` or `numbers` may follow (see `bodies.cuda`). None:
-               devices refuse the operation
+    cuda       the operation on kernels, or the name of the file in `ops/cuda` that has it; it takes
+               `Kernels` first. None: devices refuse the operation
     reference  the definition, in plain NumPy; None: that is `host`
     products   multiply-adds of its matrix products, as a dim of the operands: MNK; empty: none.
                Causal attention counts whole squares of scores, as PaLM's appendix B does
-    takes_runs whether `cuda` takes `Runs` of parameter groups in place of a weight decay
+    takes_runs whether `cuda` takes `GroupRuns` in place of a weight decay
+    cuda_takes what `cuda` takes second: "multiply", the matrix product that device.gemm chooses;
+               "numbers", the device's `LaunchNumbers`; empty: its first operand
 
     A plugin adds a row as it is imported, before a backend is made: `OPERATIONS["scale"] =
     Operation(...)`.
@@ -51,6 +52,7 @@ class Operation(NamedTuple):
     reference: Callable[..., Any] | None = None
     products: str = ""
     takes_runs: bool = False
+    cuda_takes: str = ""
 
     def nbytes(self, itemsize: int = 4, **sizes: int) -> int:
         """Return the bytes that a device reads and writes in the example, each array once.
@@ -62,7 +64,7 @@ class Operation(NamedTuple):
 
 
 BUILT_IN = """
-[layers]
+[layers: multiply]
 linear | a matrix product with a bias and a residual | 1 | y | MNK
     x:M,K w:N,K b:N -> y:M,N saved
 logits | a linear layer before a loss | 1 | y | MNK
@@ -81,6 +83,7 @@ linear_relu_backward_input | input gradient of linear_relu | 2 | dx | MNK
     dy:M,N w:N,K saved@linear_relu|M,N -> dx:M,K pending
 linear_backward_weight | weight gradient of a linear layer | 1 | nothing | MNK
     pending@linear_backward_input|M,N+M,K dw:N,K accumulate=1 -> dw
+[layers]
 linear_backward_bias | bias gradient of a linear layer | 1 | nothing
     pending@linear_backward_input|N db:N accumulate=1 -> db
 add | a sum of two arrays | 1 | out
@@ -118,21 +121,23 @@ attention_next | attention of new tokens over stored keys and values | 1 | y | 4
     qkv:B,T,3HD keys:B,H,2T,D values:B,H,2T,D past<T:B heads=H -> y:B,T,HD keys values
 attention_backward | gradient of attention | 3 | dqkv | 4BTTHD
     dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD
-[layers]
+[layers: numbers]
 dropout | random zeros, plus a residual | 1 | y
     x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C
-[attention]
+[attention: numbers]
 attention_dropout | causal attention with random zeros | 1 | y | 2BTTHD
     qkv:B,T,3HD heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved
+[attention]
 attention_dropout_backward | gradient of attention_dropout | 3 | dqkv | 4BTTHD
     dy:B,T,HD saved@attention_dropout|B,T,4HD -> dqkv:B,T,3HD
-[layers]
+[layers: multiply]
 conv2d | a convolution of images with a bias | 2 | y | BIJSSFG
     x:B,I,J,F w:G,SSF b:G side=S -> y:B,I,J,G saved
 conv2d_backward_input | input gradient of conv2d | 3 | dx | BIJSSFG
     dy:B,I,J,G w:G,SSF side=S -> dx:B,I,J,F
 conv2d_backward_weight | weight gradient of conv2d | 2 | nothing | BIJSSFG
     dy:B,I,J,G saved@conv2d|B,I,J,F dw:G,SSF side=S accumulate=1 -> dw
+[layers]
 conv2d_backward_bias | bias gradient of conv2d | 2 | nothing
     dy:B,I,J,G db:G accumulate=1 -> db
 max_pool | the largest number of each window of images | 1 | nothing
@@ -160,6 +165,7 @@ count_correct_split | count_correct of a split vocabulary | 3 | nothing
 [steps]
 gradient_facts | sum of squares, and number of elements that are not finite | 2 | nothing
     x:L -> squares nonfinite
+[steps: numbers]
 sgd | a step of stochastic gradient descent | 1 | mirror
     p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p
 momentum | a step with momentum | 1 | mirror
@@ -177,8 +183,10 @@ adamw | a step of AdamW | 1 | mirror
 adamw8bit | a step of AdamW with moments of 8 bits | 1 | mirror
     p:L g:L m%:L v%:L m_scales>0:L|0 v_scales>0:L|0 scale=0.7 lr=0.1 beta1=0.9 beta2=0.95
     eps=1e-08 weight_decay=0.1 step=3 lead=32 -> p m v
+[steps]
 add_squares | a sum of squares | 2 | nothing
     x:L squares:1 -> squares
+[steps: numbers]
 lamb_moments | moments of LAMB, and squares of parameters and update | 2 | nothing
     p:L g:L m:L v>0:L squares:2 scale=0.7 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1
     step=3 -> m v squares
@@ -202,12 +210,13 @@ muon_momentum | Nesterov momentum of Muon | 1 | nothing
     g:L m:L out:L|0 scale=0.7 momentum=0.9 -> m out
 muon | a step of Muon | 1 | mirror
     p:L update:L lr=0.1 ratio=1.5 weight_decay=0.1 -> p
+[steps: multiply]
 newton_schulz | nearly the nearest semi-orthogonal matrix | 9 | nothing
     x:K,N steps=2 -> x
 """
 """Rows of the operations that `reference` and `cuda` have in files of equal names.
 
-    [file of these operations]
+    [file of these operations: what their `cuda` takes after `kernels`]
     name | help | launches | rounds | products
         operands
 
@@ -226,7 +235,8 @@ TAKE_RUNS = ("sgd", "momentum", "nesterov", "lion", "adam", "adamw")
 
 def _built_in() -> Iterator[tuple[str, Operation]]:
     for section in BUILT_IN.strip().removeprefix("[").split("\n["):
-        file, _, rows = section.partition("]\n")
+        header, _, rows = section.partition("]\n")
+        file, _, second = header.partition(": ")
         definitions, tuned = getattr(reference, file), getattr(host, file)
         for row in rows.replace("\n    ", "\t").splitlines():
             first, *line = row.split("\t")
@@ -243,6 +253,7 @@ def _built_in() -> Iterator[tuple[str, Operation]]:
                     getattr(definitions, name),
                     "".join(products),
                     name in TAKE_RUNS,
+                    second,
                 ),
             )
 

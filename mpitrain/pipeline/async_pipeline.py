@@ -1,9 +1,10 @@
 """Asynchronous pipelines: no flush between steps (PipeDream, Narayanan et al. 2019, 2021).
 
-The pipeline does not drain at the end of a step, and each stage updates its parameters by itself. A
-call of `train` is a step. It runs all forwards of its micro-batches, and the backwards that 1F1B
-puts between them. The first of these backwards belong to the step before. The next step, or
-`drain`, runs the remaining backwards. `schedules.STREAMS` has a drawing.
+The pipeline does not drain at the end of a step, and each stage updates its parameters by itself.
+A call of `AsyncPipeline.train` is one step. It runs the forwards of all micro-batches of the step,
+and the backwards that 1F1B puts between these forwards. The first of these backwards belong to the
+step before. The next step, or `drain`, runs the backwards that are left. `STREAMS` in schedules.py
+has a drawing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,9 +32,9 @@ class Pieces(NamedTuple):
 
     The micro-batches of the step are 0, 1, ...; negative numbers belong to the step before.
 
-    first  the step, from an empty pipeline
-    next   the step, after another step
-    last   the drain after `first` or `next`
+    first  the program of a step that begins with an empty pipeline
+    next   the program of a step that follows another step
+    last   the program that drains the pipeline after `first` or `next`
     """
 
     first: tuple[Instruction, ...]
@@ -42,12 +43,13 @@ class Pieces(NamedTuple):
 
 
 def pieces(stage: int, stages: int, micro_batches: int, lowest: int = 0) -> Pieces:
-    """Return the programs of one stage; needs at least as many micro-batches as stages.
+    """Return the programs of one stage.
 
-    lowest  the first stage with a backward
+    A stage posts the receive of a step's first activation when the step begins. It cannot post the
+    receive earlier, because it does not know whether there will be another step.
 
-    A stage posts the receive of a step's first activation when the step begins. Before, it does not
-    know whether there will be another step.
+    micro_batches  of a step; at least as many as stages
+    lowest         the first stage with a backward
     """
     program = training_program(plan_of(next(iter(STREAMS)), stages, 3 * micro_batches), lowest)
     first, second, third = _cut(program[stage], micro_batches)
@@ -57,9 +59,12 @@ def pieces(stage: int, stages: int, micro_batches: int, lowest: int = 0) -> Piec
 
 
 def _cut(program: Sequence[Instruction], micro_batches: int) -> list[tuple[Instruction, ...]]:
-    """Cut a program into steps; a step begins with the forward of its first micro-batch.
+    """Cut the program of several steps into one program for each step.
 
-    The receive that this forward waits for belongs to the same step.
+    A step begins with the forward of its first micro-batch, and with the receive that this forward
+    waits for.
+
+    micro_batches  of a step
     """
     steps: list[list[Instruction]] = []
     put_off: list[Instruction] = []
@@ -80,7 +85,7 @@ def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[In
     """Return the program with every instruction's micro-batch index shifted.
 
     by       added to each index
-    numbers  count of distinct indices, after which they wrap around; 0 for no wrap-around
+    numbers  each sum is taken modulo this number; 0: it is not
     """
     return tuple(
         i._replace(micro=(i.micro + by) % numbers if numbers else i.micro + by) for i in program
@@ -88,7 +93,7 @@ def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[In
 
 
 class Updating(Stage):
-    """Stage that lets `StageUpdate` update after the weight half of a micro-batch."""
+    """Stage that calls `StageUpdate.turned` after each backward, so that its parameters are updated."""
 
     def __init__(self, units: Any, replication: Replication, *rest: Any):
         super().__init__(units, replication, *rest)
@@ -105,7 +110,7 @@ class Updating(Stage):
 
 
 class AsyncPipeline(Pipeline):
-    """Asynchronous pipeline: its stages update by themselves, and a step ends with work in flight.
+    """Asynchronous pipeline: each stage updates by itself, and a step leaves backwards to the next.
 
     Micro-batch numbers wrap around after two steps, because no more than two steps are in flight.
     """
@@ -126,7 +131,9 @@ class AsyncPipeline(Pipeline):
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
     ) -> None:
-        """Run a step's forwards and the backwards between them; drain if the replication `ends`."""
+        """Run a step's forwards and the backwards between them; drain after the step if
+        `StageUpdate.ends` says so.
+        """
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
         for micro, own in enumerate(rows, self._steps * m):
@@ -153,12 +160,12 @@ class AsyncPipeline(Pipeline):
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
     ) -> None:
-        """Execute a program, with micro-batches numbered for the current step."""
+        """Execute a program of `Pieces`, with its micro-batch numbers moved to the current step."""
         m = self._micro_batches
         execute(
             self._announced(self._turning(moved(program, self._steps * m, 2 * m)), self._rows),
             self.stages,
-            len(self._parts),
+            len(self._chunks),
             first,
             loss,
             self.channel,
@@ -166,12 +173,14 @@ class AsyncPipeline(Pipeline):
         )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Yield the program; before each backward, call `StageUpdate.turn`.
+        """Yield the instructions of a program; before each backward, call `StageUpdate.turn`.
 
-        A stage without backwards sends the same control messages.
+        A frozen stage makes the same calls at each `Skip`, so that it sends the same control
+        messages as the other stages.
 
         The call must come before the stage waits for the gradient. Otherwise the stages could
-        deadlock: the sender may wait for a control message that this rank still has to progress.
+        deadlock: the sender of the gradient may wait for a control message that this rank still has
+        to progress.
         """
         for instruction in program:
             if isinstance(instruction, BackwardInput | Backward | Skip) and self._stashed.turn():

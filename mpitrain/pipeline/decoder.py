@@ -1,4 +1,4 @@
-"""The decoder of one rank: forwards of new tokens through all stages, with a key-value cache."""
+"""The decoder of one rank: it runs new tokens through all stages, with a key-value cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,10 +17,10 @@ from mpitrain.transport.base import Transport
 
 
 class DecodingStage:
-    """Stage that computes new tokens through one chunk, on `past`.
+    """Stage that runs new tokens through the units of one chunk, with a cache of earlier tokens.
 
     arena  allocates the activations of a forward
-    end    number of units to run
+    end    number of units that a forward runs
     """
 
     def __init__(
@@ -28,9 +28,11 @@ class DecodingStage:
     ):
         """Bind the stage to its units.
 
-        If a unit's parameters are gathered at each use, they are copied here, once.
+        If ZeRO shards the parameters over ranks, each unit's parameters are gathered and copied
+        here, once.
 
-        units  with their numbers, as the replication counts the units of this rank
+        units  (number, unit) of each unit; the replication numbers the units of this rank
+        past   the key-value cache
         """
         self._store, self._past, self.arena = replication.store, past, arena
         self._layers = [
@@ -43,7 +45,7 @@ class DecodingStage:
         return _copied(self._store.open(number, 0))
 
     def forward(self, micro: int, x: Any) -> Any:
-        """Return the output of unit `end` - 1 for the new tokens."""
+        """Run the first `end` units, and return their output for the new tokens."""
         store, past, arena = self._store, self._past, self.arena
         for number, layer, copy in self._layers[: self.end]:
             if copy is None:
@@ -56,8 +58,8 @@ class DecodingStage:
 class Decoder:
     """Incremental decoding of some sequences by the stages of one replica.
 
-    It caches the keys and values of the tokens that `read` has seen. All stages make each call at
-    the same time.
+    The decoder caches the keys and values of the tokens that `read` has seen. `read` is collective
+    over the stages.
 
     bytes sent  for each new token an activation over each boundary between stages
     """
@@ -75,12 +77,13 @@ class Decoder:
         sequences: int,
         room: int,
     ):
-        """Build this rank's stages; collective over replicas that shard the parameters.
+        """Build this rank's stages; collective over the ranks among which ZeRO shards parameters.
 
         stage_of   the stage of each chunk
         chunks     the units of each chunk of the model; `is_incremental` is true of every layer
-        transport  of the stages
+        transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
+        now        of the layer factory that made the units
         placed     copies an array of integers to the device
         sequences  number of sequences
         room       largest number of tokens in a window
@@ -105,8 +108,9 @@ class Decoder:
     def read(self, windows: Sequence[Sequence[int]]) -> Any:
         """Return the output of the model at the last token of each window: (sequences, 1, V).
 
-        A window costs a single new token if it equals the previous call's, or adds one token to it.
-        Any other window is read as a whole. The result is None on all stages but the last.
+        A window that equals the previous call's, or adds one token to it, costs the forward of a
+        single token. All tokens of any other window are computed. The result is None on all stages
+        but the last.
         """
         lengths = [len(window) for window in windows]
         stale = [
@@ -124,9 +128,10 @@ class Decoder:
         return self._run(slice(0, len(windows)), tokens, np.array(lengths) - 1, to_end=True)
 
     def _fill(self, rows: slice, windows: Sequence[Sequence[int]]) -> None:
-        """Cache all tokens of these windows but the last.
+        """Cache the keys and values of all tokens of these windows but the last token of each.
 
-        Shorter windows are padded on the right. The padding is overwritten before it is seen.
+        Shorter windows are padded on the right. Later tokens overwrite the cached padding before any
+        token attends to it.
         """
         longest = max(map(len, windows)) - 1
         if not longest:
@@ -140,6 +145,7 @@ class Decoder:
         """Run new tokens (B, T) through all stages, and return the output on the last stage.
 
         firsts  (B,) the position of the first new token of each sequence
+        to_end  whether the output is needed; if not, a last layer that caches nothing is left out
         """
         count, length = tokens.shape
         positions = np.add.outer(firsts, np.arange(length)) if length > 1 else firsts[:, None]

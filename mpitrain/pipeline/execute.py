@@ -1,4 +1,4 @@
-"""The executor of a pipeline program and its messages: it dispatches instructions, and knows no schedule."""
+"""`execute` runs the instructions of a stage, `Channel` carries its messages; neither knows a schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ def execute(
 
     def taken(message: Message) -> Any:
         """Return the input of an instruction: a local result or a received message."""
-        return held.pop(message) if message in held else channel.received(message)
+        return held.pop(message) if message in held else channel.finish_receive(message)
 
     for instruction in instructions:
         match instruction:
@@ -84,11 +84,11 @@ def execute(
 
 
 class Channel:
-    """Channel of one stage to the others, for the messages that its instructions name.
+    """Channel over which a stage sends activations and gradients to other stages, and receives theirs.
 
-    Each boundary and direction has one tag for all micro-batches. That suffices: sender and
-    receiver process the micro-batches of a chunk in ascending order. Both sides know a message's
-    shape in advance, so no header is sent.
+    Each boundary between chunks has one tag in each direction, for all micro-batches. That
+    suffices, because sender and receiver process the micro-batches of a chunk in ascending order.
+    Both sides know a message's shape in advance, so no header is sent.
 
     sent  {"activation" or "gradient": (messages, bytes)} in the current step
     """
@@ -145,8 +145,8 @@ class Channel:
         self._under_way.append(request)
         self._recorder.about(0, -1)
 
-    def received(self, message: Message) -> Any:
-        """Wait for a received array and return it; the caller owns it."""
+    def finish_receive(self, message: Message) -> Any:
+        """Wait until the array of a started receive is complete, and return it; the caller owns it."""
         request, array = self._receives.pop(message)
         self._wait(request, message)
         return array
@@ -162,7 +162,7 @@ class Channel:
     def poll(self) -> None:
         """Progress all messages in flight.
 
-        Called between layers, because messages progress only inside calls of the transport.
+        Stages call this between layers, because messages progress only inside calls of the transport.
         """
         if self._under_way:
             self._under_way = [request for request in self._under_way if not request.test()]

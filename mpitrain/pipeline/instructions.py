@@ -1,8 +1,8 @@
 """Instructions of a pipeline schedule, and plans made of them: data only, no arrays, no transport.
 
 A model is cut into chunks: runs of consecutive units, numbered from the model's input. A stage is a
-rank of the pipeline. It holds one chunk or several (Megatron's virtual pipeline stages). In every
-instruction `chunk` is its number. Only `Plan.stage_of` maps chunks to stages.
+rank of the pipeline. It holds one chunk or several (Megatron's virtual pipeline stages). `chunk` of
+an instruction is the number of a chunk. Only `Plan.stage_of` maps chunks to stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 class Forward(NamedTuple):
     """Forward of one micro-batch through one chunk; saves the activations for the backward.
 
-    chunk   number of the chunk
+    chunk  number of the chunk
     micro  number of the micro-batch in its step
     """
 
@@ -50,10 +50,10 @@ GRADIENT: What = "gradient"
 
 
 class Send(NamedTuple):
-    """Start of a non-blocking send of the last instruction's result (MPI_Isend).
+    """Start of a non-blocking send of the previous instruction's result (MPI_Isend).
 
     what   "activation" or "gradient"
-    chunk   the chunk on stage `peer` that uses the message
+    chunk  the chunk on stage `peer` that uses the message
     """
 
     what: What
@@ -67,8 +67,8 @@ class Receive(NamedTuple):
 
     The instruction that uses the message waits for its arrival.
 
-    chunk   the chunk on this stage that uses the message
-    peer   the stage that sends it
+    chunk  the chunk on this stage that uses the message
+    peer   the stage that sends the message
     """
 
     what: What
@@ -80,7 +80,7 @@ class Receive(NamedTuple):
 class Complete(NamedTuple):
     """Completion of a send to stage `peer` (MPI_Wait).
 
-    Its position is one where the peer has surely received the message, or at the end of a step.
+    In a program it stands where the peer has certainly received the message, or at the end.
     """
 
     what: What
@@ -90,14 +90,14 @@ class Complete(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """The time of a backward that a frozen chunk does not run; nothing is computed."""
+    """Place of a backward that a frozen chunk does not run; nothing is computed."""
 
     chunk: int
     micro: int
 
 
 class Handoff(NamedTuple):
-    """Local transfer of the last instruction's result to chunk `chunk` on the same stage."""
+    """Local transfer of the previous instruction's result to chunk `chunk` on the same stage."""
 
     what: What
     chunk: int
@@ -120,21 +120,25 @@ class Plan(NamedTuple):
     """Schedule of a pipeline: the compute instructions of every stage, in order.
 
     stage_of  the stage of each chunk
-    lists  the instructions of each stage
+    by_stage  the instructions of each stage
     """
 
     stage_of: tuple[int, ...]
-    lists: tuple[tuple[Compute, ...], ...]
+    by_stage: tuple[tuple[Compute, ...], ...]
 
     @property
     def micro_batches(self) -> int:
-        return 1 + max((i.micro for instructions in self.lists for i in instructions), default=-1)
+        return 1 + max(
+            (i.micro for instructions in self.by_stage for i in instructions), default=-1
+        )
 
 
 def needed(instruction: Instruction, chunks: int) -> Message | None:
-    """Return the message that an instruction waits for, or None.
+    """Return the message that an instruction waits for.
 
-    None at the ends of the model and for weight halves.    chunks: number of chunks in the model
+    None for a forward of the first chunk, a backward of the last chunk, and weight halves.
+
+    chunks  number of chunks in the model
     """
     match instruction:
         case Forward(chunk, micro) if chunk > 0:
@@ -145,7 +149,7 @@ def needed(instruction: Instruction, chunks: int) -> Message | None:
 
 
 def made(instruction: Instruction, chunks: int) -> Message | None:
-    """Return the message that an instruction produces for another chunk, or None."""
+    """Return the message that an instruction makes for another chunk; None if it makes none."""
     match instruction:
         case Forward(chunk, micro) if chunk < chunks - 1:
             return "activation", chunk + 1, micro
@@ -157,13 +161,13 @@ def made(instruction: Instruction, chunks: int) -> Message | None:
 def fused_at_the_input(plan: Plan, first: int = 0) -> Plan:
     """Merge B and W of chunk `first` into BW where W follows B.
 
-    No stage waits for the gradient of the model's input, so merging delays no other stage. It saves
-    memory: on a single stage the schedule becomes one F and one BW per micro-batch.
+    No stage waits for the gradient of this chunk's input, so the merge delays no other stage. It
+    saves memory: on a single stage the schedule becomes one F and one BW per micro-batch.
 
     first  the first chunk with a backward
     """
     return plan._replace(
-        lists=tuple(tuple(_fused(instructions, first)) for instructions in plan.lists)
+        by_stage=tuple(tuple(_fused(instructions, first)) for instructions in plan.by_stage)
     )
 
 
@@ -183,7 +187,7 @@ def _fused(instructions: Sequence[Compute], first: int) -> Iterator[Compute]:
 
 
 def forward_alone(stage_of: Sequence[int]) -> Plan:
-    """Return the schedule of an evaluation: the forwards of one micro-batch through all chunks."""
+    """Return the plan of an inference: the forwards of one micro-batch through all chunks."""
     return Plan(
         tuple(stage_of),
         tuple(
@@ -196,18 +200,19 @@ def forward_alone(stage_of: Sequence[int]) -> Plan:
 def with_messages(plan: Plan, ahead: int = 1) -> Program:
     """Add messages to a plan: Send or Handoff after each producer, Receive before each consumer.
 
-    Before a stage waits for a message, it completes earlier sends to the same peer. These are the
-    sends that the peer used before it produced the awaited message. The other sends complete at the
-    end. To wait for an old send before a new one begins can deadlock.
+    Before a stage waits for a message of a peer, it completes those sends to the peer which the
+    peer used before it made this message. The other sends complete at the end. A stage that waited
+    for an old send before each new one could deadlock.
 
-    ahead  number of instructions by which a Receive precedes its consumer, to overlap the transfer
+    ahead  number of instructions between a Receive and its consumer, so that the transfer overlaps
+           with computation
     """
     chunks = len(plan.stage_of)
-    numbered = [pair for instructions in plan.lists for pair in enumerate(instructions)]
+    numbered = [pair for instructions in plan.by_stage for pair in enumerate(instructions)]
     made_at = {made(i, chunks): index for index, i in numbered}
     used_at = {needed(i, chunks): index for index, i in numbered}
     return tuple(
-        _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.lists))
+        _with_messages(stage, plan, ahead, made_at, used_at) for stage in range(len(plan.by_stage))
     )
 
 
@@ -218,11 +223,11 @@ def _with_messages(
     made_at: Mapping[Message | None, int],
     used_at: Mapping[Message | None, int],
 ) -> tuple[Instruction, ...]:
-    """Add messages to the list of one stage.
+    """Return the instructions of one stage with their messages.
 
-    made_at, used_at  index of the producer or consumer of a message in its stage's list
+    made_at, used_at  {message: index of its producer, or of its consumer, in that one's stage}
     """
-    stage_of, instructions = plan.stage_of, plan.lists[stage]
+    stage_of, instructions = plan.stage_of, plan.by_stage[stage]
     before: list[list[Instruction]] = [[] for _ in instructions]
     for index, instruction in enumerate(instructions):
         if message := needed(instruction, len(stage_of)):
@@ -254,7 +259,8 @@ def _with_messages(
 
 
 def training_program(plan: Plan, lowest: int = 0) -> Program:
-    """Return the program of a training step.
+    """Return the program of a training step: the plan with messages, and with BW in place of B and
+    W in the lowest trained chunk.
 
     lowest  the first chunk with a backward; all chunks before are frozen
     """
@@ -264,9 +270,9 @@ def training_program(plan: Plan, lowest: int = 0) -> Program:
 def without_backward(program: Program, first: int) -> Program:
     """Remove the backwards of all chunks before `first`, and the gradients sent to these chunks.
 
-    A `Skip` replaces each first half. The sends of activations complete where they did before: by
-    then their receiver has used them. So the result waits for less than the program, and ends if
-    the program ends.
+    A `Skip` replaces each BW and each input half. Sends of activations complete where they did
+    before, since their receiver has used them by then. The result waits for less than the given
+    program. So it cannot deadlock if the given program cannot.
     """
     return tuple(tuple(_without_backward(instructions, first)) for instructions in program)
 

@@ -1,4 +1,4 @@
-"""The chunks of a model: its units made, cut by parameters, by measured time or by hand, and placed on stages."""
+"""Partition of a model into chunks: balanced by parameters or by measured time, or counted by hand."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from mpitrain.models.table import adapted
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, check_units
 
 TIME = "time"
-"""The value of `pipeline.partition` for measured times; the code that builds a run replaces it."""
+"""The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""
 REPEATS = 3
 """Measured passes of each unit; the fastest counts."""
 Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
 
     model   all units, in order
     chunks  the units of each chunk
-    tied   {full name of a tied tensor: its stages}, for tensors on several stages
+    tied    {full name of a tied tensor: its stages}, for tensors on several stages
     """
 
     model: list[Unit]
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
     tied: dict[str, list[int]]
 
     def first(self, units: Sequence[Unit]) -> int:
-        """Return the number of a stage's units that are frozen and run no backward."""
+        """Return how many of a stage's units, the first ones, are frozen and run no backward."""
         before = {unit.name for unit in self.model[: forward_only(self.model)]}
         return sum(unit.name in before for unit in units)
 
@@ -56,7 +56,7 @@ def cut_in_chunks(
     frozen: Sequence[str] = (),
     lora: Lora = NO_LORA,
 ) -> Chunks:
-    """Make the units with a rank's layer factory, and cut them.
+    """Make the units with a rank's layer factory, and cut them into chunks.
 
     stage_of   the stage of each chunk
     partition  as pipeline.partition, but not "time"
@@ -114,12 +114,11 @@ def balanced(
 def assign_units(
     units: Sequence[Unit], counts: Sequence[int], stage_of: Sequence[int]
 ) -> tuple[list[list[Unit]], dict[str, list[int]]]:
-    """Return the units of each chunk, and the tied tensors that several stages hold.
+    """Return the units of each chunk, and {full name: stages} of tied tensors on several stages.
 
-    The second result maps a tied tensor's full name to its stages. Each of these stages stores the
-    tensor in its first unit that uses it. The layer that gives the tensor its name describes it.
-    The gradient is the sum over the stages. The first stage owns the tensor; the others have
-    copies.
+    Each of these stages stores the tensor in its first unit that uses it. Shape and initial values
+    are those of the layer that gives the tensor its name. The gradient is the sum over the stages.
+    The first stage owns the tensor; the others have copies.
 
     counts    number of units in each chunk
     stage_of  the stage of each chunk
@@ -164,7 +163,9 @@ def _cut(
     cost: Callable[[int, int, int], float],
     joined: Callable[[float, float], float],
 ) -> list[int]:
-    """Return the cuts, from 0 to `units`, with the least joint cost: exact, by dynamic programming.
+    """Return the bounds of the chunks, from 0 to `units`, with the least joint cost.
+
+    The result is exact, by dynamic programming.
 
     cost    (chunk, start, stop) -> the cost of these units as that chunk
     joined  (cost of the chunks before, cost of a chunk) -> cost of both; rises with the first
@@ -249,13 +250,14 @@ def unit_seconds(
 ) -> list[float]:
     """Measure the seconds of each unit's forward and backward on this rank.
 
-    The last unit's time includes the loss. First units without a trained tensor run no backward.
+    The last unit's time includes the loss. Units before the first trained tensor run no backward.
     Only one unit's parameters are in memory at a time.
 
-    units  with complete layers, not sharded over ranks
-    x      input of the first unit, in the backend's memory
-    loss   (output of the last unit) -> the gradient of that output
-    stored, computed  dtypes of the parameters' gradients, and of the layers' arithmetic
+    units     with complete layers, not sharded over ranks
+    x         input of the first unit, in the backend's memory
+    loss      (output of the last unit) -> the gradient of that output
+    stored    dtype of the parameters' gradients
+    computed  dtype of the layers' arithmetic
     """
     draw, seconds, frozen = np.random.default_rng(0), [], forward_only(units)
 

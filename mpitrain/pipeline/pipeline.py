@@ -1,4 +1,4 @@
-"""The pipeline runtime of one rank: its chunks of the model, and programs to train and evaluate."""
+"""`Pipeline`, the pipeline runtime of one rank: its stages, and its programs to train and to infer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -25,12 +25,14 @@ Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Documents | None]
 
 
 class Pipeline:
-    """Pipeline of one replica, seen from one stage; all stages make each call at the same time.
+    """Pipeline of one replica, as one of its ranks runs it.
+
+    `train`, `drain` and `infer` are collective over the ranks of the pipeline.
 
     stages       {chunk: Stage} of this rank, in ascending order
     input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
     channel      to the other stages
-    now          the step and rows of the running instruction, as layers read it
+    now          the step and rows of the running instruction, as layers read them
     peak_bytes   peak of activation memory on this rank in the last step, without the update
     lowest       the first chunk with a backward: all chunks before are frozen
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
@@ -54,7 +56,7 @@ class Pipeline:
         now        of the layer factory that made the units
         """
         here, self._last = transport.rank, plan.stage_of[-1]
-        self._transport, self._parts = transport, chunks
+        self._transport, self._chunks = transport, chunks
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
         channel, self.peak_bytes = self.channel, 0
         self.lowest = lowest_chunk(chunks)
@@ -68,19 +70,21 @@ class Pipeline:
             step_end.poll()
             channel.poll()
 
-        self.stages, self._asked, first = dict[int, Stage](), {}, 0
+        self.stages, self._infer_stages, first = dict[int, Stage](), {}, 0
         for chunk in own(plan.stage_of, here):
             common = (
                 *(chunks[chunk], replication, arena, first, poll, transport.recorder),
                 replication.replica.first,
             )
-            self.stages[chunk], self._asked[chunk] = self._stage(*common), ForwardOnly(*common)
+            self.stages[chunk] = self._stage(*common)
+            self._infer_stages[chunk] = ForwardOnly(*common)
             first += len(chunks[chunk])
+        # Trace files call chunks `parts`.
         transport.recorder.facts(
             parts={chunk: [unit.name for unit in chunks[chunk]] for chunk in self.stages}
         )
         self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
-        self._question = with_messages(forward_alone(plan.stage_of))[here]
+        self._infer_program = with_messages(forward_alone(plan.stage_of))[here]
         self.input_shape = cache(partial(input_shape, chunks))
 
     def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
@@ -110,7 +114,7 @@ class Pipeline:
         execute(
             self._announced(self._program, self._rows),
             self.stages,
-            len(self._parts),
+            len(self._chunks),
             first,
             loss,
             self.channel,
@@ -127,9 +131,9 @@ class Pipeline:
             yield instruction
 
     def drain(self) -> None:
-        """Finish the micro-batches that `train` left in flight; this class leaves none. Collective."""
+        """Finish the micro-batches that `train` left in flight; in this class there are none."""
 
-    def ask(
+    def infer(
         self, shape: Shape, first: Callable[[], Any], documents: Documents | None = None
     ) -> Any:
         """Run one forward without a backward, and return the model's output.
@@ -143,9 +147,9 @@ class Pipeline:
         outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
-            self._announced(self._question, {0: (0, 0, shape[0], False, documents)}),
-            self._asked,
-            len(self._parts),
+            self._announced(self._infer_program, {0: (0, 0, shape[0], False, documents)}),
+            self._infer_stages,
+            len(self._chunks),
             lambda micro: first(),
             lambda micro, y: outputs.append(y),
             self.channel,
@@ -153,7 +157,7 @@ class Pipeline:
         return outputs.pop() if outputs else None
 
     def output_shape(self, shape: Shape) -> Shape:
-        return self.input_shape(len(self._parts), shape)
+        return self.input_shape(len(self._chunks), shape)
 
 
 # This is a function, because a cached method would make the pipeline refer to itself. That

@@ -45,7 +45,7 @@ def word(instruction: Compute) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    lists = ",\n".join(f'  "{" ".join(map(word, instructions))}"' for instructions in plan.lists)
+    lists = ",\n".join(f'  "{" ".join(map(word, instructions))}"' for instructions in plan.by_stage)
     write_whole(path, f'{{"place": {json.dumps(plan.stage_of)},\n "stages": [\n{lists}\n]}}\n')
 
 
@@ -97,8 +97,9 @@ def find_plan(
     """Return the plan of a named schedule, or of a file.
 
     stages, micro_batches  None: 4 and 8 for a named schedule; the file's own numbers for a file
-    raises   ConfigError if there is no such schedule or file, if its numbers differ from these, or
-             if it is not built in and incomplete, or could deadlock
+    raises                 ConfigError if there is no such schedule or file, if the numbers of a
+                           file differ from these, or if a plan of a file or a plugin is incomplete
+                           or could deadlock
     """
     # An unknown name goes to plan_of as well, which raises the error.
     if name in NAMED or not os.path.exists(name):
@@ -108,7 +109,7 @@ def find_plan(
             check(plan, f"{name}{table_of(name).of_plugin(name)}", count)
         return plan
     plan = read_plan(Path(name))
-    theirs = len(plan.lists), plan.micro_batches
+    theirs = len(plan.by_stage), plan.micro_batches
     if (
         stages not in (None, theirs[0])
         or micro_batches not in (None, theirs[1])
@@ -157,7 +158,7 @@ def check(plan: Plan, name: str, micro_batches: int | None = None) -> None:
 
 
 def _misplaced(plan: Plan) -> Sequence[str]:
-    stages = len(plan.lists)
+    stages = len(plan.by_stage)
     faults = [
         f"chunk {chunk} is on stage {stage}, but there are stages 0 to {stages - 1}"
         for chunk, stage in enumerate(plan.stage_of)
@@ -166,7 +167,7 @@ def _misplaced(plan: Plan) -> Sequence[str]:
     faults += [
         f"stage {stage} has no chunk" for stage in range(stages) if stage not in plan.stage_of
     ]
-    for stage, instructions in enumerate(plan.lists):
+    for stage, instructions in enumerate(plan.by_stage):
         faults += [
             f"{word(i)} is on stage {stage}, but its chunk is on {_home(plan, i.chunk)}"
             for i in instructions
@@ -187,10 +188,12 @@ def _home(plan: Plan, chunk: int) -> str:
 
 
 def _incomplete(plan: Plan) -> Sequence[str]:
-    """In each chunk a micro-batch goes forward once, then once through each half of the backward."""
+    """Return the faults of chunks that do not compute each micro-batch once: forward, then both
+    halves of the backward.
+    """
     faults = []
     for chunk, stage in enumerate(plan.stage_of):
-        of_chunk = [i for i in plan.lists[stage] if i.chunk == chunk]
+        of_chunk = [i for i in plan.by_stage[stage] if i.chunk == chunk]
         for which, kinds in (
             ("forward", Forward),
             ("input half", BackwardInput | Backward),

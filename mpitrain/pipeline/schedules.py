@@ -88,7 +88,8 @@ def one_f_one_b(s: int, p: int, m: int) -> list[Compute]:
     """Alternate forwards and backwards (1F1B). Narayanan et al. 2019, SOSP.
 
     Stage s saves the activations of at most p - s micro-batches. The input gradient leaves after B,
-    before W computes. This makes the bubble a third smaller, and the message travels during W.
+    before W computes. This makes the bubble a third smaller, and the message travels during W. A
+    training step runs B and W of stage 0 as one BW (`fused_at_the_input`), in the same time.
 
         stage 0  F0 F1 F2 ..... B0 W0 F3 B1 W1 .. B2 W2 .. B3 W3
         stage 1  .. F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3 ..
@@ -178,8 +179,9 @@ def breadth_first(s: int, p: int, m: int, v: int) -> list[Compute]:
 def zb_v(s: int, p: int, m: int) -> list[Compute]:
     """Run two chunks per stage, placed as a V (ZB-V). Qi et al. 2024, NeurIPS.
 
-    It has the least bubble at the memory of 1F1B. The order is a sequence of runs. Each kind of
-    instruction counts its own micro-batches; instructions of micro-batches beyond m are left out.
+    It has the least bubble at the memory of 1F1B. The order is a list of words such as F0 and B1: a
+    kind of instruction, and the stage's first (0) or second (1) chunk. The k-th use of a word
+    computes micro-batch k. Micro-batches from m on are left out.
 
         stage 0  F0a F1a F2a F3a ... F0b B0b W0b F1b B1b W1b F2b B2b W2b B0a W0a F3b
         stage 1  ... F0a F1a F2a F0b F3a F1b B0b W0b F2b B1b W1b B0a W0a F3b B2b W2b
@@ -215,8 +217,8 @@ def zb_v(s: int, p: int, m: int) -> list[Compute]:
 def v_half(s: int, p: int, m: int) -> list[Compute]:
     """Run two chunks per stage as a V with about half of 1F1B's memory. Qi et al. 2024, NeurIPS.
 
-    Forwards and input halves repeat every six slots and leave two slots free. Each weight half
-    takes the first free slot.
+    Time is divided into slots of one instruction. Forwards and input halves repeat every six slots,
+    and leave two slots free. Each weight half takes the first free slot.
 
         stage 0  F0a F1a ........... F0b B0b W0b F2a ... F1b B1b W1b B0a W0a F3a F2b
         stage 1  ... F0a ....... F0b F1a ... B0b W0b F1b F2a B0a B1b W0a F2b W1b F3a
@@ -262,12 +264,12 @@ def vee(p: int, v: int) -> tuple[int, ...]:
 class Schedule(NamedTuple):
     """Entry in the table of schedules.
 
-    compute  (stage, stages, micro-batches, chunks per stage) -> the instructions of the stage
-    chunks   number of chunks per stage, if the schedule fixes it; None: any number
-    stage_of    (stages, chunks per stage) -> the stage of each chunk
-    grouped  whether the number of micro-batches must be a multiple of the number of stages
-    every    of an asynchronous schedule: (stages) -> the least possible `every` of
-             `memory.versions`; None: synchronous
+    compute   (stage, stages, micro-batches, chunks per stage) -> the instructions of the stage
+    chunks    number of chunks per stage, if the schedule fixes it; None: any number
+    stage_of  (stages, chunks per stage) -> the stage of each chunk
+    grouped   whether the number of micro-batches must be a multiple of the number of stages
+    every     of an asynchronous schedule: (stages) -> the least possible `every` of `weights` in
+              simulate.py; None: the schedule is synchronous
     """
 
     compute: Callable[[int, int, int, int], list[Compute]]
@@ -338,9 +340,9 @@ def table_of(name: str) -> Table[str, Schedule]:
 def plan_of(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Plan:
     """Return the plan of a schedule in the table.
 
-    name           a key of NAMED
-    chunks         chunks per stage; None: the schedule's own number, or 2 if it allows any
-    raises         ConfigError for an unknown name, and for numbers that the schedule does not allow
+    name    a key of NAMED
+    chunks  chunks per stage; None: the schedule's own number, or 2 if it allows any
+    raises  ConfigError for an unknown name, and for numbers that the schedule does not allow
     """
     if name not in NAMED:
         raise ConfigError(

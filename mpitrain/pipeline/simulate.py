@@ -1,7 +1,7 @@
-"""The costs of pipeline programs: simulated time, memory, weight versions and passes of each stage.
+"""Costs of pipeline programs: the simulated time of all stages; memory and weight versions of a stage.
 
-The simulator runs all stages against each other. Memory and versions follow from a stage's list of
-instructions alone; the durations of instructions have no influence.
+`simulate` runs all stages against each other, and so finds deadlocks. Memory and weight versions
+follow from the order of one stage's instructions; their durations have no influence.
 """
 
 from collections.abc import Sequence
@@ -112,7 +112,6 @@ def simulate(
     costs     of each chunk
     transfer  time that a message travels; it overlaps with compute on both stages
     receive   time that the receiver spends on a message, once it waits for the message
-    is_eager  whether messages are eager
     overhead  host time before each compute instruction
     """
     running = _Running(program, costs, transfer, receive, is_eager, overhead)

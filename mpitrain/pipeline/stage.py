@@ -1,4 +1,4 @@
-"""A stage: one chunk of the model on its rank, with the activations saved for each micro-batch."""
+"""`Stage` computes one chunk of the model on its rank, and saves activations for each micro-batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +21,15 @@ from mpitrain.trace.recorder import (
 class Stage:
     """Stage that trains one chunk of the model.
 
-    It announces each use of a unit's parameters and gradients to the replication. Of a segment of
-    units it saves only the input. The backward of the segment's last unit begins with the other
-    activations of the segment.
+    Before a unit computes, the stage gets its parameters by `open` of the replication's store.
+    After the unit's gradients are written, the stage calls `ready` of the replication's reducer.
 
-    A micro-batch goes forward, then backward: through the two halves, or through both at once. Each
-    call returns the buffers that the call before saved to the arena, as soon as it has used them.
+    A micro-batch goes forward, then backward: through the two halves, or through both at once. As
+    soon as a call has used an activation that an earlier call saved, its buffer goes back to the
+    arena.
+
+    Of a recomputed segment (layers/recomputed.py) the stage saves only the input. The backward of
+    the segment's last unit first computes the other activations of the segment again.
     """
 
     def __init__(
@@ -43,8 +46,8 @@ class Stage:
 
         first   number of the first unit, as the replication counts the units of this rank
         poll    called between layers, to progress messages
-        lowest  the first unit with a backward, by the same numbers; all units before are frozen and
-                save no activations
+        lowest  number of the first unit with a backward; all units before are frozen and save no
+                activations
         """
         self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
         self._lowest = lowest
@@ -65,7 +68,7 @@ class Stage:
         self._left = 0
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step with this number of micro-batches; the last backward completes gradients."""
+        """Begin a step of this many micro-batches; the last one's backward completes the gradients."""
         self._left = micro_batches
 
     def forward(self, micro: int, x: Any) -> Any:
@@ -96,7 +99,7 @@ class Stage:
     def _save_again(self, micro: int, index: int, segment: Segment, saved: list[Any]) -> None:
         """Replace the saved input of a segment by the activations of its units.
 
-        index  of a unit of this segment; nothing is done unless it is the last
+        index  of a unit of this segment; unless it is the last one, nothing is done
         """
         if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
@@ -116,7 +119,7 @@ class Stage:
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
 
-        Return the gradient of the chunk's input, or None if that input has no gradient, as tokens.
+        Return the gradient of the chunk's input; None if the input is tokens.
         """
         store, saved, pending = self._store, self._saved.pop(micro), []
         begin, poll, end, names = self._pass
@@ -146,7 +149,7 @@ class Stage:
             end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
-        """Run both halves, unit by unit; return the input gradient as `backward_input`."""
+        """Run both halves, unit by unit; return the same as `backward_input`."""
         store, reducer, saved = self._store, self._reducer, self._saved.pop(micro)
         begin, poll, end, names = self._pass
         self._left -= 1
@@ -171,7 +174,7 @@ class Stage:
 def check_output(name: str, layer: Layer, x: Any, y: Any) -> None:
     """Raise ConfigError unless the output of a unit has the shape that its layer states.
 
-    Outputs have the dtype of inputs; tokens are integers, and have no part in this rule.
+    The output must also have the dtype of the input, unless the input is tokens.
     """
     shape, dtype = layer.output_shape(x.shape), getattr(y, "dtype", x.dtype)
     if getattr(y, "shape", None) != tuple(shape):

@@ -30,7 +30,7 @@ from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
-from mpitrain.run.counting import Scheduled, StepCounts, Unsent, check_activations
+from mpitrain.run.counting import StepCounts, Unsent, check_activations
 from mpitrain.run.resolve import (
     FILES,
     Given,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 class Job(NamedTuple):
     """A run in memory: a model ready for training or inference, its data, and its progress.
 
-    source  the data source, or only its sizes
+    source  the data source, or only its sizes where no data are needed
     done    the progress: steps and samples so far, and the identity of the run
     """
 
@@ -84,10 +84,11 @@ class Job(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """What a rank has opened before the trainer is made; the ranks agree on `facts`.
+    """What a rank has resolved and opened before it makes the trainer.
 
-    models  the models that the run starts from; None: its parameters are random or in a checkpoint
-    room    the memory that parameters, gradients and optimizer state leave
+    facts   JSON that must be equal on all ranks
+    models  in the folders that the run starts from; None: parameters are drawn, or in a checkpoint
+    room    the free memory, and the bytes of parameters, gradients and optimizer state
     """
 
     resolved: Resolved
@@ -189,19 +190,19 @@ def _open(
 
 
 def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
-    """Count the activations and FLOPs of a step; ConfigError if they do not fit in `room`."""
+    """Count a step of this rank; ConfigError if its activations do not fit in `room`."""
     return check_activations(
-        scheduled(resolved),
+        resolved,
         source,
         lambda layers: model(resolved.config, source, layers),
         room,
         rank,
-        lambda n: (replanned := with_micro_batches(resolved, n)) and scheduled(replanned),
+        lambda n: with_micro_batches(resolved, n),
     )
 
 
 def open_data(transport: Transport, agreed: Given) -> Source:
-    """Open the configured data source, for several jobs of it; collective."""
+    """Open the configured data source, so that several jobs can share it; collective."""
     largest = _largest(transport, agreed)
     return on_all_ranks(
         transport,
@@ -212,14 +213,14 @@ def open_data(transport: Transport, agreed: Given) -> Source:
 
 
 def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
-    """Make the units of the configured network for this data source, with a layer factory."""
+    """Return the units of the configured network for this data source; `layers` makes the layers."""
     return list(units_of(config.model, source, layers))
 
 
 class Alone(NamedTuple):
-    """A job in one process, to be counted: the arguments of `counting.Counter`."""
+    """The arguments of `counting.Counter`, for a job that has no ranks: `alone` makes them."""
 
-    job: Scheduled
+    job: Resolved
     source: Source
     units: Units
 
@@ -236,16 +237,11 @@ def alone(config: Config, ranks: int) -> Alone:
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
     resolved = resolve_here(agreed, ("",) * ranks)
-    return Alone(scheduled(resolved), source, lambda layers: model(resolved.config, source, layers))
-
-
-def scheduled(resolved: Resolved) -> Scheduled:
-    """Return the fields that counting needs."""
-    return Scheduled(resolved.config, resolved.axes, resolved.plan, resolved.device)
+    return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Return a copy with an explicit pipeline.partition, the fastest by measured times; collective."""
+    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
     from mpitrain.pipeline.partition import by_time, unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
@@ -287,9 +283,9 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
 
 def _largest(transport: Transport, agreed: Given) -> int | None:
-    """Return the largest token of a token file; None for any other source; collective.
+    """Return the largest token of data.source if that is a token file, else None; collective.
 
-    A file without a valid scan is scanned by all ranks, each an equal slice.
+    If the run directory has not noted it, the ranks scan the file, each an equal slice.
     """
     name = agreed.config.data.source
     if not source_kind(name).is_token_file or agreed.location.largest is not None:
@@ -310,7 +306,7 @@ def _files(config: Config) -> dict[str, str]:
 
 
 def _source(config: Config, largest: int | None) -> Source:
-    """Open the data source.    largest: token of a token file; None for any other source"""
+    """Open the data source.    largest: the result of `_largest`"""
     data = config.data
     reading = Reading(
         data.dtype,
@@ -337,7 +333,7 @@ def _source(config: Config, largest: int | None) -> Source:
 def trained_configuration(folder: Path, settings: list[str]) -> Config:
     """Return the configuration that a run was last trained with, on one rank.
 
-    settings  name the plugins of the run; other keys are not applied
+    settings  of the command: run.plugins names the plugins of the run; other keys are not applied
     """
     if not is_run(folder):
         raise ConfigError(
@@ -348,9 +344,10 @@ def trained_configuration(folder: Path, settings: list[str]) -> Config:
 
 
 def configured(folder: Path, settings: list[str]) -> Config:
-    """Return the configuration to open a run directory with, on one rank.
+    """Return the configuration with which one rank opens a run directory, as `open_run` does.
 
-    Keys of layout, replication and pipeline have their defaults, not the values of the run.
+    Keys of layout, replication and pipeline have their defaults, not the values of the run. The
+    settings come last, so they may change any key.
     """
     then = trained_configuration(folder, settings)
     check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
@@ -388,7 +385,7 @@ def check_has_adapters(config: Config, base: str | None) -> None:
 def open_run(
     transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
 ) -> Job:
-    """Build the job of a run directory from its newest checkpoint, on any ranks; collective.
+    """Build the job of a run directory from its newest checkpoint, in any layout; collective.
 
     alone       returns the configuration on one rank, from `configured`
     needs_data  False: build a token model without opening its data source

@@ -1,4 +1,4 @@
-"""`parse` and the keys whose values name rows of tables: their choices, checks and help."""
+"""`parse`, and the keys whose values name a row of a table: the names they allow, checks, help."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
@@ -38,9 +38,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
 
 
 def keys() -> Iterator[ConfigKey]:
-    """Iterate over all configuration keys, with the names and the help of the rows that they
-    name.
-    """
+    """Iterate over all configuration keys; range and help list the rows that a key can name."""
     names = choices()
     rows = {
         "data.source": names_of_sources(with_help=True),
@@ -113,8 +111,8 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
     Raises
     ------
     ConfigError
-        One error that lists all invalid keys and values; else one about keys that exclude each
-        other.
+        One error that lists all invalid keys and values; without any, one about keys that
+        exclude each other.
     """
     return without_plugins(_with_own_algorithms(load(tables)), path)
 
@@ -136,7 +134,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
 
 
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the all-reduces of the user's files to their table, and pin the files' digests."""
+    """Add all-reduces of the user's files to `ALL_REDUCE`, and their digests to the keys."""
     for key in ALGORITHMS:
         if is_file(value := _text_of(tables, key)):
             from mpitrain.collectives.selection.own_algorithm import file_algorithm
@@ -165,7 +163,7 @@ def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a name that is not in its table, or a key that its row refuses."""
+    """Raise ConfigError for a name of no row, or for a key that the named row refuses."""
     load(config.model_dump())
     values = config.flat()
     for key, names in choices().items():
@@ -174,7 +172,7 @@ def check(config: Config) -> None:
 
 
 def _check_rules(config: Config, path: Path | None = None) -> None:
-    """Raise ConfigError for keys that exclude each other by the rules of rows.
+    """Raise ConfigError for keys that exclude each other by the rules of the rows that they name.
 
     path  the file that the configuration was read from, for messages
     """

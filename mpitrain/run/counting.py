@@ -1,7 +1,8 @@
-"""One training step of one rank without arithmetic: its activation memory and its FLOPs.
+"""Counts a training step of one rank without arithmetic: its activation memory and its FLOPs.
 
-The real layers, arena, pipeline program and pools run on arrays without memory (ops/counted.py).
-No parameter exists, and no message is sent. So any rank counts any other rank's step.
+The real layers, arena and pipeline run on arrays with shapes but without memory (ops/weightless.py).
+Their operations only add up FLOPs (ops/counted.py). No parameter exists, and no message is sent, so a
+rank can count the step of any other rank.
 """
 
 import math
@@ -31,7 +32,7 @@ from mpitrain.ops.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.grid import share
 from mpitrain.parallel.memory import Room
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
@@ -40,6 +41,7 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
+from mpitrain.run.resolve import Resolved
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -52,22 +54,11 @@ from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 
 SERIAL = "1f1b"
-"""A schedule whose single stage ends each micro-batch before it begins the next."""
+"""The schedule of one stage that ends each micro-batch before it begins the next."""
 
 
 MOST = 512
-"""The largest number of micro-batches that the check proposes."""
-
-
-class Scheduled(NamedTuple):
-    """A resolved configuration with its pipeline plan: the fields of `run.resolve.Resolved` that
-    counting needs.
-    """
-
-    config: Config
-    axes: Axes
-    plan: Plan
-    device: Device
+"""The largest number of micro-batches that an error proposes."""
 
 
 class StepCounts(NamedTuple):
@@ -86,15 +77,16 @@ class StepCounts(NamedTuple):
 
 
 class UnitCount(NamedTuple):
-    """The counts of one unit in one micro-batch. All bytes are bytes of activations.
+    """The counts of one unit in one micro-batch; `saved`, `pending`, `peak` are activation bytes.
 
-    The last unit of a recomputed segment runs the segment's forwards again: it has their bytes and
-    FLOPs.
+    The last unit of a recomputed segment repeats the segment's forwards, so their bytes and FLOPs
+    count as its own.
 
-    saved    that its forward adds: its saved state and its output, less an input that dies
-    pending  from the input half of backward to the weight half, if a schedule separates them
-    peak     of the rank while its forward or its backward runs; the loss counts as the last unit's
-    flops    floating-point operations of its matrix products, forward and backward
+    saved    what the forward adds: saved state and output, less an input that is freed
+    pending  what the input half of the backward keeps for the weight half, if these are apart
+    peak     the most on the rank during the unit's forward and backward; the last unit's includes
+             the loss
+    flops    floating-point operations of matrix products, forward and backward
     """
 
     name: str
@@ -105,7 +97,7 @@ class UnitCount(NamedTuple):
 
 
 class Fitting(NamedTuple):
-    """A number of micro-batches with which a job fits, and the bytes of activations then."""
+    """A number of micro-batches that fits in memory, and the activation bytes that it needs."""
 
     micro_batches: int
     needed: int
@@ -132,7 +124,7 @@ class Unsent:
     def __init__(
         self, rank: int, size: int, allocate: Callable[[int, Any], Any], recorder: Any = SILENT
     ):
-        """allocate: (elements, dtype) -> the array that `allocate` returns."""
+        """allocate: (elements, dtype) -> an array, for the method `allocate`."""
         self.rank, self.size, self.recorder = rank, size, recorder
         self.hosts, self.members = ("",) * size, tuple(range(size))
         self.traffic, self.tenants, self._allocate = Traffic(), Tenants(), allocate
@@ -154,7 +146,7 @@ class Unsent:
 
 
 class CountedGroup(Group):
-    """A tensor-parallel group of one existing rank; its collectives do nothing."""
+    """A tensor-parallel group of which only one rank exists; its collectives do nothing."""
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
         return _NOTHING
@@ -167,11 +159,11 @@ class _Context(NamedTuple):
 
 
 class Body:
-    """A rank's layers that count: their operations, arena and memory.
+    """The layer factory of a counted rank, with its operations, arena and memory.
 
     count   FLOPs and bytes so far
-    arena   the accounts of activations
-    layers  the layer factory of the rank
+    arena   keeps account of activations
+    layers  the layer factory
     """
 
     def __init__(self, device: Device, config: Config, rank: int, ranks: int):
@@ -185,7 +177,7 @@ class Body:
         self.layers.itemsize = device.itemsize(config.precision.stored)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
-        """Return a transport without peers, which tells `count` about backwards."""
+        """Return a transport without peers; its recorder tells `count` when a backward runs."""
         return Unsent(
             rank, ranks, lambda count, dtype: self.memory.made((count,), dtype), _Phases(self.count)
         )
@@ -200,7 +192,7 @@ class Body:
 
 
 class Replica:
-    """A `Replication` of a rank without memory, with all of its parts that a pipeline calls."""
+    """A `Replication` whose arrays have no memory, with the parts that a pipeline calls."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
         self.replica, self.store, self.reducer, self.step_end = _Context(first), self, self, self
@@ -278,7 +270,11 @@ class UnitCounter(Silent):
         self._unit = self._before = 0
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
-        """Return the counts of all units.    x, targets: make an input, and the targets of the loss"""
+        """Return the counts of all units.
+
+        x        () -> an input of the chunk
+        targets  () -> the targets of the loss; None for a chunk that is not the last
+        """
         replica: Any = self._replica
         stage = Stage(self._units, replica, self._body.arena, recorder=self, lowest=self._lowest)
 
@@ -306,7 +302,7 @@ class UnitCounter(Silent):
         return y
 
     def _gradient(self, y: Any, targets: Any) -> Any:
-        """Return the gradient of the output, from the loss if it follows."""
+        """Return the gradient of the output `y`; the loss computes it if the chunk is the last."""
         if targets is None:
             return self._body.arena.take(y.shape, y.dtype)
         self._begin(len(self._units) - 1)
@@ -320,7 +316,7 @@ class UnitCounter(Silent):
         self._body.arena.peak = self._body.arena.live
 
     def compute(self, *fields: int, **more: int) -> int:
-        """Begin a pass of a unit, as the stage announces it; return its phase."""
+        """Begin the forward or a backward of a unit; return which of them it is."""
         _, phase, unit, _ = fields
         self._begin(unit)
         if phase == FORWARD:
@@ -330,7 +326,7 @@ class UnitCounter(Silent):
         return phase
 
     def end(self, span: int) -> None:
-        """End a pass of a unit.    span: the result of `compute`"""
+        """End the forward or backward that `compute` began.    span: the result of `compute`"""
         arena, unit = self._body.arena, self._unit
         self._peaks[unit] = max(self._peaks[unit], arena.peak)
         self._flops[unit] += self._body.count.flops - self._before
@@ -341,17 +337,17 @@ class UnitCounter(Silent):
 class Counter:
     """Counts the memory and FLOPs of a training step, for all ranks with one tensor-parallel index.
 
-    In mode `master` rank 0 computes the loss of all rows. Here each rank counts that of its own
+    In mode `master` rank 0 computes the loss of all rows. Here each rank counts the loss of its own
     rows.
 
     units  the model, as a function of a layer factory
     tp     tensor-parallel index
     """
 
-    def __init__(self, job: Scheduled, source: Source | Unopened, units: Units, tp: int = 0):
-        config, axes, plan, device = job
+    def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
+        config, plan = job.config, job.plan
         self._job, self._source = job, source
-        self._body = Body(device, config, tp, axes.tp)
+        self._body = Body(job.device, config, tp, job.axes.tp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
@@ -359,13 +355,13 @@ class Counter:
         )
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
-        """Count one training step of a pipeline stage, in the dp-th replica."""
-        config, axes, plan, device = self._job
+        """Count one training step of pipeline stage `pp` in replica `dp`."""
+        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks = self._body, self._chunks.chunks
         units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
         storage = Storage(units, config.precision.stored, axes.dp)
         replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
-        endpoint, computed = body.endpoint(pp, axes.pp), device.half or storage.dtype
+        endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
@@ -400,8 +396,8 @@ class Counter:
         )
 
     def units(self, pp: int) -> list[UnitCount]:
-        """Count each unit of a pipeline stage, for the largest micro-batch of replica 0."""
-        config, axes, plan, device = self._job
+        """Count each unit of pipeline stage `pp`, for the largest micro-batch of replica 0."""
+        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
@@ -410,7 +406,7 @@ class Counter:
             replica = Replica(
                 storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
             )
-            computed = device.half or storage.dtype
+            computed = job.device.half or storage.dtype
 
             def first(chunk: int = chunk, computed: Any = computed) -> Any:
                 body.layers.now.set(0, 0, rows, True)
@@ -424,14 +420,17 @@ class Counter:
 
 
 def _is_serial(plan: Plan) -> bool:
-    """Return whether one stage ends each micro-batch before it begins the next."""
-    return len(plan.lists) == 1 == peak(plan.lists[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    """Return whether there is one stage, which ends each micro-batch before it begins the next."""
+    return (
+        len(plan.by_stage) == 1 == peak(plan.by_stage[0], [Cost(0, 0, 0)] * len(plan.stage_of)).live
+    )
 
 
 def _unlike(shares: Sequence[range]) -> list[range]:
     """Return the micro-batches that suffice to find the peak, if each ends before the next begins.
 
-    The first one writes gradients, the others add to them. Of these, one of each size suffices.
+    The first micro-batch writes gradients, the others add to them. Of the others, one of each size
+    suffices.
     """
     rest = {len(part): part for part in shares[1:]}
     return [*shares[:1], *rest.values()]
@@ -444,7 +443,7 @@ def _kind_of(device: Device) -> type[Weightless]:
 
 
 def _leasing(device: Device) -> Ops:
-    """Return the device's operations without launches of kernels."""
+    """Return the device's operations; they lease memory as on the device, and launch no kernels."""
     if device.kernels is None or device.multiply is None:
         return device.ops
     unlaunched: Any = Unlaunched(device.kernels)
@@ -452,22 +451,22 @@ def _leasing(device: Device) -> Ops:
 
 
 def check_activations(
-    job: Scheduled,
+    job: Resolved,
     source: Source | Unopened,
     units: Units,
     room: Room,
     rank: int,
-    replanned: Callable[[int], Scheduled | None],
+    replanned: Callable[[int], Resolved | None],
 ) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
-    The error has the fewest micro-batches that fit. A step that cannot be counted fits.
+    The error names the fewest micro-batches that fit. A step that cannot be counted passes.
 
-    room       memory that parameters, gradients and optimizer state leave
-    replanned  (micro-batches) -> the job with so many, or None if they do not fit its keys
+    room       the free memory, and the bytes of parameters, gradients and optimizer state
+    replanned  (micro-batches) -> the job with so many, or None if its other keys exclude that
     """
 
-    def needed(scheduled: Scheduled) -> tuple[int, StepCounts]:
+    def needed(scheduled: Resolved) -> tuple[int, StepCounts]:
         return bytes_needed(scheduled, source, units, room, rank)
 
     try:
@@ -508,9 +507,9 @@ def _savings(config: Config) -> str:
 
 
 def bytes_needed(
-    job: Scheduled, source: Source | Unopened, units: Units, room: Room, rank: int
+    job: Resolved, source: Source | Unopened, units: Units, room: Room, rank: int
 ) -> tuple[int, StepCounts]:
-    """Return the activation bytes of all ranks in this rank's memory, and its own counts."""
+    """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
     tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
@@ -524,11 +523,11 @@ def bytes_needed(
 
 
 def _fitting(
-    replanned: Callable[[int], Scheduled | None],
+    replanned: Callable[[int], Resolved | None],
     micro_batches: int,
     rows: int,
     free: float,
-    needed: Callable[[Scheduled], int],
+    needed: Callable[[Resolved], int],
 ) -> Fitting | None:
     """Return the fewest micro-batches above `micro_batches` that fit in `free`, by bisection."""
     best = None

@@ -27,7 +27,7 @@ class Exported(NamedTuple):
 
     step       the step of the checkpoint
     files      names of the files in the folder
-    tokenizer  whether the run knows its tokenizer, so that the folder has it
+    tokenizer  whether the folder has the tokenizer; False if the run does not know it
     """
 
     step: int
@@ -49,11 +49,11 @@ def export(
 
     name         of the format, a row of FORMATS
     dtype        name of the dtype of the parameters in the folder
-    shard_bytes  the largest sum of tensors in a file
+    shard_bytes  the largest sum of the bytes of tensors in one file
     plugins      settings of run.plugins, for a run that needs them
     merge        whether to add adapters to the model under them
     base         the folder of that model, if it has moved
-    raises       ConfigError if the run has another kind of model or the folder cannot be written;
+    raises       ConfigError if the format has no such model or the folder cannot be written;
                  CheckpointError if the checkpoint is damaged
     """
     if name not in FORMATS:
@@ -105,9 +105,9 @@ def with_adapters(
 ) -> tuple[Config, dict[str, AnyTensor]]:
     """Return the configuration and the tensors of the merged model.
 
-    The weights are those of the base in run.init_from, which are never of 8 bits.
+    Adapters are added to the weights in the folder of run.init_from, which are never of 8 bits.
 
-    record   of the base, in the checkpoint; empty: the checkpoint has all parameters
+    record   of the base, as the manifest has it; empty: the checkpoint has all parameters
     tensors  of the checkpoint
     raises   CheckpointError if the base is missing or has changed
     """

@@ -29,7 +29,7 @@ NOT_FINITE = -1
 
 
 RECURSIVE = "recursive-doubling"
-"""The all-reduce of the tokens of a round: a few numbers, in the fewest steps."""
+"""The all-reduce that spreads the tokens of a round: few numbers want few steps."""
 
 
 class Sampling(NamedTuple):
@@ -47,7 +47,12 @@ class Sampling(NamedTuple):
 
 
 class PromptRequest(NamedTuple):
-    """How to continue prompts: arguments of `texts`, with `tokens` as its count, and stop texts."""
+    """How to continue prompts.
+
+    tokens  the most tokens after a prompt
+    stops   texts before which a continuation ends
+    cuts    as in `texts`
+    """
 
     sampling: Sampling
     seed: int
@@ -112,13 +117,13 @@ def texts(
 ) -> Iterator[list[tuple[int, int]]]:
     """Generate tokens after some prompts; collective.
 
-    Replica r of n takes the prompts r, r + n, r + 2 n and so on. Its stage with the last layer
-    draws the tokens, and an all-reduce of all ranks spreads them. Every rank passes the same
-    arguments, and takes the same number of rounds from the iterator.
+    Replica r of n takes prompt r and every n-th after it. Its stage with the last layer draws the
+    tokens, and an all-reduce of all ranks spreads them. Every rank passes the same arguments, and
+    takes the same number of rounds from the iterator.
 
-    A full window of model.context tokens is cut to its newest half, with the next token. This half
-    is then read again, at positions from 0. If the model was trained with data.attend=document, a
-    window also begins anew after each separator.
+    The model reads a window of at most model.context tokens. Before a full window gets the next
+    token, it is cut to its newest half, which is read again at positions from 0. If the model was
+    trained with data.attend=document, a window also begins anew after each separator.
 
     prompts         at least one token each; only the last model.context of them count
     seed            prompt i draws with seed + i
@@ -126,7 +131,7 @@ def texts(
     ends            (prompt, token) -> whether this token is the last one of its prompt; called on
                     all ranks, with the same result
     stop_requested  called only on rank 0, in every round; after True this round is the last
-    cuts            False: a text ends when its window is full; prompts are shorter than that
+    cuts            False: a text ends when its window is full, and prompts must be shorter
     yields          (prompt, token) of each prompt that has not ended, in order
     raises          TrainingError on every rank if the logits are not finite
     """
@@ -215,7 +220,7 @@ def _drawn(
     sampling: Sampling,
     generators: Sequence[np.random.Generator],
 ) -> list[int]:
-    """Return a token for each prompt; 0 if it is not active, or if another rank draws it."""
+    """Return a token for each prompt; 0 if the prompt has ended, or another rank draws for it."""
     drawn = [0] * len(windows)
     logits = reader.read([windows[index] for index in share], trainer.config.model.context)
     if logits is not None and trainer.grid.reports_loss:
@@ -255,12 +260,12 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def separator_of(data: Data) -> int:
-    """Return the token that ends a document for a model's attention; -1 if there is none."""
+    """Return the token at which attention begins a new document; -1 if it never does."""
     return data.separator if data.attend == "document" else -1
 
 
 def last_document(tokens: Sequence[int], separator: int) -> list[int]:
-    """Return the tokens of the last document; its separator is its last token."""
+    """Return the tokens of the last document; the separator at its end, if there, belongs to it."""
     begin = len(tokens) - 1
     while begin and (separator < 0 or tokens[begin - 1] != separator):
         begin -= 1
@@ -304,7 +309,7 @@ class Continuation:
         return self._free()
 
     def rest(self) -> bytes:
-        """Return the rest of the text, at the end."""
+        """Return the text that `add` has kept back; no token may follow."""
         if self.stopped:
             return b""
         self._waiting += b"".join(self._pieces)
@@ -312,12 +317,12 @@ class Continuation:
         return text + rest
 
     def _fed(self) -> Iterator[int]:
-        """Yield each new token when the decoder of text reads it."""
+        """Yield tokens to the tokenizer's stream, each when `add` has received it."""
         while self._next:
             yield self._next.pop()
 
     def _free(self) -> bytes:
-        """Take the text before a stop text, or before its possible beginning."""
+        """Return and forget the text before a stop text, or before what may become one."""
         if self._cuts and (match := self._pattern.search(self._waiting)):
             self.stopped = True
             return self._waiting[: match.start()]

@@ -1,4 +1,4 @@
-"""What a run does besides its steps: hooks, which the loop calls in order on every rank."""
+"""What a run does besides its steps: hooks, which the loop calls, and the state they share."""
 
 import os
 import sys
@@ -36,19 +36,18 @@ SKIPS = 10
 OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
 GROWING = 3
-"""Steps after which the process has touched all of its memory."""
+"""Number of steps after which the process has touched all of its memory."""
 
 
 class RunState:
     """The state of a run that its hooks share, and its metrics; only rank 0 writes and has watchers.
 
     source    the data, perhaps read ahead by a thread
-    first     the steps before this start
+    first     number of steps before this start
     limit     the time limit of the batch job
-    asks      whether this rank wants all ranks to stop
     saved_at  the step of the newest checkpoint; None: there is none
     met_at    the last step after which the ranks saved or evaluated together
-    paused_s  seconds of this start that were no training
+    paused_s  seconds since this start that the hooks took between steps
     peaks     the peak activation bytes of each rank, as of `met_at`
     """
 
@@ -62,7 +61,7 @@ class RunState:
         ends: Callable[[], float | None] | None,
         watchers: Sequence[Watcher],
     ):
-        """stop_requested, ends, watchers: as of `train`."""
+        """Take a job and its run directory.    stop_requested, ends, watchers: from `train`"""
         self.job, self.trainer, self.config = job, job.trainer, job.trainer.config
         self.folder, self.before, self.watchers = folder, before, watchers
         self.transport, self.recorder = self.trainer.transport, self.trainer.transport.recorder
@@ -103,6 +102,7 @@ class RunState:
         self.record(record)
 
     def asks(self) -> bool:
+        """Return whether this rank wants all ranks to stop."""
         requested = self._stop_requested
         return (requested is not None and requested()) or self.limit.is_near()
 
@@ -167,18 +167,18 @@ class Hook:
     """A task of a run besides its steps. By default it does nothing."""
 
     def reaches(self, point: str, step: int) -> None:
-        """Act where a step, one of its batches, a save, an evaluation, digests or the end begins.
+        """Act at a point of the run.
 
-        point  step, batch, save, evaluation, digests or end
+        point  what begins there: step, batch (one of a step), save, evaluation, digests or end
         """
 
     def step_ends(self, step: int, outcome: StepResult) -> None:
         """Act after a step; an error that it raises ends the run."""
 
     def pause(self, step: int, stop: bool) -> bool:
-        """Act between two steps; return whether the run stops here, which all ranks agree on.
+        """Act between two steps; return whether the run stops here, the same on all ranks.
 
-        stop  whether a rank asks to stop
+        stop  the answer of the hook before; for the first hook, whether a rank asks to stop
         """
         return stop
 
@@ -209,7 +209,7 @@ class Failing(Hook):
     """Fails where run.inject says."""
 
     def __init__(self, passes: Callable[[str, int], None]):
-        """passes: of the `Injector`."""
+        """passes: the method of the `Injector`."""
         self._passes = passes
 
     def reaches(self, point: str, step: int) -> None:
@@ -366,14 +366,14 @@ class Saving(Hook):
 
 
 class Evaluating(Hook):
-    """Evaluates every run.eval_every steps. A stop leaves an evaluation to the resumed run."""
+    """Evaluates every run.eval_every steps. A resume repeats one that a stop interrupted."""
 
     def __init__(self, run: RunState, saving: Saving):
         self._run, self._saving = run, saving
         self._evaluated_at = run.first if run.before.is_evaluated else None
 
     def pause(self, step: int, stop: bool) -> bool:
-        """Return True if a rank asks to stop before the last step, or before an evaluation is done."""
+        """Return True if a rank asks to stop while steps or a due evaluation remain."""
         run, every = self._run, self._run.config.run.eval_every
         is_last = step == run.steps
         is_due = (every >= 0 and is_last) or (every > 0 and step > 0 and step % every == 0)
@@ -413,7 +413,7 @@ class Evaluating(Hook):
 
 
 class Tracing(Hook):
-    """Writes facts about this rank into its trace; gathers peaks where the ranks have met.
+    """Writes facts about this rank into its trace, and gathers the peak memory of all ranks.
 
     If the trace file cannot be written, the rank prints a warning, and the run continues.
     """
@@ -523,7 +523,7 @@ class Skipping(Hook):
     def _where(self, outcome: StepResult) -> str:
         """Return a clause that names the ranks where a step's loss is not finite; collective.
 
-        Ranks without a step in common have none.
+        Empty if the ranks do not end each step together.
         """
         run, transport = self._run, self._run.transport
         if not run.is_common or outcome.ended is not None:
@@ -534,10 +534,10 @@ class Skipping(Hook):
         return "; the loss of each rank is finite" if np.isfinite(outcome.loss) else ""
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
-        """Write the last line of metrics, and return the error to raise on every rank.
+        """Write the last line of metrics, and return the error.
 
-        Asynchronous servers do not wait for a step: a worker may still send to one that has ended.
-        So the first rank that fails ends all.
+        Where ranks end each step together, all raise it. With an asynchronous server they do not,
+        and the first rank that raises it ends the job.
         """
         self._run.record({"event": "failed", "step": step})
         error = TrainingError(law, way_out)

@@ -1,4 +1,4 @@
-"""Inference with a model on a mesh of ranks: logits, evaluation, losses of rows, readers of windows."""
+"""Inference on a mesh of ranks: logits, evaluation, losses of rows, and readers for generation."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
@@ -32,7 +32,7 @@ _WAYS_OUT = {
 
 
 class Inference:
-    """A model without its training: logits, losses and evaluation, and the readers of windows.
+    """The model of a trainer, for logits, losses, evaluation and generation.
 
     All methods but `cut`, `documents` and `placed` are collective.
     """
@@ -52,7 +52,7 @@ class Inference:
     ):
         """Take the parts of a trainer.
 
-        decoded  the chunks of the whole model for new tokens, and their layer factory
+        decoded  all chunks of the model, of layers that compute new tokens, and their factory
         stored   the dtype of master parameters
         """
         self.config, self.backend, self.arena = resolved.config, resolved.device.backend, arena
@@ -61,15 +61,15 @@ class Inference:
         self._computed = resolved.device.half or stored
 
     def cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the targets without the ends of documents, and the documents' first tokens.
+        """Return targets without marks of document ends, and where each token's document begins.
 
-        These are None unless data.attend is document.
+        The second is (B, T) int32, the index in the row; None unless data.attend is document.
         """
         is_cut = self.config.data.attend == "document" and targets.ndim == 2
         return without_ends(targets) if is_cut else (targets, None)
 
     def documents(self, starts: np.ndarray | None) -> Documents | None:
-        """Return the documents of some rows, in the memory of the backend.    starts: (B, T)"""
+        """Return the documents of some rows, in the backend's memory.    starts: from `cut`"""
         if starts is None:
             return None
         return Documents(self.placed(starts), self.placed(positions_of(starts)))
@@ -82,13 +82,13 @@ class Inference:
         )
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
-        logits = self.ask(inputs)
+        logits = self.infer(inputs)
         return (
             None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
         )
 
-    def ask(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
-        """Return the logits, with only the columns of this tensor-parallel rank.
+    def infer(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+        """Return this tensor-parallel rank's columns of the logits; None except on the last stage.
 
         If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
         padding comes after all rows or to the right of them. The causal mask hides it.
@@ -101,7 +101,7 @@ class Inference:
             more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
             starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
         documents = self.documents(starts)
-        logits = self.pipe.ask(filled.shape, lambda: self.placed(filled), documents)
+        logits = self.pipe.infer(filled.shape, lambda: self.placed(filled), documents)
         if logits is None:
             return None
         lengths = inputs.shape[: logits.ndim - 1]
@@ -151,7 +151,7 @@ class Inference:
         targets = self._indices.targets(targets, inputs.shape, self.logits_shape, "a batch")
         flat = self.backend.from_host(targets).reshape(-1)
         losses, length = np.zeros(len(inputs)), inputs.shape[1]
-        logits = self.ask(inputs)
+        logits = self.infer(inputs)
         if logits is None:
             return losses
         for place, some in sliced(logits, self.arena):
@@ -165,7 +165,7 @@ class Inference:
         return losses
 
     def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return summed loss, correct and counted predictions of held-out rows."""
+        """Return of held-out rows the summed loss, and the correct and the counted predictions."""
         inputs, targets = read_rows(
             self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
         )
@@ -175,7 +175,7 @@ class Inference:
         )
         counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self.ask(inputs, starts)
+        logits = self.infer(inputs, starts)
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
@@ -203,10 +203,10 @@ class Inference:
                 sequences,
                 room,
             )
-        return Reader(decoder, self.ask, self._row)
+        return Reader(decoder, self.infer, self._row)
 
     def _row(self, logits: Any, token: int) -> np.ndarray:
-        """Return whole rows of logits of one token each, (rows, classes) float64 in host memory."""
+        """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
         rows = computed(logits, self.arena)[:, token]
         whole = self._layers.whole(rows, self.arena)
         return np.asarray(self.backend.to_host(whole), np.float64)
@@ -299,7 +299,7 @@ class Indices:
         return f"{where} on rank {rank} ({self._transport.hosts[rank]})"
 
     def _end(self, error: DataError) -> NoReturn:
-        """Raise the error on a rank that is alone; of several ranks one aborts the whole job."""
+        """Raise the error; with several ranks, abort the job first."""
         if self._transport.size == 1:
             raise on_every_rank(error) from None
         self._transport.abort(str(error))
@@ -339,10 +339,11 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 
 class Reader:
-    """Reader of windows of tokens, one window for each sequence of a replica.
+    """Computes the next token's logits for several sequences of a replica.
 
-    A decoder caches keys and values. Without one, each window is read as a whole at each call. That
-    happens for models with a caller's layer that cannot compute only new tokens.
+    A window is the tokens of one sequence that the model reads. With a decoder, which caches keys
+    and values, only new tokens are computed. Without one, each call reads whole windows: a layer of
+    the caller may not be able to compute new tokens alone.
     """
 
     def __init__(

@@ -83,10 +83,10 @@ def open_models(
     units: Callable[[], Sequence[Unit]],
     rank: int,
 ) -> Models | None:
-    """Locate the models that a run starts from; None: there are none.
+    """Locate the models that a run starts from on this rank; None if there are none.
 
-    checkpoint  the run resumes from it, and needs only the base of its adapters
-    units       makes those of the whole model, without adapters
+    checkpoint  from which the run resumes: it needs only the base of its adapters; None: a new run
+    units       returns the units of the whole model, without adapters
     """
     if checkpoint:
         record = base_of(checkpoint) if config.lora.rank else {}
@@ -107,7 +107,7 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
     """Locate the model of run.init_from; not collective.
 
     vocabulary  of the data
-    saved       the checkpoint to read of a run; None: the newest
+    saved       the checkpoint to read if the folder is a run directory; None: its newest
     """
     folder = Path(config.run.init_from)
     if is_run(folder):
@@ -127,7 +127,7 @@ def load_initial(
     storage: Storage,
     backend: Backend,
 ) -> dict[str, Any]:
-    """Fill the parameters of all ranks from a folder, after its digests; collective.
+    """Fill the parameters of all ranks from a folder; collective. A checkpoint is verified first.
 
     returns  {"folder": path, "sha256": {name: digest}} for the record of the run
     """
@@ -214,7 +214,7 @@ def _check_finite(folder: Path, name: str, values: np.ndarray) -> None:
 
 
 def elements(stored: AnyTensor, part: Region) -> np.ndarray:
-    """Read the elements of a region, and whole rows of its rectangles at most: 1-D, packed."""
+    """Return the elements of a region, 1-D and packed; only rows that have some are read."""
     rectangles = _rectangles(part)
     dim = joined_dim(rectangles)
     width = sum(
@@ -281,7 +281,7 @@ def _chosen(
     is_chosen: Callable[[str], bool],
     otherwise: Callable[[StateBuffer], bool],
 ) -> list[StateBuffer]:
-    """Return the chosen buffers; of frozen parameters a buffer with the chosen tensors alone."""
+    """Return frozen parameters with the chosen tensors alone, other buffers if `otherwise`."""
     chosen = []
     for buffer in kept:
         if buffer.name != "parameters" or not buffer.entries:
@@ -321,7 +321,7 @@ def check_layers(adapter: Initial, config: Config, units: Sequence[Unit]) -> Non
 
 
 def check_head(adapter: Initial, base: Initial) -> None:
-    """Raise CheckpointError if a folder of PEFT has a copy of another head than the base has."""
+    """Raise CheckpointError if a PEFT folder has a head (lm_head) unlike the head of the base."""
     head = adapter.tensors.get(HEAD)
     if not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
         return
@@ -373,9 +373,10 @@ def open_base(config: Config, record: Mapping[str, Any], vocabulary: int) -> Ini
 
 
 def check_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the base of adapters has the digests of then.
+    """Raise CheckpointError if files of the base have changed since the adapters were trained.
 
-    now   of run.init_from, equal on all ranks
+    then  the record of the base, stored with the adapters; empty: there is none
+    now   the record of run.init_from, equal on all ranks
     """
     changed = [
         name

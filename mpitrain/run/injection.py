@@ -156,7 +156,7 @@ class Injector:
         return True
 
     def passes(self, point: str, step: int) -> None:
-        """Fail if it is time to; arguments as `is_due`."""
+        """Fail if the failure is due; arguments as in `is_due`."""
         if not self.is_due(point, step):
             return
         if self.failure.kind == "lose":
@@ -211,10 +211,9 @@ def _leaves(gradients: Any) -> Iterator[Gradient]:
 
 
 def failing(inner: Replication, text: str, transport: Transport, backend: Backend) -> Replication:
-    """Return the replication with the failure of run.inject, if that is within a pass.
+    """Return the replication, made to fail if run.inject names a forward or a backward.
 
-    It fails at the first unit of a forward or of a backward. Gradients change before their
-    reduction.
+    It fails at the first unit of that pass. A changed gradient is changed before its reduction.
     """
     injector = Injector(text, transport)
     if injector.failure.point not in ("forward", "backward"):

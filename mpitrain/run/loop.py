@@ -1,5 +1,7 @@
 """The training loop of one run."""
 
+from __future__ import annotations  # help() prints signatures as they are written here.
+
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -52,20 +54,20 @@ class Finished(NamedTuple):
 
 
 def train(
-    transport: "Transport",
-    configured: "Callable[[], Config]",
-    resume: "str" = "no",
-    stop_requested: "Callable[[], bool] | None" = None,
-    watchers: "Sequence[Watcher]" = (),
-    begins: "Callable[[], Any] | None" = None,
-    ends: "Callable[[], float | None] | None" = None,
-) -> "Finished":
+    transport: Transport,
+    configured: Callable[[], Config],
+    resume: str = "no",
+    stop_requested: Callable[[], bool] | None = None,
+    watchers: Sequence[Watcher] = (),
+    begins: Callable[[], Any] | None = None,
+    ends: Callable[[], float | None] | None = None,
+) -> Finished:
     """Train a model in a run directory, as `mpitrain train` does; collective.
 
     Parameters
     ----------
     configured : callable
-        Returns the configuration, on every rank; all ranks raise an MpitrainError of one.
+        Returns the configuration, on every rank. If one raises an MpitrainError, all do.
     resume : {"no", "yes", "auto"}
         As `--resume`.
     stop_requested : callable, optional

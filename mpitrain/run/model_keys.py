@@ -73,7 +73,8 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the tables with the keys of a model that they lack.
 
-    data.vocabulary applies only to files of tokens
+    keys  {section.key: value}, as `determined` returns it; data.vocabulary is taken only if
+          data.source is a file of tokens, or there is a data.mixture
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):

@@ -192,7 +192,7 @@ class Observation(NamedTuple):
     answers: Mapping[int, Answer]
 
     def finding(self, quiet: float) -> Finding:
-        """Return the first divergence; a rank with a sign in the last `quiet` seconds moves."""
+        """Return the first divergence; a rank that left a sign in the last `quiet` seconds moves."""
         return first_divergence(self.states, self.now, quiet)
 
     def text(self, finding: Finding) -> str:

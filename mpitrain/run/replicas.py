@@ -28,7 +28,7 @@ def replicas_equal(trainer: Trainer) -> bool:
     Parameters
     ----------
     trainer : Trainer
-        The trainer; it is settled first.
+        `sync_parameters` of it is called first.
 
     Returns
     -------

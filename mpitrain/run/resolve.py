@@ -1,4 +1,9 @@
-"""The first agreement of a start: all ranks have the same configuration, as it was given."""
+"""The first two agreements of a start: on the configuration as given, and on it as resolved.
+
+`agree_on` gathers the configuration of each rank. `resolve_here` then sets on each rank the values
+that were automatic: device, mesh axes, schedule and micro-batches. `resolve` compares the results over
+ranks; a run compares them in `build`, together with facts about its data.
+"""
 
 import sys
 from collections import Counter
@@ -22,7 +27,7 @@ from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.sequence import check_rows, sequences_of
+from mpitrain.parallel.tensor.rows import check_rows, sequences_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
@@ -124,7 +129,7 @@ class Resolved(NamedTuple):
 
 
 FILES = "data source and checkpoint"
-"""The subject of `facts_of` and of other facts about files, for a message."""
+"""The subject of an error about ranks whose facts, as of `facts_of`, differ."""
 
 
 def resolve(transport: Transport, config: Config | Given) -> Resolved:
@@ -199,7 +204,7 @@ def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
 
 
 def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
-    """Return the configuration with this number of micro-batches; None if it does not fit."""
+    """Return `resolved` with this number of micro-batches; None if rows or schedule exclude it."""
     batch = resolved.config.batch.model_copy(update={"micro_batches": micro_batches})
     config = resolved.config.model_copy(update={"batch": batch})
     try:
@@ -210,8 +215,9 @@ def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | Non
 
 
 def _with_gain(config: Config, kind: str) -> Memory:
-    """Return the section [memory] without recomputation that saves nothing: attention in tiles saves
-    one number of each row, and computes the probabilities again anyway.
+    """Return the section [memory], without memory.recompute=attention if attention is in tiles.
+
+    Tiles save only one number of each row, and compute the probabilities again anyway.
     """
     memory = config.memory
     is_tiled = kind != "cpu" or (
@@ -282,10 +288,10 @@ def _planned(config: Config, sizes: Axes) -> Plan:
     if (
         config.replication.zero > 1
         and len(plan.stage_of) > 1
-        and not all(map(goes_in_passes, plan.lists))
+        and not all(map(goes_in_passes, plan.by_stage))
     ):
         raise ConfigError(
-            f"With replication.zero {config.replication.zero} all micro-batches go through a part of the model before the next, "
+            f"With replication.zero {config.replication.zero} all micro-batches go through a chunk of the model before the next, "
             f"so that it is gathered and reduced once, but {settings.schedule} comes back to chunks.",
             f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.",
         )
@@ -295,7 +301,8 @@ def _planned(config: Config, sizes: Axes) -> Plan:
 def _filling(stages: int, rows: int, fitting: int) -> int:
     """Return the default number of micro-batches: two per stage if there are enough rows.
 
-    fitting  must divide the rows of a micro-batch; where two per stage prevent that, take one
+    fitting  a number that must divide the rows of a micro-batch; if two micro-batches per stage
+             prevent that, there is one per stage
     """
     count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
     return count if fitting == 1 or rows % (count * fitting) == 0 else stages
@@ -308,7 +315,7 @@ def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
         for name, schedule in SCHEDULES.items()
         if chunks in (0, schedule.chunks or chunks)
         and not schedule.grouped
-        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).lists))
+        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).by_stage))
     )
 
 

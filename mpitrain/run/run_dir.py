@@ -75,10 +75,10 @@ FIXED = (
 
 
 def look(config: Config, resume: str, ranks: int) -> RunLocation:
-    """Find the run directory that the configuration names; for rank 0.
+    """Find the run directory that the configuration names; only rank 0 calls this.
 
     resume  "no" refuses a directory with a run, "yes" one without a checkpoint; "auto" accepts both
-    ranks   number of ranks, for advice
+    ranks   number of ranks, for the advice in errors
     """
     if not config.run.out:
         if resume != "no":
@@ -186,7 +186,7 @@ def configuration(folder: Path) -> Config:
 def check_algorithms_named(then: Config, settings: Sequence[str], folder: Path) -> None:
     """Raise ConfigError unless the settings name the files of all-reduces that a run used.
 
-    A run directory names no code to run: its author may be another person.
+    The name in a run directory is not enough to run code: its author may be another person.
     """
     named = {setting.partition("=")[0].strip() for setting in settings}
     for key in ALGORITHMS:
@@ -247,7 +247,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 def claim(
     location: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
 ) -> tuple[Path, int]:
-    """Make and lock the run directory, and write its first files; for rank 0.
+    """Make and lock the run directory, and write its first files; only rank 0 calls this.
 
     step      number of steps before this start; metrics of later steps are removed
     returns   the directory, and the descriptor of its lock, which the caller must close
@@ -452,7 +452,7 @@ def _schedule(name: str) -> str:
 
 
 def _text(tiles: str) -> str:
-    """Read the table of tile sizes, even if this device has no use for it: a resume may need it."""
+    """Return the tile sizes as text; the run directory keeps them for a resume on another device."""
     try:
         return contents(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:

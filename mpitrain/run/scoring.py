@@ -17,14 +17,21 @@ from mpitrain.transport.agreement import on_all_ranks
 
 
 class ChoiceTokens(NamedTuple):
-    """The last tokens of a context and a choice, one more than the model reads; the scored end."""
+    """The tokens of a context and a choice after it.
+
+    tokens  the last ones, at most one more than model.context
+    scored  how many of them, at the end, are the choice
+    """
 
     tokens: np.ndarray
     scored: int
 
 
 class Accuracy(NamedTuple):
-    """A mean over tasks, and its standard error: sample deviation / sqrt(tasks); None for one."""
+    """A fraction of tasks answered right.
+
+    stderr  standard error of `mean`, the sample deviation / sqrt(tasks); None for one task
+    """
 
     mean: float
     stderr: float | None
@@ -33,8 +40,8 @@ class Accuracy(NamedTuple):
 class Scores(NamedTuple):
     """The result of a file of tasks.
 
-    acc              by the log-likelihood of each choice
-    acc_norm         by the log-likelihood divided by the bytes of the choice, as UTF-8
+    acc              if the model answers the choice with the largest log-likelihood
+    acc_norm         if that is first divided by the UTF-8 bytes of the choice
     log_likelihoods  of each choice of each task, in nats
     """
 
@@ -57,7 +64,7 @@ def score(trainer: Trainer, tasks: Sequence[Task], tokenizer: Tokenizer, vocabul
 
 
 def scores(tasks: Sequence[Task], log_likelihoods: list[list[float]]) -> Scores:
-    """Return the accuracies of log-likelihoods; of equal choices the first is the model's."""
+    """Return the accuracies of log-likelihoods; of equal choices the model answers the first."""
     plain, normed = [], []
     for task, values in zip(tasks, log_likelihoods, strict=True):
         nbytes = [len(choice.encode()) for choice in task.choices]
@@ -113,7 +120,7 @@ def requests_of(
 ) -> list[ChoiceTokens]:
     """Return a request for each choice of each task, in order.
 
-    context  the tokens that the model reads; a longer text loses its beginning
+    context  number of tokens that the model reads; a longer text loses its beginning
     """
     requests = []
     for task in tasks:
@@ -136,7 +143,7 @@ def requests_of(
 
 
 def batch(requests: Sequence[ChoiceTokens], context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets of some requests, (rows, T) int64; only choices count.
+    """Return inputs and targets, (rows, T) int64, one row for each request; only choices count.
 
     The causal mask hides the padding on the right. Powers of two need few buffers.
     """

@@ -42,7 +42,7 @@ class SlowRank(NamedTuple):
 
 
 class Readings:
-    """The judgement of successive readings of all ranks' totals."""
+    """Judges successive readings of all ranks' step times, and names at most one slow rank."""
 
     def __init__(self, alike: Sequence[Sequence[int]]):
         """Begin without a slow rank.

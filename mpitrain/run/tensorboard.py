@@ -63,7 +63,7 @@ class TensorBoard(Watcher):
             os.close(self._descriptor)
 
     def _record(self, record: Mapping[str, Any]) -> bytes:
-        """Return the record of the series of a line of metrics; empty if it has none."""
+        """Return the TFRecord of the numbers in a line of metrics; empty if it has none."""
         numbers = series(record)
         seconds = self._started + numbers.pop("wall_s", 0.0)
         group = "validation" if "val_loss" in record else "train"

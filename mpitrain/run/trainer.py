@@ -225,9 +225,7 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat buffer of this rank's trained parameters, 1-D; its shard with replication.zero
-        3.
-        """
+        """The flat buffer of this rank's trained parameters, 1-D; with ZeRO 3 its shard."""
         return self.replication.store.parameters
 
     @property
@@ -248,8 +246,8 @@ class Trainer:
             weights = self.replication.store.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
-                for chunk in parameter.name.split("."):
-                    tensor = tensor[chunk]
+                for key in parameter.name.split("."):
+                    tensor = tensor[key]
                 arrays[unit.full_name(parameter)] = (
                     Coded(*map(self.backend.to_host, tensor)).numbers()
                     if parameter.coded

@@ -26,8 +26,9 @@ from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run.build import Job, model, scheduled
-from mpitrain.run.counting import SERIAL, Counter, Scheduled
+from mpitrain.run.build import Job, model
+from mpitrain.run.counting import SERIAL, Counter
+from mpitrain.run.resolve import Resolved
 from mpitrain.strict_json import validated
 
 
@@ -46,7 +47,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     if peak is None or trainer.counted.problem:
         return lambda step_s: {}
     work = work_of(
-        scheduled(trainer.resolved),
+        trainer.resolved,
         job.source,
         lambda layers: model(config, job.source, layers),
         trainer.parameter_count,
@@ -56,7 +57,11 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
 
 
 class StepFlops(NamedTuple):
-    """Floating-point operations of a step of all ranks: that the model needs; that are executed."""
+    """Floating-point operations of a step of all ranks.
+
+    model     those that the model needs
+    hardware  those that are executed: recomputed forwards count again
+    """
 
     model: float
     hardware: float
@@ -65,10 +70,10 @@ class StepFlops(NamedTuple):
         return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
 
 
-def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
-    """Count the work of a step, which is proportional to rows: on one rank with the whole model.
+def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
+    """Return the FLOPs of a step: those of one row in the whole model, times the rows.
 
-    Models with a formula in `MODELS` use it: PaLM's for a GPT. Others count forward and backward.
+    What the model needs comes from its formula in `MODELS` (PaLM's for a GPT), else from the count.
     """
     counted = Counter(_alone(job), source, units).step(0)
     kind, rows = MODELS[job.config.model.kind], job.config.batch.size
@@ -78,7 +83,7 @@ def work_of(job: Scheduled, source: Source | Unopened, units: Units, parameters:
     return StepFlops(rows * needed, rows * (needed + counted.recomputed))
 
 
-def _alone(job: Scheduled) -> Scheduled:
+def _alone(job: Resolved) -> Resolved:
     config: Config = job.config
     one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
@@ -98,10 +103,10 @@ BUDGET = 0.4
 """Seconds after which no further product starts."""
 
 CHECK = 0.04
-"""The same for the products that check a cached rate."""
+"""Seconds after which no further product starts, if the rate is cached and only checked."""
 
 BLOCK = 65_521
-"""Random numbers in the matrices, which repeat them: a prime, so that rows differ."""
+"""Number of random numbers that fill the matrices in turn: a prime, so that rows differ."""
 
 CACHE = "gemm-peak"
 
@@ -116,14 +121,14 @@ class _Peak(BaseModel):
 
 
 def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> float | None:
-    """Return the floating-point operations per second of products; None on a simulated device.
+    """Return the FLOPs per second of matrix products; None on a simulated device.
 
     The first call on a machine takes less than a second. Ranks of a host must call it at the same
     time: each measures with its own cores while the others load theirs, as in training. The result
     is cached; later calls measure a few products, and a higher rate replaces it.
 
     sharing  ranks on this GPU or, without one, on this host
-    kernels  the products of a device: its device.gemm and device.tiles
+    kernels  device.gemm and device.tiles: the kernels on which the rate depends
     """
     if device.kind not in SIDES:
         return None

@@ -32,7 +32,7 @@ from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Traffic
 
 LONGEST = 1.0
-"""Longest time in seconds between two looks."""
+"""Longest time in seconds between two looks for progress."""
 COMPILING = 600.0
 """Seconds after which a compilation no longer counts as progress."""
 GRACE = 15.0
@@ -45,7 +45,7 @@ BLAMED, INNERMOST = 2, 8
 LEAST = 0.25
 """Shortest time in seconds between two judgements."""
 WARNING = "warning: "
-"""The begin of a report after which the job goes on; `launch` takes any other as the failure."""
+"""Begins a report after which the job goes on; `launch` takes any other as the failure."""
 
 
 class Watchdog:
@@ -214,7 +214,7 @@ class StallReport:
     """The judgements of one run, as one rank sees them."""
 
     def __init__(self, run_dir: Path, seconds: float, on_stall: str, answering: Answering):
-        """Set run.stall_seconds and run.on_stall; answering: of this rank."""
+        """seconds, on_stall: run.stall_seconds and run.on_stall; answering: that of this rank."""
         self._run_dir, self._seconds, self._answering = run_dir, seconds, answering
         self._verdict: Literal["warned", "ends"] = "ends" if on_stall == "end" else "warned"
 

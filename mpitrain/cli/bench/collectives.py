@@ -1,4 +1,4 @@
-"""`mpitrain bench`: the group of benchmarks, and a command for each collective, as nccl-tests."""
+"""`mpitrain bench`: the group of its commands, the command of each collective, and `bench fit`."""
 
 import sys
 from itertools import groupby
@@ -40,7 +40,7 @@ OPERATIONS = {
 
 
 class BenchGroup(CommandGroup):
-    """A group in the order in which its commands were added, without the hidden ones."""
+    """A command group that lists its commands as they were added, without hidden ones."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [name for name, command in self.commands.items() if not command.hidden]
@@ -135,7 +135,11 @@ def collective(name: str, operation: str, is_hidden: bool = False) -> click.Comm
 
 
 def measure_collective(transport: Any, operation: str, options: dict[str, Any]) -> int:
-    """Return the number of wrong elements, replicas that differ, and slow algorithms or values."""
+    """Print and write the rows of a collective. Collective.
+
+    Returns the number of wrong elements, differing replicas, and algorithms or values that are too
+    slow.
+    """
     from mpitrain.collectives.selection.tuning import DEFAULT, foreign, read_tuning
     from mpitrain.tools.bench.collectives.table import footer, too_slow
     from mpitrain.tools.bench.pictures import plot
@@ -159,7 +163,7 @@ def measure_collective(transport: Any, operation: str, options: dict[str, Any]) 
 def _swept(
     transport: Any, request: Any, tuning: Any, shown: BenchReport, options: dict[str, Any]
 ) -> Any:
-    """Return an iterator over the printed rows of a `SweepRequest`, after allocating its buffers."""
+    """Allocate the buffers of a `SweepRequest`; return an iterator that measures and prints rows."""
     from mpitrain.tools.bench.collectives.sweep import Sweep
     from mpitrain.tools.bench.collectives.table import columns
     from mpitrain.tools.bench.results import printed
@@ -241,7 +245,9 @@ def fit(**options: Any) -> None:
 
 
 def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
-    """Write the fit after every sweep; at the end check the model on sizes left out."""
+    """Fit the cost model after every sweep and write its file; at the end, check it on sizes left
+    out.
+    """
     import numpy as np
 
     from mpitrain.collectives.selection.algorithm import Topology

@@ -77,9 +77,10 @@ def print_rows(
     facts: dict[str, Any],
     head: tuple[str, ...] = (),
 ) -> int:
-    """Print and write rows as they come; return the number of wrong elements and slow values.
+    """Print and write rows as they come; return the number of wrong elements and of slow values.
 
     facts  about the device, for the JSON file
+    head   lines above the table
     """
     from mpitrain import __version__
 
@@ -97,7 +98,9 @@ def print_rows(
 
 
 def exit_after(run: Callable[[], int]) -> None:
-    """Run a benchmark without MPI and exit: with the error's code, or 1 unless `run` returns 0."""
+    """Run a benchmark without MPI, and exit with 0 if `run` returns 0, with an error's code, or
+    with 1.
+    """
     process.limit_blas_threads()
     from mpitrain.errors import MpitrainError
 
@@ -115,7 +118,7 @@ def exit_after(run: Callable[[], int]) -> None:
 
 
 class Names(click.ParamType):
-    """A Click type for some of the known names, separated by commas."""
+    """A Click type: some of the known names, separated by commas."""
 
     name = "names"
 
@@ -208,9 +211,9 @@ def gemm(
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
-    """Add the best tilings to the file, print them, and return the wrong elements of all products.
+    """Print the fastest tilings, and add them to the file; return the number of wrong elements.
 
-    Entries of the file for other shapes remain.
+    Tilings that the file has for other shapes stay.
     """
     from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
     from mpitrain.tools.bench.kernels.gemm import TUNED

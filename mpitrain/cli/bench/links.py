@@ -49,7 +49,7 @@ def pairs(**options: Any) -> None:
 
 
 def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
-    """Return the number of wrong elements and slow values."""
+    """Print and write the pairs; return the number of wrong elements and of slow values."""
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.tools.bench.pairs import measure, merged, places_to_judge, report, rounds
     from mpitrain.tools.bench.pictures import plot_pairs
@@ -125,7 +125,7 @@ def bandwidth(**options: Any) -> None:
 
 
 def measure_bandwidth(transport: Any, options: dict[str, Any]) -> int:
-    """Return the number of wrong bytes and slow values."""
+    """Print and write the rows; return the number of wrong bytes and of slow values."""
     from mpitrain.tools.bench.bandwidth import COLUMNS, BandwidthRequest, footer, measure
     from mpitrain.tools.bench.collectives.sweep import sizes
     from mpitrain.tools.bench.pictures import plot_bandwidth

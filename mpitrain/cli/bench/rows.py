@@ -1,4 +1,4 @@
-"""The rows of a benchmark: options of several commands, printing, files, and an earlier benchmark."""
+"""What commands of `bench` share: options, printing and writing of rows, and --against."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 40
 
 
 class Bytes(click.ParamType):
-    """A Click type for a number of bytes: 4096, 64K, 1.5M, 2G; at most a tebibyte."""
+    """A Click type: a number of bytes such as 4096, 64K, 1.5M or 2G; at most a tebibyte."""
 
     name = "bytes"
 
@@ -39,7 +39,7 @@ class Bytes(click.ParamType):
 
 
 def with_options(*options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Return a decorator that adds these options to a command, listed in this order."""
+    """Return a decorator that adds these options to a command; --help lists them in this order."""
 
     def add(command: Callable) -> Callable:
         for option in reversed(options):
@@ -50,12 +50,12 @@ def with_options(*options: Callable[[Callable], Callable]) -> Callable[[Callable
 
 
 def sized(name: str, default: str, text: str) -> Callable[[Callable], Callable]:
-    """Return an option for a number of bytes."""
+    """Return a Click option for a number of bytes."""
     return click.option(name, type=Bytes(), default=default, show_default=True, help=text)
 
 
 def counted(name: str, least: int, default: int, text: str) -> Callable[[Callable], Callable]:
-    """Return an option for a number of at least `least`."""
+    """Return a Click option for an integer of at least `least`."""
     return click.option(
         name, type=click.IntRange(least, MOST), default=default, show_default=True, help=text
     )
@@ -95,7 +95,7 @@ AGAINST = with_options(
 
 
 def between_ranks(transport: "Transport", command: str) -> None:
-    """Raise ConfigError on every rank if there is one: no link can be measured."""
+    """Raise ConfigError on every rank if there is only one rank, and so no link to measure."""
     from mpitrain.errors import ConfigError, on_every_rank
 
     if transport.size == 1:
@@ -108,18 +108,18 @@ def between_ranks(transport: "Transport", command: str) -> None:
 
 
 class BenchReport:
-    """What a benchmark prints and writes on rank 0, while it measures and at its end.
+    """What a benchmark prints and writes on rank 0, during the measurement and at its end.
 
     facts  the header of the JSON file
-    rows   measured so far, on every rank
+    rows   the rows measured so far, on every rank
     """
 
     def __init__(
         self, transport: "Transport | None", facts: dict[str, Any], options: dict[str, Any]
     ):
-        """Check the files that the options name, and read that of `--against`. Collective.
+        """Check the files that the options name, and read the one of --against. Collective.
 
-        transport  None: a benchmark without ranks
+        transport  None for a benchmark without MPI
         """
         from mpitrain.tools.bench.against import read_before
 
@@ -135,7 +135,7 @@ class BenchReport:
         )
 
     def _everywhere(self, call: Callable[[], Any]) -> Any:
-        """Call a function; if there are ranks, its error is raised on all of them."""
+        """Call a function; if there are several ranks, its error is raised on all of them."""
         if self._transport is None:
             return call()
         from mpitrain.transport.agreement import on_all_ranks
@@ -143,7 +143,7 @@ class BenchReport:
         return on_all_ranks(self._transport, call)
 
     def begin(self, lines: Sequence[str], total: int = 0, unit: str = "rows") -> None:
-        """Print the heading; on a terminal, start a bar of at most `total` rows."""
+        """Print the heading; on a terminal, start a progress bar of at most `total` rows."""
         if self.is_root and total:
             from mpitrain.cli.terminal.progress import RowPrinter
 
@@ -157,7 +157,7 @@ class BenchReport:
             click.echo(text)
 
     def each(self, rows: Iterable[Any], line: Callable[[Any], str]) -> Iterator[Any]:
-        """Yield rows as they are measured; print the line of each, and write all so far."""
+        """Yield rows as they are measured. After each, print its line, and write all rows so far."""
         for row in rows:
             self.rows.append(row)
             self.count()
@@ -192,9 +192,9 @@ class BenchReport:
         lines: Callable[[], list[str]] = list,
         draw: Callable[[Path], None] = lambda path: None,
     ) -> int:
-        """Print the last lines and the comparison with an earlier benchmark, and draw the picture.
+        """Print the last lines and the comparison with an earlier benchmark; draw the picture. Collective.
 
-        Collective. Returns the number of slow values; 1 if no row is in both benchmarks.
+        Returns the number of slow values; 1 if the two benchmarks have no row in common.
 
         raises  ConfigError on every rank if a file could not be written
         """
@@ -219,7 +219,7 @@ class BenchReport:
 
 
 def table_width(options: dict[str, Any]) -> int:
-    """Return the columns in which a table must fit; 0: no limit."""
+    """Return the number of characters that a line of a table may have; 0: no limit."""
     from mpitrain.cli.terminal.output import output_columns
 
     return 0 if options["wide"] else output_columns()

@@ -1,4 +1,4 @@
-"""`mpitrain bench train`: training steps, in turns with other settings, with PyTorch, or in many shapes."""
+"""`mpitrain bench train`: training steps, in turns with other settings or PyTorch, or in many shapes."""
 
 import sys
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ ALONE = [
 
 
 class TrainingJob(NamedTuple):
-    """The job of `bench train`, and its turns.
+    """The job of `bench train`, and the turns in which it is measured.
 
-    settings  `section.key=value`, over those of SHAPE or of the preset
+    settings  `section.key=value` that change SHAPE or the preset
     blocks    turns of each side
     steps     steps in a turn
     """
@@ -66,7 +66,11 @@ class TrainingJob(NamedTuple):
     preset: str | None = None
 
     def configured(self, ranks: int, more: Sequence[str] = ()) -> Any:
-        """Return the configuration on so many ranks, with further settings."""
+        """Return the configuration.
+
+        ranks  number of ranks, which batch.size depends on
+        more   further `section.key=value`
+        """
         from mpitrain.config import preset
         from mpitrain.tools.bench.training.steps import WARM_UP
 
@@ -83,7 +87,7 @@ class TrainingJob(NamedTuple):
 
 
 def settings_of(settings: Sequence[str] = ()) -> list[str]:
-    """Return the settings of SHAPE; a folder in run.init_from determines the model itself."""
+    """Return the settings of SHAPE, without those of the model if run.init_from has a model."""
     is_given = any(setting.replace(" ", "").startswith("run.init_from=") for setting in settings)
     return [
         f"{key}={value}"
@@ -201,7 +205,7 @@ def measure_sides(
 ) -> None:
     """Measure the job in turns with the other sides. Collective.
 
-    files  JSON and CSV
+    files  JSON file and CSV file
     """
     from mpitrain.cli.terminal.progress import way
     from mpitrain.collectives.selection.tuning import foreign
@@ -294,7 +298,7 @@ def _multiplier(config: Any) -> str:
 
 
 def measure_memory(transport: Any, work: TrainingJob) -> None:
-    """Print time and activation memory of the job with each key of [memory]. Collective."""
+    """Print time and activation memory of the job, and of the job with each key of [memory]."""
     from mpitrain.cli.terminal.progress import way
     from mpitrain.tools.bench.training.shapes import built, memory_table, peaks
     from mpitrain.tools.bench.training.steps import alternate, check_common_steps
@@ -325,10 +329,10 @@ def measure_shapes(
     seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Measure and print shapes one by one; collective.
+    """Measure and print shapes one by one. Collective.
 
-    names    of shapes, with commas
-    seconds  bound of the turns of a shape
+    names    of shapes, separated by commas
+    seconds  upper limit of the time of a shape's turns
     """
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.ops.host.product import multiplier

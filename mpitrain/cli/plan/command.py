@@ -1,4 +1,4 @@
-"""`mpitrain plan`: simulates pipelines and prints collectives, without running them."""
+"""`mpitrain plan`: the group, and its commands that simulate pipelines and print collectives without running them."""
 
 import shutil
 import textwrap
@@ -50,7 +50,7 @@ def command() -> None:
 
 
 def amount(name: str, default: float, text: str) -> Callable:
-    """Return an option that takes milliseconds or megabytes."""
+    """Return a Click option for milliseconds or megabytes."""
     return click.option(
         name,
         type=click.FloatRange(0),
@@ -147,7 +147,7 @@ def schedule(
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
 
     def cost(share: float) -> Cost:
-        """Return the cost of a chunk that has this share of its stage."""
+        """Return the cost of a chunk that computes this share of its stage."""
         return Cost(
             *(share * amounts[f"{half}_ms"] for half in HALVES),
             *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
@@ -160,11 +160,11 @@ def schedule(
         caption = f"{preview.title}; idle in the steady state {100 * preview.idle(cost(1)):.1f}%"
     else:
         plan, notes = find_plan(name, stages, micro_batches, chunks), []
-        costs = [cost(len(plan.lists) / len(plan.stage_of))] * len(plan.stage_of)
+        costs = [cost(len(plan.by_stage) / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs, *messages)
-        title = [f"{name}: {len(plan.lists)} stage(s), {plan.micro_batches} micro-batch(es)"]
+        title = [f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"]
         facts = summary(plan, simulation, costs)
-        numbers = f"{several(len(plan.lists), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
+        numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
     check_files(0, [json_file], plot_file)
     rows = chart(plan, simulation, columns(), notes, "version")

@@ -1,4 +1,4 @@
-"""`mpitrain plan memory`, `batch` and `tricks`: plans for a job, counted or measured."""
+"""`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
 import sys
 from collections.abc import Callable
@@ -141,7 +141,12 @@ def plan_batch(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Search, and print the report; `verified` has the blocks and steps of --verify."""
+    """Search for the batch of a job, and print the report. Collective.
+
+    read      () -> the configuration
+    verified  (turns of each number of micro-batches, steps in a turn) of --verify; None without it
+    raises    ConfigError on every rank: with `verified`, also if there is no pipeline
+    """
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
@@ -152,6 +157,8 @@ def plan_batch(
 
     agreed = agree_on(transport, read)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    if verified:
+        _choices(transport, agreed)  # without a choice there is nothing to verify: an error
     is_root, outputs = transport.rank == 0, Outputs()
     with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
         result = search(transport, agreed, most, seconds, shown.set_description_str)
@@ -172,18 +179,20 @@ def plan_micro_batches(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Measure, and print the predictions alone; arguments as in plan_batch."""
+    """Measure a pipeline, and print only the predictions for numbers of micro-batches. Collective.
+
+    Arguments as in plan_batch.
+    """
     from mpitrain.run.build import build
-    from mpitrain.run.resolve import agree_on, resolve
+    from mpitrain.run.resolve import agree_on
     from mpitrain.tools.bench.results import machine, write_json
-    from mpitrain.tools.plan.micro_batches import best, counts, measured_predictions, report
+    from mpitrain.tools.plan.micro_batches import best, measured_predictions, report
     from mpitrain.transport.agreement import on_all_ranks
 
     agreed = agree_on(transport, read)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    resolved, outputs = resolve(transport, agreed), Outputs()
-    rows = agreed.config.batch.size // resolved.axes.dp
-    choices = on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
+    outputs = Outputs()
+    resolved, choices = _choices(transport, agreed)
     job = build(transport, agreed)
     step = measured_predictions(job, resolved, choices)
     if transport.rank == 0:
@@ -205,6 +214,20 @@ def plan_micro_batches(
         job.close()
         _verify(transport, config, job.source, step.predicted, *verified)
     on_all_ranks(transport, outputs.settle)
+
+
+def _choices(transport: Any, agreed: Any) -> tuple[Any, list[int]]:
+    """Return the resolved job, and the numbers of micro-batches that its pipeline can have. Collective.
+
+    raises  ConfigError on every rank, if there is no pipeline or no choice
+    """
+    from mpitrain.run.resolve import resolve
+    from mpitrain.tools.plan.micro_batches import counts
+    from mpitrain.transport.agreement import on_all_ranks
+
+    resolved = resolve(transport, agreed)
+    rows = agreed.config.batch.size // resolved.axes.dp
+    return resolved, on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
 
 
 def _verify(

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the ranges it needs from a checkpoint of any layout (resharding)."""
+"""Loading of checkpoints: each rank reads the ranges it needs, in any layout (resharding)."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def fill(
 
     kept     the state of this rank; arrays for which the checkpoint has nothing stay as they are
     layout   the present layout; each of its "dp" replicas takes an equal part of summed "own" state
-    returns  {name of state: message without the old layout} for state that is not restored exactly
+    returns  {name of state that is not restored exactly: `ANEW` or `FROM_MEAN`}
     raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
     """
     changed: dict[str, str] = {}
@@ -105,7 +105,7 @@ def fill(
 
 
 def put(array: Any, held: HeldRegion, values: np.ndarray, backend: Backend) -> None:
-    """Write the elements of a region, 1-D and packed, into the array of its `StateBuffer`."""
+    """Write `values`, a region's elements, 1-D and packed, into the array of its `StateBuffer`."""
     values = values.astype(array.dtype, copy=False)
     for piece, packed in zip(held.part.pieces, held.part.packed().pieces, strict=True):
         array[piece.offset : piece.offset + piece.stop - piece.start] = backend.from_host(
@@ -163,7 +163,7 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
 
     def regions_of(self, held: HeldRegion) -> list[Stored]:
-        """Return the regions in the checkpoint of the tensor of `held`."""
+        """Return the stored regions of the tensor to which `held` belongs."""
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])

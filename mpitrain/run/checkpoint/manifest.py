@@ -312,9 +312,9 @@ class Manifest(NamedTuple):
     scalars  numbers by name
     files    all files by name, except the manifest
     stored   all stored regions of state, except parameters
-    block    bytes of a block with one SHA-256
-    base of adapters, if only these are saved: the folder of the model under them, and the SHA-256
-             of its files; else empty
+    block    bytes of a block; each has a SHA-256
+    base     of adapters, if only these are saved: the folder of the model under them, and the
+             SHA-256 of its files; else empty
     """
 
     done: Done

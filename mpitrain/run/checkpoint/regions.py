@@ -84,7 +84,7 @@ def part_of_text(listed: Sequence[Any]) -> Region:
 
 
 def described(storage: Storage, kept: Sequence[StateBuffer]) -> dict[str, Any]:
-    """Describe the state of a rank as JSON, which `holdings` parses on all ranks."""
+    """Describe the state of this rank as JSON; all ranks gather it and parse it by `holdings`."""
     return {
         "tensors": _tensors(storage.entries),
         "kept": [
@@ -109,7 +109,7 @@ def _tensors(entries: Sequence[Entry]) -> list[list[Any]]:
 
 
 def holdings(description: dict[str, Any]) -> list[HeldRegion]:
-    """Return every region of a tensor on a rank, from the description by `described`."""
+    """Return the regions of all tensors on a rank, from the JSON of its `described`."""
     regions = []
     for number, (name, kind, dtype, size, pieces, own) in enumerate(description["kept"]):
         tensors = (own or description["tensors"]) if pieces else [("", [size], None, 0, size)]

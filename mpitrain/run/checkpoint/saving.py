@@ -1,4 +1,4 @@
-"""Saving and loading of sharded checkpoints, as torch.distributed.checkpoint does; in any layout.
+"""Saving of sharded checkpoints, as torch.distributed.checkpoint does; loading.py reads them in any layout.
 
     checkpoints/step-00000400/
         model-00001-of-00003.safetensors  whole parameter tensors under their full names
@@ -11,9 +11,10 @@ All ranks write in parallel. One rank writes each replicated element, and no ran
 the whole model. A checkpoint is written to a temporary directory, and then renamed.
 
     all ranks  gather the descriptions of their state        regions.described
-    all ranks  assign each element to a writer               writers.shared_out
-    all ranks  send parameters to the writers of tensors     writers.join
-    all ranks  write and sync their model and state files    _write
+    all ranks  assign each element to a writer               shared_out
+    all ranks  send parameters to the writers, which write
+               model files                                   join
+    all ranks  write state files                             _write
     rank 0     writes index and manifest, renames            _finish
 """
 
@@ -51,13 +52,13 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 PIECE = "a piece of the checkpoint"
-"""The name of the record of each write."""
+"""The name of each write in the trace."""
 
 
 class Saved(NamedTuple):
     """A published checkpoint.
 
-    nbytes  size of its files of tensors and state, of all ranks
+    nbytes  of the model and state files of all ranks
     """
 
     path: Path
@@ -187,7 +188,7 @@ def _write(
     backend: Backend,
     done: Done,
 ) -> tuple[dict[str, Writing], list[Stored]]:
-    """Write this rank's files, left open, and send elements to other writers; collective."""
+    """Write this rank's files, which stay open, and send elements to other writers; collective."""
     rank = transport.rank
     metadata = {
         "format": FORMAT,
@@ -320,7 +321,7 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
 
 
 def sources(name: str, joined: Joined) -> list[Contribution]:
-    """Return the sources of a tensor: first its writer, then the following ranks for the rest.
+    """Return which rank contributes which elements: the writer all it has, the next ranks the rest.
 
     raises  TrainingError, on every rank alike, if an element is on no rank
     """

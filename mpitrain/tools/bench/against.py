@@ -1,4 +1,4 @@
-"""The comparison of a benchmark with an earlier one, from the file of its --json."""
+"""Comparison of a benchmark with an earlier one, which is read from the JSON file of its --json."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ KEYS = (
     *("op", "algorithm", "buffers", "bytes", "dtype", "ranks", "ways", "pairs", "window"),
     *("first", "second", "product", "m", "n", "k", "name"),
 )
-"""Fields that identify a row; rows of several sweeps have one identity."""
+"""Fields that identify a row. Rows of one benchmark that agree in them are repetitions."""
 SAME = ("op", "ranks", "device")
-"""Facts of the header that both benchmarks need in common."""
+"""Facts of the header that must be the same in both benchmarks."""
 TIMES = (("min_us", "time_us"), ("fastest_us", "latency_us"), ("found_us",))
 RATES = (("best_GBs", "bandwidth_GBs"),)
 """Compared fields. Of each group the first counts that a row has: the fastest run has least noise."""
 
 
 class Ratio(NamedTuple):
-    """The comparison of one value of one row.
+    """One measured value of one row, in the earlier benchmark and now.
 
-    row     the identity of the row in words
+    row     identity of the row in words, such as its algorithm and bytes
     field   name of the value
     before  the value in the earlier file
     now     the value now
@@ -39,10 +39,10 @@ class Ratio(NamedTuple):
 
 
 class Before(NamedTuple):
-    """An earlier benchmark.
+    """An earlier benchmark, read from its JSON file.
 
-    header  its facts
-    values  {identity of a row: {field: best value}}
+    header  facts about its machine and operation
+    values  {identity of a row: {name of a value: its best measurement}}
     """
 
     header: dict[str, Any]
@@ -52,8 +52,9 @@ class Before(NamedTuple):
 def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
     """Read the JSON file of an earlier benchmark.
 
-    facts   the header of this benchmark
-    raises  ConfigError if it is no such file, or of another operation, number of ranks or device
+    facts   header of the present benchmark
+    raises  ConfigError if the file is no benchmark, or one of another operation, number of ranks or
+            device
     """
     law = f"--against names a file of `mpitrain bench ... --json`, but {path}"
     way_out = "Name the file of the same benchmark on the same number of ranks."
@@ -79,7 +80,10 @@ def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
 
 
 def best_values(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, dict[str, float]]:
-    """Return {identity: {field: best value}} of rows; values that are no positive number are left out."""
+    """Return {identity of a row: {name of a value: its best measurement}}.
+
+    Values that are not positive numbers are left out.
+    """
     best: dict[tuple, dict[str, float]] = {}
     for row in rows:
         identity = tuple((key, row[key]) for key in KEYS if isinstance(row.get(key), str | int))
@@ -97,7 +101,10 @@ def _is_measured(value: Any) -> bool:
 
 
 def ratios(before: Before, rows: Sequence[Any]) -> list[Ratio]:
-    """Compare all rows that both benchmarks have. rows: named tuples."""
+    """Compare the rows that both benchmarks have.
+
+    rows  named tuples of the present benchmark
+    """
     compared = []
     for identity, values in best_values([row._asdict() for row in rows]).items():
         for field, now in values.items():
@@ -111,14 +118,14 @@ def ratios(before: Before, rows: Sequence[Any]) -> list[Ratio]:
 
 
 def slow(compared: Sequence[Ratio], tolerance: float) -> list[Ratio]:
-    """Return the values that are more than `tolerance` times slower."""
+    """Return the comparisons in which the value is more than `tolerance` times slower now."""
     return [ratio for ratio in compared if not (ratio.slower <= tolerance)]
 
 
 def report(
     before: Before, facts: Mapping[str, Any], compared: Sequence[Ratio], tolerance: float
 ) -> list[str]:
-    """Return a line for each value, the facts that changed, and the number of slow values."""
+    """Return lines: each compared value, the facts that changed, and the number of slow values."""
     wide = max((len(ratio.row) for ratio in compared), default=3)
     lines = ["", f"{'row':<{wide}} {'value':>14} {'before':>10} {'now':>10} {'slower':>8}"]
     lines += [

@@ -1,7 +1,7 @@
-"""Bandwidth with many messages in flight, one way and both ways, for one pair or many at once.
+"""Bandwidth between ranks with many messages in flight, one way and both ways.
 
-One pair corresponds to osu_bw and osu_bibw, and all pairs k and k + n/2 to osu_mbw_mr (OSU
-micro-benchmarks).
+One pair of ranks is measured as by osu_bw and osu_bibw of the OSU micro-benchmarks. With all pairs
+(k, k + n/2) at once, it is measured as by osu_mbw_mr.
 """
 
 import time
@@ -17,7 +17,7 @@ from mpitrain.tools.text_table import TextColumn, figure, marked
 from mpitrain.transport.base import Request, Transport
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
-"""Seconds for a row, and the least and most windows, if the number of windows is not set."""
+"""If the number of windows is not set: seconds for a row, and the least and most windows."""
 
 IN_FLIGHT = 1 << 26
 """Largest number of bytes that a rank has in flight; windows of long messages are smaller."""
@@ -27,12 +27,12 @@ WAYS = {"one": 1, "both": 2}
 
 
 class BandwidthRequest(NamedTuple):
-    """The request of a bandwidth benchmark.
+    """What a bandwidth benchmark shall measure.
 
     sizes       bytes of a message
-    window      messages in flight
+    window      number of messages in flight
     ways        names in WAYS
-    all_pairs   all pairs k and k + n/2 at the same time, not only ranks 0 and n/2
+    all_pairs   True: all pairs (k, k + n/2) at the same time; False: only ranks 0 and n/2
     iterations  windows per row; 0: as many as fit in SECONDS
     """
 
@@ -44,10 +44,11 @@ class BandwidthRequest(NamedTuple):
 
 
 class BandwidthRow(NamedTuple):
-    """One measurement. Times are per window, on the slowest pair.
+    """One measurement.
 
-    GBs, messages_s  totals over all pairs and directions
-    wrong            wrong bytes
+    time_us, min_us  median and least time of a window of messages, on the slowest pair
+    GBs, messages_s  rates, totals over all pairs and directions
+    wrong            number of bytes that arrived wrong
     """
 
     bytes: int
@@ -80,7 +81,7 @@ COLUMNS = [
 
 
 def partners(n: int, all_pairs: bool) -> list[tuple[int, int]]:
-    """Return the pairs (k, k + n // 2): all of them, or only the first.
+    """Return the pairs (k, k + n // 2) of n ranks: all of them, or only the first.
 
     If n is odd, the last rank has no partner.
     """
@@ -149,7 +150,7 @@ def _row(
 def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarray:
     """Return the messages of a window, (window, nbytes).
 
-    Each message encodes its index, so that swapped messages are wrong.
+    Each message encodes its index, so that messages in the wrong order have wrong bytes.
     """
     places = (7 * np.arange(window) % 251).astype(np.uint8)
     return coded(sender, receiver, nbytes) ^ places[:, None]
@@ -158,9 +159,9 @@ def _messages(sender: int, receiver: int, nbytes: int, window: int) -> np.ndarra
 def _window(
     transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, peer: int, tag: int
 ) -> Callable[[], None]:
-    """Return a function that starts all messages of a window at once.
+    """Return a function that sends and receives all messages of one window at once.
 
-    The function returns when the peer has received its messages.
+    The function returns when the peer has received the messages that this rank sent.
     """
     sent, answer = np.zeros((2, 1), np.uint8)
 
@@ -179,9 +180,9 @@ def _window(
 
 
 def footer(rows: Sequence[BandwidthRow]) -> list[str]:
-    """Return lines with the maxima of each direction, and their ratio at one size.
+    """Return lines below the table: the largest bandwidth of each direction, and their ratio at one size.
 
-    Spoilt rows count nowhere.
+    Spoilt rows (see `is_spoilt`) are left out.
     """
     lines: list[str] = []
     best: dict[str, dict[int, float]] = {}  # {ways: {bytes: GB/s}}
@@ -207,9 +208,9 @@ def footer(rows: Sequence[BandwidthRow]) -> list[str]:
 def _both_over_one(one: dict[int, float], both: dict[int, float]) -> list[str]:
     """Return the ratio of bandwidth both ways to one way, at the size at which one way is fastest.
 
-    Maxima of different sizes would not compare the directions.
+    Maxima at different sizes would not compare the directions.
 
-    one, both  GB/s by size, without spoilt rows
+    one, both  {bytes of a message: GB/s}, without spoilt rows
     """
     sizes = one.keys() & both.keys()
     if not sizes:

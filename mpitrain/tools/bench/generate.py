@@ -1,4 +1,6 @@
-"""Sides of `bench generate`: the most likely tokens, by a cache, by whole windows, or by transformers."""
+"""Three ways to write the most likely tokens, for `bench generate`: by a key-value cache, by whole
+windows, and by the package transformers.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ SEED = 0
 
 
 class GenerationSide(Protocol):
-    """One way to write the same tokens; `write` is collective."""
+    """One way to write tokens. `write` is collective."""
 
     name: str
 
@@ -30,7 +32,7 @@ class GenerationSide(Protocol):
 
 
 class Cached:
-    """Text generation as `mpitrain generate` does it."""
+    """Text generation with a key-value cache, as `mpitrain generate` does it."""
 
     name = "mpitrain"
 
@@ -46,7 +48,7 @@ class Cached:
 
 
 class WholeWindows:
-    """Text generation without a cache: each token from a forward over the tokens before it."""
+    """Text generation without a cache: each token needs a forward pass over all tokens before it."""
 
     name = "whole windows"
 
@@ -67,14 +69,14 @@ class WholeWindows:
 
 
 class Transformers:
-    """Text generation by `GPT2LMHeadModel.generate`, greedy, in inference mode."""
+    """Greedy text generation by `GPT2LMHeadModel.generate` of transformers."""
 
     name = "transformers"
 
     def __init__(self, model: Model, vocabulary: int, tensors: Mapping[str, np.ndarray]):
-        """Copy a model.
+        """Copy our model into one of transformers.
 
-        tensors  mpitrain's parameters by full name, unsharded
+        tensors  our parameters, whole, by their full names
         """
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -90,7 +92,7 @@ class Transformers:
             own[theirs.full_name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Return the tokens after prompts of one length."""
+        """The prompts have the same length."""
         import torch
 
         tokens = torch.tensor(prompts)
@@ -110,9 +112,10 @@ class Transformers:
 class GenerationRow(NamedTuple):
     """A line of the table.
 
-    seconds  median over the turns, of all tokens
-    ratio    its seconds relative to those of the first side
-    same     tokens that equal those of the first side, before the first other one of each prompt
+    seconds  to write all tokens, median over the turns
+    ratio    `seconds` divided by those of the first side
+    same     number of tokens that equal those of the first side. Of each prompt, only the tokens
+             before the first different one count
     """
 
     side: str
@@ -127,7 +130,7 @@ class GenerationRow(NamedTuple):
 def measure(
     sides: Sequence[GenerationSide], prompts: Sequence[Sequence[int]], count: int, turns: int
 ) -> list[GenerationRow]:
-    """Measure all sides in turns; every turn writes all tokens. A first turn is not measured."""
+    """Measure all sides in turns, after one turn that does not count. Each turn writes all tokens."""
     written: dict[str, list[list[int]]] = {}
 
     def turn(side: GenerationSide, block: int) -> float:

@@ -1,8 +1,8 @@
 """Latency and bandwidth of every pair of ranks, measured in rounds of disjoint pairs.
 
-In a round every rank has one partner at most, as in a round-robin tournament. There are n - 1
-rounds for an even number of ranks, n for an odd one. Pairs that look slow are measured again while
-all other ranks rest: then no other pair can be the reason.
+In a round every rank has one partner at most, as in a round-robin tournament: n - 1 rounds for an
+even number of ranks n, n rounds for an odd one. Pairs that look slow are measured again while all
+other ranks rest, so that traffic of other pairs cannot be the reason.
 """
 
 import time
@@ -37,14 +37,14 @@ SHOWN = 8
 
 
 class Pair(NamedTuple):
-    """The measurements of two ranks. Times are one way, half a round trip.
+    """The measurements of two ranks. Times are one way, which is half a round trip.
 
     place          class of the pair: ONE_HOST or BETWEEN
     latency_us     median time of a short message
     fastest_us     least time of a short message
-    bandwidth_GBs  bytes of a long message over its median time
-    best_GBs       bytes of a long message over its least time
-    wrong          elements that arrived wrong
+    bandwidth_GBs  bytes of a long message divided by its median time
+    best_GBs       bytes of a long message divided by its least time
+    wrong          number of elements that arrived wrong
     is_alone       whether it was measured again while the other ranks rested
     """
 
@@ -62,10 +62,10 @@ class Pair(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """An outlier: a pair whose bandwidth or latency is much worse than usual in its class.
+    """A pair whose bandwidth or latency is much worse than usual in its class.
 
-    what   "bandwidth" or "latency", the value that is an outlier
-    usual  usual value in the class, GB/s or microseconds
+    what   the value that is worse: "bandwidth" or "latency"
+    usual  its usual value in the class, in GB/s or microseconds
     """
 
     pair: Pair
@@ -76,7 +76,7 @@ class Odd(NamedTuple):
 def rounds(n: int) -> list[list[tuple[int, int]]]:
     """Return all pairs of n ranks, in rounds of disjoint pairs.
 
-    Circle method of tournaments: rank 0 stays, and the others rotate by one each round.
+    The circle method of tournaments: rank 0 stays in place, the others move on by one each round.
     """
     seats = [*range(n)] + [-1] * (n % 2)  # the partner of -1 rests
     tournament = []
@@ -99,7 +99,7 @@ def measure(
 
     Every rank gets the same pairs.
 
-    short, long  bytes of the messages for latency and bandwidth
+    short, long  bytes of the messages for latency and for bandwidth
     iterations   round trips of each pair and size; 0: as many as fit in SECONDS
     clock        returns seconds
     places       classes in which odd pairs are measured again
@@ -121,7 +121,7 @@ def measure(
 
 
 def merged(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return one entry for each pair, sorted by ranks; of two measurements the better values."""
+    """Return one entry for each pair, sorted by ranks, with the better values of two measurements."""
     by_ranks: dict[tuple[int, int], Pair] = {}
     for pair in pairs:
         before = by_ranks.get(pair[:2])
@@ -140,12 +140,15 @@ def merged(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
-    """Return the classes in which slow pairs indicate slow links; not hosts with shared cores."""
+    """Return the classes of pairs in which a slow pair indicates a slow link.
+
+    Pairs within a host are not such a class if ranks share cores.
+    """
     return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
 
 
 def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
-    """Return the outliers: pairs much slower than the usual value of their class (see ODD).
+    """Return the pairs that are much slower than the usual value of their class (see ODD).
 
     The usual value is the median over ranks of each rank's best pair. It is right as long as most
     ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
@@ -176,11 +179,11 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
 
 
 def bad_everywhere(pairs: Sequence[Pair], bad: Collection[tuple[int, int]]) -> list[int]:
-    """Return ranks with bad pairs to all other hosts, which indicate a bad link of their host.
+    """Return the ranks whose pairs with all other hosts are bad: the link of their host is bad.
 
-    If all ranks are such ranks, return none.
+    If all ranks are such ranks, none is returned.
 
-    bad  ranks of the bad pairs
+    bad  ranks of each bad pair
     """
     between = [pair[:2] for pair in pairs if pair.place == BETWEEN]
     ranks = sorted({rank for pair in between for rank in pair})
@@ -239,11 +242,11 @@ def _there_and_back(
     clock: Callable[[], float],
     tag: int,
 ) -> tuple[tuple[float, float], int]:
-    """Return the median and least seconds of one way, and the number of wrong elements.
+    """Return the median and least seconds of a message, and the number of wrong elements.
 
-    The times of the lower rank are used.
+    A message takes half a round trip, as the lower rank measures it.
 
-    amount  round trips, and the seconds for them if their number is 0
+    amount  (number of round trips, seconds for them if this number is 0)
     """
     rank, (iterations, seconds) = transport.rank, amount
     outgoing, incoming = coded(rank, peer, nbytes), np.empty(nbytes, np.uint8)
@@ -273,9 +276,9 @@ def _there_and_back(
 
 
 def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) -> list[str]:
-    """Return all lines after the header.
+    """Return all lines below the header.
 
-    width   characters of the terminal; 0: no limit
+    width   characters of a line of the terminal; 0: no limit
     places  classes of pairs in which odd ones are named
     """
     n = max(pair.second for pair in pairs) + 1
@@ -318,12 +321,12 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
 
 
 def latency(pair: Pair) -> str:
-    """Return the text of a pair's latency in the matrix, with a mark if its median is spoilt."""
+    """Return a pair's latency as the matrix shows it; a mark follows if its median is spoilt."""
     return figure(pair.latency_us) + "~" * (pair.latency_us > FAR * pair.fastest_us)
 
 
 def bandwidth(pair: Pair) -> str:
-    """Return the text of a pair's bandwidth in the matrix, with a mark if its median is spoilt."""
+    """Return a pair's bandwidth as the matrix shows it; a mark follows if its median is spoilt."""
     return figure(pair.bandwidth_GBs) + "~" * (pair.bandwidth_GBs * FAR < pair.best_GBs)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of collectives, of pairs and of bandwidth. They need matplotlib (the `report` extra)."""
+"""Pictures of collectives, of pairs and of bandwidth, by matplotlib (the extra `report`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +20,12 @@ FEW = 12
 
 
 def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> None:
-    """Draw time and bus bandwidth of collectives over bytes.
+    """Draw time and bus bandwidth of collectives over the bytes of the array.
 
-    A curve is the median of the sweeps, with a band from the fastest run to p99; predictions are
-    dotted. `auto` is a broad grey line behind the curve of the algorithm that it chooses. The axes
-    follow the medians, so the frame cuts off a far prediction or p99. Labels over the curve of
-    `auto` name its choice, where it changes.
+    A curve is the median of the sweeps, in a band from the fastest run to p99. Predictions of the
+    cost model are dotted. `auto` is a broad grey line behind the curve of the algorithm that it
+    chooses; a label above it names this algorithm wherever it changes. The axes are as long as the
+    medians need: the frame may cut off a prediction or p99 far from them.
 
     facts  returned by results.header
     """
@@ -77,12 +77,12 @@ def _time(rows: Sequence[CollectiveRow], field: str) -> float:
 
 
 def _bandwidth(rows: Sequence[CollectiveRow], field: str) -> float:
-    """Return the median bus bandwidth in GB/s that the times in column `field` give."""
+    """Return the median bus bandwidth, in GB/s, computed from the times in column `field`."""
     return median(row.busbw_GBs * row.time_us / getattr(row, field) for row in rows)
 
 
 def _choices(axes: Any, by_bytes: dict[int, list[CollectiveRow]]) -> None:
-    """Mark each size at which the choice of `auto` changes, with its name at the top."""
+    """Label each size at which the choice of `auto` changes with the algorithm that it chooses."""
     before = ""
     for size in sorted(by_bytes):
         chosen = by_bytes[size][0].chosen
@@ -105,9 +105,9 @@ def plot_pairs(
 ) -> None:
     """Draw latency and bandwidth of all pairs as heat maps.
 
-    Dark cells are slow, odd links have a red frame, and lines separate hosts.
+    Dark cells are slow, odd pairs have a red frame, and lines separate hosts.
 
-    places  classes of pairs in which links are judged
+    places  classes of pairs in which odd ones are framed
     """
     from matplotlib.patches import Rectangle
 
@@ -154,9 +154,9 @@ def plot_pairs(
 
 
 def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Path) -> None:
-    """Draw bandwidth and messages per second over message size, with a curve for each direction.
+    """Draw bandwidth and messages per second over the size of a message, one curve per direction.
 
-    Hollow marks are invalid rows: most of their windows took far longer than the fastest.
+    Hollow marks are spoilt rows: most of their windows took far longer than the fastest.
     """
     figure, views = subplots(13, 6, 1, 2)
     for axes, field, label in (

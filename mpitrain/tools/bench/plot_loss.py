@@ -1,4 +1,4 @@
-"""Pictures of losses over steps, tokens, samples or time. They need matplotlib (`report` extra)."""
+"""Pictures of losses over steps, tokens, samples or time, by matplotlib (the extra `report`)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,11 +31,11 @@ def draw(
 ) -> None:
     """Draw training losses as lines and validation losses as marked points, in one colour per run.
 
-    runs    records of metrics.jsonl by the name in the legend
-    over    a key of AXES
-    is_log  whether the loss axis is logarithmic
+    runs    {name in the legend: records of its metrics.jsonl}
+    over    the horizontal axis: a key of AXES
+    is_log  whether the axis of losses is logarithmic
     title   default: the names of the runs
-    raises  ConfigError if a run has no losses over this quantity
+    raises  ConfigError if the records of a run do not have this axis
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
@@ -88,10 +88,14 @@ def draw(
 def points(
     records: Iterable[Mapping[str, Any]], field: str, over: str
 ) -> list[tuple[float, float]]:
-    """Return (x, loss) of every record with a finite loss; a missing x is interpolated by step.
+    """Return (x, loss) of every record with a finite loss; a missing x is interpolated over steps.
 
-    The time of a validation loss is the end of its training step, from the step's own record. Else
-    it is the end of the evaluation minus `eval_s`, which records of older versions lack.
+    The time of a validation loss is the end of the training step before it, if a record has this
+    step. Otherwise it is the end of the evaluation minus `eval_s`, which records of older versions
+    lack.
+
+    field  key of the loss in a record
+    over   the horizontal axis: a key of AXES
     """
     name = {"steps": "step", "time": "wall_s"}.get(over, f"{over}_seen")
     steps, places = [0.0], [0.0]
@@ -123,7 +127,10 @@ def points(
 
 
 def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:
-    """Return the seconds at which the step of an evaluation ended. trained: {step: seconds}."""
+    """Return the seconds at which the step before an evaluation ended.
+
+    trained  {step: seconds at its end}
+    """
     if record["step"] in trained or not all(
         is_number(record.get(key)) for key in ("wall_s", "eval_s")
     ):
@@ -132,7 +139,7 @@ def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> An
 
 
 def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the curve with every loss replaced by a moving mean; short curves stay unchanged."""
+    """Return the curve as a moving mean of its losses; short curves are returned unchanged."""
     widest = len(curve) // (2 * SMOOTHED)
     # A one-sided mean would bend a steep start, so the reach grows from 0.
     reach = [min(widest, i) for i in range(len(curve))]

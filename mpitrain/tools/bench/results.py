@@ -1,4 +1,4 @@
-"""What every benchmark writes: facts about the machine, and rows as JSON and CSV."""
+"""Files of benchmarks: facts about the machine, and rows as JSON and CSV."""
 
 import csv
 import io
@@ -48,7 +48,10 @@ def printed(facts: dict[str, Any]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Write named tuples of one class under their names; values that are not finite are empty."""
+    """Write named tuples of one class, below the names of its fields.
+
+    Values that are not finite become empty cells.
+    """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(rows[0]._fields if rows else ())
@@ -58,9 +61,9 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def write_json(path: Path, facts: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Write the header and named tuples; values that are not finite are null.
+    """Write a header of facts and one object per named tuple; values that are not finite become null.
 
-    The file is replaced as a whole, so a reader never sees half a row.
+    The file is replaced as a whole, so that a reader never sees half a row.
     """
     listed = [
         json.dumps(

@@ -15,7 +15,7 @@ from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.run.build import build
-from mpitrain.tools.bench.comparison.formulas import formula_of, predicted
+from mpitrain.tools.bench.comparison.formulas import predicted, words_of
 from mpitrain.tools.bench.comparison.modes import jobs, usual
 from mpitrain.transport.threads import run_ranks
 
@@ -40,9 +40,9 @@ def by_formula(hosts, settings):
 
     def one(transport):
         source, found = None, {}
-        for word, config in jobs(
-            [word for word in usual() if formula_of(word)], settings, hosts
-        ).items():
+        for word, config in jobs(usual(), settings, hosts).items():
+            if not words_of(config, len(hosts)):
+                continue
             job = build(transport, config, source=source)
             source, axes = job.source, job.trainer.grid.axes
             found[word] = str(axes.ranks - axes.servers), f"{predicted(transport, job):,.0f}"
@@ -118,9 +118,9 @@ def test_bubbles_and_live_counts_are_those_of_the_simulator():
         costs = [Cost(1, 1, 1, saved=4 / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs)
         assert f"{100 * simulation.bubble:.1f}" == idle, name
-        assert max(peak(mine, costs).nbytes for mine in plan.lists) == pytest.approx(float(live)), (
-            name
-        )
+        assert max(peak(mine, costs).nbytes for mine in plan.by_stage) == pytest.approx(
+            float(live)
+        ), name
 
 
 def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():

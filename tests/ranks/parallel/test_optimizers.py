@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.optim import RULES
-from mpitrain.optim.tensor_rules import is_hidden_matrix
+from mpitrain.optim.rules import is_hidden_matrix
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done

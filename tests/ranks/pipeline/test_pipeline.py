@@ -214,7 +214,7 @@ def test_a_send_blocks_nobody_and_its_array_is_held_until_it_is_complete():
         if transport.rank:
             assert begun.wait(60), "the receive is not there before the sender has gone on"
             channel.receive(("activation", 1, 0), 0)
-            return channel.received(("activation", 1, 0)).sum()
+            return channel.finish_receive(("activation", 1, 0)).sum()
         array = np.ones(1_000_000)
         held = weakref.ref(array)
         channel.send(("activation", 1, 0), array, 1)

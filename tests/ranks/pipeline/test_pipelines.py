@@ -167,7 +167,7 @@ def test_neither_the_mode_nor_the_partition_changes_the_training(settings, alone
 def test_a_schedule_of_a_file_trains(alone, tmp_path):
     plan = plan_of("breadth-first", 2, 5, 2)
     turned = plan._replace(
-        stage_of=(1, 0, 1, 0), lists=plan.lists[::-1]
+        stage_of=(1, 0, 1, 0), by_stage=plan.by_stage[::-1]
     )  # the first chunk lies on the last stage
     write_plan(tmp_path / "own.json", turned)
     assert_equal_to_one_rank(
@@ -284,7 +284,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
     plan = plan_of(name, stages, m)
     assert most == {
         stage: peak(mine, [Cost()] * len(plan.stage_of)).live
-        for stage, mine in enumerate(plan.lists)
+        for stage, mine in enumerate(plan.by_stage)
     }
 
 

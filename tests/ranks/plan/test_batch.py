@@ -304,3 +304,9 @@ def test_a_job_without_common_steps_is_refused(settings, law, capsys):
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
 def test_seconds_that_limit_nothing_are_wrong_usage(seconds):
     assert CliRunner().invoke(commands, ["plan", "batch", "--seconds", seconds]).exit_code == 2
+
+
+def test_there_is_nothing_to_verify_without_a_pipeline(capsys):
+    with pytest.raises(ConfigError, match="A model on one stage") as caught:
+        run_ranks(1, plan, partial(configured, None, TINY), 8, 1, (1, 1), None)
+    assert caught.value.agreed and capsys.readouterr().out == ""

@@ -29,7 +29,7 @@ def works(ranks, *settings):
     def run(transport):
         trainer, source, _ = build(transport, config)
         found = work_of(
-            building.scheduled(trainer.resolved),
+            trainer.resolved,
             source,
             lambda layers: building.model(trainer.config, source, layers),
             trainer.parameter_count,

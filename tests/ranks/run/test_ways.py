@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,10 +44,15 @@ WAYS = {
 }
 # | `file or folder/` | why a way may pass it |
 LEAVES = re.findall(r"^\| `([\w/.]+)` \| ", SECTION, re.M)
-# | in a start: `file or folder/`, ... | why the way of `train` may pass them |
-STARTING = re.findall(
-    r"`([\w/.]+)`", "".join(re.findall(r"^\| in a start: ([^|]*) \| ", SECTION, re.M))
-)
+# | in a start: `file or folder/`, ... | why the way of `train` may pass them |, likewise "in a step" and "in a checkpoint"
+LEAVES_OF = {
+    run: tuple(
+        re.findall(
+            r"`([\w/.]+)`", "".join(re.findall(rf"^\| in a {run}: ([^|]*) \| ", SECTION, re.M))
+        )
+    )
+    for run in ("start", "step", "checkpoint")
+}
 
 
 def calls_of(function, *arguments):
@@ -80,15 +86,18 @@ def of_a_row_parallel_layer():
         layer = RowParallelLinear(
             layers_for(ops_for("cpu"), group, Layout(tp=2)), 8, 4, normal(0.1), bias=False
         )
-        group.exchange((3, 4), "float32")  # makes a buffer, which the layer leases
         rows, weight = np.ones((3, 4), "float32"), np.ones((4, 4), "float32")
+        layer.forward({"weight": weight}, rows, Arena())  # makes a buffer, and binds it
         return calls_of(layer.forward, {"weight": weight}, rows, Arena())
 
     return run_ranks(2, calls)[0]
 
 
 def of_1f1b():
-    """Two stages of one linear layer each, with plain arrays in place of a mode of replication."""
+    """Two stages of one linear layer each, with plain arrays in place of a mode of replication.
+
+    The calls of stage 1, which runs the halves of a backward, then those of stage 0.
+    """
 
     def calls(transport):
         layers, shape = Plain(ops_for("cpu")), (2, 3)
@@ -114,7 +123,8 @@ def of_1f1b():
 
         return calls_of(step)
 
-    return run_ranks(2, calls)[1]
+    first, second = run_ranks(2, calls)
+    return second + first
 
 
 def of_a_cuda_product():
@@ -125,17 +135,16 @@ def of_a_cuda_product():
     return calls_of(ops.linear, x, w, b, arena)
 
 
-STEPPED = [*TINY_JOB, "replication.overlap=false", "replication.algorithm=ring"]
+def of_a_step(question):
+    """Overlap is on, so the reductions of gradients are the only ones to start before `finish`."""
 
-
-def of_a_step():
     def calls(transport):
-        job = build(transport, configured(*STEPPED))
+        job = build(transport, configured(*TINY_JOB, "replication.algorithm=ring"))
         trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
         trainer.step(0, *batch)
         return calls_of(trainer.step, 1, *batch)
 
-    return run_ranks(2, calls)[0]
+    return without_leaves_of("step", question, run_ranks(2, calls)[0])
 
 
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
@@ -156,10 +165,13 @@ def of_a_start():
         done = run(
             [sys.executable, "-c", START], cwd=folder, env={**os.environ, "PYTHONPATH": ROOT}
         )
-    calls = json.loads(done.stderr.splitlines()[-1])
-    way = {path for _, path in WAYS[TRAIN]}
+    return without_leaves_of("start", TRAIN, json.loads(done.stderr.splitlines()[-1]))
+
+
+def without_leaves_of(run, question, calls):
+    way = {path for _, path in WAYS[question]}
     return [
-        (name, path) for name, path in calls if path in way or not path.startswith(tuple(STARTING))
+        (name, path) for name, path in calls if path in way or not path.startswith(LEAVES_OF[run])
     ]
 
 
@@ -167,20 +179,24 @@ def of_a_checkpoint():
     with TemporaryDirectory() as folder:
         settings = [*TINY, "run.steps=1", "run.eval_every=-1", f"run.out={folder}/run"]
         config = parse(with_settings({}, settings))
-        return run_ranks(2, lambda own: calls_of(train, own, lambda: config))[0]
+        calls = run_ranks(2, lambda own: calls_of(train, own, lambda: config))[0]
+    # The run pauses before its only step, too, and saves nothing there.
+    del calls[: calls.index(WAYS[SAVE][0]) + 1]
+    return without_leaves_of("checkpoint", SAVE, calls)
 
 
+SAVE = "How is a checkpoint written?"
 TRAIN = "How does `train` get to the first forward pass?"
 # {question: a function that makes the run, and returns its calls}. Its number is the most files that the way may have.
 RUNS = {
-    TRAIN: (10, of_a_start),
+    TRAIN: (9, of_a_start),
     "Where is the ring?": (5, of_a_ring),
-    "Where is AdamW?": (5, of_a_step),
-    "Where are gradients averaged?": (4, of_a_step),
-    "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
+    "Where is AdamW?": (5, partial(of_a_step, "Where is AdamW?")),
+    "Where are gradients averaged?": (4, partial(of_a_step, "Where are gradients averaged?")),
+    "Where is the all-reduce of a row-parallel (row-sharded) layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
-    "How is a checkpoint written?": (5, of_a_checkpoint),
+    SAVE: (5, of_a_checkpoint),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mpitrain.cli.compare import JOBS
 from mpitrain.collectives.selection.table import choices
+from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.mode import LETTERS
 from mpitrain.parallel.modes import MODES
@@ -25,10 +26,14 @@ from mpitrain.tools.bench.comparison.compare import (
     plot,
     spread,
 )
-from mpitrain.tools.bench.comparison.formulas import formula_of
+from mpitrain.tools.bench.comparison.formulas import words_of
 from mpitrain.tools.bench.comparison.modes import FORMS, jobs, settings_by_mode, settings_of, usual
 from mpitrain.tools.bench.results import write_json
 from mpitrain.tools.plan.memory import count
+
+
+def words(mode):
+    return words_of(parse(with_settings({}, settings_of(mode))), 4)
 
 
 def row(mode, **changes):
@@ -50,7 +55,7 @@ def row(mode, **changes):
         [0.25, 0.5],
         0.125,
         [dict.fromkeys(KINDS, 1_000_000), dict.fromkeys(KINDS, 500_000)],
-        formula.words if (formula := mode in settings_by_mode() and formula_of(mode)) else "",
+        words(mode) if mode in settings_by_mode() else "",
     )
     return base._replace(**changes)
 
@@ -219,11 +224,11 @@ def test_the_formulas_below_the_table_explain_their_letters():
         "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
     ]
     for word in settings_by_mode():
-        if not (formula := formula_of(word)):
+        if not (formula := words(word)):
             continue
         said = footer([row(word)])[-1]
         letters = set(
-            re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula.words))
+            re.findall(r"n'|\b(?:lg|[a-zA-Z])\b(?!')", re.sub(r"\b[aA] |'s\b", "", formula))
         )
         assert all(f"{letter} {LETTERS[letter]}" in said for letter in letters), (word, letters)
 

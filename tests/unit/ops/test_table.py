@@ -185,12 +185,12 @@ def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
     assert "halve" not in launch_overhead.operations(KERNELS)
 
 
-def test_a_row_from_outside_may_have_a_body_on_kernels(monkeypatch):
-    """Its first parameters are given by name."""
-
-    def on_kernels(kernels, numbers, x, arena):
-        return kernels, type(numbers).__name__, x
-
-    row = Operation("half of an array", "x:L -> y:L", "y", halve, 1, on_kernels)
-    monkeypatch.setitem(OPERATIONS, "halve", row)
-    assert bodies.cuda(KERNELS).halve(3, None) == (KERNELS, "LaunchNumbers", 3)
+@pytest.mark.parametrize(
+    ("second", "kinds"), [("", []), ("multiply", ["function"]), ("numbers", ["LaunchNumbers"])]
+)
+def test_a_row_from_outside_may_have_a_body_on_kernels(second, kinds, monkeypatch):
+    row = Operation("half of an array", "x:L -> y:L", "y", halve, 1, lambda *first: first)
+    monkeypatch.setitem(OPERATIONS, "halve", row._replace(cuda_takes=second))
+    kernels, *others, x, arena = bodies.cuda(KERNELS).halve(3, None)
+    assert (kernels, x, arena) == (KERNELS, 3, None)
+    assert [type(other).__name__ for other in others] == kinds

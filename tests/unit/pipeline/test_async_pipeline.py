@@ -48,7 +48,7 @@ def test_async_steps_join_to_one_1f1b_without_deadlock(steps):
     for p, m in POINTS:
         plan = fused_at_the_input(plan_of("1f1b", p, steps * m))
         whole, cut = with_messages(plan), stream(p, m, steps)
-        for mine, wanted, computed in zip(cut, whole, plan.lists, strict=True):
+        for mine, wanted, computed in zip(cut, whole, plan.by_stage, strict=True):
             assert Counter(typed(mine)) == Counter(typed(wanted)), (p, m)
             assert typed(
                 i
@@ -74,7 +74,7 @@ def test_no_stage_idles_between_first_backward_and_last_forward():
 
 def test_a_stage_holds_as_many_versions_as_published():
     for p, m in product(range(1, 9), range(1, 17)):
-        lists = plan_of("async", p, m).lists
+        lists = plan_of("async", p, m).by_stage
         assert [versions(mine) for mine in lists] == [
             min(p - s, m, max(m - (p - s), 0) + 2) for s in range(p)
         ], (p, m)

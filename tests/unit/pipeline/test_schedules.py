@@ -63,7 +63,7 @@ def fused(plan):
                 for i in mine
                 if not isinstance(i, BackwardWeight)
             )
-            for mine in plan.lists
+            for mine in plan.by_stage
         ),
     )
 
@@ -100,7 +100,7 @@ def test_every_chunk_runs_each_micro_batch_once(name):
             and plan.micro_batches == m
         )
         done = defaultdict(str)
-        for stage, mine in enumerate(plan.lists):
+        for stage, mine in enumerate(plan.by_stage):
             for instruction in mine:
                 assert plan.stage_of[instruction.chunk] == stage
                 done[tuple(instruction)] += {
@@ -193,7 +193,7 @@ def test_a_send_completes_before_the_backward_that_proves_it(name):
 def test_the_halves_of_the_first_part_are_one_where_they_follow_each_other():
     assert fused_at_the_input(plan_of("1f1b", 1, 5)) == plan_of("naive", 1, 5)
     whole, fused = plan_of("zero-bubble", 3, 4), fused_at_the_input(plan_of("zero-bubble", 3, 4))
-    assert fused.lists[1:] == whole.lists[1:] and set(map(type, fused.lists[0])) == {
+    assert fused.by_stage[1:] == whole.by_stage[1:] and set(map(type, fused.by_stage[0])) == {
         Forward,
         Backward,
     }
@@ -264,7 +264,7 @@ LIVE = {
 @pytest.mark.parametrize("name", [name for name, formula in LIVE.items() if formula])
 def test_peak_live_micro_batches_are_those_of_the_formula(name):
     for p, m, v in points(name):
-        found = [peak(mine, [Cost()] * p * v).live for mine in planned(name, p, m, v).lists]
+        found = [peak(mine, [Cost()] * p * v).live for mine in planned(name, p, m, v).by_stage]
         assert found == [LIVE[name](s, p, m, v) for s in range(p)], (p, m, v)
 
 
@@ -272,14 +272,14 @@ def test_v_half_holds_half_of_what_1f1b_holds():
     for p, m, _ in points("v-half"):
         stages = [
             Fraction(peak(mine, [Cost()] * 2 * p).live, 2)
-            for mine in planned("v-half", p, m, 2).lists
+            for mine in planned("v-half", p, m, 2).by_stage
         ]
         assert max(stages) == min(p // 2 + 1, m), (p, m)
 
 
 def test_pending_weight_halves_of_zero_bubble_grow_with_the_stage():
     for p, m, _ in points("zero-bubble"):
-        found = [peak(mine, [Cost()] * p) for mine in planned("zero-bubble", p, m, 1).lists]
+        found = [peak(mine, [Cost()] * p) for mine in planned("zero-bubble", p, m, 1).by_stage]
         assert [each.pending for each in found] == [min(s + 1, m) for s in range(p)]
         assert [each.whole for each in found] == [min(p - s, m) for s in range(p)]
 
@@ -330,7 +330,7 @@ def test_zero_gathers_as_often_as_the_formula_says(name):
     assert (
         differing(
             name,
-            lambda p, m, v: [turns(mine) for mine in planned(name, p, m, v).lists],
+            lambda p, m, v: [turns(mine) for mine in planned(name, p, m, v).by_stage],
             GATHERS[name],
         )
         == {}
@@ -342,14 +342,14 @@ def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
     for p, m, v in points(name):
         assert all(
             sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m
-            for mine in planned(name, p, m, v).lists
+            for mine in planned(name, p, m, v).by_stage
         )
 
 
 def test_two_schedules_alone_are_breadth_first():
     for name in SCHEDULES:
         found = {
-            all(map(goes_in_passes, planned(name, p, m, v).lists))
+            all(map(goes_in_passes, planned(name, p, m, v).by_stage))
             for p, m, v in points(name)
             if p > 1 and 1 < m < 7
         }
@@ -357,9 +357,9 @@ def test_two_schedules_alone_are_breadth_first():
 
 
 def test_interleaved_gathers_more_and_breadth_first_reduces_once():
-    assert [turns(mine) for mine in planned("interleaved", 4, 8, 2).lists] == [11, 19, 13, 5]
+    assert [turns(mine) for mine in planned("interleaved", 4, 8, 2).by_stage] == [11, 19, 13, 5]
     for p, m, v in points("breadth-first"):
-        for mine in planned("breadth-first", p, m, v).lists:
+        for mine in planned("breadth-first", p, m, v).by_stage:
             assert turns([i for i in mine if isinstance(i, Backward)]) == v
 
 

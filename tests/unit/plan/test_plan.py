@@ -107,7 +107,7 @@ def test_a_chart_fits_the_terminal_and_shows_every_instruction_once(name, column
     output = shown("schedule", "--schedule", name, columns=columns)
     lines = output.splitlines()
     assert max(map(len, lines)) <= columns
-    for stage, mine in enumerate(plan_of(name, 4, 8).lists):
+    for stage, mine in enumerate(plan_of(name, 4, 8).by_stage):
         row = " ".join(line for line in lines if line.startswith(f"stage {stage}"))
         seen = [word for word in row.replace(f"stage {stage}", "").split() if word.strip("-.")]
         assert len(seen) == len(mine), (name, stage)
@@ -170,7 +170,7 @@ def test_pipedream_holds_a_version_for_each_stage_to_come():
 
 def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
     for p, m in product((1, 2, 5), (5, 8)):
-        lists = plan_of("async", p, 4 * m).lists
+        lists = plan_of("async", p, 4 * m).by_stage
         assert [staleness(mine) for mine in lists] == [p - 1 - s for s in range(p)], (p, m)
         assert {staleness(mine, m) for mine in lists} == {1}, (p, m)
         assert all(sum(each.is_updated for each in weights(mine)) == 4 * m for mine in lists)

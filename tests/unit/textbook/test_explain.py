@@ -274,7 +274,7 @@ def test_the_command_lists_topics_and_prints_one():
 
 @pytest.mark.compile
 def test_the_page_of_systems_and_its_pictures_are_of_this_version():
-    """If not: python jobs/textbook.py."""
+    """If not: python jobs/prove/textbook.py."""
     found = {name: recorded(name) for name in TOPICS}
     folder = ROOT / page.PICTURES
     assert (folder / "README.md").read_text() == page.systems(found)

@@ -1,4 +1,4 @@
-"""Fitting the cost model to measurements, and checking it on sizes that it has not seen."""
+"""Fit of the cost model's constants to measured collectives, and checks on sizes left out of the fit."""
 
 import math
 from bisect import bisect_right
@@ -30,19 +30,19 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 SHORT = 1 << 14
 """Bytes up to which an array is short: there the number of messages determines the time."""
 NEGLIGIBLE = 10.0
-"""Times of the latency from which a run shows the rate of a link."""
+"""A run shows the rate of a link if it takes at least NEGLIGIBLE times the latency."""
 ZERO = 1e-9
 """Costs and pivots closer to 0 are rounding errors; all columns have norm 1."""
 RAISED = 1e-10
-"""Upper bound of the raise of a target."""
+"""Upper bound of the random amount that is added to a target."""
 
 
 class Check(NamedTuple):
-    """The accuracy of a fit on sizes that were left out of it.
+    """Accuracy of the cost model on measured sizes that were left out of its fit.
 
-    error      median over rows of |predicted - measured| / measured
-    short      the same for arrays of up to SHORT bytes
-    choices    {bytes: (chosen algorithm, its time over the fastest algorithm's)}
+    error    median over rows of |predicted - measured| / measured
+    short    the same median over arrays of up to SHORT bytes
+    choices  {bytes: (algorithm that `auto` chooses, its time divided by the fastest one's)}
     """
 
     error: float
@@ -51,7 +51,10 @@ class Check(NamedTuple):
 
 
 def median_of_sweeps(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
-    """Return one row per algorithm, buffers and size, with its median time; drop spoilt rows."""
+    """Join the sweeps: one row per algorithm, buffers and size, with the median of the times.
+
+    Spoilt rows are left out.
+    """
     sweeps: dict[tuple, list[CollectiveRow]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
         sweeps.setdefault((row.chosen, row.buffers, row.bytes), []).append(row)
@@ -61,7 +64,7 @@ def median_of_sweeps(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
 
 
 def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> Tuning:
-    """Fit the constants for one number of ranks to measured all-reduces."""
+    """Fit the constants of the cost model to measured all-reduces on one number of ranks."""
     n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
     link = link_seconds(hosts, rows, machine["cores"])
     plans: dict[str, Constants] = {}
@@ -101,7 +104,7 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
 def _fastest_plan(
     plans: Tuning, names: Collection[str], hosts: Sequence[str], row: CollectiveRow, memory: str
 ) -> tuple[float, float]:
-    """Return (a, b) of a line a + b x bytes through the time of the fastest plan at a row's size.
+    """Return (a, b): near the size of a row, the predicted time of the fastest plan is a + b * bytes.
 
     names  algorithms with plans
     """
@@ -119,15 +122,15 @@ def _fastest_plan(
 
 
 def crossing(hosts: Sequence[str]) -> float:
-    """Return the least part of an array that the busiest host of an all-reduce sends to others."""
+    """Return the least fraction of an array that some host sends to others in an all-reduce."""
     return 2 * (1 - 1 / len(set(hosts)))
 
 
 def link_seconds(hosts: Sequence[str], rows: Sequence[CollectiveRow], cores: int) -> float:
-    """Return the seconds per byte of the fastest run over a host's link; 0 without such a link.
+    """Return the seconds per byte of the fastest run over a host's link; 0 if no run shows them.
 
-    The time of the shortest array counts as latency. Only runs of at least NEGLIGIBLE times this
-    latency are used.
+    The time of an algorithm's shortest array is subtracted as its latency. Only runs that take
+    NEGLIGIBLE times this latency, or longer, are used.
     """
     seconds_per_byte = []
     for row in rows:
@@ -154,14 +157,15 @@ def constants(
     least: np.ndarray,
     defaults: Constants | None = None,
 ) -> Constants:
-    """Fit the constants at every knot (array size), by least absolute relative error.
+    """Fit the constants of the cost model at every knot (array size), by least absolute relative error.
 
-    A constant that no row determines is copied from the nearest knot that has it, or else is the
-    default. The same holds for a knot far from all measured sizes. On slow links, for example, no
-    array is long enough for the last knot. Without rows, all constants are defaults.
+    If no row determines a constant at a knot, the constant is copied from the nearest knot at which
+    rows do; if there is none, it is the default. So a knot far from all measured sizes has copies:
+    on slow links, for example, no measured array is as long as the last knot. Without rows, all
+    constants are defaults.
 
-    amounts  per row, the amount of work that each constant multiplies
-    least    lower bounds of the constants: (knots, terms)
+    amounts  per row: the amount of work that each constant multiplies, (rows, terms)
+    least    lower bounds of the constants, (knots, terms)
     """
     if not rows:
         return defaults or {}
@@ -187,7 +191,7 @@ def constants(
 
 
 def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> dict[str, Check]:
-    """Compare the model with rows that were not used in the fit, for each class of memory."""
+    """Compare the cost model with rows that it was not fitted to; return {class of memory: Check}."""
     return {
         memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
         for memory in dict.fromkeys(row.buffers for row in rows)
@@ -233,9 +237,9 @@ def all_spoilt(rows: Sequence[CollectiveRow]) -> list[str]:
 def checked(
     machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow]
 ) -> list[str]:
-    """Fit to every second size; return, for each class of memory, a line on the remaining sizes.
+    """Fit the model to every second size; return one line per class of memory on the other sizes.
 
-    The line states the errors of the fit at the sizes that were left out of it.
+    The line has the errors of the predictions, and how fast the choices of `auto` are.
     """
     spoilt, total = sum(map(is_spoilt, rows)), len(rows)
     rows = median_of_sweeps(rows)
@@ -259,7 +263,7 @@ def checked(
 
 
 def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> list[str]:
-    """Return, for each class of memory, a line on the measured sizes that decide what auto takes."""
+    """Return lines, one per class of memory: the sizes from which `auto` chooses which algorithm."""
     rows, lines = median_of_sweeps(rows), []
     if link := link_seconds(hosts, rows, tuning.machine["cores"]):
         lines.append(
@@ -283,9 +287,9 @@ def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow])
 
 
 def merged(old: Tuning | None, new: Tuning) -> Tuning:
-    """Return the new constants, and the old ones for numbers of ranks that `new` does not have.
+    """Add new constants to old ones; they replace old ones for the same number of ranks.
 
-    Old constants of another machine are dropped.
+    If the old constants are from another machine, all of them are dropped.
     """
     if old is None or old.machine != new.machine:
         return new
@@ -295,7 +299,7 @@ def merged(old: Tuning | None, new: Tuning) -> Tuning:
 def described(tuning: Tuning, n: int) -> list[str]:
     """Format the constants for n ranks as tables with a legend.
 
-    Constants of the network appear only if there is more than one host.
+    Constants of the network are listed only if there is more than one host.
     """
     lines = []
     for memory, constants in tuning.plans[n].items():
@@ -317,7 +321,10 @@ def described(tuning: Tuning, n: int) -> list[str]:
 
 
 def _shown(term: str, constant: float) -> float | None:
-    """Return a constant in microseconds; of a beta or gamma, GB/s, or None if it is 0."""
+    """Return a constant in the unit of the tables: microseconds of a latency, GB/s of a cost per byte.
+
+    None stands for an infinite rate: a cost of 0.
+    """
     if term.endswith(("alpha", "long")):
         return constant * 1e6
     return 1e-9 / constant if constant else None
@@ -326,11 +333,11 @@ def _shown(term: str, constant: float) -> float | None:
 def least_absolute(matrix: np.ndarray, least: np.ndarray) -> np.ndarray:
     """Return the x >= least that minimises the sum of |matrix @ x - 1|, by the simplex method.
 
-    Absolute instead of squared distances let outliers count little.
+    Outliers change this sum less than a sum of squares.
 
     matrix  (rows, terms)
-    source  Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: a residual is split in its two
-            signed parts, over and under. Their columns are opposite, so the tableau has one of them
+    source  Barrodale and Roberts, SIAM J. Numer. Anal. 10(5), 1973: each residual is the difference
+            of two parts >= 0. The columns of both parts are opposite, so the tableau stores one
     """
     rows, terms = matrix.shape
     # The unknowns are x - least >= 0. A basis of residuals alone needs targets >= 0.
@@ -352,10 +359,11 @@ def least_absolute(matrix: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 
 def _optimal_basis(matrix: np.ndarray, targets: np.ndarray) -> list[int]:
-    """Return the basic variables: unknowns 0.., then residuals below the targets, then above.
+    """Return the indices of the variables in the optimal basis of the linear program.
 
-    The first basis has all residuals below: x = 0. Each target is raised a little, each by another
-    amount, because pivots among equal targets can cycle.
+    Indices count the unknowns first, then a residual below the target for each row, then one above.
+    The first basis has the residuals below, which means x = 0. A random amount of up to RAISED is
+    added to each target, because pivots among equal targets can cycle.
     """
     rows, terms = matrix.shape
     basis = list(range(terms, terms + rows))

@@ -1,4 +1,4 @@
-"""The benchmarked collectives: binding, input, expected result and bus bandwidth of each.
+"""Benchmarked collectives: how each is bound, its input, its expected result and its bus bandwidth.
 
 MPI's own collectives are bound to the same arrays, and checked and timed like ours.
 """
@@ -29,14 +29,14 @@ DRAWN = 100_003
 REDUCING = ("reduce", "reduce-scatter")
 """MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
 ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
-"""Relative rounding error of one addition. Integers up to its inverse are exact.
+"""{dtype: relative rounding error of one addition}. Integers up to its inverse are exact.
 
-The sums of bfloat16 exceed it from 14 ranks on.
+In bfloat16, sums over 14 ranks or more are larger than that.
 """
 
 
 class Buffers(NamedTuple):
-    """The arrays of an operation, in the memory of a device.
+    """The arrays that a collective is bound to, in the memory of a device.
 
     other  send buffer of an all-to-all, or receive buffer of MPI's own reduce-scatter; else empty
     """
@@ -57,14 +57,15 @@ def filled(rank: int, count: int) -> np.ndarray:
 
 
 class BenchedCollective(NamedTuple):
-    """A benchmarked collective.
+    """A collective as the benchmark runs and checks it. n: number of ranks.
 
-    bind         (transport, buffers, way) -> Reduction
-    right        (transport, count) -> (slice, expected values in it) after one run
-    bus          (n) -> bus bandwidth over algorithm bandwidth, as in nccl-tests
-    ways         2 for a ping-pong, whose time is half a round trip; else 1
+    bind         (transport, buffers, options) -> Reduction
+    right        (transport, count) -> (slice with the result, its expected values) after one run
+    bus          (n) -> bus bandwidth divided by algorithm bandwidth, as in nccl-tests
+    ways         messages one after the other in a run: 2 for a ping-pong, whose time is half a
+                 round trip; else 1
     fill         (rank, count) -> input of a rank
-    other        (n, count) -> elements of `Buffers.other`
+    other        (n, count) -> number of elements of `Buffers.other`
     is_in_other  whether the result is in `Buffers.other`
     """
 
@@ -164,7 +165,9 @@ OPERATIONS = {
 
 
 def gradient(rank: int, count: int) -> np.ndarray:
-    """Return a rank's input for a lossy sum: random numbers as small as gradients, in a pattern."""
+    """Return a rank's input for a lossy sum: random numbers as small as gradients, with period
+    DRAWN.
+    """
     return np.resize(np.random.default_rng(rank).normal(0, 1e-6, DRAWN), count)
 
 
@@ -193,9 +196,9 @@ def names(operation: str) -> tuple[str, ...]:
 
 
 def operation_of(operation: str, algorithm: str) -> BenchedCollective:
-    """Return the benchmark operation; for "native", with the MPI library's collective as `bind`.
+    """Return the collective to measure; for "native", its `bind` binds the MPI library's collective.
 
-    MPI's reduce-scatter returns its result in the second array, so `is_in_other` is then True.
+    MPI's reduce-scatter puts its result in the second array: there `is_in_other` is True.
     """
     ours = OPERATIONS[operation]
     if operation not in NATIVE or algorithm != "native":
@@ -210,7 +213,7 @@ def operation_of(operation: str, algorithm: str) -> BenchedCollective:
 
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
-    """Return {algorithm: error} of the algorithms that cannot run here."""
+    """Return {algorithm: error} of the algorithms that cannot run on these ranks."""
     errors = {
         name: refusal
         for name, algorithm in TABLES.get(operation, {}).items()
@@ -228,9 +231,9 @@ def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
 
 
 def wrong_elements(transport: Transport, result: np.ndarray, right: np.ndarray) -> int:
-    """Return the number of wrong elements over all ranks.
+    """Return the number of wrong elements over all ranks. Collective.
 
-    Large sums in a 16-bit dtype may differ by their rounding error.
+    Sums in a 16-bit dtype that are too large to be exact may differ by their rounding error.
     """
     is_right = result == right
     if rounded := ROUNDED.get(result.dtype.name):
@@ -242,16 +245,16 @@ def wrong_elements(transport: Transport, result: np.ndarray, right: np.ndarray) 
 
 
 def wrong_replicas(transport: Transport, replica: np.ndarray) -> int:
-    """Return the number of ranks whose replica differs from rank 0's in any bit or is not finite.
+    """Return the number of ranks whose array is not finite or differs from rank 0's in any bit.
 
-    No wire format may cause this.
+    Collective. The number is 0 for every wire format.
     """
     replicas = transport.gather_text((zlib.crc32(replica), bool(np.isfinite(replica).all())))
     return sum(bits != replicas[0][0] or not finite for bits, finite in replicas)
 
 
 def error_norm(result: np.ndarray, right: np.ndarray) -> float:
-    """Return the norm of a wire format's error over the norm of the exact sum."""
+    """Return the norm of a lossy sum's error, divided by the norm of the exact sum."""
     return float(
         np.linalg.norm(result.astype(np.float64) - right) / np.linalg.norm(right.astype(np.float64))
     )

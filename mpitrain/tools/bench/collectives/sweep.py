@@ -1,4 +1,4 @@
-"""A sweep over sizes and algorithms: each row is bound, timed, verified and compared with the model."""
+"""A sweep over sizes and algorithms of a collective: each is bound, timed and checked on all ranks."""
 
 import math
 import time
@@ -41,11 +41,11 @@ LEASED = "leased"
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 LONGEST = 1.0
-"""Seconds of a run above which a request that `stops` has no further warm-up, and one timed run."""
+"""With `stops` in the request: a run that takes more seconds is timed once, without more warm-up."""
 LONG = 0.05
-"""Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
+"""Seconds per run of the fastest algorithm above which a sweep with `stops` leaves out longer arrays.
 
-Above LONG it does so if time has grown in proportion to the array; above LONGEST always.
+Above LONG it does so if the time has grown in proportion to the array; above LONGEST always.
 """
 BUCKET = 25e6
 """Bytes of the largest bucket that a run without replication.bucket_mb is expected to have."""
@@ -59,17 +59,17 @@ After this delay all ranks know the start time.
 
 
 class SweepRequest(NamedTuple):
-    """The request of one benchmark.
+    """What a benchmark of one collective shall measure.
 
-    algorithms  names; empty: all that can run here
+    algorithms  names; empty: all that can run on these ranks
     sizes       bytes of the arrays
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     warmup      untimed runs before the timed ones, at least 1
     buffers     memory of the arrays: "window" (shared by the ranks of a host, as in training) or
                 "plain"; for an all-reduce also "leased": activation buffers of a group
-    wires       compressed formats to measure together with the algorithms of an all-reduce
-    stops       leave out arrays between those whose time is proportional to their size and the largest
-                bucket; time long runs once
+    wires       wire formats to measure beside the algorithms of an all-reduce
+    stops       whether to end a sweep early: once the time grows in proportion to the size, only
+                the largest bucket is still measured, and a long run is timed once
     sweeps      repetitions of the whole list, so that rows to compare alternate
     device      kind of the device that holds the arrays and reduces them
     """
@@ -88,7 +88,7 @@ class SweepRequest(NamedTuple):
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return a dtype by name; ConfigError if it cannot be reduced."""
+    """Return the dtype of this name; ConfigError if its arrays cannot be reduced."""
     check_name("dtype", name, ("float32", "float64", "float16", "bfloat16", "int32"))
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401  registers the name with NumPy
@@ -96,9 +96,9 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
-    """Return sizes in bytes from least to most, each `factor` times the previous one.
+    """Return sizes in bytes from `least` to `most`, each `factor` times the previous one.
 
-    Raise ConfigError if the list would be empty or endless.
+    raises  ConfigError if the list would be empty or endless
     """
     if not 1.01 <= factor < math.inf:
         raise ConfigError(
@@ -120,10 +120,11 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
 class CollectiveRow(NamedTuple):
     """One measurement. Times are per run, on the slowest rank; of a ping-pong, half a round trip.
 
-    wrong   wrong elements; for a wire format, replicas that differ
-    chosen  algorithm that was bound: the choice of `auto`, or `ring` where a window has no room
+    wrong   number of wrong elements; for a wire format, number of replicas that differ
+    chosen  algorithm that ran: the choice of `auto`, or `ring` where a window has no room
     sweep   number of the sweep, from 1
-    error   for a wire format, norm of the first run's error over the norm of the sum; else NaN
+    error   for a wire format, norm of the first run's error divided by the norm of the sum; else
+            NaN
     """
 
     op: str
@@ -146,9 +147,10 @@ class CollectiveRow(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """The algorithm of a row: its name in the table, its operation and its wire format.
+    """An algorithm to measure.
 
-    wire  "none" for exact operations
+    name  in the table
+    wire  wire format; "none" for exact operations
     """
 
     name: str
@@ -157,10 +159,10 @@ class Subject(NamedTuple):
 
 
 class SizeCase(NamedTuple):
-    """The data that all rows of one size share.
+    """Input and expected result of all rows of one size.
 
     original  input of this rank
-    part      region of the array that has the result
+    part      region of the array with the result
     right     expected values in this region
     """
 
@@ -170,9 +172,9 @@ class SizeCase(NamedTuple):
 
 
 class Staying:
-    """A collective on a fixed array, as a persistent collective of MPI-4.
+    """A collective bound once to an array, as a persistent collective of MPI-4.
 
-    result  the region of the array with the result, or another array with it
+    result  the part of the array with the result, or another array that holds it
     """
 
     def __init__(self, array: Any, reduction: Reduction, result: Any):
@@ -186,19 +188,19 @@ class Staying:
 class LeasedAllReduce:
     """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
 
-    The buffer still has the reduction that was bound to it in an earlier lease. A layer computes
-    its activation in such a buffer, in place of one from the arena.
+    The group hands out the same buffer again, still with the all-reduce that was bound to it in the
+    first lease. A layer writes its activation into such a buffer instead of one from the arena.
     """
 
     def __init__(self, group: Group, count: int, dtype: np.dtype):
         """Lease a buffer and bind its all-reduce. Collective."""
         self._group, self._count, self._dtype = group, count, dtype
         self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
-        self.algorithm = self._exchange.all_reduce().algorithm
+        self.algorithm = self._exchange.bound_all_reduce().algorithm
 
     @property
     def array(self) -> Any:
-        """The flat array, valid until the next `renew`."""
+        """The leased buffer, flat; valid until the next `renew`."""
         assert self._exchange is not None
         return self._exchange.array
 
@@ -210,19 +212,20 @@ class LeasedAllReduce:
 
     def run(self) -> None:
         assert self._exchange is not None
-        self._exchange.all_reduce().run()
+        self._exchange.bound_all_reduce().run()
 
 
 class Sweep:
     """An iterator that measures the rows; every rank gets the same rows.
 
-    total  upper bound of the number of rows: `stops` in the request may end the sweep early
+    total  largest possible number of rows; `stops` in the request may end a sweep early
     """
 
     def __init__(self, transport: Transport, request: SweepRequest, tuning: Tuning):
         """Allocate the buffers that the rows share. Collective.
 
-        raises  ConfigError on every rank, before any measurement, if the machine or MPI lacks support
+        raises  ConfigError on every rank, before any measurement, if a requested algorithm or
+                device is not possible here
         """
         device = on_all_ranks(transport, lambda: device_for(request.device))
         self._request, self._tuning = request, tuning
@@ -265,9 +268,9 @@ class Sweep:
         ]
 
     def _pool(self, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
-        """Allocate arrays of `count` and `other` elements for all sizes; return their class and them.
+        """Allocate arrays of `count` and `other` elements for all sizes; return their memory class and them.
 
-        The class of memory differs from `where` if a window has no room or is not needed.
+        The memory class differs from `where` if a window has no room or is not needed.
         """
         if where == LEASED:
             return where, None
@@ -405,9 +408,9 @@ def _timed(
     original: Any,
     runs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds of each run on this rank, with and without its preparation.
+    """Return two arrays of seconds of this rank's runs: with the preparation of a run, and without it.
 
-    The preparation restores the input and waits until all ranks are ready.
+    A preparation restores the input and waits until all ranks are ready.
     """
     ends, times, wait = np.empty(runs + 1), np.empty(runs), backend.synchronize
     ends[0] = time.perf_counter()
@@ -425,21 +428,21 @@ def _timed(
 
 
 def is_long_enough(fastest: float, before: float, growth: float) -> bool:
-    """Return whether longer arrays need no measurement: see LONG and LONGEST.
+    """Return whether longer arrays need no measurement (see LONG and LONGEST).
 
     fastest, before  seconds of the fastest algorithm at this size and at the previous size
-    growth           this size over the previous size
+    growth           this size divided by the previous size
     """
     return fastest > LONGEST or (fastest > LONG and fastest > 0.9 * growth * before)
 
 
 def starting_line(transport: Transport) -> Callable[[], None]:
-    """Return a function that returns on all ranks at the same time. Collective.
+    """Return a function that returns at the same time on all ranks, which all call it. Collective.
 
-    Ranks leave a barrier up to a message's latency apart. Within a host that is little. Between
-    hosts it is as long as a short all-reduce, and the same ranks are late in every run. There the
-    ranks agree on a start time and wait for it, by clocks with measured offsets. It is accurate for
-    some seconds only, because clocks drift.
+    On one host it is a barrier: ranks leave a barrier a message's latency apart, which is little
+    there. Between hosts this latency is as long as a short all-reduce, and the same ranks are late
+    in every run. So on several hosts the ranks agree on a start time and wait for it. The offsets
+    of their clocks are measured first; as clocks drift, they are accurate for some seconds only.
     """
     if len(set(transport.hosts)) == 1:
         return transport.barrier

@@ -12,7 +12,7 @@ from mpitrain.tools.text_table import TextColumn, TextTable, figure, marked
 def columns(places: Sequence[str], has_wires: bool = False) -> list[TextColumn]:
     """Return the columns of a table of collectives.
 
-    places  requested memory classes; rows name their class unless it is the only one requested
+    places  requested classes of memory; with several, each row names its own
     """
     return [
         TextColumn("bytes", "12", "bytes"),
@@ -41,7 +41,10 @@ def columns(places: Sequence[str], has_wires: bool = False) -> list[TextColumn]:
 
 
 def _name(row: CollectiveRow, places: Sequence[str]) -> str:
-    """Return the algorithm, the choice of auto, and the memory class if several are requested."""
+    """Return the first cell of a row: its algorithm, the choice of `auto`, and its class of memory.
+
+    The class is left out if only one was requested.
+    """
     # `chosen` of a file has its digest, too.
     chosen = shown(row.chosen)
     name = row.algorithm if chosen == row.algorithm else f"{row.algorithm}: {chosen}"
@@ -49,7 +52,7 @@ def _name(row: CollectiveRow, places: Sequence[str]) -> str:
 
 
 def is_spread(row: CollectiveRow) -> bool:
-    """Return whether some runs took far longer than most; the median is still valid."""
+    """Return whether some runs took far longer than most. The median is still valid then."""
     return row.p99_us > FAR * row.time_us
 
 
@@ -59,7 +62,9 @@ def is_spoilt(row: CollectiveRow) -> bool:
 
 
 def footer(rows: Sequence[CollectiveRow]) -> list[str]:
-    """Return the lines after a table: averages, ratios to native MPI, warnings, wrong elements."""
+    """Return lines below a table: averages, ratios to MPI's own collective, warnings, wrong
+    elements.
+    """
     if not rows:
         return ["nothing was measured"]
     bandwidths: dict[tuple[str, str], list[float]] = {}
@@ -107,9 +112,9 @@ def _wrong(rows: Sequence[CollectiveRow]) -> list[str]:
 
 
 def against_native(rows: Iterable[CollectiveRow]) -> dict[tuple[str, str], dict[int, float]]:
-    """Return {(algorithm, buffers): {bytes: native's time over its time}}, without spoilt rows.
+    """Return {(algorithm, buffers): {bytes: time of MPI's own collective divided by its time}}.
 
-    Each time is the median of the sweeps.
+    A time is the median of the sweeps. Spoilt rows are left out.
     """
     times: dict[tuple, list[float]] = {}
     for row in (row for row in rows if not is_spoilt(row)):
@@ -125,7 +130,7 @@ def against_native(rows: Iterable[CollectiveRow]) -> dict[tuple[str, str], dict[
 def too_slow(rows: Sequence[CollectiveRow], least: float) -> list[str]:
     """Return a line for each algorithm with a bus bandwidth below `least` GB/s at the largest size.
 
-    The median of the sweeps counts, without spoilt rows unless all are spoilt.
+    The bandwidth is the median of the sweeps. Spoilt rows are left out unless all are spoilt.
     """
     lines = []
     largest = max((row.bytes for row in rows), default=0)

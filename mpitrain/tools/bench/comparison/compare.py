@@ -1,4 +1,4 @@
-"""One training job in several modes: time, traffic, memory and loss of each, in turns, and its tables."""
+"""One training job in several modes, measured in turns: time, traffic, memory and loss of each mode."""
 
 import math
 import threading
@@ -26,7 +26,7 @@ from mpitrain.transport.decorators import Recorded
 KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""
 SMOOTHED = 5
-"""Training losses whose mean is the loss at a time."""
+"""Number of training losses whose mean is the loss at a time."""
 WIDE = 18
 """Least width of the column of modes."""
 
@@ -34,19 +34,19 @@ WIDE = 18
 class ModeRow(NamedTuple):
     """The measurements of one mode.
 
-    workers        ranks that compute gradients
+    workers        number of ranks that compute gradients
     step_s         seconds of a step, the median of `blocks`
-    comm_s         mean seconds per step that a worker waits for messages, on the worst worker
+    comm_s         mean seconds per step in which a worker waits for messages, on the worst worker
     sent_bytes     by rank: payload of messages per step, mean over all steps
-    formula_bytes  the same by formula, for the busiest rank; None without a formula
+    formula_bytes  the largest of `sent_bytes` as a formula predicts it; None without a formula
     held_bytes     by rank: parameters, gradients, optimizer state and scratch of reductions
-    staleness      largest number of updates between the pull of parameters and the update by their
-                   gradient; 0 in synchronous modes
-    lead           largest number of steps that a worker was ahead of the slowest one; 0 in
+    staleness      largest number of updates between a worker's pull of parameters and the update by
+                   the gradient that it computed with them; 0 in synchronous modes
+    lead           largest number of steps by which a worker was ahead of the slowest one; 0 in
                    synchronous modes
     curve          (seconds since the start, training loss) after each step on rank 0
     evaluated_s    seconds from the start to the end of the evaluation
-    blocks         mean seconds of a step after WARM_UP in each block, on the slowest rank; a mean,
+    blocks         by block: seconds of a step after WARM_UP, on the slowest rank. They are means,
                    because asynchronous servers report several steps at once
     idle           fraction of the time in which a worker waits for messages, mean over workers
     memory         by rank: bytes of each of KINDS
@@ -73,11 +73,12 @@ class ModeRow(NamedTuple):
 
 
 class WaitRecorder(Silent):
-    """A recorder that sums the waits of one rank: the idle time of its pipeline stage, too.
+    """A recorder that sums the seconds in which this rank waits for messages.
 
-    Waits within a wait, and waits of other threads, do not count.
+    They include the idle time of a pipeline stage. Waits within a wait, and waits of other threads,
+    do not count.
 
-    seconds  of all waits so far
+    seconds  sum of all waits so far
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -99,12 +100,12 @@ class WaitRecorder(Silent):
 
 
 class TrainedBlock(NamedTuple):
-    """The steps of one block on this rank.
+    """The steps that one block trained on this rank.
 
-    began     `perf_counter` at the start
-    outcomes  the result of each step
-    ends      seconds from the start to the end of each step
-    waits     seconds of waits for messages up to the end of each step
+    began     `time.perf_counter()` at the start of the block
+    outcomes  result of each step
+    ends      by step: seconds from the start of the block to the end of the step
+    waits     by step: seconds of waits for messages up to the end of the step
     """
 
     began: float
@@ -114,12 +115,12 @@ class TrainedBlock(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step after WARM_UP."""
+        """Mean seconds of a step, without the first WARM_UP steps."""
         return (self.ends[-1] - self.ends[WARM_UP - 1]) / (len(self.ends) - WARM_UP)
 
     @property
     def idle(self) -> float:
-        """Fraction of these steps in which this rank waits."""
+        """Fraction of the time of these steps in which this rank waits for messages."""
         waited = self.waits[-1] - self.waits[WARM_UP - 1]
         return waited / (self.ends[-1] - self.ends[WARM_UP - 1])
 
@@ -130,10 +131,10 @@ def compare(
     stepped: Callable[[str, float], None],
     blocks: int = 1,
 ) -> Iterator[ModeRow]:
-    """Train each job `blocks` times in turns, all with one data source, and evaluate it.
+    """Train each job `blocks` times in turns, all with one data source, and evaluate it. Collective.
 
-    Collective. A mode's training is the same in every block; the first block gives its losses. In
-    the last block the row of a mode is yielded when it is complete.
+    Every block of a mode trains from the start, with the same losses; those of the first block are
+    reported. A mode's row is yielded in the last block, when it is complete.
 
     stepped  called with the mode and the loss after every step of this rank
     """
@@ -175,7 +176,10 @@ def _trained(
     watchdog: Watchdog,
     stepped: Callable[[str, float], None],
 ) -> TrainedBlock:
-    """Train a job to its end. Collective. An asynchronous pipeline knows a result some steps later."""
+    """Train a job to its end. Collective.
+
+    An asynchronous pipeline returns the result of a step some steps later.
+    """
     transport.barrier()
     block = TrainedBlock(time.perf_counter(), [], [], [])
     trainer, replication = job.trainer, job.trainer.replication
@@ -197,9 +201,11 @@ def _trained(
 def _measured(
     transport: Transport, job: Job, mode: str, watchdog: Watchdog, block: TrainedBlock, sent: int
 ) -> ModeRow:
-    """Evaluate a trained job; return its row, without the times of later blocks. Collective.
+    """Evaluate a trained job; return the mode's row, whose times of blocks are filled in later.
 
-    sent  bytes that this rank has sent
+    Collective.
+
+    sent  bytes that this rank has sent in the block
     """
     trainer, outcomes = job.trainer, block.outcomes
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.arena.peak}
@@ -240,9 +246,10 @@ def _measured(
 
 
 def loss_at(row: ModeRow, seconds: float = math.inf) -> float | None:
-    """Return the mean of the last SMOOTHED finite training losses up to a time; None if none.
+    """Return the mean of the last SMOOTHED finite training losses up to a time; None if there is none.
 
-    A step takes `step_s`, the median over blocks, so that one disturbed block changes little.
+    Each step is assumed to take `step_s`, the median over blocks, so that one disturbed block
+    changes little.
     """
     ended = [loss for step, (_, loss) in enumerate(row.curve, 1) if step * row.step_s <= seconds]
     losses = [loss for loss in ended if loss is not None]
@@ -255,15 +262,15 @@ def equal_time(rows: Sequence[ModeRow]) -> float:
 
 
 def mark(row: ModeRow, first: ModeRow) -> str:
-    """Return ~ if the blocks disagree whether a mode is faster than the first one."""
+    """Return ~ if the blocks disagree whether a mode is faster than the first one, else ""."""
     is_unsure = row is not first and verdict(ratios(row.blocks, first.blocks)) == "~"
     return "~" if is_unsure else ""
 
 
 def mode_table(modes: Sequence[str], rows: Sequence[ModeRow]) -> TextTable:
-    """Return the table: bytes of the busiest rank, memory of the fullest rank.
+    """Return the table of modes: bytes of the busiest rank, memory of the fullest rank.
 
-    rows  grows while they are measured; times are compared with its first one
+    rows  list that grows while modes are measured; the first one is what times are compared with
     """
     return TextTable(
         [
@@ -282,9 +289,9 @@ def mode_table(modes: Sequence[str], rows: Sequence[ModeRow]) -> TextTable:
 
 
 def memory_table(rows: Sequence[ModeRow]) -> list[str]:
-    """Return lines with the idle time, the memory by kind and the losses of each mode.
+    """Return lines with the idle time, the memory by kind and the training losses of each mode.
 
-    Memory is that of the fullest rank. Losses are training losses after equal steps and equal time.
+    Memory is that of the fullest rank. Losses are compared after equal steps and after equal time.
     """
     seconds, fullest = equal_time(rows), {}
     for row in rows:

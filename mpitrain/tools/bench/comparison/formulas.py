@@ -1,6 +1,7 @@
-"""The bytes that the busiest rank of a job sends per step, by formula.
+"""The bytes that the busiest rank of a job sends per step, predicted by formulas.
 
-Legend: B rows of a step, T tokens, C channels, L layers; t, d ranks along tp, dp.
+Legend: B rows of a step, T tokens of a row, C channels, L layers; t ranks of a tensor-parallel
+group, d replicas, S bytes of all gradients.
 """
 
 import math
@@ -11,7 +12,7 @@ import numpy as np
 
 from mpitrain.collectives.compression import LANE, square, tiles
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
-from mpitrain.config import Config, with_settings
+from mpitrain.config import Config
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
@@ -21,7 +22,6 @@ from mpitrain.parallel.mode import (
     CONTROL,
     CONTROL_ITEM,
     LETTERS,
-    Formula,
     Sample,
     Travelled,
     by_micro_batch,
@@ -35,8 +35,6 @@ from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import Job
-from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.modes import settings_of
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
@@ -70,18 +68,10 @@ TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
 """{stage of ZeRO: function that counts the elements that it moves}."""
 
 
-def formula_of(mode: str) -> Formula | None:
-    """Return the formula of a mode of --modes without layouts, or None."""
-    config = parse(with_settings({}, [*settings_of(mode)]))
-    if _is_divided(config):
-        return None
-    return mode_of(config).traffic(config.replication)
-
-
 def words_of(config: Config, workers: int) -> str:
-    """Return the formula of a job in words; empty without a formula.
+    """Return the formulas of a job's traffic in words; empty if there is none.
 
-    workers  ranks that compute rows
+    workers  number of ranks that compute gradients
     """
     tp, pp, wire = config.layout.tp, config.layout.pp, config.replication.wire
     formula = mode_of(config).traffic(config.replication)
@@ -102,9 +92,9 @@ def words_of(config: Config, workers: int) -> str:
 
 
 def predicted(transport: Transport, job: Job) -> float | None:
-    """Return the bytes that the busiest rank of a job sends per step by formula, or None.
+    """Return the bytes that the busiest rank of a job sends per step; None if no formula counts them.
 
-    Collective: the ranks of a layout send different numbers.
+    Collective, because the ranks of a layout send different numbers of bytes.
     """
     trainer, data = job.trainer, job.data
     config = trainer.config
@@ -138,7 +128,7 @@ def letters_in(words: Sequence[str]) -> dict[str, str]:
 
 
 def has_formula(config: Config) -> bool:
-    """Return whether `of_layout` counts all messages of a job."""
+    """Return whether `of_layout` counts all messages of a tensor-parallel or pipeline job."""
     model, layout, replication = config.model, config.layout, config.replication
     is_plain = (
         model.kind == "gpt"
@@ -156,7 +146,10 @@ def has_formula(config: Config) -> bool:
 
 
 def of_layout(job: Job) -> float | None:
-    """Return the bytes that this rank sends in a step of a divided model; None if not known."""
+    """Return the bytes that this rank sends in a step, counted from its layers and stages.
+
+    None if the bytes of its gradients are not known.
+    """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
     messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
@@ -168,9 +161,9 @@ def of_layout(job: Job) -> float | None:
 
 
 def of_gradients(job: Job) -> float | None:
-    """Return the bytes that this rank sends to replicas in a step; None if not known.
+    """Return the bytes of gradients that this rank sends in a step, and with ZeRO also of parameters.
 
-    They are gradients, and with ZeRO also parameters.
+    None if they are not known.
     """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
@@ -197,7 +190,9 @@ def of_gradients(job: Job) -> float | None:
 
 
 def _compressed(job: Job) -> float:
-    """Return the bytes of sums in a wire format, mean over the steps of the run."""
+    """Return the bytes that this rank sends to sum gradients in a wire format, mean over the run's
+    steps.
+    """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
     storage, replica = trainer.storage, trainer.replication.replica
@@ -254,11 +249,12 @@ def _within_layers(job: Job) -> int:
 
 
 def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:
-    """Return the bytes that a replica sends in a step to sum its buckets.
+    """Return the bytes that a replica sends in a step to sum its buckets in a wire format.
 
-    A bucket of tensors that other ranks of the replica store, too, travels as float32.
+    A bucket of tensors that other ranks of the replica store, too, is sent as float32.
 
-    rank, d  of the replica, and the number of replicas
+    rank  index of the replica
+    d     number of replicas
     """
     total = 0
     for bucket in buckets:
@@ -279,18 +275,20 @@ def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int
 
 
 def _in_blocks(count: int, d: int) -> int:
-    """Return the blocks that a replica sends: 2 (d - 1) chunks, each rounded up to blocks.
+    """Return the number of blocks (of the wire format) that a replica sends for a bucket.
 
-    The last chain of a long bucket is shorter than the others.
+    A bucket is summed in chains of d * LANE elements, the last of which may be shorter. For each
+    chain a replica sends 2 (d - 1) chunks, each rounded up to whole blocks.
     """
     chains, rest = divmod(count, d * LANE)
     return 2 * (d - 1) * (chains * (LANE // BLOCK) + -(-rest // (d * BLOCK)))
 
 
 def _factors(entries: Sequence[Entry], count: int, k: int) -> tuple[int, int]:
-    """Return the elements of both messages of a bucket by PowerSGD, with factors of rank k.
+    """Return the number of elements of both messages by which PowerSGD of rank k sums a bucket.
 
-    The first one has the left factors, and the second the right factors and all other elements.
+    The first message has the left factors; the second has the right factors and the elements of all
+    tensors that are not compressed.
     """
     shapes = [entry.parameter.local_shape for entry in entries]
     matrices = [m for shape in shapes if len(shape) == 2 for m in tiles(0, *shape)]

@@ -1,4 +1,4 @@
-"""The modes of `mpitrain compare`: words joined by +, and the configuration of a job in each mode."""
+"""Modes of `mpitrain compare`: each is some words joined by +, and stands for settings of a job."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,9 @@ RING = "replication.algorithm=ring"
 BASELINE = "ring"
 """The mode that changes nothing else in the job."""
 COUNTED = (RING, "layout.algorithm=ring")
-"""Settings of words that --set may replace. Rings are the default: the transport counts their bytes."""
+"""Settings of words that --set may replace. Rings are the default, because the transport counts
+their bytes.
+"""
 
 FORMS: dict[str, tuple[str, ...]] = {
     "dpN": ("layout.dp=N",),
@@ -47,7 +49,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "no-overlap": ("replication.overlap=false",),
     "FILE.py": ("replication.algorithm=FILE.py",),
 }
-"""{form of a word: its settings}. N is an integer, and another word in capitals is a name."""
+"""{form of a word: its settings}. N stands for an integer, another word in capitals for a name."""
 
 _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 
@@ -55,7 +57,7 @@ _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 def settings_by_mode() -> dict[str, tuple[str, ...]]:
     """Return {mode of replication: its settings}.
 
-    Modes that are not all-reduce algorithms use a ring for their sums, unless --set names another.
+    A mode that is not itself an all-reduce algorithm sums by a ring, unless --set names another.
     """
     sharded = {stage for mode in MODES.values() for stage in mode.stages}
     return {
@@ -79,19 +81,19 @@ def settings_by_mode() -> dict[str, tuple[str, ...]]:
 
 
 def usual() -> list[str]:
-    """Return the default of --modes.
+    """Return the modes that `compare` measures without --modes.
 
-    On one host, a `-host` mode equals the mode without the suffix.
+    Modes with the suffix `-host` are not among them: on one host they equal those without it.
     """
     others = (mode for mode in settings_by_mode() if mode not in choices("allreduce"))
     return ["star", "ring", "auto", *(mode for mode in others if not mode.endswith("-host"))]
 
 
 def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the settings of a mode, as `section.key=value`; sums use a ring unless it names one.
+    """Return the settings of a mode as `section.key=value`.
 
     mode      words joined by +, such as zero3+tp2
-    set_keys  keys of --set; words do not set them to a value of COUNTED
+    set_keys  keys that --set names; a word does not set them to a value of COUNTED
     raises    ConfigError for an unknown word, and for words that set one key to different values
     """
     known = settings_by_mode()
@@ -115,7 +117,7 @@ def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def is_replication(mode: str) -> bool:
-    """Return whether a mode is one mode of replication, without further words."""
+    """Return whether a mode is a single word for a mode of replication."""
     return mode in settings_by_mode()
 
 
@@ -141,7 +143,7 @@ def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
 
 
 def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
-    """Return the configuration of each mode. It sends no message.
+    """Return {mode: its configuration}. No message is sent.
 
     settings  section.key=value for all modes; a mode's own settings take precedence
     hosts     host of every rank, by rank
@@ -186,10 +188,11 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
 
 
 def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
-    """Raise ConfigError for a mode that does not fit these ranks; collective.
+    """Raise ConfigError for a mode that does not fit these ranks. Collective.
 
-    Schedules and devices are checked. A job with a file for its sums is built, which simulates the
-    file for each of its arrays. Then no mode is refused after another has been measured.
+    Otherwise a mode could be refused after others have been measured. Schedules and devices are
+    checked. A job whose all-reduce is read from a file is built, which simulates that algorithm for
+    each of its arrays.
     """
     for mode, config in configs.items():
         try:

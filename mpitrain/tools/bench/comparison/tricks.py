@@ -1,4 +1,4 @@
-"""A job with and without each trick, measured in turns: is it faster, is it smaller?"""
+"""One job with and without each trick (a setting that may save time or memory), measured in turns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -21,18 +21,19 @@ from mpitrain.transport.base import Transport
 
 Settings = Mapping[str, Any]
 LARGEST = 4
-"""Micro-batches of gradient accumulation, and slices of the logits, at most."""
+"""Largest number of micro-batches in gradient accumulation, and of slices of the logits."""
 READING = "data.prefetch"
 """The key of a trick that changes how batches are read, and nothing of a step."""
 
 
 class Trick(NamedTuple):
-    """Entry in the table of tricks.
+    """A setting that may make a job faster or smaller.
 
-    on      (job) -> {key: value} with the trick
-    off     {key: value} without it
-    reason  (job) -> the reason why the trick does not apply; empty: it may
-    is_on   (job) -> whether the job has the trick; None: whether it has all values of `on`
+    on      (job) -> {key: value} that turn the trick on
+    off     {key: value} that turn it off
+    reason  (job) -> why the trick does not apply to the job; empty if it may apply
+    is_on   (job) -> whether the job has the trick; None: the job has it if it has all values of
+            `on`
     """
 
     on: Callable[[Resolved], Settings]
@@ -161,13 +162,13 @@ TRICKS: dict[str, Trick] = {
 
 
 class TrickSide(NamedTuple):
-    """The measurements of the job with or without a trick.
+    """The measurements of the job with the trick, or of the job without it.
 
-    blocks   median seconds per step of each block, on the slowest rank
-    memory   by rank: bytes of parameters, gradients, state, scratch and activations
+    blocks   by block: median seconds of a step, on the slowest rank
+    memory   by rank: bytes of parameters, gradients, optimizer state, scratch and activations
     counted  by rank: bytes of activations, counted before the first step
     sent     by rank: payload of messages per step
-    formula  bytes that the busiest rank sends per step by formula; None without a formula
+    formula  bytes per step that the busiest rank sends by formula; None without a formula
     """
 
     blocks: list[float]
@@ -178,16 +179,17 @@ class TrickSide(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the fullest rank."""
+        """Bytes of memory of the rank with the most."""
         return max(sum(each.values()) for each in self.memory)
 
 
 class Tried(NamedTuple):
-    """A trick on a job.
+    """The result of a trick on a job.
 
-    settings  the lines to set, as section.key=value
-    is_used   whether the job has the trick already
-    reason    why the trick does not apply; empty: it was measured
+    settings  how to turn the trick on, as section.key=value
+    is_used   whether the job had the trick already
+    reason    why the trick does not apply; empty if it was measured
+    on, off   the job with the trick and without it; None if it was not measured
     """
 
     name: str
@@ -199,7 +201,7 @@ class Tried(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """How many times as fast the job is with the trick, in each block."""
+        """By block: seconds of a step without the trick, divided by those with it."""
         assert self.on and self.off
         return ratios(self.on.blocks, self.off.blocks)
 
@@ -210,7 +212,7 @@ class Tried(NamedTuple):
 
     @property
     def smaller(self) -> float:
-        """The memory with the trick, relative to the memory without."""
+        """Memory with the trick, divided by the memory without it."""
         assert self.on and self.off
         return self.on.nbytes / max(1, self.off.nbytes)
 
@@ -228,7 +230,7 @@ class Counting(Ours):
         return loss
 
     def sync(self) -> None:
-        """End the gathers of parameters that the last step has begun; collective."""
+        """Finish the all-gathers of parameters that the last step started. Collective."""
         before = self._traffic.nbytes
         self.job.trainer.sync_parameters()
         self.sent += self._traffic.nbytes - before
@@ -248,12 +250,12 @@ class ReadingSide(Counting):
 def try_all(
     transport: Transport, job: Job, names: Sequence[str], blocks: int, steps: int
 ) -> Iterator[Tried]:
-    """Measure a job with and without each trick in turns, and yield the tricks. Collective.
+    """Measure a job with and without each trick in turns; yield the result of each trick. Collective.
 
-    Each trick is built only for its turns, so that at most two jobs are in memory.
+    The job with a trick is built only for its turns, so at most two jobs are in memory.
 
-    blocks  turns of each side
-    steps   steps of a turn
+    blocks  turns of the job with a trick, and of the job without it
+    steps   steps in a turn
     """
     resolved = job.trainer.resolved
     for name in names:
@@ -330,9 +332,9 @@ def _toml(value: Any) -> str:
 
 
 def names_of(text: str | None) -> list[str]:
-    """Return the names of tricks in a list with commas; all if there is none.
+    """Return the names of tricks in a text with commas; all tricks if there is no text.
 
-    raises  ConfigError for a name that is not in the table
+    raises  ConfigError for a name that is not in TRICKS
     """
     names = [name.strip() for name in text.split(",")] if text else [*TRICKS]
     for name in names:
@@ -373,7 +375,9 @@ def _in_words(smaller: float) -> str:
 
 
 def summary(tried: Sequence[Tried]) -> list[str]:
-    """Return lines: the marks, the check of counted bytes, and tricks that do not apply."""
+    """Return lines below the table: the meaning of ~, how many counted bytes were right, and the
+    tricks that do not apply.
+    """
     measured = [each for each in tried if not each.reason]
     absent = [each for each in tried if each.reason]
     lines = [""]
@@ -395,7 +399,10 @@ def summary(tried: Sequence[Tried]) -> list[str]:
 
 
 def checks(measured: Sequence[Tried]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (equal, all) for the bytes of activations, and for sent bytes that have a formula."""
+    """Return how many predictions equal the measured bytes, out of how many.
+
+    Two pairs (equal, all): for bytes of activations, and for sent bytes that have a formula.
+    """
     sides = [side for each in measured for side in (each.on, each.off) if side]
     equal = sum([memory["activations"] for memory in side.memory] == side.counted for side in sides)
     known = [side for side in sides if side.formula is not None]
@@ -403,12 +410,12 @@ def checks(measured: Sequence[Tried]) -> tuple[tuple[int, int], tuple[int, int]]
 
 
 class TrickRow(NamedTuple):
-    """A trick in the JSON file; without measurements, `reason` gives the cause.
+    """A trick in the JSON file. If it was not measured, `reason` says why.
 
-    speed         `faster`, `slower`, or ~ if the blocks disagree
-    ratios        times as fast with the trick, by block
-    smaller       memory with the trick, relative to the memory without
-    on, off       the measurements of the job with the trick and without
+    speed    `faster`, `slower`, or ~ if the blocks disagree
+    ratios   by block: seconds of a step without the trick, divided by those with it
+    smaller  memory with the trick, divided by the memory without it
+    on, off  measurements of the job with the trick and without it
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Our matrix products, measured in turns with the library's, and the search for the best tiles."""
+"""Our matrix products, measured in turns with a library's, and the search for the fastest tiles."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +36,13 @@ MOST_COMPARED = 256
 The host computes the reference, so it does not compute all rows.
 """
 PERIOD = 1_048_573
-"""Numbers after which the operands repeat. It is a prime, so that all rows differ."""
+"""Period of the operands' random numbers. It is a prime, so that all rows differ."""
 
 
 class LayerProduct(NamedTuple):
-    """One of the products of a linear layer.
+    """One of the matrix products of a linear layer.
 
-    stored    layout of the operands; T: stored transposed
+    stored    how the two operands are stored: N, or T for transposed
     epilogue  "gelu": bias and GELU, with saved pre-activation; "sums": bias gradient; "": nothing
     """
 
@@ -62,11 +62,13 @@ TN+sums: weight half and bias gradient."""
 
 
 class GemmRow(NamedTuple):
-    """One measurement of our product and of the library's, with its kernels for the epilogue.
+    """Our product and the library's, measured in turns.
 
-    plan     tiling in words; "" if no kernel of ours ran
-    percent  our rate, relative to the library's
-    wrong    wrong elements
+    The library's time includes our kernels for the epilogue.
+
+    plan     our tiling in words; "" if none of our kernels ran
+    percent  our rate in percent of the library's
+    wrong    number of wrong elements
     """
 
     product: str
@@ -83,12 +85,12 @@ class GemmRow(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The fastest tiling for a shape, and the default tiling, which is used without a table.
+    """The fastest tiling for a shape, beside the default one, which is used if no table has the shape.
 
     tried     number of tilings measured
     time_us   time of the fastest tiling
     usual_us  time of the default tiling
-    wrong     wrong elements over all tilings
+    wrong     number of wrong elements over all tilings
     """
 
     best: FastestTile
@@ -132,7 +134,10 @@ def _tile(tiling: Tiling) -> str:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Parse shapes MxNxK,...; a single number N means NxNxN. ConfigError for other texts."""
+    """Return the shapes (M, N, K) of a text "MxNxK,..."; a single number N means NxNxN.
+
+    raises  ConfigError for any other text
+    """
     shapes: list[Shape] = []
     for part in text.split(","):
         dims = part.strip().split("x")
@@ -151,7 +156,10 @@ def parse_shapes(text: str) -> list[Shape]:
 def measure(
     device: Device, shapes: Sequence[Shape], dtypes: Sequence[str], products: Sequence[str]
 ) -> Iterator[GemmRow]:
-    """Yield rows as they are measured. On the CPU, the host backend is compared with NumPy."""
+    """Yield rows as they are measured. On the CPU, the product of our host backend is compared with NumPy's.
+
+    raises  ConfigError for a dtype that the CPU does not multiply
+    """
     if device.kernels is None:
         products = [name for name in products if not PRODUCTS[name].epilogue]
         if set(dtypes) != {"float32"}:
@@ -175,7 +183,10 @@ def measure(
 
 
 def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
-    """Yield the fastest tiling for each shape, dtype and layout; ConfigError for the CPU."""
+    """Yield the fastest tiling for each shape, dtype and layout of the operands.
+
+    raises  ConfigError for the CPU, which has no tiles
+    """
     if device.kernels is None:
         raise ConfigError(
             "Tiles belong to kernels, but --device is cpu.", "Use --device cuda or cuda-sim."
@@ -187,9 +198,9 @@ def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
 
 
 def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str) -> Tuned:
-    """Measure every tiling alone, then the best and the default one in turns.
+    """Measure each tiling by itself, then the best and the default one in turns.
 
-    The second measurement keeps noise from deciding between these two.
+    Measuring these two in turns keeps noise from deciding between them.
     """
     case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
     usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
@@ -212,7 +223,7 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
 
 
 def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return two functions with the arguments of product.gemm: our product and the library's."""
+    """Return two functions with the parameters of product.gemm: our product, the library's."""
     if device.multiply is not None:
         return device.multiply, product.library
 
@@ -239,12 +250,12 @@ def _planned(device: Device, what: LayerProduct, shape: Shape, dtype: str) -> st
 
 
 def _like(dtype: str) -> np.ndarray:
-    """Return an empty array with the dtype in which operands of this dtype are stored."""
+    """Return an empty array of the dtype."""
     return np.empty(0, dtype)
 
 
 class Case(NamedTuple):
-    """A product on given operands.
+    """A product of given operands.
 
     by     (multiply) -> function that computes the product with `multiply`, such as product.gemm
     wrong  () -> number of wrong elements in the result of the last run
@@ -255,11 +266,12 @@ class Case(NamedTuple):
 
 
 def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Case:
-    """Return random operands with their product and its check against a float32 reference.
+    """Return a product of random operands, with its check against a float32 reference.
 
-    The elements of the product are near 1, where GELU is not linear. Only some rows are compared.
-    With kernels, rows of the first operand and of the result have the pitch of logits in training.
-    Logits have no bias, so with "sums" rows have none.
+    The elements of the product are near 1, where GELU is not linear. Only some rows are checked.
+    With kernels, the rows of the first operand and of the result are as far apart in memory as
+    those of logits in training; with the epilogue "sums" they are adjacent, because logits have no
+    bias.
     """
     m, n, k = shape
     put, get, arena = device.backend.from_host, device.backend.to_host, device.arena()
@@ -316,7 +328,10 @@ def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Cas
 def _drawn(
     rng: np.random.Generator, rows: int, columns: int, dtype: str, scale: float = 1.0
 ) -> np.ndarray:
-    """Return random numbers (rows, columns); the largest operands would take seconds to draw."""
+    """Return random numbers, (rows, columns).
+
+    To draw each number of a large array would take seconds, so some repeat.
+    """
     drawn = rng.standard_normal(min(rows * columns, PERIOD), np.float32)
     return np.resize((drawn * np.float32(scale)).astype(dtype), (rows, columns))
 

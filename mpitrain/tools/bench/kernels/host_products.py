@@ -1,4 +1,4 @@
-"""The speed of a host: matrix products of NumPy's BLAS and MKL in turns, and samples of products and memory."""
+"""Rates of matrix products on a host, by NumPy's BLAS and by MKL in turns; samples of product and memory rates."""
 
 import time
 from collections.abc import Callable
@@ -30,13 +30,13 @@ Sampler = Callable[[], tuple[float, float]]
 
 
 def rates() -> dict[str, float]:
-    """Return {library: float32 operations per second} for NumPy and, if installed, MKL."""
+    """Return {library: float32 operations per second} of NumPy and, if installed, MKL."""
     flops = sum(2 * m * k * n for m, k, n in SHAPES)
     return {name: flops / each for name, each in seconds().items()}
 
 
 def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Return {library: seconds of its fastest turn} for NumPy and, if installed, MKL."""
+    """Return {library: seconds of its fastest turn} of NumPy and, if installed, MKL."""
     libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
     if mkl():
         arena = Arena()
@@ -59,9 +59,9 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
 
 
 def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
-    """Return in words the library that multiplies, its rate, and a faster library if there is one.
+    """Describe the library that multiplies and its rate; name a faster library if there is one.
 
-    rates           as `rates` returns it, and perhaps the rate of AVX2
+    rates           {library: float32 operations per second}, perhaps with AVX2 as another library
     gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     texts = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items()}
@@ -81,13 +81,13 @@ def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
 def sampler(
     seconds: float = SAMPLE_SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> Sampler:
-    """Allocate the operands, and return a function that takes one sample."""
+    """Allocate operands once; return a function that measures one sample of the rates."""
     a, b = np.ones((SIDE, SIDE), np.float32), np.ones((SIDE, SIDE), np.float32)
     c = np.empty_like(a)
     source, target = np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)
 
     def rate(run: Callable[[], object], amount: int) -> float:
-        """Repeat `run`, which does `amount` of work, for the given time; return work per second."""
+        """Repeat `run`, which does `amount` of work, for some time; return the work per second."""
         start, runs = clock(), 0
         while (spent := clock() - start) < seconds or not runs:
             run()

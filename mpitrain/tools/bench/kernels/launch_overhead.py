@@ -1,7 +1,8 @@
-"""The host overhead of kernel launches, measured on an engine that does nothing.
+"""The time that the host spends on kernel launches, measured on an engine that launches nothing.
 
-A first launch of a kind checks every argument ("looked at"). Later launches come from a cache
-("found again"). Both are measured in microseconds, and cached launches also in Python calls.
+The first launch of a kind checks every argument ("looked at"). Later launches of this kind come
+from a cache ("found again"). Both are measured in microseconds, and cached launches also in Python
+calls.
 """
 
 import sys
@@ -23,19 +24,19 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 TURNS, RUNS = 15, 300
 """Timed turns, and runs in a turn; the fastest turn counts."""
 SIZE = 64
-"""Elements of a row; no kernel computes with them."""
+"""Elements of a row; no kernel runs, so the number does not matter."""
 SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "D": SIZE // 4}
 SIZES |= {"I": 8, "J": 8, "F": 16, "G": 16, "S": 3, "P": 2}
 """Sizes of the examples of `mpitrain.ops.table`."""
 
 
 class OverheadRow(NamedTuple):
-    """The launch overhead of one operation.
+    """The host's time for the launches of one operation.
 
-    looked_at_us  time with checks of all arguments, as in a first launch
-    found_us      time with cached launches
-    calls         Python function calls of one operation with cached launches
-    launches      kernel launches
+    looked_at_us  microseconds if all arguments are checked, as in a first launch
+    found_us      microseconds with cached launches
+    calls         Python function calls with cached launches
+    launches      kernel launches of the operation
     """
 
     name: str
@@ -59,7 +60,7 @@ TABLE = TextTable(
 
 
 class Nothing:
-    """An engine that does nothing.
+    """An engine whose launches do nothing.
 
     takes_plain  True: launches are cached, as on a GPU; False: every launch checks its arguments,
                  as in the simulator
@@ -88,7 +89,6 @@ class RecycledArena:
         self._has: dict[tuple, np.ndarray] = {}
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return the buffer of this shape and dtype, as Arena.take does."""
         buffer = self._has.get((shape, dtype))
         return (
             buffer
@@ -98,7 +98,7 @@ class RecycledArena:
 
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
-    """Return all measured functions by name: operations of layers, and kernels of all-reduces."""
+    """Return {name: function to measure}: operations of layers, and kernels of all-reduces."""
     arena, ops = RecycledArena(), bodies.cuda(kernels)
     arguments = examples(ops, SIZES, drawn, arena)
     p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
@@ -125,13 +125,15 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
 
 
 def drawn(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
-    """Return zeros, as integers for tokens and targets."""
+    """Return zeros; their dtype is an integer one if the operand has tokens or targets."""
     kind = np.int64 if operand.below else np.uint8 if operand.coded else np.float32
     return np.zeros(shape, kind)
 
 
 def measure() -> Iterator[OverheadRow]:
-    """Yield rows as they are measured; the fastest turn counts, since the host has other work."""
+    """Yield rows as they are measured. Times are those of the fastest turn, since the host has
+    other work.
+    """
     kernels = Kernels(Nothing(takes_plain=True))
     cached = operations(kernels)
     for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
@@ -144,7 +146,7 @@ def measure() -> Iterator[OverheadRow]:
 
 
 def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:
-    """Return the Python calls and the kernel launches of a run, after a warm-up run."""
+    """Return the numbers of Python calls and of kernel launches in a run, after a warm-up run."""
     run()
     count, before = 0, kernels.launches
 

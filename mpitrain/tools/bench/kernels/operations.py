@@ -1,4 +1,4 @@
-"""Time, rate, relative rate and wrong elements of every operation of a training step."""
+"""Time, rate and wrong elements of every operation of a training step, and its rate beside a peer's."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 BUDGET = 0.25
 """Seconds for the timed runs of one row."""
 MOMENT = 0.002
-"""Seconds of one turn."""
+"""Least seconds of one turn."""
 FEWEST, MOST = 5, 200
 """Lower and upper bound of the number of turns."""
 WRONG = 1e-4
@@ -39,8 +39,8 @@ class OperationRow(NamedTuple):
     """One measurement.
 
     rate     10^9 bytes/s or, if `unit` is GFLOP/s, 10^9 floating-point operations/s
-    percent  rate relative to the copy, or relative to the first matrix product
-    peer_us  microseconds of the peer, timed in turns with mpitrain; nan without a peer
+    percent  rate in percent of the copy's (GB/s) or of the first matrix product's (GFLOP/s)
+    peer_us  microseconds of the peer, which runs in turns with us; nan without a peer
     """
 
     name: str
@@ -67,14 +67,14 @@ TABLE = TextTable(
 
 
 class OperationCall(NamedTuple):
-    """An operation on given arrays.
+    """An operation on given arrays, with what is needed to check and rate it.
 
     run        runs the operation
-    result     () -> array to compare
-    truth      () -> reference on the host
-    amount     bytes moved or floating-point operations of a run
-    tolerance  as in `count_wrong`
-    peer       runs PyTorch's operation, or two of mpitrain's operations in place of a fused one
+    result     () -> array to check, as the last run left it
+    truth      () -> the same array by the definition of the operation, on the host
+    amount     bytes moved, or floating-point operations, in a run
+    tolerance  of `count_wrong`
+    peer       runs PyTorch's operation, or two of our operations in place of a fused one
     """
 
     name: str
@@ -92,7 +92,7 @@ AttentionPeer = Callable[[str, np.ndarray, np.ndarray, int, str], Any]
 
 
 def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG) -> int:
-    """Return the number of elements with an error above tolerance times the largest element.
+    """Return the number of elements whose error exceeds `tolerance` times the largest element.
 
     NaN counts as wrong.
     """
@@ -102,10 +102,10 @@ def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG)
 
 
 def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of each function; the functions run in turns, after a warm-up.
+    """Return the median seconds of each function. The functions run in turns, after a warm-up.
 
-    A turn starts as many runs as take MOMENT, and then waits for them. So on a GPU, launches
-    overlap with kernels. The simulator has one turn only, since its times do not predict a GPU.
+    A turn starts as many runs as take MOMENT, and then waits for all of them, so that launches on a
+    GPU overlap with kernels. There is one turn in the simulator, whose times do not predict a GPU.
     """
     for run in runs:
         run()
@@ -134,10 +134,10 @@ def _turn(device: Device, run: Callable[[], Any], count: int) -> float:
 
 
 class Calls:
-    """Example calls of operations at given sizes: on a device, and by their definitions.
+    """Calls of operations with random arguments: on a device, and on the host by their definitions.
 
     device  the device whose operations are called
-    sizes   as in `mpitrain.ops.table`
+    sizes   {letter of a shape: size}, as in `mpitrain.ops.table`
     """
 
     def __init__(self, device: Device, **sizes: int):
@@ -165,11 +165,13 @@ class Calls:
         peer: Callable[[dict[str, Any]], Any] | None = None,
         **changed: Any,
     ) -> OperationCall:
-        """Return the work of an operation. Of its results, the first one is compared.
+        """Return a call of an operation. If the operation has several results, the first one is checked.
 
-        flops    floating-point operations; 0: the amount is the bytes that it moves
-        peer     (arguments by name): run the peer
-        changed  numbers and host arrays that replace arguments of the example, or add to them
+        label    name of the row
+        flops    floating-point operations; 0: the row has GB/s, and the amount is the bytes it
+                 moves
+        peer     (arguments by name) -> None, runs the peer
+        changed  numbers and host arrays that replace arguments, or add to them
         """
         row, latest = OPERATIONS[name], list[Any]()
         line = operands(row.operands)
@@ -202,10 +204,12 @@ class Calls:
 def measure(
     device: Device, peer: AttentionPeer | None = None, attends: bool = True
 ) -> Iterator[OperationRow]:
-    """Yield rows as they are measured; `attends`: attention is among them.
+    """Yield rows as they are measured.
 
-    The first row, a copy, is 100% for memory-bound operations; the first product is 100% for the
-    others.
+    The rate of the first row, a copy, is 100% for operations that are measured in GB/s; the rate of
+    the first matrix product is 100% for those in GFLOP/s.
+
+    attends  whether attention is measured
     """
     backend = device.backend
     x = backend.from_host(np.ones(MOVED[device.kind] * SHAPES[device.kind][2], np.float32))
@@ -224,9 +228,10 @@ def measure(
 def measured(
     device: Device, each: Iterable[OperationCall], ceilings: dict[str, float] | None = None
 ) -> Iterator[OperationRow]:
-    """Yield a row of each work.
+    """Yield a row for each call.
 
-    ceilings  the rate of 100% by unit; without one, it is that of the first row with this unit
+    ceilings  {unit: rate that is 100%}; where a unit is missing, the first row with this unit is
+              100%
     """
     backend, ceilings = device.backend, dict(ceilings or {})
     for work in each:
@@ -298,7 +303,7 @@ def works(
 
 
 def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[OperationCall]:
-    """Yield attention, forward and backward, in float32 and, with kernels, in bfloat16."""
+    """Yield attention, forward and backward: in float32 and, with kernels, also in bfloat16."""
     ops, reference = device.ops, bodies.reference()
     arena, backend = device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
@@ -356,7 +361,7 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
 
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[OperationCall]:
-    """Yield column sums, and kernels of all-reduces: sums of chunks, 16-bit and 8-bit codecs."""
+    """Yield column sums, and the kernels of all-reduces: sums of chunks, 16-bit and 8-bit codecs."""
     kernels, arena, put = device.kernels, device.arena(), device.backend.from_host
     width = SHAPES[device.kind][2]
     assert kernels is not None

@@ -1,7 +1,7 @@
-"""Memory transactions of every kernel of a training step, counted in the checked simulator.
+"""Memory transactions of every kernel of a training step, counted in the simulator.
 
-A warp's load or store is a request. Shared memory serves it in passes over its 32 banks, and global
-memory in sectors of 32 bytes. Nsight Compute counts both on a GPU.
+A request is a load or store of a warp. Shared memory serves it in passes over its 32 banks, global
+memory in sectors of 32 bytes. Nsight Compute counts the same on a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,14 +53,14 @@ UPDATES = "sgd momentum nesterov lion adam adamw"
 
 
 class TransactionRow(NamedTuple):
-    """The transactions of one launch.
+    """The memory transactions of one kernel launch.
 
-    nbytes    bytes that its threads read and write in global memory
-    sectors   bytes of the sectors that this takes; fewer than `nbytes` where threads read one word
-    requests  requests of its warps to shared memory
-    passes    passes over the banks for these requests
-    least     passes without any bank conflict
-    conflicts instructions with bank conflicts, as file:line
+    nbytes     bytes that the threads read and write in global memory
+    sectors    bytes of the sectors that serve them; fewer than `nbytes` where threads read one word
+    requests   requests of the warps to shared memory
+    passes     passes over the banks that serve them
+    least      passes if there were no bank conflict
+    conflicts  instructions with bank conflicts, as file:line
     """
 
     dtype: str
@@ -125,13 +125,11 @@ def row_of(dtype: str, operation: str, launch: LaunchTraffic) -> TransactionRow:
 
 
 def has_conflicts(access: SharedAccess) -> bool:
-    """Return whether two threads of a request met in a bank."""
+    """Return whether a request to shared memory had a bank conflict."""
     return access.passes > access.least
 
 
 class _Draw:
-    """Draws the arrays of the examples."""
-
     def __init__(self, dtype: str):
         self._dtype, self._rng = dtype, np.random.default_rng(0)
 

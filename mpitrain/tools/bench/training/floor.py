@@ -1,6 +1,6 @@
-"""The floor of a training step: its seconds by kind of unit, and its matrix products alone.
+"""Seconds of a training step by kind of unit, and of its matrix products alone: the step's floor.
 
-M rows, K inputs, N outputs of a linear layer. B batch, T tokens, C channels, H heads.
+Legend: M rows, K inputs, N outputs of a linear layer.
 """
 
 import re
@@ -30,13 +30,14 @@ from mpitrain.transport.decorators import Recorded
 
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}
-"""Kinds of spans that are no forward or backward of a unit, by name."""
+"""{name of a recorded span that is no forward or backward of a unit: its kind of work}."""
 
 
 class ProductArray(NamedTuple):
-    """An array of a recorded product. Equal descriptions are one array in the floor.
+    """An array of a matrix product that was recorded in a step. Equal records are one array in the floor.
 
-    address        of its first byte in the step, so that arrays share caches as they did there
+    address        of the array's first byte in the step: arrays that are one there are one here, so
+                   that caches help as much
     is_transposed  whether the product reads the transpose
     """
 
@@ -55,7 +56,10 @@ Operands = tuple[ProductArray, ProductArray, ProductArray]
 
 
 class Product(NamedTuple):
-    """A product a b of one kind of unit; leading dims of the arrays are a batch."""
+    """A matrix product a b in units of one kind. Leading dims of the arrays are a batch.
+
+    kind  of unit, such as "mlp"
+    """
 
     kind: str
     a: ProductArray
@@ -68,17 +72,17 @@ def _of(array: np.ndarray) -> ProductArray:
 
 
 def _forward(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """x w^T.    x: (M, K); w: (N, K)"""
+    """The product of a linear layer's forward, x w^T. x: (M, K); w: (N, K)"""
     return [(_of(arguments[0]), _of(arguments[1]).transposed, _of(result[0]))]
 
 
 def _input_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """dy w.    dy: (M, N); w: (N, K)"""
+    """The product for the gradient of the input, dy w. dy: (M, N); w: (N, K)"""
     return [(_of(arguments[0]), _of(arguments[1]), _of(result[0]))]
 
 
 def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """dy^T x.    dy: (M, N); x: (M, K); the gradient: (N, K)"""
+    """The product for the gradient of the weight (N, K), dy^T x. dy: (M, N); x: (M, K)"""
     dy, x = arguments[0]
     return [(_of(dy).transposed, _of(x), _of(arguments[1]))]
 
@@ -86,9 +90,9 @@ def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
 def attention_products(
     batch: int, length: int, heads: int, width: int, dtype: str
 ) -> list[Operands]:
-    """Return the two products of each block of queries in a forward: scores, then values.
+    """Return the matrix products of attention's forward: for each block of queries, scores and values.
 
-    A block sees the keys up to its last query. The backward has twice as many.
+    A block of queries sees the keys up to its last query. The backward has twice as many products.
     """
     products: list[Operands] = []
     for start in range(0, length, QUERIES):
@@ -120,7 +124,10 @@ follow from its forward.
 
 
 def products_of(kind: str, name: str, arguments: Sequence[Any], result: Any) -> list[Product]:
-    """Return the matrix products of a call of an operation; empty for other operations."""
+    """Return the matrix products of a call of an operation, backward included for attention.
+
+    The list is empty for an operation without such products.
+    """
     if name not in PRODUCTS:
         return []
     products = [Product(kind, *each) for each in PRODUCTS[name](arguments, result)]
@@ -128,21 +135,21 @@ def products_of(kind: str, name: str, arguments: Sequence[Any], result: Any) -> 
 
 
 class BareProducts:
-    """A side of a comparison that computes the products of a step, and nothing else.
+    """A side of a comparison that computes the matrix products of a step, and nothing else.
 
-    seconds  {kind of unit: seconds of its products} in each step
+    seconds  by step: {kind of unit: seconds of its products}
     """
 
     name = "bare products"
 
     def __init__(self, recorded: Sequence[Product]):
-        """recorded: the products of a step. The list may grow until `step` is first called."""
+        """recorded  the matrix products of a step; the list may grow until `step` is first called"""
         self._recorded, self._arrays = recorded, dict[ProductArray, np.ndarray]()
         self._bound: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
         self.seconds: list[dict[str, float]] = []
 
     def _array(self, described: ProductArray) -> np.ndarray:
-        """Return an array of this shape and dtype, with numbers so small that no product overflows."""
+        """Return an array as recorded, with numbers so small that no product of them overflows."""
         is_transposed, plain = described.is_transposed, described._replace(is_transposed=False)
         if plain not in self._arrays:
             self._arrays[plain] = np.full(plain.shape, 1e-3, plain.dtype)
@@ -150,7 +157,7 @@ class BareProducts:
         return array.swapaxes(-1, -2) if is_transposed else array
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
-        """Compute all products once; a floor has no loss."""
+        """Compute all products once; the loss returned is 0."""
         if not self._bound:
             self._bound = [
                 (kind, self._array(a), self._array(b), self._array(out))
@@ -180,7 +187,7 @@ def kind_of(unit: str) -> str:
 
 
 class Stopwatch(Recorder):
-    """Recorder that sums the seconds of one rank by kind of work. Each moment has one kind.
+    """A recorder that sums the seconds of one rank by kind of work. Each moment counts for one kind.
 
     seconds   {kind: seconds} since `restart`
     products  the matrix products of the first step
@@ -203,7 +210,7 @@ class Stopwatch(Recorder):
         self._stack, self._last = [BETWEEN], self.clock()
 
     def stop(self) -> None:
-        """End a step: count the seconds up to now, and record no more products."""
+        """End a step: count the time up to now. Later matrix products are not recorded."""
         self._spend()
         self._is_recording = False
 
@@ -256,7 +263,7 @@ class Stopwatch(Recorder):
             self.leave()
 
     def timed(self, ops: Ops) -> Ops:
-        """Return the operations; each also adds its time to the seconds of its kind."""
+        """Return the operations so that each call counts for the kind of its operation or unit."""
 
         def wrapped(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any, **named: Any) -> Any:
@@ -285,9 +292,9 @@ class Stopwatch(Recorder):
 
 
 class ByKind(Ours):
-    """A side that trains a copy of a job, and measures each step by kind of unit.
+    """A side of a comparison that trains a copy of a job, and measures each step by kind of unit.
 
-    seconds  {kind: seconds} of each step
+    seconds  by step: {kind: seconds}
     """
 
     def __init__(self, transport: Transport, job: Job):
@@ -323,9 +330,11 @@ class ByKind(Ours):
 def kind_rows(
     transport: Transport, measured: Sequence[dict[str, float]], floor: Sequence[dict[str, float]]
 ) -> list[tuple[str, float, float]]:
-    """Return (kind, seconds of a step, seconds of its bare products), means over ranks; collective.
+    """Return (kind, seconds of a step, seconds of its bare products), means over ranks. Collective.
 
-    measured, floor  {kind: seconds} of each step on this rank; a median over steps counts
+    Of each rank, the median over its steps is used.
+
+    measured, floor  by step: {kind: seconds} on this rank
     """
 
     def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:

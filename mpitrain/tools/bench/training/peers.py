@@ -1,4 +1,4 @@
-"""Peers of `bench train`: other libraries that train the same network, and their limits."""
+"""Peers of `bench train`: other libraries that train the same network, and what they cannot train."""
 
 import importlib
 from types import ModuleType
@@ -19,10 +19,11 @@ PEERS = {"torch": (*TORCH, "TorchPeer"), "torch-compiled": (*TORCH, "CompiledPee
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
-    """Return the class of a peer. It sends no message.
+    """Return the class of a peer. No message is sent.
 
-    config  its device.kind is resolved, not "auto"
-    dp      replicas
+    name    a key of PEERS
+    config  device.kind is resolved: not "auto"
+    dp      number of replicas
     raises  ConfigError if the peer is not installed or does not support the configuration
     """
     if not MODES[config.replication.mode].stages:
@@ -108,7 +109,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
 
 
 def peer_of(transport: Transport, job: Job, name: str) -> Any:
-    """Return a peer as a side of the comparison, with the weights of a job; collective.
+    """Build a peer with the weights of a job, as a side of the comparison. Collective.
 
     raises  ConfigError on every rank, as `peer_class`
     """

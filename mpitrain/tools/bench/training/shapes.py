@@ -1,4 +1,4 @@
-"""Training steps of one job in many shapes, and with each key of [memory], measured in turns."""
+"""`bench train --shapes` and `--memory`: steps of one job in many shapes, or with each key of [memory]."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,11 +22,12 @@ from mpitrain.transport.base import Transport
 
 
 class TrainingShape(NamedTuple):
-    """A row of SHAPES.
+    """A row of SHAPES: a size and layout of the job of `bench train`.
 
-    rows        sequences of a rank in a step; a tensor-parallel or pipeline job has as many in all
-    settings    `section.key=value`, over the job of `bench train`
-    vocabulary  of random tokens; 0: the text of the default job
+    rows        sequences of a rank in a step; all ranks of a tensor-parallel or pipeline job
+                together have as many
+    settings    `section.key=value` that change the job
+    vocabulary  number of different random tokens; 0: the job keeps its text
     """
 
     rows: int
@@ -75,13 +76,14 @@ WAYS = {
 
 
 class ShapeRow(NamedTuple):
-    """A shape against one peer, or alone; then there are no ratios.
+    """A shape measured against one peer, or alone: then there are no ratios.
 
     peer                name of the peer; empty: none
     ratio, least, most  the peer's seconds divided by ours: median over blocks, and the extremes
-    step_s, peer_s      median seconds of a step
-    floor               our step divided by its bare products, median over blocks
-    apart               largest difference of two losses
+    step_s, peer_s      median seconds of a step, ours and the peer's
+    floor               our seconds of a step, divided by those of its bare products, median over
+                        blocks
+    apart               largest difference of two losses of one step
     """
 
     shape: str
@@ -98,7 +100,7 @@ class ShapeRow(NamedTuple):
 class ShapeResults(NamedTuple):
     """All results of a shape.
 
-    kinds  of unit: (kind, seconds of a step, seconds of its bare products)
+    kinds  (kind of unit, seconds of a step, seconds of its bare products)
     notes  lines about the measurement, such as a peer that was left out
     """
 
@@ -108,7 +110,7 @@ class ShapeResults(NamedTuple):
 
 
 def chosen(names: str, ranks: int) -> list[str]:
-    """Return the names of shapes in a list with commas, or of all shapes; local.
+    """Return the names of shapes in a text with commas, or of all shapes. No message is sent.
 
     raises  ConfigError for an unknown name, or a shape that these ranks cannot compute
     """
@@ -136,13 +138,13 @@ def measure_shape(
     steps: int,
     seconds: float,
 ) -> ShapeResults:
-    """Measure one shape; collective.
+    """Measure one shape. Collective.
 
     config   of the shape, with its `settings`
     peers    keys of PEERS; a peer that does not support the shape is left out, with a note
     steps    largest number of steps in a turn
-    seconds  bound of all turns of this shape
-    raises   ConfigError on every rank if it does not fit into memory or into `seconds`
+    seconds  upper limit of the time of all turns
+    raises   ConfigError on every rank if the shape does not fit into memory or into `seconds`
     """
     notes, sides, vocabulary = list[str](), list[Any](), SHAPES[name].vocabulary
     source = random_tokens(vocabulary, config.model.context) if vocabulary else None
@@ -178,7 +180,7 @@ def close_all(sides: Sequence[Any]) -> None:
 
 
 def settings(shape: TrainingShape, ranks: int) -> list[str]:
-    """Return `section.key=value` of a shape, with its batch over all ranks."""
+    """Return the `section.key=value` of a shape; batch.size counts the rows of all ranks."""
     is_one_replica = any(key.startswith(("layout.tp", "layout.pp")) for key in shape.settings)
     return [*shape.settings, f"batch.size={shape.rows * (1 if is_one_replica else ranks)}"]
 
@@ -189,10 +191,10 @@ def random_tokens(vocabulary: int, context: int) -> TokenSource:
 
 
 def check_fits(transport: Transport, job: Job, sides: int) -> None:
-    """Raise ConfigError if an upper estimate of all sides exceeds the free memory; local.
+    """Raise ConfigError if an upper estimate of the memory of all sides exceeds the free memory.
 
-    A layer saves at most 24 activations of the width for each token, and half of its scores. A head
-    needs four arrays of logits.
+    No message is sent. A layer saves at most 24 activations of the width for each token, and half
+    of its attention scores. A head needs four arrays of logits.
     """
     config, ranks = job.trainer.config, transport.hosts.count(transport.hosts[transport.rank])
     model, rows = config.model, -(-config.batch.size // job.trainer.grid.axes.dp)
@@ -238,7 +240,7 @@ TABLE = TextTable(
 
 
 def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
-    """Format the kinds of unit of a shape, in milliseconds: step / bare products."""
+    """Format the milliseconds of each kind of unit of a shape: in a step / of its bare products."""
     each = (
         f"{kind} {seconds * 1e3:.1f}" + (f" / {bare * 1e3:.1f}" if bare else "")
         for kind, seconds, bare in kinds
@@ -249,12 +251,13 @@ def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
 def built(
     transport: Transport, configured: Callable[[Sequence[str]], Config]
 ) -> tuple[list[Ours], list[str]]:
-    """Build the job with each key; return the sides, and a note for each key that it refuses.
+    """Build the job as it is, and once with each key of [memory]. Collective.
 
-    Collective.
+    Returns the jobs as sides of a comparison, and a note for each key with which the job is
+    refused.
 
     configured  (further settings) -> the configuration
-    raises      ConfigError if the job is refused without a key
+    raises      ConfigError if the job itself is refused
     """
     sides, notes = list[Ours](), list[str]()
     for name, settings in WAYS.items():
@@ -270,15 +273,15 @@ def built(
 
 
 def peaks(transport: Transport, sides: Sequence[Ours]) -> list[int]:
-    """Return the peak bytes of activations of each side on its fullest rank; collective."""
+    """Return the peak bytes of activations of each side, on its fullest rank. Collective."""
     nbytes = [side.job.trainer.pipe.peak_bytes for side in sides]
     return [max(each) for each in zip(*transport.gather_text(nbytes), strict=True)]
 
 
 def memory_table(results: Sequence[Result], nbytes: Sequence[int]) -> list[str]:
-    """Format time and memory as lines, and compare each with the first one.
+    """Format time and memory of each side as lines, and compare each with the first one.
 
-    Times are those of the fastest block, since other work only ever slows a block down.
+    Times are those of the fastest block, since other work can only slow a block down.
 
     nbytes  peak bytes of activations of each side
     """

@@ -1,4 +1,4 @@
-"""The speed of whole training steps, measured in turns with other settings and with PyTorch.
+"""The time of whole training steps, measured in turns with other settings and with PyTorch.
 
 A side is one of the compared programs: our trainer with some settings, or PyTorch. All sides start
 from the same weights and train on the same batches.
@@ -37,7 +37,7 @@ THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.na
 
 
 class Ours:
-    """An adapter that gives our trainer the interface of a peer."""
+    """Our trainer as a side of a comparison."""
 
     comm_s = 0.0
     """Seconds of the last step in which this rank waited for messages and their sums."""
@@ -46,7 +46,7 @@ class Ours:
         self.name, self.job = name, job
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
-        """Take an optimizer step on this rank's rows and synchronise; return the batch's loss."""
+        """Train on this rank's rows, and wait for the device; return the loss of the whole batch."""
         outcome = self.job.trainer.step(index, inputs, targets)
         self.job.trainer.backend.synchronize()
         self.comm_s = outcome.comm_s
@@ -67,11 +67,11 @@ class LookingOn:
 class Result(NamedTuple):
     """The times and losses of one side.
 
-    name    name of the side
-    blocks  median seconds per step of each block; a step is timed on its slowest rank
-    losses  loss of the whole batch at each timed step
-    comm_s  exposed communication seconds of each timed step, on the rank that waited longest;
-            empty for a peer
+    name    of the side
+    blocks  by block: median seconds of a step; a step is timed on its slowest rank
+    losses  by timed step: loss of the whole batch
+    comm_s  by timed step: seconds of exposed communication, on the rank that waited longest; empty
+            for a peer
     """
 
     name: str
@@ -81,7 +81,7 @@ class Result(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The median over blocks, in seconds."""
+        """Median of `blocks`."""
         return median(self.blocks)
 
     @property
@@ -90,7 +90,7 @@ class Result(NamedTuple):
 
 
 class TimedBlock(NamedTuple):
-    """One timed block of steps of one side, as a row of the CSV file."""
+    """One block of one side, as a row of the CSV file."""
 
     side: str
     block: int
@@ -98,7 +98,7 @@ class TimedBlock(NamedTuple):
 
 
 def check_same_work(settings: Sequence[str]) -> None:
-    """Raise ConfigError if one of these `section.key=value` would change the computation."""
+    """Raise ConfigError if one of these `section.key=value` changes what a step computes."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
             raise ConfigError(
@@ -108,7 +108,7 @@ def check_same_work(settings: Sequence[str]) -> None:
 
 
 def check_common_steps(config: Config) -> None:
-    """Raise ConfigError for an asynchronous mode: its ranks have no common steps to time."""
+    """Raise ConfigError for an asynchronous mode: its ranks have no steps in common to time."""
     if mode_of(config).records(config.replication):
         raise ConfigError(
             "Turns need steps that all ranks make together, but replication.update is "
@@ -124,7 +124,7 @@ def check_common_steps(config: Config) -> None:
 
 
 def named(config: Config, settings: Sequence[str]) -> str:
-    """Return the name of our side, with its values of the keys in these `section.key=value`."""
+    """Return the name of our side, with the values of the keys in these `section.key=value`."""
     values = config.flat()
     shown = {key: json.dumps(values[key]).strip('"') for key in map(key_of, settings)}
     return " ".join(["mpitrain", *(f"{key}={value}" for key, value in shown.items())])
@@ -142,12 +142,13 @@ def alternate(
     steps: int,
     seconds: float = math.inf,
 ) -> list[Result]:
-    """Measure blocks of steps of each side in turn, on the same batches. Collective.
+    """Measure blocks of steps of each side in turns, on the same batches. Collective.
 
-    blocks   turns of every side
-    steps    steps in each turn, at most
-    seconds  bound of all turns: a turn has fewer steps if they take longer
-    raises   ConfigError on every rank if turns of one step take longer
+    job      whose batches all sides train on
+    blocks   turns of each side
+    steps    largest number of steps in a turn
+    seconds  upper limit of the time of all turns; a turn has fewer steps if they would take longer
+    raises   ConfigError on every rank if turns of a single step would take longer
     """
     results = [Result(side.name, [], [], []) for side in sides]
     last = [_timed(transport, job, side, range(WARM_UP))[0][-1] for side in sides]
@@ -177,9 +178,10 @@ def alternate(
 def _timed(
     transport: Transport, job: Job, side: Any, indices: range
 ) -> tuple[list[float], list[float], list[float]]:
-    """Run steps of one side; return the seconds, loss and exposed communication of each.
+    """Take steps of one side; return lists of their seconds, losses and exposed communication.
 
-    Over the ranks that take part, they are the maximum, the mean and the maximum.
+    Over the ranks that take part in a step, the lists have the longest time, the mean loss and the
+    longest wait.
     """
     times, losses, waits = [], [], []
     whose = side.job if isinstance(side, Ours) else job
@@ -202,7 +204,7 @@ def _timed(
 def table(results: Sequence[Result], tokens: int) -> list[str]:
     """Format the results as lines, and compare each with the first one.
 
-    tokens  per step, over all ranks
+    tokens  of a step, over all ranks
     """
     width = max(18, *(len(result.name) for result in results))
     columns = [
@@ -248,7 +250,7 @@ def write_json(
     """Write every side's blocks and losses; the first result is ours.
 
     header  facts about the machine
-    kinds   of unit: (kind, seconds of a step, seconds of its bare products)
+    kinds   (kind of unit, seconds of a step, seconds of its bare products)
     """
     sides = [each._asdict() for each in results]
     document: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
@@ -260,13 +262,13 @@ def write_json(
 
 
 class StageRow(NamedTuple):
-    """One pipeline stage, on its rank with the most memory.
+    """A pipeline stage, on its rank with the most memory.
 
-    activations, gradients  messages sent in the step
-    planned_...             messages in the schedule
+    activations, gradients  numbers of messages that the stage sent in the step
+    planned_...             numbers of these messages in the schedule
     sent_bytes              payload of these messages
     peak_bytes              peak bytes of activations
-    simulated_bytes         the same, simulated from the measured bytes of each unit
+    simulated_bytes         peak bytes as simulated from the measured bytes of each unit
     """
 
     stage: int
@@ -281,9 +283,9 @@ class StageRow(NamedTuple):
 
 
 def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> list[StageRow]:
-    """Return a row for each stage, of the last step. Collective.
+    """Return a row for each stage, about the last step. Collective.
 
-    inputs, targets  rows of this rank, as many as in its step
+    inputs, targets  rows of this rank, as many as it had in the step
     """
     pipe, stage = trainer.pipe, trainer.grid.coords.pp
     plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
@@ -303,7 +305,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
         planned["gradient"],
         sent_bytes + returned_bytes,
         held,
-        peak(plan.lists[stage], costs).nbytes,
+        peak(plan.by_stage[stage], costs).nbytes,
     )
     rows = sorted(StageRow(*row) for row in trainer.transport.gather_text(own_row))
     return [

@@ -1,6 +1,6 @@
-"""The peer's model: a GPT of PyTorch's own layers with our weights, whole or tensor-parallel.
+"""GPT in PyTorch's own layers with our weights, whole, as a pipeline stage, or tensor-parallel.
 
-A test compares it with our GPT. B batch, T tokens, C channels, H heads.
+A test compares it with our GPT. Legend: B batch, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The GPT-2 architecture: (tokens, targets), both (B, T), -> mean loss."""
+    """The GPT-2 architecture. forward: (tokens (B, T), targets (B, T)) -> mean loss."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class GPT(nn.Module):
 
 
 class Part(nn.Module):
-    """A pipeline stage of a GPT: the layers that correspond to our units with these names."""
+    """A pipeline stage of a GPT: the layers that correspond to our units of these names."""
 
     def __init__(self, model: GPT, names: Sequence[str]):
         super().__init__()
@@ -117,7 +117,7 @@ class Part(nn.Module):
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits (B, T, vocab) and targets (B, T)."""
+    """Return the mean cross-entropy of logits (B, T, vocabulary) and targets (B, T)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -139,10 +139,11 @@ def torch_name(name: str) -> str:
 
 
 def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = True) -> None:
-    """Copy our arrays, by our names, into the model.
+    """Copy our arrays into the tensors of the model.
 
-    16-bit arrays are converted to float32, because PyTorch accepts no bfloat16 from NumPy.
+    16-bit arrays are converted to float32 first, because PyTorch takes no bfloat16 from NumPy.
 
+    arrays    {our name of the tensor: array}
     is_whole  every tensor must have an array; False for a pipeline stage
     """
     tensors = dict(model.named_parameters())
@@ -158,14 +159,15 @@ def copy_weights(arrays: Mapping[str, np.ndarray], model: GPT, is_whole: bool = 
 def divide(
     model: GPT, arrays: Mapping[str, np.ndarray], mesh: DeviceMesh
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Shard the model over the mesh, copy our values, and return a function for gradients.
+    """Make the model tensor-parallel over the mesh, with our values; return its function of the loss.
 
-    That function is (inputs, targets) -> loss. Each half of a block is column-parallel, then
-    row-parallel. The token table is sharded by rows, the logits by columns; the loss accepts
-    sharded logits. Norms, positions and biases of row-parallel layers are replicated.
+    The function is (inputs, targets) -> loss. In each half of a block, the first layer is
+    column-parallel and the second one row-parallel. The table of tokens is sharded by rows, the
+    logits by columns; the loss takes sharded logits. Norms, positions and biases of row-parallel
+    layers are replicated.
 
-    arrays  this rank's shards as our layout.tp cuts them: queries, keys and values of its heads,
-            one after the other
+    arrays  this rank's shards as layout.tp cuts them: queries, keys and values of its heads, one
+            after the other
     source  PyTorch's tutorial "Large Scale Transformer model training with Tensor Parallel"
     """
     is_tied = model.head.weight is model.tokens.weight
@@ -207,9 +209,9 @@ def divide(
 
 
 def _copy_parts(arrays: Mapping[str, np.ndarray], model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy our values to each rank's shards.
+    """Copy our values into the shards of each rank.
 
-    PyTorch may cut the vocabulary at other rows than we do, so these tensors are gathered first.
+    PyTorch may cut the vocabulary at other rows than we do, so our shards of it are gathered first.
     """
     tensors = dict(model.named_parameters())
     assert sorted(map(torch_name, arrays)) == sorted(tensors)

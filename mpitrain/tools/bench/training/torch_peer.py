@@ -1,7 +1,7 @@
-"""The peer: the same GPT in PyTorch, trained over gloo with its counterpart of our mode or layout.
+"""The PyTorch peer of `bench train`: the same GPT, trained over gloo in the counterpart of our layout.
 
-It also has a separate attention, for `bench kernels`. It runs on the CPU or a GPU. Products of float32
-have full precision: TF32, with 10 bits, is off. B batch, T tokens, C channels.
+The module also has PyTorch's attention for `bench kernels`. Both run on the CPU or on a GPU.
+Float32 products have full precision: TF32 is off. Legend: B batch, T tokens, C channels.
 """
 
 import logging
@@ -79,7 +79,7 @@ def compiled(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
 
 
 def divided_state(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with ZeroRedundancyOptimizer: DDP with a sharded optimizer, as ZeRO stage 1.
+    """Return a model under DDP with ZeroRedundancyOptimizer: the counterpart of ZeRO stage 1.
 
     Each rank updates some of the tensors and broadcasts them.
     """
@@ -93,10 +93,10 @@ def divided_state(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
 
 
 def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with FSDP2 that gathers parameters once per step, as the counterpart of ZeRO stage 2.
+    """Return a model under FSDP2 that gathers parameters once per step: the counterpart of ZeRO stage 2.
 
     Each rank has a shard of every tensor, of its gradient and of the optimizer state. A block is
-    all-gathered in forward and stays so until backward has used it. Gradients are reduce-scattered.
+    all-gathered in forward and kept until backward has used it. Gradients are reduce-scattered.
     """
     return _fully_sharded(
         "torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings
@@ -104,7 +104,9 @@ def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> ReadyMode
 
 
 def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    """Train with FSDP2 as ZeRO stage 3: a block is freed after forward, and gathered again."""
+    """Return a model under FSDP2 that frees a block after forward and gathers it again: ZeRO stage
+    3.
+    """
     return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
 
 
@@ -147,7 +149,7 @@ WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_paramete
 
 
 def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], ReadyModel]:
-    """Return PyTorch's counterpart of this configuration, on all ranks of gloo."""
+    """Return the function that builds PyTorch's counterpart of this configuration."""
     if settings.layout.tp > 1:
         return slices
     if settings.layout.pp > 1:
@@ -173,7 +175,7 @@ def _optimizer(model: GPT, settings: Config) -> torch.optim.Optimizer:
 
 
 def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
-    """Return parameter groups: matrices, which have weight decay, and vectors.
+    """Return parameter groups of the optimizer: matrices with weight decay, vectors without.
 
     DTensors have groups of their own, because PyTorch cannot update them together with tensors.
     """
@@ -199,7 +201,7 @@ def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict
 
 
 class TorchPeer:
-    """A copy of our model, trained by PyTorch. Construction and steps are collective.
+    """A copy of our model that PyTorch trains. Construction and steps are collective.
 
     All peers of a process share the process group of gloo.
     """
@@ -208,10 +210,10 @@ class TorchPeer:
 
     @staticmethod
     def check(settings: Config) -> None:
-        """Raise ConfigError for a configuration that this peer alone cannot train; local."""
+        """Raise ConfigError for a configuration that this peer cannot train. No message is sent."""
 
     def __init__(self, transport: Transport, settings: Config, vocab: int, arrays: Arrays):
-        """arrays: the tensors of our model on this rank, by name."""
+        """arrays  {our name: tensor of our model on this rank}"""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         _connect(transport)
@@ -251,7 +253,7 @@ class TorchPeer:
 
 
 class CompiledPeer(TorchPeer):
-    """DDP under torch.compile, for the CPU by a C++ compiler. The first step compiles."""
+    """DDP under torch.compile, which on the CPU needs a C++ compiler. The first step compiles."""
 
     _ways = staticmethod(lambda settings: compiled)
 
@@ -297,12 +299,12 @@ def _connect(transport: Transport) -> None:
 
 
 class TorchAttention:
-    """Causal F.scaled_dot_product_attention, forward and backward.
+    """PyTorch's causal scaled_dot_product_attention, forward and backward.
 
     On a GPU the backend is fixed: flash attention for 16-bit elements, else efficient attention.
 
-    qkv  (B, T, 3C), as for our attention
-    dy   (B, T, C)
+    qkv  queries, keys and values, (B, T, 3C), as for our attention
+    dy   gradient of the result, (B, T, C)
     """
 
     def __init__(self, kind: str, qkv: np.ndarray, dy: np.ndarray, heads: int, dtype: str):
@@ -327,9 +329,9 @@ class TorchAttention:
 
 
 def placed(kind: str) -> torch.device:
-    """Return PyTorch's device for our kind of device; ConfigError if PyTorch finds no GPU.
+    """Return PyTorch's device for our kind of device; for a GPU, TF32 is turned off.
 
-    For a GPU it also turns TF32 off.
+    raises  ConfigError if PyTorch finds no GPU
     """
     if kind != "cuda":
         return torch.device("cpu")

@@ -1,6 +1,6 @@
 """Build the page of the textbook's systems, with a picture of each, from recordings of this version.
 
-Run `python jobs/textbook.py` after a change of a topic; a test finds a page that is out of date. It needs mpitrain[report].
+Run `python jobs/prove/textbook.py` after a change of a topic; a test finds a page that is out of date. It needs mpitrain[report].
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ COLOURS = 24
 
 def main() -> None:
     """Write the page, the pictures and the digests of their frames."""
-    folder = Path(__file__).parents[1] / PICTURES
+    folder = Path(__file__).parents[2] / PICTURES
     folder.mkdir(exist_ok=True)
     explanations = {name: topic.explained(topic.setting(name)) for name, topic in TOPICS.items()}
     for name in tqdm(explanations, desc="pictures", leave=False, disable=None):
