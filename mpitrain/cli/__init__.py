@@ -1,4 +1,4 @@
-"""The command line: a Click group that imports the module of a command only when it is called."""
+"""The command line: Click groups that import the module of a command only when it is called."""
 
 import importlib
 import os
@@ -24,11 +24,10 @@ NOT_BEGUN = "stopped before the run began: there is nothing to save"
 
 
 class Listed(NamedTuple):
-    """A command as `--help` lists it. Its module is imported when it is called, since importing all
-    of them takes as long as importing Click.
+    """A command as `--help` lists it, without importing it: to import all takes as long as to import Click.
 
-    home      module below mpitrain.cli, and the name of the Click command in it, if it is not
-              `command`; "" for a group
+    home      module below mpitrain.cli; if the Click command in it is not called `command`, a colon
+              and its name follow; "" for a group
     sentence  the first sentence of its help
     """
 
@@ -148,8 +147,8 @@ def _loaded(home: str) -> click.Command:
 class LazyGroup(CommandGroup):
     """A group that imports a command on first use.
 
-    listed  {name: command} of `--help`
-    hidden  {name: command} of the names that `--help` leaves out
+    listed  {name: command} that `--help` lists
+    hidden  {name: command} that `--help` leaves out
     """
 
     def __init__(
@@ -192,7 +191,7 @@ GROUPS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command (the entry point). If its usage is wrong, all ranks exit together."""
+    """The entry point: run a command. If its usage is wrong, all ranks exit together."""
     os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI starts no rank without
     open_output()
     if launched().rank > 0:

@@ -1,4 +1,4 @@
-"""`mpitrain certify`: a verdict on every node of a machine, for users and for its operators."""
+"""`mpitrain certify`: measures every node of a machine, and prints PASS or FAIL for each."""
 
 import os
 import secrets
@@ -126,7 +126,10 @@ def command(
 
 
 def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:
-    """Return {node: its ranks} of the options or, without a launcher, of the batch job."""
+    """Return {node: number of its ranks} by the options or, without them, by the batch job.
+
+    Empty if a launcher has started this process as a rank.
+    """
     from mpitrain.cli.launch.hosts import nodes, placement
 
     if hosts is None and not hostfile and process.launched().launcher == "none":
@@ -137,7 +140,7 @@ def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]
 def _from_outside(
     nodes: dict[str, int], agent: list[str], extra: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    """Probe the nodes, then become a `launch` of `certify` on ranks of those that answer."""
+    """Probe the nodes; then this process becomes `launch` of `certify` on the nodes that answered."""
     if process.launched().size > 1:
         raise on_every_rank(
             ConfigError(
@@ -171,7 +174,9 @@ def _from_outside(
 
 
 def agent_for(environ: Mapping[str, str]) -> list[str]:
-    """Return the words that run a command on a node, to be followed by its name: srun, else ssh."""
+    """Return the words that run a command on a node, to be followed by its name: srun's, else
+    ssh's.
+    """
     if "SLURM_JOB_ID" in environ:
         return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist"]
     return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
@@ -180,7 +185,7 @@ def agent_for(environ: Mapping[str, str]) -> list[str]:
 def probe(
     nodes: Sequence[str], agent: Sequence[str], seconds: float = SECONDS
 ) -> Iterator[tuple[str, str]]:
-    """Start this Python on every node at the same time; yield (node, reason) as each one fails.
+    """Start this Python on every node at the same time; yield (node, reason) when a node fails.
 
     agent  words that run a command on a node, without its name
     """
@@ -192,7 +197,7 @@ def probe(
 
 
 def _answer(node: str, agent: Sequence[str], seconds: float) -> str:
-    """Return why a node cannot be used; "" if it imports the same mpitrain, version and files."""
+    """Return why a node cannot be used; "" if it imports the same mpitrain: version and files."""
     words = [sys.executable, "-c", ASK]
     # ssh passes a line to a shell on the node; srun passes words.
     tail = words if agent[0].endswith("srun") else [shlex.join(words)]
@@ -228,7 +233,7 @@ def _nobody(absent: dict[str, str], options: dict[str, Any]) -> None:
 
 
 class ShownVerdicts:
-    """The verdicts so far: printed lines, and the files of `--json` and `--junit`."""
+    """What of the verdicts is printed so far, and the files of `--json` and `--junit`."""
 
     def __init__(self, options: dict[str, Any]):
         self._options, self.outputs = options, Outputs()
@@ -236,7 +241,7 @@ class ShownVerdicts:
         self._lines = ["certify: stopped before any measurement"]
 
     def show(self, evidence: Any, certificate: Any, facts: dict[str, Any]) -> None:
-        """Print what is new in a certificate, and write the files. At the end print all lines."""
+        """Print what is new in a certificate, and write the files. At the end, print all lines."""
         from mpitrain.files import write_whole
         from mpitrain.tools.certify.report import document, failures, junit, lines
 
@@ -258,7 +263,7 @@ class ShownVerdicts:
                 write_whole(path, junit(certificate))
 
     def rest(self) -> str:
-        """Return the lines that are not printed, for a certificate that is stopped now."""
+        """Return the lines that are not printed yet, for a certificate that is stopped now."""
         return "\n".join(line for line in self._lines if line not in self._printed)
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain compare`: trains one job in several modes, layouts and tricks, and tabulates them."""
+"""`mpitrain compare`: trains one job in several modes, layouts and tricks, and prints a table."""
 
 import sys
 from pathlib import Path

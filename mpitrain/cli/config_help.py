@@ -34,7 +34,7 @@ EXPERT = {
 
 
 def print_keys(section: str) -> None:
-    """Print the keys of a section, or of "all", with default, type, range and help."""
+    """Print the keys of a section, or of "all", each with default, type, range and help."""
     sections = list(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
     if section not in ("all", *sections):
         raise click.BadParameter(

@@ -124,10 +124,10 @@ def prepare(
 def _prepare(
     inputs: tuple[Path, ...], name: str, out: Path, separator: str | None, form: Any, start: Any
 ) -> None:
-    """Prepare the files with a progress bar, and print their sizes.
+    """Write the tokens of the files under a progress bar, and print their number.
 
     form   a `documents.Form`
-    start  see `encode.Start`
+    start  an `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.data.documents import inputs as sizes
@@ -158,7 +158,7 @@ def _prepare(
 
 
 def _separator(name: str | None, tokenizer: Any) -> int:
-    """Return the token behind each document; -1: none."""
+    """Return the token that is written behind each document; -1: none."""
     from mpitrain.errors import ConfigError
 
     if name is None:

@@ -39,7 +39,7 @@ def command(folder: Path, json_file: Path | None) -> None:
 
 
 def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
-    """Return whether the ranks loaded different MPI libraries."""
+    """Print the report; return whether the ranks loaded different MPI libraries."""
     from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks

@@ -1,7 +1,7 @@
-"""Encoders of `data prepare` on the ranks of an MPI job; rank 0 also reads text and writes tokens.
+"""Encoders of `data prepare` on the ranks of an MPI job. Rank 0 also reads text and writes tokens.
 
-A message is its length, then JSON, then perhaps arrays. Rank 0 sends the encoding, pieces of text,
-and at last null. A rank answers pieces with their tokens, or with an error.
+A message is its length, then JSON, then perhaps arrays. Rank 0 sends each rank the encoding, then
+pieces of text, and at last null. The rank answers pieces with their tokens, or with an error.
 """
 
 import json
@@ -20,13 +20,13 @@ from mpitrain.transport.base import Transport
 
 
 class RankEncoder(Encoder):
-    """The encoder on another rank, which has at most one chunk at a time."""
+    """The encoder on another rank. At most one chunk of text is with it at a time."""
 
     def __init__(self, transport: Transport, rank: int):
         self._transport, self._rank, self._is_busy = transport, rank, False
 
     def configure(self, encoding: Encoding) -> None:
-        """Send the encoding, before any pieces."""
+        """Send the encoding, before any text."""
         facts = {"separator": encoding.separator, "dtype": encoding.dtype}
         _send(self._transport, self._rank, {**facts, "nbytes": len(encoding.data)})
         self._transport.send(np.frombuffer(encoding.data, np.uint8), self._rank)
@@ -55,7 +55,7 @@ class RankEncoder(Encoder):
         return array
 
     def close(self) -> None:
-        """Receive a result that nothing needs any more, and end the loop of the rank."""
+        """Receive a result that is still on its way, and end the loop of the other rank."""
         if self._is_busy:
             reply = _received(self._transport, self._rank)
             for part in reply if isinstance(reply, list) else ():
@@ -64,14 +64,14 @@ class RankEncoder(Encoder):
 
 
 class RankEncoders:
-    """The encoders on all other ranks, for rank 0; their loops end at `close`."""
+    """For rank 0: the encoders on all other ranks. Their loops end at `close`."""
 
     def __init__(self, transport: Transport):
         self._encoders = [RankEncoder(transport, rank) for rank in range(1, transport.size)]
 
     @contextmanager
     def start(self, encoding: Encoding, nbytes: int) -> Iterator[Sequence[Encoder]]:
-        """Send the encoding to all ranks; yield their encoders and this rank's. See `Start`."""
+        """Send the encoding to all ranks; yield their encoders and one of this rank (see `Start`)."""
         for encoder in self._encoders:
             encoder.configure(encoding)
         yield [*self._encoders, LocalEncoder(encoding)]
@@ -82,7 +82,7 @@ class RankEncoders:
 
 
 def serve(transport: Transport) -> None:
-    """Encode the chunks that rank 0 sends until it sends null: the work of any other rank."""
+    """On a rank other than 0: encode the text that rank 0 sends, until it sends null."""
     tokenizer, encoding, problem = None, None, ""
     while (message := _received(transport, 0)) is not None:
         if isinstance(message, dict):

@@ -99,7 +99,8 @@ def _write_page(
 def reported(run: Path, outputs: Outputs) -> "PageSection":
     """Print the summary of a run; write its Perfetto trace and, with matplotlib, its timeline.
 
-    Return the section of the HTML page. Raise ConfigError if `run` holds no run.
+    returns  the part of the HTML page about the run
+    raises   ConfigError if the directory has no run
     """
     from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
@@ -144,7 +145,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
 
 
 def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
-    """Return the summary lines of a run's traces, and the timeline and steps to draw."""
+    """Return the summary lines of a run's traces; then the timeline, and the steps of it to draw."""
     from mpitrain.run.metrics import CLOSING
     from mpitrain.tools.report.schedule_comparison import what_was_predicted
     from mpitrain.tools.report.text import (
@@ -179,7 +180,7 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
 def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
     """Write the Perfetto trace and, with matplotlib, a timeline of the completed steps.
 
-    Return the paths of the picture, or None, and of the trace.
+    returns  the path of the picture, or None; the path of the trace
     """
     from mpitrain.tools.report.pictures import write_perfetto
 

@@ -1,4 +1,4 @@
-"""`mpitrain runs`: plot draws loss curves, metrics prints series, diff names the first difference of two runs."""
+"""`mpitrain runs`: `plot` draws loss curves, `metrics` prints series, `diff` finds the first difference of two runs."""
 
 import sys
 from contextlib import closing
@@ -128,14 +128,16 @@ def diff(first: Path, second: Path, does_replay: bool, plugins: list[str] | None
 
 
 def show(lines: "Iterable[str]") -> None:
-    """Print lines; names from the files of another person may have control characters."""
+    """Print lines with control characters made visible: another person's files may have some in
+    names.
+    """
     from mpitrain.errors import visible
 
     click.echo("\n".join(map(visible, lines)))
 
 
 def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool:
-    """Print how two runs of one layout compare; return whether they are equal."""
+    """Print how two runs of one layout differ; return whether they are equal."""
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.tools.report.diff import compare_bits, lines_of_bits, start_of_replay
     from mpitrain.tools.report.replay import replay, replayed
@@ -154,7 +156,7 @@ def _by_bits(both: "tuple[ComparedRun, ComparedRun]", does_replay: bool) -> bool
 
 
 def _by_numbers(both: "tuple[ComparedRun, ComparedRun]") -> bool:
-    """Print how two runs of different layouts compare; return whether they agree."""
+    """Print how two runs of different layouts differ; return whether they agree."""
     from mpitrain.tools.report.diff import compare_numbers, lines_of_numbers, tolerance
 
     limit = tolerance(both[0].config)

@@ -1,4 +1,4 @@
-"""`mpitrain learn explain`, `claims`, `exercise` and `check`: the commands of the textbook."""
+"""`mpitrain learn`: its commands `explain`, `claims`, `exercise` and `check`."""
 
 import json
 import os

@@ -94,9 +94,11 @@ class TimedReduction:
 class ActivationBuffer:
     """Lease of an activation's buffer from a Group, with collectives that work in place.
 
+    Methods `bound_...` return a reduction of the buffer, and do not run it. The first call of each
+    method for a buffer binds the reduction, and so is collective.
+
     The lease ends when no reference to `array`, to a view of it or to this object is left. If a
-    collective is still in flight then, the next lease of the buffer waits for it. The first call of
-    a collective method for a buffer binds, and so is collective.
+    reduction is still in flight then, the next lease of the buffer waits for it.
 
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
@@ -104,17 +106,20 @@ class ActivationBuffer:
     def __init__(self, group: Any, waited: StallTime, buffer: BoundBuffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
-    def all_reduce(self, op: str = "add") -> TimedReduction:
+    def bound_all_reduce(self, op: str = "add") -> TimedReduction:
         return self._timed("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
-    def reduce_scatter(self, op: str = "add") -> TimedReduction:
-        """Return the reduce-scatter to `own`, or `own_rows`; the rest of the array is scratch."""
+    def bound_reduce_scatter(self, op: str = "add") -> TimedReduction:
+        """Return a reduce-scatter that leaves this rank's chunk of the sum in `own` (or `own_rows`).
+
+        The rest of the array is then scratch.
+        """
         return self._timed(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
-    def all_gather(self) -> TimedReduction:
-        """Return the all-gather of each rank's `own`, or `own_rows`."""
+    def bound_all_gather(self) -> TimedReduction:
+        """Return an all-gather of the `own` (or `own_rows`) of each rank."""
         return self._timed("all-gather", "", self._group.bind_all_gather)
 
     @property
@@ -152,13 +157,13 @@ class ActivationBuffer:
 class ActivationPool:
     """Pool of a group's activation buffers, by number of elements and dtype.
 
-    All ranks lease the same shapes and dtypes in the same order. At every lease, the same earlier
-    leases have ended on all ranks, in any order. Then all ranks get the buffer of the same number.
-    Only the allocation of a buffer checks these conditions. If they fail elsewhere, ranks wait for
-    each other, or reduce different activations.
+    All ranks must lease the same shapes and dtypes in the same order. Whenever they lease, the same
+    earlier leases must have ended on all ranks. Then all ranks get the buffer of the same number.
+    These conditions are checked only when a buffer is allocated. Ranks that break them elsewhere
+    wait for each other, or reduce different activations.
 
-    arena   counts the leases, and the allocations for them
-    waited  time blocked in collectives of the leases
+    arena   counts the bytes of the leases, and the allocations for them
+    waited  the time that this rank was blocked in reductions of the leases
     """
 
     def __init__(self, arena: Arena):

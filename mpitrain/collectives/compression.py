@@ -50,8 +50,8 @@ class Matrix(NamedTuple):
 def tiles(start: int, rows: int, columns: int) -> list[Matrix]:
     """Divide a matrix along its longer side into tiles that are as nearly square as possible.
 
-    K directions then cover the same fraction of every matrix's elements, whatever its shape. The
-    factors of the tiles have at most twice the elements of the factors of the whole matrix.
+    Factors of K columns then keep the same share of every matrix, whatever its shape. The factors of
+    the tiles have at most twice as many elements as the factors of the whole matrix.
     """
     short, long = sorted((rows, columns))
     parts = round(long / short) if short > 1 else 1
@@ -138,8 +138,8 @@ class Feedback:
         sum + new residuals = inputs + (1 - RECENT) x old residuals.
 
     Without a prediction, an element sent in one step of ten arrives as ten gradients at once. In
-    between, it arrives as none. The cost: one huge but finite gradient has an effect, ever weaker,
-    until it has decayed in the average.
+    between, it arrives as none. The prediction has a cost: one huge but finite gradient stays in the
+    moving average, ever weaker, until it has decayed.
 
     residual    elements not sent yet, (count,); differs between ranks
     prediction  moving average, in which the newest sum weighs RECENT, (count,); same on all ranks
@@ -182,7 +182,7 @@ class TopK(Chain):
     """Top-k all-reduce with error feedback.
 
     state    as in `Feedback`
-    traffic  each rank sends (n - 1) x 8 k bytes
+    traffic  each rank sends (n - 1) x 8 x k bytes
     source   Stich, Cordonnier & Jaggi 2018, NeurIPS; arXiv:1809.07599
     """
 
@@ -235,8 +235,8 @@ class PowerSgd(Chain):
 
     state    as in `Feedback`, where the prediction is unused outside the matrices; factors: all Q,
              the same on all ranks (their scale does not matter)
-    traffic  two ring all-reduces: 4 k (sum of rows) bytes, then 4 k (sum of columns) +
-             4 (elements outside the matrices) bytes
+    traffic  two ring all-reduces, of 4 x k x (sum of rows) bytes, and of 4 x k x (sum of columns)
+             + 4 x (elements outside the matrices) bytes
     source   Vogels, Karimireddy & Jaggi 2019, NeurIPS; arXiv:1905.13727
     """
 
@@ -327,7 +327,7 @@ class PowerSgd(Chain):
 
 
 def orthonormalise(columns: np.ndarray) -> None:
-    """Orthonormalise columns in place (Gram-Schmidt); one that depends on earlier ones becomes zero."""
+    """Orthonormalise columns in place (Gram-Schmidt); a column that depends on earlier ones becomes 0."""
     for i in range(columns.shape[1]):
         column, before = columns[:, i], columns[:, :i]
         length = np.linalg.norm(column)
@@ -356,10 +356,12 @@ In a format of two bytes per element, they fill one message between hosts.
 
 
 def bind_coded(transport: Transport, array: np.ndarray, codec: Codec, tag: int) -> PipelinedChain:
-    """Bind a sum that encodes every element separately.
+    """Bind a sum in a format that encodes block by block: fp16, bf16 or int8.
 
-    traffic  2 (n - 1) encoded chunks per chain: LANE elements, but ceil(rest / n) elements,
-             rounded up to blocks, in the last chain
+    The array is cut into parts of n x LANE elements, with a chain for each.
+
+    traffic  each chain sends 2 x (n - 1) encoded chunks of LANE elements. In the last chain a chunk
+             has 1 / n of the remaining elements, rounded up to blocks
     """
     n, most = transport.size, transport.size * LANE
     lanes = [array[start : start + most] for start in range(0, array.size, most)] or [array]
@@ -399,9 +401,9 @@ class Workspace:
 def _links(
     transport: Transport, part: np.ndarray, codec: Codec, desk: Workspace
 ) -> list[Reduction]:
-    """Return what one chain runs in turn to sum `part` of the array.
+    """Return the links of one chain, which sums a part of the array.
 
-    It scatters encoded chunks, sums them, gathers the encoded sums and decodes these.
+    They scatter encoded chunks, sum them, gather the encoded sums and decode these.
     """
     rank, n = transport.rank, transport.size
     blocks = -(-part.size // (n * BLOCK))
@@ -462,7 +464,7 @@ def bind_coded_all_gather(
 
     array    float32; its size divides into one chunk per rank
     bind     binds an all-gather of bytes
-    traffic  of an all-gather of n chunks, each rounded up to blocks and encoded
+    traffic  as an all-gather of n chunks, each rounded up to blocks and encoded
     """
     chunks = array.reshape(transport.size, -1)
     length = chunks.shape[1]

@@ -89,7 +89,7 @@ def _ordered(
     tag: int,
     arithmetic: Arithmetic,
 ) -> StreamOrdered:
-    """Return the reduction, which keeps the arrays of all ranks open as long as it lives.
+    """Return the bound collective; it keeps the arrays of all ranks open as long as it lives.
 
     raises  CommError on every rank if the driver of one rank refuses
     """
@@ -132,14 +132,15 @@ WORK = {"allreduce": _all_reduce, "reduce-scatter": _reduce_scatter, "all-gather
 
 
 def _turned(rank: int, arrays: list[Any], chunks: list[slice]) -> list[Any]:
-    """Return this rank's chunk of every rank's array, from its own array on."""
+    """Return this rank's chunk of each array: of its own first, then of ranks rank + 1, rank + 2 ..."""
     return [whole[chunks[rank]] for whole in arrays[rank:] + arrays[:rank]]
 
 
 def unshared_gpu(transport: Transport) -> ConfigError:
-    """Return the error of a request for "shared" by name where `bind_shared_gpu` has returned None.
+    """Return the error for a user who named "shared" where `bind_shared_gpu` has returned None.
 
-    If these are not all ranks, other groups may go on, so that this rank must end the job.
+    Only if these are all ranks of the job is the error marked as raised on every rank. Otherwise
+    other groups may continue, so that this rank must end the job.
     """
     if not isinstance(transport, DeviceTransport):
         return on_every_rank(
@@ -222,7 +223,8 @@ def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:
 def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
     """Return this rank's event, and the opened events of all others; collective.
 
-    raises  CommError on all ranks if one rank cannot share or open an event"""
+    raises  CommError on all ranks if one rank cannot share or open an event
+    """
     gpu = transport.backend
     own = on_all_ranks(transport, gpu.shared_event)
     handles = transport.gather_text(own.handle)
@@ -233,9 +235,9 @@ def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
 class StreamOrdered:
     """Collective over the GPU memory of all ranks of a host; a Reduction.
 
-    own     event R of this rank
+    own     the event R of this rank (R and W as in the header of this file)
     others  the events R of all other ranks, opened
-    work    launches W on the current stream
+    work    function that launches W on the current stream
     """
 
     state = learn = None

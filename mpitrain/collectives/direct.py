@@ -66,9 +66,10 @@ class Turn(NamedTuple):
 class SharedMemory:
     """Collective through shared memory; a Reduction.
 
-    turns  of successive runs, in turn. With one, a second barrier comes before any rank may overwrite
-           an array that others read. With two, each has its own copies: a rank in the barrier of one
-           run has read the copies of the run before
+    turns  one Turn, or two that successive runs use alternately. With one, each run has a second
+           barrier, before any rank may overwrite an array that others read. With two, each Turn has
+           copies of its own, and one barrier a run is enough: a rank that enters it has read the
+           copies of the run before
     """
 
     state = learn = None
@@ -143,9 +144,10 @@ class SharedMemory:
 
 
 def offer(transport: Transport, array: np.ndarray) -> list[Any]:
-    """Return what a binding through shared memory needs of each rank.
+    """Return the facts of this rank that a binding through shared memory needs.
 
-    That is the location of the array in a window or None, and windows to borrow for a copy.
+    These are the location of the array in a window, or None, and the numbers of the windows that
+    this rank could borrow for a copy.
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])
@@ -162,8 +164,9 @@ def bind_shared(
 ) -> Reduction | None:
     """Bind a collective through shared memory; collective, over the ranks of one host.
 
-    It uses the window that holds the array, or copies the array to a window and back. None on
-    every rank if the host has no room for a window, or its GPUs cannot use each other's memory.
+    It uses the window that contains the array, or copies the array to a window and back. It returns
+    None, on every rank, if the host has no room for a window, or if its GPUs cannot use each other's
+    memory.
 
     operation   "allreduce", "reduce-scatter" or "all-gather"
     agreed      with the `offer` of each rank
@@ -187,9 +190,10 @@ def bind_shared(
 def _slots(
     transport: Transport, array: np.ndarray, agreed: Agreed
 ) -> tuple[list[Slot], int | None]:
-    """Return two slots of copies for a small array, else one, and the window that holds copies.
+    """Return the slots of a binding, and the number of the window with copies, or None without copies.
 
-    No slots on every rank if the host has no room for a window.
+    A small array has two slots, any other has one. There is none, on every rank, if the host has no
+    room for a window.
     """
     locations, idle = zip(*agreed.owns, strict=True)
     copies, apart, nbytes = _borrowed(transport, array)
@@ -217,7 +221,7 @@ def _slots(
 
 
 def _borrowed(transport: Transport, array: np.ndarray) -> tuple[int, int, int]:
-    """Return how an array is copied to a window: copies, bytes between copies, bytes per rank."""
+    """Return the number of copies of an array in a window, their distance in bytes, and bytes per rank."""
     copies = 2 if array.nbytes * transport.size <= SMALL else 1
     apart = -(-array.nbytes // 64) * 64
     # A power of two has few values, so that windows are reused often.
@@ -249,9 +253,10 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
 
 
 def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
-    """Large arrays: rank r reduces chunk r and writes it to all, one read and write per byte.
+    """Return the turns of an all-reduce.
 
-    Small ones: every rank reduces the whole array, n - 1 times the reads.
+    Of a large array, rank r reduces chunk r, and writes the result to the arrays of all ranks. Of a
+    small array, every rank reduces the whole by itself.
     """
     if len(slots) == 2:
         return [_alone(rank, flat, copies, slice(None)) for copies in slots]

@@ -1,9 +1,9 @@
 """Group: ranks and the algorithms of their collectives; the only communicator that layers see.
 
-Binding is collective: all ranks call it in the same order. An operation, an algorithm and a buffer
-become a Reduction, which runs many times. Binding compares the arguments of all ranks (`agree` lists
-the errors). A run compares nothing, allocates nothing and checks nothing. Each bound collective has
-its own tag.
+Binding makes a Reduction from an operation, an algorithm and a buffer. It is collective: all ranks
+bind in the same order. Binding compares the arguments of all ranks (`agree` lists the errors), and
+gives the Reduction a tag of its own. The Reduction then runs any number of times. A run compares,
+checks and allocates nothing.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
@@ -20,7 +20,7 @@ from mpitrain.collectives.engine.compose import TracedReduction
 from mpitrain.collectives.engine.executor import Execution, Reduction, agree, unfit
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
-from mpitrain.collectives.selection.table import PLANS, TABLES
+from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError, on_every_rank
 from mpitrain.machine.arena import Arena
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective. All but `bind_all_to_all` work in place, on contiguous arrays of
-    any shape. An array on n ranks has n chunks of nearly equal length; chunk r belongs to rank r.
+    Every method is collective; the properties are not. All collectives but `bind_all_to_all` work
+    in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
+    length; chunk r belongs to rank r.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ class Group:
         algorithm that `tuning` predicts to be the fastest. Reduce-scatters and all-gathers use the
         algorithm of the same name, or "auto" if there is none.
     tuning, arithmetic : optional
-        As in `bind`.
+        As in `mpitrain.bind`.
     arena : Arena, optional
         Counts the bytes that `exchange` leases.
 
@@ -94,14 +95,13 @@ class Group:
         return self.transport.size
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind an all-reduce of `array`; a persistent collective, as MPI_Allreduce_init returns.
+        """Bind an all-reduce of `array`, as MPI_Allreduce_init.
 
-        op is "add" or "maximum", in all methods.
+        In all methods, op is "add" or "maximum".
         """
+        choice = op, self.algorithm, self.tuning, self.arithmetic
         return self._noted(
-            "all-reduce",
-            array,
-            lambda: bind(self.transport, array, op, self.algorithm, self.tuning, self.arithmetic),
+            "all-reduce", array, lambda: bind_algorithm(self.transport, "allreduce", array, *choice)
         )
 
     def bind_lossy(
@@ -109,7 +109,8 @@ class Group:
     ) -> Reduction:
         """Bind a sum of a float32 array in a wire format: nearly the sum, the same bits on all ranks.
 
-        matrices are matrices within `array`, for powersgd; empty: the array as one matrix.
+        matrices: the parts of `array` that powersgd compresses as matrices. With none, powersgd
+        compresses the whole array as one matrix.
         """
         from mpitrain.collectives.compression import bind_lossy
 
@@ -120,14 +121,15 @@ class Group:
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
-        """Bind a reduce-scatter: chunk r ends as the reduction on rank r.
+        """Bind a reduce-scatter: a run leaves the reduction of chunk r in the array of rank r.
 
-        The other chunks of the array end as scratch; `chunk_bounds` gives the bounds of all chunks.
+        The other chunks of that array are then scratch. `chunk_bounds` returns the bounds of all
+        chunks.
         """
         return self._half("reduce-scatter", array, op)
 
     def bind_all_gather(self, array: np.ndarray) -> Reduction:
-        """Bind an all-gather: chunk r of rank r ends in the array of every rank."""
+        """Bind an all-gather: a run copies chunk r of rank r to the array of every rank, for all r."""
         return self._half("all-gather", array, "add")
 
     def bind_coded_all_gather(self, array: np.ndarray, wire: Wire) -> Reduction:
@@ -170,15 +172,14 @@ class Group:
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
-        """Bind half an all-reduce, by the algorithm of the same name if there is one."""
         algorithm = self.algorithm if self.algorithm in TABLES[operation] else "auto"
-        way = op, algorithm, self.tuning, self.arithmetic
+        choice = op, algorithm, self.tuning, self.arithmetic
         return self._noted(
-            operation, array, lambda: bind_algorithm(self.transport, operation, array, *way)
+            operation, array, lambda: bind_algorithm(self.transport, operation, array, *choice)
         )
 
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
-        """Bind, count the scratch, and trace the runs under the present name of the recorder."""
+        """Call `bind` and count its scratch; a trace records the runs under the recorder's `naming`."""
         recorder = self.transport.recorder
         if recorder.is_on:
             what = f"{operation} of {recorder.naming}" if recorder.naming else operation
@@ -279,10 +280,11 @@ def bind_algorithm(
     arithmetic: Arithmetic,
     is_trial: bool = False,
 ) -> Reduction:
-    """Bind an operation that has a table of algorithms.
+    """Bind an operation of TABLES by the algorithm of this name, or by the choice of "auto".
 
     operation  "allreduce", "reduce-scatter" or "all-gather"
-    is_trial   an algorithm of a user is bound a second time, to whole numbers that prove it
+    is_trial   whether this is the second binding of an added algorithm, to whole numbers that
+               `check_trial` checks
     """
     asked, table, offered, choice = algorithm, TABLES[operation], None, {}
     if unfit(array) is None and not (algorithm in table and table[algorithm].plans):
@@ -292,7 +294,7 @@ def bind_algorithm(
             choice = {
                 memory: choose(tuning, *facts, memory, operation) for memory in ("window", "plain")
             }
-    name, known = operation.replace("allreduce", "all-reduce"), (*table, "auto")
+    name, known = title(operation), choices(operation)
     agreed = agree(transport, name, array, known, algorithm, offered, op=op, choice=choice)
     if choice:
         is_window = on_device(array) or all(location for location, _ in agreed.owns)
@@ -342,7 +344,7 @@ def bind_plan(
     arithmetic: Arithmetic = HOST,
     **settings: Any,
 ) -> Reduction:
-    """Bind a broadcast, a reduce or a ping-pong ("sendrecv"), for which "auto" does not choose.
+    """Bind an operation of PLANS: a broadcast, a reduce or a ping-pong ("sendrecv").
 
     settings  op of a reduce; root of a reduce or a broadcast
     """

@@ -1,7 +1,7 @@
 """The operations of each backend (reference, host, cuda), made from the rows of `OPERATIONS`.
 
-A plugin adds its rows before. Also here: half precision on the host, optimizer steps over several
-parameter groups, and the arguments of an example call of each operation.
+A plugin adds its rows before. Also here: half precision on the host, and the arguments of an
+example call of each operation.
 """
 
 from ast import literal_eval
@@ -71,9 +71,9 @@ def cuda(
 class _OverRuns(partial):
     """An optimizer step on a device, which steps several parameter groups in one launch."""
 
-    def over_runs(self, runs: "Sequence[GroupRun]") -> Callable[..., None]:
-        numbers = self.args[-1]
-        return partial(self, weight_decay=numbers.runs(runs))
+    def weight_decays(self, runs: Sequence[Any]) -> Any:
+        """Return the argument `weight_decay` of one launch over all runs (optim/optimizer.py)."""
+        return self.args[-1].runs(runs)
 
 
 def _refuse(name: str, *arguments: Any, **named: Any) -> None:
@@ -85,52 +85,6 @@ def _refuse(name: str, *arguments: Any, **named: Any) -> None:
 
 def _each(body: Callable[[str, Operation], Callable]) -> Ops:
     return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))
-
-
-class GroupRun(NamedTuple):
-    """Elements [start, stop) of a flat buffer, all of one parameter group.
-
-    lr            factor of the learning rate
-    weight_decay  of the group
-    """
-
-    start: int
-    stop: int
-    lr: float
-    weight_decay: float
-
-
-def over_runs(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Callable[..., None]:
-    """Return one step for all runs of a flat buffer (as torch.optim's fused optimizers).
-
-    operation  (p, g, *state, scale, lr, weight_decay, arena, mirror=None, ...), element by element
-    runs       ascending; their starts differ by multiples of 32. Elements between two runs are
-               padding, all 0, and may be stepped with the earlier run
-    launches   one, if the operation offers `over_runs` itself; otherwise one for each run
-    returns    (p, g, *state, lr, mirror=None, ...) -> None, without weight_decay; lr is that of a
-               factor 1, and all arrays have the elements of all runs
-    """
-
-    def of_run(run: GroupRun) -> Callable[..., None]:
-        def step(*arrays: Any, lr: float, **named: Any) -> None:
-            operation(*arrays, lr=lr * run.lr, weight_decay=run.weight_decay, **named)
-
-        return step
-
-    if runs and hasattr(operation, "over_runs"):
-        steps = [(slice(runs[0].start, runs[-1].stop), operation.over_runs(runs))]
-    else:
-        steps = [(slice(run.start, run.stop), of_run(run)) for run in runs]
-
-    def step(*arrays: Any, mirror: Any = None, **named: Any) -> None:
-        for elements, each in steps:
-            each(
-                *(array[elements] for array in arrays),
-                **named,
-                **({} if mirror is None else {"mirror": mirror[elements]}),
-            )
-
-    return step
 
 
 Round = Callable[[np.ndarray, Arena], None]

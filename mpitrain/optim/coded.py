@@ -1,9 +1,10 @@
-"""Updates of a rule whose state is in codes of 8 bits, and this state as checkpoints see it.
+"""Optimizer state in codes of 8 bits: the coded buffers of a rank, and the updates that use them.
 
 Tensors with fewer than 4,096 elements and embeddings have uncoded state, as Dettmers et al. 2022
-(section 2.3) propose. So has a tied tensor, which is an embedding on one of its stages. Blocks of
-256 elements count from the first element of the tensor's region on the rank. A piece that begins
-or ends within a block has a scale of its own for its elements.
+(section 2.3) propose. A tied tensor is an embedding on one of its stages, so its state is uncoded,
+too. Each block of 256 elements has a scale; blocks are counted from the first element of the
+tensor's region on the rank. If a piece begins or ends within a block, the elements of the block
+that are in the piece have a scale of their own.
 """
 
 import math
@@ -33,7 +34,7 @@ def is_coded(storage: Storage, entry: Entry) -> bool:
 
 
 def coded_bytes(storage: Storage, buffers: int) -> float:
-    """Return the bytes of state if each tensor of a storage has `buffers` buffers of its size."""
+    """Return the bytes of optimizer state with `buffers` buffers of each tensor's size."""
     return buffers * sum(
         (entry.stop - entry.start)
         * (
@@ -46,12 +47,13 @@ def coded_bytes(storage: Storage, buffers: int) -> float:
 
 
 class CodedRegion(NamedTuple):
-    """A run of elements along the pieces, [start, stop), and its elements in a separate buffer.
+    """Adjacent elements of one piece: of one tensor with codes, or of several tensors without.
 
-    run     the same elements, from the beginning of their piece
-    values  in the buffer of codes; without codes: in the buffer of numbers
-    scales  in the buffer of scales; None: the elements are not coded
-    lead    elements that the first block lacks
+    start, stop  the elements [start, stop) in the concatenated pieces of this rank
+    run          the same elements, counted from the beginning of the piece
+    values       the same elements in `CodedState.codes`; without codes in `CodedState.plain`
+    scales       their blocks in `CodedState.scales`; None: the elements have no codes
+    lead         elements of the first block that are before `start`
     """
 
     start: int
@@ -66,7 +68,7 @@ class CodedRegion(NamedTuple):
 def regions(
     storage: Storage, settings: config.Optimizer, pieces: Sequence[Piece]
 ) -> dict[Piece, list[CodedRegion]]:
-    """Return the regions of each piece: coded tensors one by one, and runs of the others."""
+    """Return {piece: its regions}, one for each coded tensor and each run of uncoded tensors."""
     starts = {entry.name: entry.start for entry in storage.entries if is_coded(storage, entry)}
 
     def key(tensor: Parameter) -> tuple[str, HyperParameters]:
@@ -98,14 +100,14 @@ def regions(
 
 
 class CodedState:
-    """A buffer of state along the pieces of a rank, partly in codes (as a 1-D array for checkpoints).
+    """A buffer of optimizer state for all elements of a rank, partly in codes of 8 bits.
 
-    Slices are decoded when they are read, and encoded when they are written. Writing decoded values
-    restores the same codes.
+    Checkpoints use it as a 1-D array. Its slices are decoded when they are read, and encoded when
+    they are written. Writing decoded values restores the same codes.
 
-    codes   uint8, of all coded regions
+    codes   uint8, one per element of all regions with codes
     scales  one per block: float32 values, stored in the storage's dtype
-    plain   in the storage's dtype, of all other regions
+    plain   the elements of all regions without codes, in the storage's dtype
     """
 
     def __init__(
@@ -176,7 +178,7 @@ def _end(slices: Iterable[slice]) -> int:
 class CodedUpdates:
     """Updates of a block-wise rule over the pieces of a rank.
 
-    state  by name, in the order of the operation's arguments
+    state  {name: buffer}, in the order of the operation's arguments
     """
 
     def __init__(

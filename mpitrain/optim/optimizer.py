@@ -1,25 +1,49 @@
-"""The optimizer of a rank: the state of an update rule, and updates over pieces of a flat buffer."""
+"""The optimizer of a rank: the state of its update rule, and the update of its parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain import config
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
-from mpitrain.ops.bodies import GroupRun, over_runs
 from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, group_of
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.state import ALONE, FactSums, StateArray, layout_of
 from mpitrain.regions import Piece
 
 
+class GroupRun(NamedTuple):
+    """Elements [start, stop) of a piece, all of one parameter group.
+
+    lr            factor of the learning rate
+    weight_decay  a number; for one launch over several groups, what `weight_decays` returned
+    """
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: Any
+
+
+def launches(operation: Callable[..., None], runs: Sequence[GroupRun]) -> Sequence[GroupRun]:
+    """Return the runs for which an operation is called: one for all groups if a kernel takes them.
+
+    operation  as `ElementWise.op`; `weight_decays` is a method of those that take several groups
+    runs       ascending; their starts differ by multiples of 32. Elements between two runs are
+               padding, all 0, and may be updated with the earlier run
+    """
+    if not runs or not hasattr(operation, "weight_decays"):
+        return runs
+    return [GroupRun(runs[0].start, runs[-1].stop, 1.0, operation.weight_decays(runs))]
+
+
 class ElementUpdates:
     """Updates of an element-wise rule over the pieces of a rank.
 
-    state  buffers along the pieces, in the order of the operation's arguments
+    state  {name: buffer of all pieces, concatenated}, in the order of the operation's arguments
     """
 
     def __init__(
@@ -32,10 +56,10 @@ class ElementUpdates:
         ops: Ops,
     ):
         self._arguments, self._state = step.arguments, list(state.values())
-        groups, operation = partial(group_of, settings), getattr(ops, step.op)
-        self._steps = {
-            piece: over_runs(
-                operation,
+        self._operation, groups = getattr(ops, step.op), partial(group_of, settings)
+        self._runs = {
+            piece: launches(
+                self._operation,
                 [
                     GroupRun(run.start - piece.start, run.stop - piece.start, *run.key)
                     for run in storage.runs(piece.start, piece.stop, groups)
@@ -51,19 +75,22 @@ class ElementUpdates:
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
     ) -> None:
         along = slice(piece.offset, piece.offset + piece.stop - piece.start)
-        self._steps[piece](
-            parameters,
-            gradients,
-            *(buffer[along] for buffer in self._state),
-            scale=update.scale,
-            lr=update.lr,
-            arena=update.arena,
-            mirror=mirror,
-            **self._arguments(update),
-        )
+        arrays = [parameters, gradients, *(buffer[along] for buffer in self._state)]
+        arguments = self._arguments(update)
+        for start, stop, lr, weight_decay in self._runs[piece]:
+            self._operation(
+                *(array[start:stop] for array in arrays),
+                scale=update.scale,
+                lr=update.lr * lr,
+                weight_decay=weight_decay,
+                arena=update.arena,
+                **arguments,
+                **({} if mirror is None else {"mirror": mirror[start:stop]}),
+            )
 
 
 def state_bytes(name: str, storage: Storage) -> float:
+    """Return the bytes of optimizer state of rule `name` for all trained tensors of a storage."""
     rule = RULES[name]
     if isinstance(rule.step, BlockWise):
         from mpitrain.optim.coded import coded_bytes
@@ -75,13 +102,14 @@ def state_bytes(name: str, storage: Storage) -> float:
 
 
 class Optimizer:
-    """An update rule over the pieces of a flat buffer that a rank owns (as torch.optim.Optimizer).
+    """The update rule of a rank, for its pieces of the flat buffer (as torch.optim.Optimizer).
 
-    pieces   pieces to update
-    state    {name: buffer}. Its length depends on its shape in the row of the rule:
-             elements: that of all pieces; element `piece.offset` is for the flat `piece.start`.
-             ElementsOf: the same, only for the elements of some tensors.
-             Others: one small whole array for each tensor that the pieces touch.
+    pieces  the pieces that this rank updates
+    state   {name: buffer}, 1-D. Its contents depend on the shape in `Rule.state`:
+            elements    the state of each element of all pieces. The state of element
+                        `piece.start` of the flat buffer is at `piece.offset`.
+            ElementsOf  the same, for some of the tensors
+            any other   one small whole array for each tensor with an element in a piece
     """
 
     def __init__(
@@ -96,7 +124,7 @@ class Optimizer:
     ):
         """Allocate the state; collective with a tensor-wise rule.
 
-        sums  sums over the ranks with other elements of the same tensors
+        sums  the all-reduce over the ranks with other elements of the same tensors
         """
         self.settings, self.pieces, self._ops, self._arena = settings, list(pieces), ops, arena
         rule = RULES[settings.name]
@@ -137,10 +165,11 @@ class Optimizer:
     def sum_facts(
         self, views: Views, scale: float, lr: float, step: int, delayed: bool = False
     ) -> None:
-        """Sum over whole tensors, before the first `update` of a step; collective.
+        """Compute sums over whole tensors, before the first `update` of a step; collective.
 
-        An element-wise rule sums nothing.
-        views  (piece) -> its parameters and gradients; the other arguments as in `update`
+        Only a tensor-wise rule needs such sums.
+
+        views  (piece) -> its parameters and gradients; the other arguments are those of `update`
         """
         self._updates.sum_facts(views, self._update(scale, lr, step, delayed))
 
@@ -155,13 +184,12 @@ class Optimizer:
         delayed: bool = False,
         mirror: Any = None,
     ) -> None:
-        """Update the parameters of a piece in place with scale x its gradients.
+        """Update the parameters of a piece in place, from `scale` times its gradients.
 
         parameters  as long as the piece
         gradients   as long as the piece
-        step        number of earlier updates
-        delayed     whether some of these gradients belong to earlier steps, and some of this step's
-                    gradients arrive later
+        step        number of this update, as `Update.step`
+        delayed     as `Update.delayed`
         mirror      as long as the piece; receives the rounded parameters in the same pass;
                     None: there is no mirror
         """
@@ -169,4 +197,4 @@ class Optimizer:
         self._updates.update(piece, parameters, gradients, mirror, update)
 
     def _update(self, scale: float, lr: float, step: int, delayed: bool) -> Update:
-        return Update(self.settings, self._ops, self._arena, scale, lr, step + 1, delayed)
+        return Update(self.settings, self._ops, self._arena, scale, lr, step, delayed)

@@ -1,14 +1,15 @@
-"""The row of an update rule: its hyper-parameters, its state, and how it steps.
+"""The row of an update rule: its hyper-parameters, its optimizer state, and its step.
 
 A rule is element-wise, block-wise or tensor-wise. An element-wise rule is one operation over runs
-of a flat buffer. A block-wise rule is one with state in codes of 8 bits (coded.py). A tensor-wise
-rule needs sums over whole tensors, whose elements may be on several ranks:
+of a flat buffer. A block-wise rule is an element-wise rule with state in codes of 8 bits
+(coded.py). A tensor-wise rule needs sums over whole tensors, its *facts*, such as squared norms.
+The elements of a tensor may be on several ranks, so an update has three phases:
 
-    facts   each rank adds its elements' share to a flat float64 vector, tensor by tensor
-    sum     one all-reduce over the ranks with other elements of the same tensors
-    apply   each rank updates its elements from the sums, which have the same bits on all of them
+    add     each rank adds the terms of its own elements to a flat float64 vector of all facts
+    sum     one all-reduce of this vector, over the ranks with other elements of the same tensors
+    apply   each rank updates its elements from the sums, which have the same bits on all ranks
 
-A tensor-wise rule may also compute on whole tensors (`Whole`). Each is computed on one rank.
+A tensor-wise rule may also compute on whole tensors (`Whole`). One rank computes each tensor.
 """
 
 import math
@@ -26,22 +27,23 @@ from mpitrain.ops.codes import BLOCK, Map
 from mpitrain.regions import Piece
 
 Shape = Callable[[Parameter], tuple[int, ...] | None]
-"""(tensor) -> shape of a buffer of its state, or of a sum over it; None: the tensor has none."""
+"""(tensor) -> shape of its state in one buffer, or of one of its facts; None: it has none."""
 
 
 def elements(tensor: Parameter) -> tuple[int, ...]:
-    """Return the tensor's own shape. A rank stores the state of the elements that it updates.
+    """Return the tensor's own shape: a rank stores the state of the elements that it updates.
 
-    A buffer of any other shape is small: it is whole on each rank that updates an element.
+    State of any other shape, except `ElementsOf`, is small. Each rank that updates an element of
+    the tensor stores this state whole.
     """
     return tensor.shape
 
 
 @dataclass(frozen=True)
 class ElementsOf:
-    """The tensor's own shape, as `elements`, for some tensors; others have no such state.
+    """The tensor's own shape, as `elements`, for some tensors; other tensors have no such state.
 
-    of  (tensor) -> whether it has the state
+    of  (tensor) -> whether it has such state
     """
 
     of: Callable[[Parameter], bool]
@@ -70,15 +72,15 @@ Views = Callable[[Piece], tuple[Any, Any]]
 
 
 class Update(NamedTuple):
-    """The numbers and the tools of one update.
+    """The arguments of one update that are the same for all pieces of a rank.
 
-    A tensor-wise rule gets lr and settings.weight_decay of the tensor's group.
+    For a tensor-wise rule lr and settings.weight_decay are those of the tensor's parameter group.
 
-    scale    factor of all gradients: clipping, divided by the loss scale
+    scale    factor of all gradients: it clips, and undoes the loss scale
     lr       learning rate
-    number   number of this update, from 1; skipped ones do not count
-    delayed  whether some of these gradients belong to earlier steps, and some of this step's
-             gradients arrive later
+    step     number of this update, from 1; skipped updates do not count
+    delayed  whether a lossy wire format with error feedback delays gradients: parts of earlier
+             gradients arrive in this step, and parts of this step's gradients arrive later
     """
 
     settings: config.Optimizer
@@ -86,7 +88,7 @@ class Update(NamedTuple):
     arena: Arena
     scale: float
     lr: float
-    number: int
+    step: int
     delayed: bool = False
 
 
@@ -94,7 +96,7 @@ class ElementWise(NamedTuple):
     """The step of a rule that updates each element by itself, in one pass over memory.
 
     op         name of the operation (p, g, *state, scale, lr, weight_decay, arena, mirror=None);
-               state: the buffers in the order of the row, all of shape `elements`
+               state: the buffers in the order of `Rule.state`, all of shape `elements`
     arguments  (update) -> the operation's other arguments, by name
     """
 
@@ -106,9 +108,9 @@ class BlockWise(NamedTuple):
     """The step of an element-wise rule whose state is in codes of 8 bits, with scales of blocks.
 
     op         name of the operation (p, g, *codes, *scales, scale, lr, weight_decay, lead, arena,
-               mirror=None), on coded tensors
-    plain      name of the operation on the other tensors, as `ElementWise.op`
-    maps       codes of each buffer of the state by name, in the order of the arguments
+               mirror=None) on tensors with coded state
+    plain      name of the operation on all other tensors, as `ElementWise.op`
+    maps       {buffer of the state: its map of codes}, in the order of the arguments
     arguments  (update) -> the other arguments of both operations, by name
     """
 
@@ -119,11 +121,11 @@ class BlockWise(NamedTuple):
 
 
 class MatrixBlock(NamedTuple):
-    """Elements [start, stop) of a tensor piece, which form a matrix, row-major.
+    """Elements [start, stop) of a `TensorPiece`, which form an (R, C) matrix, row-major.
 
-    rows     indices of the matrix' rows in the whole tensor, all dims but the last flattened; (R,)
+    rows     (R,) indices of its rows in the whole tensor, with all dims but the last flattened;
              in the memory of the backend
-    columns  indices of its columns in the whole tensor; (C,)
+    columns  (C,) indices of its columns in the whole tensor, there too
     """
 
     start: int
@@ -135,13 +137,13 @@ class MatrixBlock(NamedTuple):
 class TensorPiece(NamedTuple):
     """The elements of one tensor that this rank updates.
 
-    tensor      the logical tensor and its region on this rank
+    tensor      the whole tensor, and its region on this rank
     parameters  (count,), in place
     gradients   (count,), to be multiplied by `Update.scale`
     mirror      (count,), or None; `apply` writes the rounded parameters to it
-    state       buffers by name. A buffer of the shape `elements` has (count,) here; any other
+    state       {name: buffer}: (count,) if the shape is `elements` or `ElementsOf`; any other
                 buffer is whole, in its own shape
-    facts       sums by name, of this and all earlier rounds: float64, whole, in their own shape
+    facts       {name: sum over the whole tensor}, float64, of this and all earlier rounds
     blocks      the same `count` elements as matrices; at most three
     result      (count,), the result of `TensorWise.whole`; None if the tensor has none
     """
@@ -157,12 +159,12 @@ class TensorPiece(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Sums over tensors, in one all-reduce.
+    """Facts (sums over whole tensors) that one all-reduce sums.
 
-    facts  shape of each sum by name
-    add    (piece, update): add the share of the piece's elements to `piece.facts`, which is 0 before
-           the first piece. It may change the state, and the sums of earlier rounds, as no update is
-           skipped now.
+    facts  {name: shape of the sum}
+    add    (piece, update): adds the terms of the piece's elements to `piece.facts`, which are 0
+           before the first piece. `add` may change the state, and the facts of earlier rounds: an
+           update that has begun is not skipped.
     """
 
     facts: Mapping[str, Shape]
@@ -170,12 +172,12 @@ class Round(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A result that follows from a whole tensor; one rank computes it, however elements are divided.
+    """A computation on whole tensors: one rank computes, even if several ranks have the elements.
 
-    of       (tensor) -> whether it has such a result
-    operand  (piece, update, out): write this rank's elements of the operand to out (count,). It may
-             change `elements` of the state
-    compute  (operand, update): overwrite an operand in the tensor's shape by the result
+    of       (tensor) -> whether the computation applies to it
+    operand  (piece, update, out): writes the operand of this rank's elements to out (count,). It
+             may change state of the shape `elements`
+    compute  (operand, update): overwrites an operand, in the tensor's shape, by the result
     """
 
     of: Callable[[Parameter], bool]
@@ -184,13 +186,13 @@ class Whole(NamedTuple):
 
 
 class TensorWise(NamedTuple):
-    """The step of a rule that needs sums over whole tensors, or whole tensors.
+    """The step of a rule that needs facts (sums over whole tensors), or whole tensors.
 
-    rounds  in their order; a round sees the sums of all earlier ones
-    apply   (piece, update): step the parameters. It runs once for each tensor in which this rank
-            updates an element. State that is not `elements` must follow only from state and sums,
-            so that it has the same bits on all ranks.
-    whole   a result of whole tensors, which `apply` gets; the rule refuses tensor parallelism
+    rounds  in the order in which they run; a round has the facts of all earlier rounds
+    apply   (piece, update): updates the parameters. It runs once for each tensor of which this rank
+            updates an element. State that ranks store whole must be computed only from such state
+            and from facts, so that it has the same bits on all ranks.
+    whole   its result is `piece.result` in `apply`; such a rule must refuse tensor parallelism
     """
 
     rounds: Sequence[Round]
@@ -199,9 +201,9 @@ class TensorWise(NamedTuple):
 
 
 class TorchClass(NamedTuple):
-    """The class of torch.optim with the same update, as a peer of `mpitrain bench train`.
+    """The class of torch.optim with the same update, for the peers in `mpitrain bench train`.
 
-    arguments  (settings) -> its arguments except learning rate and weight decay
+    arguments  (settings) -> arguments of the class, except learning rate and weight decay
     """
 
     name: str
@@ -216,12 +218,12 @@ class Rule(NamedTuple):
     """The row of an update rule in the table `RULES`.
 
     help      one phrase for the help of optimizer.name
-    reads     the keys of [optimizer] that are its hyper-parameters; no other one may be set
-    state     shape of each buffer of the state by name, in the order of the operation's arguments
-    step      one operation over elements or blocks, or rounds of sums over tensors
-    defaults  its own defaults of keys of [optimizer], where they differ from the section's
-    refusal   (configuration) -> error that explains why the rule cannot run with it, or None
-    torch     its counterpart in PyTorch, or None
+    reads     the hyper-parameters of the rule, keys of [optimizer]; it refuses those of other rules
+    state     {buffer: its shape}, in the order of the operation's arguments
+    step      one operation over elements or blocks, or rounds of facts
+    defaults  {key of [optimizer]: default of this rule}, where it differs from the section's
+    refusal   (configuration) -> error if the rule cannot run with it, or None
+    torch     the same rule in PyTorch, or None
     """
 
     help: str
@@ -233,20 +235,18 @@ class Rule(NamedTuple):
     torch: TorchClass | None = None
 
     def nbytes(self, itemsize: int) -> float:
-        """Return the bytes of optimizer state for each parameter.
+        """Return the bytes per parameter of all buffers of the shape `elements`.
 
-        For a rule with codes of 8 bits, this holds for a tensor in codes. Small tensors and
-        embeddings have no codes, and take more.
+        For a block-wise rule this holds for tensors with codes. Small tensors and embeddings have
+        no codes and need more bytes.
 
-        Buffers that are not `elements` do not count.
-
-        itemsize  of the parameters
+        itemsize  bytes of a parameter
         """
         each = 1 + itemsize / BLOCK if isinstance(self.step, BlockWise) else itemsize
         return each * sum(shape is elements for shape in self.state.values())
 
     def other_elements(self, tensors: Iterable[Parameter]) -> int:
-        """Return the elements of all buffers that are not `elements`, for these tensors."""
+        """Return the elements of all buffers that have any other shape than `elements`."""
         tensors = list(tensors)
         shapes = [
             shape(t) for t in tensors for shape in self.state.values() if shape is not elements
@@ -255,10 +255,10 @@ class Rule(NamedTuple):
 
 
 class HyperParameters(NamedTuple):
-    """The hyper-parameters that tensors may have for themselves.
+    """The values of a parameter group: hyper-parameters in which tensors may differ.
 
     lr            factor of the learning rate
-    weight_decay  0 for tensors without decay
+    weight_decay  0: no decay
     """
 
     lr: float
@@ -266,9 +266,9 @@ class HyperParameters(NamedTuple):
 
 
 def group_of(settings: config.Optimizer, tensor: Parameter) -> HyperParameters:
-    """Return the group of a tensor under its full name: the first match of optimizer.groups.
+    """Return the values of the first of optimizer.groups that matches the tensor's full name.
 
-    Without a match, matrices and embeddings have the decay of the section; vectors have none.
+    Without a match, matrices and embeddings have optimizer.weight_decay; vectors have no decay.
     """
     decay = settings.weight_decay if tensor.decayed else 0.0
     for group in settings.groups:
@@ -279,7 +279,7 @@ def group_of(settings: config.Optimizer, tensor: Parameter) -> HyperParameters:
 
 
 def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
-    """Raise ConfigError for a group that is the first match of no parameter.
+    """Raise ConfigError unless each of optimizer.groups is the first match of a parameter.
 
     names  full names of all parameters of the model
     """
@@ -297,21 +297,3 @@ def check_groups(settings: config.Optimizer, names: Iterable[str]) -> None:
                 else f"Full names are {names[0]} to {names[-1]}; a * matches dots, too.",
             )
         left -= matched
-
-
-ADAM = ("weight_decay", "beta1", "beta1_delayed", "beta2", "epsilon")
-"""The hyper-parameters of Adam and its variants."""
-
-
-def of_adam(update: Update) -> Mapping[str, float]:
-    settings = update.settings
-    return {
-        "beta1": settings.beta1_delayed if update.delayed else settings.beta1,
-        "beta2": settings.beta2,
-        "eps": settings.epsilon,
-        "step": update.number,
-    }
-
-
-def torch_adam(settings: config.Optimizer) -> Mapping[str, Any]:
-    return {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -12,7 +12,7 @@ class Decay(NamedTuple):
     """The decay of a schedule.
 
     factor  (progress of the decay from 0 to 1, final) -> factor of the peak rate
-    first   (warmup, steps) -> first step of the decay, if optimizer.decay_steps does not say
+    first   (warmup, steps) -> first step of the decay, if optimizer.decay_steps is 0
     """
 
     factor: Callable[[float, float], float]
@@ -42,7 +42,7 @@ DECAYS: dict[str, Decay | None] = {
     "cosine": Decay(_cosine, _after_warmup),
     "wsd": Decay(_linear, _last_fifth),
 }
-"""Schedules by optimizer.schedule; None: no decay. wsd is warm-up, stable, decay (Hu et al. 2024,
+"""{optimizer.schedule: its decay}; None: no decay. wsd is warm-up, stable, decay (Hu et al. 2024,
 MiniCPM, arXiv:2404.06395).
 """
 
@@ -65,7 +65,7 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 
 def schedule_error(settings: config.Optimizer, steps: int) -> ConfigError | None:
-    """Return the error for keys of a decay that do not fit the schedule or the run, or None."""
+    """Return the error if optimizer.final or decay_steps do not fit schedule or run, or None."""
     fields = config.Optimizer.model_fields
     keys = [
         key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default

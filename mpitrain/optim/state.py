@@ -11,16 +11,16 @@ from mpitrain.transport.base import Transport
 
 
 class FactSums(NamedTuple):
-    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py). It
-    runs over the ranks with other elements of the same tensors.
+    """The all-reduce of a tensor-wise rule's facts, such as squared norms of tensors (rule.py).
 
-    The order of additions is the same for all ranks with the same elements.
+    It runs over the ranks with other elements of the same tensors. Ranks with the same elements add
+    in the same order.
 
     bind    (vector) -> run; collective. The vector is (count,) float64 in the memory of the backend.
-            `run` leaves the sum in it, and is collective as well.
-    counts  (holders, as `Parameter.holders`) -> whether the sum includes this rank's elements of
-            such tensors. If the sum runs over ranks with the same elements, one of them counts.
-    shards  the ranks of the tensor's other elements if ZeRO divides it; None: nothing is divided
+            `run`, which is collective as well, replaces the vector by the sum.
+    counts  (`Parameter.holders` of a tensor) -> whether this rank adds the terms of its elements.
+            If several of these ranks have the same elements, one rank adds them.
+    shards  the ranks among which ZeRO divides tensors; None: ZeRO divides none
     """
 
     bind: Callable[[Any], Callable[[], None]]
@@ -29,11 +29,11 @@ class FactSums(NamedTuple):
 
 
 ALONE = FactSums(lambda vector: lambda: None, lambda holders: True)
-"""The sums of a rank that updates whole tensors by itself."""
+"""The `FactSums` of a rank that has all elements of its tensors."""
 
 
 def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Entry]:
-    """Lay out a whole array of this shape for each tensor, one after the other from `start` on."""
+    """Return the layout of a buffer with an array of this shape for each tensor, from `start` on."""
     layout: list[Entry] = []
     for entry in entries:
         dims = shape(entry.parameter)
@@ -51,9 +51,9 @@ def touched(storage: Storage, piece: Piece) -> list[Entry]:
 class StateArray(NamedTuple):
     """A buffer of the optimizer state, as checkpoints describe it.
 
-    pieces   this rank's ranges of the flat buffer, if each element belongs to one of its elements
-    entries  otherwise the tensors in this buffer, each whole and with its offset; `pieces` are then
-             ranges of this buffer
+    pieces   the runs of the flat buffer whose state this is, and their offsets in `array`
+    entries  if `array` has no state of single elements: the small arrays in it, each whole, and
+             their offsets. `pieces` then refers to `array` instead of the flat buffer
     """
 
     name: str
@@ -63,12 +63,12 @@ class StateArray(NamedTuple):
 
 
 class StateLayout(NamedTuple):
-    """The layout of a buffer of the state.
+    """The layout of a buffer of optimizer state.
 
-    length   elements of the buffer
-    pieces   as in `StateArray`
-    entries  as in `StateArray`
-    tensors  {tensor: (offset, shape of its view)}; None: the buffer is along the pieces
+    length            elements of the buffer
+    pieces, entries   as in `StateArray`
+    tensors           {tensor: (offset, shape of its view)}; None: the buffer has one element for
+                      each element of the pieces, in their order
     """
 
     length: int
@@ -77,7 +77,7 @@ class StateLayout(NamedTuple):
     tensors: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
 
     def views(self, buffer: Any) -> dict[str, Any]:
-        """Return {tensor: its view} for a buffer that does not have the layout of the pieces."""
+        """Return {tensor: its view of a buffer}; empty if `tensors` is None."""
         return {
             name: buffer[start : start + math.prod(shape)].reshape(shape)
             for name, (start, shape) in (self.tensors or {}).items()

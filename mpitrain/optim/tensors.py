@@ -1,4 +1,4 @@
-"""Tensor-wise updates: the pieces of each tensor on this rank, and the sums over whole tensors."""
+"""Tensor-wise updates: sums over whole tensors, results of whole tensors, and updates from both."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,11 +28,11 @@ Elements = tuple[int, int]
 
 
 class Divided(NamedTuple):
-    """A tensor on several ranks.
+    """A tensor whose elements are on several ranks. Its owner, one of them, computes the result.
 
-    array   the whole operand on the owner, this rank's elements elsewhere
-    owner   the rank that computes
-    others  on the owner: {rank: its elements}; elsewhere empty
+    array   on the owner the whole operand, later the whole result; elsewhere this rank's elements
+    own     the elements of this rank
+    others  on the owner {other rank: its elements}; elsewhere empty
     """
 
     tensor: Parameter
@@ -52,9 +52,9 @@ class Divided(NamedTuple):
 
 
 class Results:
-    """Operands and results of the divided tensors of this rank.
+    """Operands and results of `Whole.compute`, for tensors whose elements are on several ranks.
 
-    tensors  by full name
+    tensors  {full name: tensor}
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Results:
         """Agree on the owners, and allocate; collective over the transport.
 
         own        {full name: (tensor, its elements on this rank)}
-        transport  the ranks with other elements of the same tensors; None: there are none
+        transport  the ranks with other elements of the same tensors; None: no other rank has any
         """
         self.tensors: dict[str, Divided] = {}
         if transport is None:
@@ -122,7 +122,7 @@ class Results:
 
 
 def _cost(shape: Sequence[int]) -> int:
-    """Return a number in proportion to the time of a matrix times its transpose."""
+    """Return a number in proportion to the time of multiplying a matrix by its transpose."""
     cost = min(shape)
     for length in shape:
         cost *= length
@@ -132,11 +132,12 @@ def _cost(shape: Sequence[int]) -> int:
 def _owners(
     everyone: Sequence[Iterable[Sequence[Any]]],
 ) -> Iterator[tuple[str, int, dict[int, Elements]]]:
-    """Yield (full name, owner, {rank: elements}) of the divided tensors, in one order on all ranks.
+    """Yield (full name, owner, {rank: elements}) of each tensor with elements on several ranks.
 
-    The costliest tensor comes first. Each goes to the least loaded of its ranks.
+    All ranks get the same order, the costliest tensor first. The owner of a tensor is the least
+    loaded of its ranks.
 
-    everyone  by rank: full name, start, stop and cost of each tensor with elements on it
+    everyone  for each rank, the (full name, start, stop, cost) of each tensor with elements there
     """
     ranks, costs = dict[str, dict[int, Elements]](), dict[str, int]()
     for rank, listed in enumerate(everyone):
@@ -157,7 +158,7 @@ def _owners(
 def blocks(tensor: Parameter, start: int, stop: int) -> list[MatrixBlock]:
     """Divide elements [start, stop) of a tensor's flattened region into matrices.
 
-    They are the end of a row, whole rows, and the beginning of a row; vectors have one row.
+    The matrices are the end of a row, whole rows, and the beginning of a row. A vector is one row.
     """
     *lead, columns = [_indices(tensor, dim) for dim in range(len(tensor.shape))] or [np.arange(1)]
     rows = np.zeros(1, np.int64)
@@ -189,11 +190,12 @@ def _indices(tensor: Parameter, dim: int) -> np.ndarray:
 
 
 class _Fragment(NamedTuple):
-    """The elements of a tensor in a piece; offsets from the beginning of the piece.
+    """The elements of one tensor in a piece.
 
-    elements  the same, from the beginning of the tensor
-    group     of the tensor
-    settings  the section with the weight decay of the group
+    start, stop  the elements [start, stop), counted from the beginning of the piece
+    elements     the same elements, counted from the beginning of the tensor's region
+    group        the values of the tensor's parameter group
+    settings     the section [optimizer] with the weight decay of this group
     """
 
     entry: Entry
@@ -206,7 +208,13 @@ class _Fragment(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The flat vector of one round: all facts of all tensors, and its bound all-reduce."""
+    """The facts of all tensors of one round, and their all-reduce.
+
+    vector     (count,) float64, all facts
+    views      {fact: {tensor: its view of the vector}}
+    uncounted  views that this rank sets to 0 before the sum: another rank adds the same elements
+    run        the all-reduce of the vector
+    """
 
     vector: Any
     views: Mapping[str, Mapping[str, Any]]
@@ -230,8 +238,8 @@ class TensorUpdates:
     ):
         """Allocate the vectors of sums and bind their all-reduces; collective.
 
-        state      buffers by name
-        by_tensor  {name: {tensor: view}} of each buffer that is not along the pieces
+        state      {name: buffer}
+        by_tensor  {name: {tensor: its view}} of the buffers that have `StateLayout.tensors`
         """
         self._step = step
         self._along = {name: buffer for name, buffer in state.items() if name not in by_tensor}
@@ -255,8 +263,9 @@ class TensorUpdates:
         )
 
     def sum_facts(self, views: Views, update: Update) -> None:
-        """Run all rounds over all pieces of this rank; collective. Also compute results that ranks
-        divide among them.
+        """Sum the facts of all rounds over all pieces; collective.
+
+        Then compute the results of whole tensors whose elements are on several ranks.
         """
         for each, sums in zip(self._step.rounds, self._sums, strict=True):
             sums.vector.fill(0)

@@ -1,10 +1,12 @@
 """Asynchronous parameter servers: each gradient is applied on arrival, to parameters that may be
-newer than its pull.
+newer than those that it was computed from.
 
-A worker takes a ticket from the first server and pulls the parameters from all servers. It computes
-the ticket's rows and pushes its gradient to all servers, which apply it at once. `work_queue.py`
-has the rules for tickets. Workers wait for each other only at the bound of `replication.staleness`,
-and where all ranks synchronize. Norm, clipping and skipped updates are each worker's own.
+A ticket is one worker's share of the rows of one step; each step has one ticket per worker. A
+worker draws a ticket from the first server, and pulls the parameters from all servers. It
+computes the rows of the ticket, and pushes the gradient to all servers, which apply it at once.
+`WorkQueue` has the rules for tickets. A worker waits for other workers only at the bound of
+`replication.staleness`, and at a pause, where all ranks synchronize. Each worker clips by the norm
+of its own gradient, and skips an update if its own gradient is not finite.
 
 source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Distributed ML via a
         Stale Synchronous Parallel Parameter Server, NIPS 26
@@ -30,13 +32,15 @@ from mpitrain.transport.base import Request
 
 
 class Report(NamedTuple):
-    """A worker's report of a finished ticket. All servers have applied its gradient, or skipped it
-    as non-finite.
+    """A worker's report of a ticket, after all servers have applied or skipped its gradient.
 
     counted    targets of the ticket that count
-    loss       mean over them
-    grad_norm  norm of this gradient, before clipping
-    staleness  the largest number of updates on any server between its pull and its push
+    loss       mean over these targets
+    grad_norm  norm of the ticket's gradient, before clipping
+    nonfinite  elements of the gradient that are infinite or NaN
+    updated    whether the servers have applied the gradient
+    stop       whether the worker or a server has received a request to stop
+    staleness  the largest number of updates on any server between the worker's pull and its push
     """
 
     ticket: int
@@ -54,9 +58,9 @@ class WorkQueue:
     """The rules that grant tickets, from step `first` on (stale-synchronous parallel, Ho et al.
     2013).
 
-    bound  a worker starts step k when every worker has finished step k - 1 - bound; None: any
-           worker takes the next ticket
-    pause  (step) -> the next number of finished steps at which all ranks synchronize
+    bound  a worker begins step k when every worker has finished step k - 1 - bound; None: any
+           worker gets the next ticket
+    pause  (finished steps) -> the number of finished steps at the next pause
     """
 
     def __init__(self, workers: int, first: int, bound: int | None, pause: Callable[[int], int]):
@@ -111,7 +115,7 @@ class WorkQueue:
         self._limit = self._pause(self._first_open)
 
     def outcomes(self) -> list[tuple[int, StepResult]]:
-        """Return the newly finished steps and their results, in order.
+        """Return (step, result) of each step that has finished since the last call, in order.
 
         A step with a skipped update waits for the pause, since the run may end on it.
         """
@@ -149,8 +153,9 @@ def _of_step(reports: list[Report], lead: int) -> StepResult:
 
 
 DRAW, PULL, SETTLE, PUSH, LEAVE_OUT, TELL = range(6)
-"""The kinds of requests: the first number of a header. Answers have no kind. SETTLE is the last
-pull before all ranks synchronize.
+"""The kinds of messages, the first number of their header. Only answers to pulls and pushes have no
+kind. SETTLE is the last pull before a pause, LEAVE_OUT a push without its gradient, which is
+skipped, and TELL the result of a step.
 """
 
 NO_TICKET = -1
@@ -196,7 +201,7 @@ def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
 class TicketRows(ReplicaRows):
     """The rows of a worker's ticket.
 
-    ticket  None: between tickets
+    ticket  None: the worker has no ticket at present
     """
 
     ticket: int | None = None
@@ -215,7 +220,7 @@ class TicketRows(ReplicaRows):
 
 
 class AsyncWork(AgreeAndUpdate):
-    """An asynchronous worker's step end: it computes the rows of each ticket that it receives."""
+    """An asynchronous worker's step end: draws tickets, pulls parameters, pushes gradients."""
 
     def __init__(self, replica: ReplicationContext, roles: Roles, rows: TicketRows):
         store = WholeParameters(replica, ())
@@ -245,7 +250,7 @@ class AsyncWork(AgreeAndUpdate):
     def finish(self, step_input: StepInput) -> StepResult:
         assert self._rows.ticket is not None
         loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
-        own, factor = self.divided(
+        own, scale = self.result_of(
             step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
         )
         requests = []
@@ -253,7 +258,7 @@ class AsyncWork(AgreeAndUpdate):
             message = _filled(
                 PUSH if own.updated else LEAVE_OUT,
                 self._rows.ticket,
-                factor,
+                scale,
                 step_input.lr,
                 self._versions[server],
             )
@@ -283,7 +288,7 @@ class AsyncWork(AgreeAndUpdate):
     def _draw(self) -> int | None:
         """Report the finished ticket and receive the next one.
 
-        returns  None at a pause; all steps that had begun are then finished
+        returns  None at a pause, when all steps that have begun are finished
         """
         first = self._servers[0]
         self._wait(self._line.start_send(self._report, [], first))
@@ -305,7 +310,7 @@ class AsyncWork(AgreeAndUpdate):
         self._wait(requests)
         self.store.loaded()
         self._versions = {server: int(answer[0]) for server, answer in self._answers.items()}
-        # After `sync_parameters` this number is equal on all servers.
+        # After `sync` this number is equal on all servers.
         self.skips.number = int(self._answers[self._servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
@@ -403,9 +408,9 @@ class AsyncServing(AgreeAndUpdate):
             request.wait()  # the update must not overwrite parameters that are still being sent
         self._pulls = []
         staleness = self._updates - int(version)
-        # AdamW's step count is the number of updates made.
-        self.apply(scale, lr * self._lr_factor(staleness), self._applied_before + self._updates)
         self._updates += 1
+        lr *= self._lr_factor(staleness)
+        self.apply(scale, lr, self._applied_before + self._updates)
         return staleness
 
     def _lr_factor(self, staleness: int) -> float:

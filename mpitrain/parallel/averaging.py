@@ -23,21 +23,21 @@ from mpitrain.regions import Piece
 
 
 class AveragedParameters(WholeParameters):
-    """A worker's own parameters, and the average of all workers' in a second buffer.
+    """A worker's own parameters, and a second buffer with the average of all workers' parameters.
 
-    Evaluations and checkpoints use the average. Training continues from the workers' own
+    Evaluations and checkpoints use the average. Training continues from each worker's own
     parameters, also after the last step. So a finished run that is extended equals a run of the
-    full length. In half precision the mirror follows the parameters in use.
+    full length. In half precision the mirror has the values of the buffer in use.
 
     own         this worker's parameters
-    average     the average that the last `sync` computed; also scratch memory between updates
+    average     the average that the last `sync` computed; between updates also scratch memory
     is_current  whether `average` is the average of the present parameters
     """
 
     def __init__(self, replica: ReplicationContext, weight: float):
         """Allocate the second buffer, and bind the sum over all workers; collective.
 
-        weight  weight of this worker's parameters in the average
+        weight  of this worker's parameters in the average
         """
         super().__init__(replica, whole(replica.storage))
         storage, grid = replica.storage, replica.grid
@@ -83,7 +83,7 @@ class AveragedParameters(WholeParameters):
 
 
 class SkippedByWorker(SkippedUpdates):
-    """Counter of this worker's skipped updates. Checkpoints save the counts of all workers."""
+    """The count of this worker's skipped updates. Checkpoints save the counts of all workers."""
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica.config.precision.compute)
@@ -110,24 +110,24 @@ def _skipped_by(worker: int) -> str:
 
 
 class Mixer(Protocol):
-    """How the parameters of all workers are combined after their updates."""
+    """The way in which workers combine their parameters after each has updated its own."""
 
     def mix(self, step: int, is_end_of_period: bool) -> None:
         """Combine the parameters of all workers after step `step`, from 0; collective."""
 
     def state(self) -> list[StateBuffer]:
-        """Return state for checkpoints."""
+        """Return the buffers that checkpoints save, besides parameters and optimizer state."""
 
 
 class LocalUpdate(AgreeAndUpdate):
     """Each worker updates from its own rows; then a `Mixer` combines the workers' parameters.
 
-    The gradient of a worker is the mean over its own rows, clipped by its own norm. It skips an
-    update if a number is not finite.
+    The gradient of a worker is the mean over its own rows, clipped by its own norm. A worker skips
+    its update if its loss or its norm is not finite.
 
-    At the end of a period, and of the run, all ranks exchange skipped updates and stop requests. A
-    period has replication.period steps. Only then does a step have the same result on all ranks.
-    Its loss is the mean over the global batch, its norm the root mean square of the workers' norms.
+    A period has replication.period steps. At the end of each period and of the run, all ranks
+    exchange skipped updates and stop requests. Only these steps have the same result on all ranks:
+    the loss is the mean over the global batch, the norm the root mean square of the workers' norms.
     In all other steps loss and norm are this worker's own.
     """
 
@@ -175,7 +175,7 @@ class LocalUpdate(AgreeAndUpdate):
         return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
 
     def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:
-        """Return the step's result, equal on all ranks; collective."""
+        """Return the result of a step that is equal on all ranks; collective."""
         weight = self._weight
         self._numbers[:3] = (
             (weight * (own.loss * own.counted), weight * own.grad_norm**2, step_input.ignored)
@@ -209,7 +209,7 @@ def averaging(
 ) -> Replication:
     """Return a mode of model averaging; collective.
 
-    weight_in_average  weight of this worker's parameters in the average; None: its fraction of rows
+    weight_in_average  of this worker's parameters; None: the worker's fraction of the rows
     """
     rows, size = OwnRows(replica), replica.config.batch.size
     weight = len(rows.share(size)) / size
@@ -218,20 +218,20 @@ def averaging(
 
 
 class PeriodicAverage:
-    """Local SGD, or DiLoCo with an outer momentum: a full period ends with the average of all
-    parameters.
+    """Local SGD, and DiLoCo: after each period all workers continue from the same parameters.
 
-    The average weighs each worker by its rows. A run that ends within a period saves the plain
-    average as its model. If that run is extended, its workers continue from their own parameters.
+    In local SGD these are the average of all workers' parameters, weighted by their rows. A run
+    that ends within a period saves this average as its model. If the run is extended, each worker
+    continues from its own parameters.
 
-    The outer optimizer takes the average for a proposal. With `start`, the parameters before the
-    period, and m, at first 0:
+    DiLoCo has an outer optimizer, which takes the average as a proposal. `start` is the parameters
+    at the beginning of the period, and m is 0 at first:
 
         delta = start - average
         m     = outer_momentum m + delta
         start = start - outer_lr (delta + outer_momentum m)       all workers continue from here
 
-    The defaults, outer_lr 1 and outer_momentum 0, give the average itself.
+    The defaults outer_lr 1 and outer_momentum 0 give the average itself, and so local SGD.
 
     bytes sent  at the end of a period an all-reduce of the parameters' bytes and one of 48; in
                 other steps an all-reduce of the parameters' bytes for a checkpoint or an
@@ -293,21 +293,20 @@ def local_sgd(replica: ReplicationContext) -> Replication:
 
 
 def distances(n: int) -> list[int]:
-    """Return the distances to the neighbours of successive steps, repeated in turn: 1, 2, 4 ...
-    below n.
+    """Return the distances between neighbours in successive steps: 1, 2, 4 ... below n.
 
-    If n is a power of two, len(distances) averages without updates give all n workers the global
-    average.
+    After the last distance the first one follows. If n is a power of two and no worker updates, all
+    n workers have the global average after one round of distances.
     """
     return [1 << bit for bit in range(max(1, (n - 1).bit_length()))]
 
 
 class NeighbourAverage:
-    """Gossip averaging over an exponential graph: worker r averages with worker r - d in each step.
+    """Gossip averaging over an exponential graph: in each step a worker averages with one other.
 
-    In step k the distance d is 2^(k mod ceil(lg n)); worker r sends to worker r + d. All workers
-    have equal weight, whatever their rows, so an average leaves the mean over all workers
-    unchanged.
+    In step k the distance d is 2^(k mod ceil(lg n)). Worker r sends its parameters to worker r + d,
+    and averages its own with those of worker r - d. All workers have equal weight, whatever their
+    rows, so the mean over all workers does not change.
 
     bytes sent  the parameters' bytes in each step; at the end of a period an all-reduce of 48 bytes
     memory      twice the parameters

@@ -34,11 +34,11 @@ from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, Who
 from mpitrain.regions import Piece
 
 SUMMED = -1
-"""An entry of `Buckets._missing` in place of a unit: the pending sum over a tied group."""
+"""An entry of `Buckets._missing` in place of a unit: the sum over a tied group has not run yet."""
 
 TURNS = 2
-"""Slots for alternating buckets (double buffering): one bucket computes while the other one is
-communicated.
+"""Number of buffers that consecutive buckets share in turns (double buffering): layers compute with
+one bucket while the next one is communicated.
 """
 
 WITHIN_A_HOST = 4e6
@@ -66,8 +66,8 @@ def bucket_bytes(replica: ReplicationContext) -> float:
 def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
     """Return the buckets of the flat buffer, in the order of their reduction; collective.
 
-    A tensor-parallel group agrees on their bytes. Its replicated tensors must be in the same
-    buckets. Otherwise its ranks would sum these tensors in different orders.
+    The ranks of a tensor-parallel group agree on the bytes of a bucket. So a tensor that all of
+    them store is in the same bucket on each, and all sum it in the same order.
 
     firsts  units at which a bucket must start
     """
@@ -76,9 +76,9 @@ def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> l
 
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Return, for each unit, the buckets of the tensors that it uses, in order of storage.
+    """Return, for each unit, the buckets with tensors that the unit uses, in order of storage.
 
-    A tied tensor counts for each unit that uses it.
+    Several units may use a tied tensor.
     """
     names = {bucket: {entry.name for entry in storage.within(bucket)} for bucket in sorted(buckets)}
     used = [{entry.name for entry in storage.used(unit)} for unit in range(len(storage.units))]
@@ -88,7 +88,7 @@ def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucke
 def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]:
     """Return, for each bucket, the units that compute with its tensors.
 
-    A unit that only shares a tied tensor of the bucket is one of them.
+    They include units of other buckets that use a tied tensor of this bucket.
     """
     used = buckets_used(storage, buckets)
     return {
@@ -105,11 +105,11 @@ def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:
-    """Bind the sums of partial gradients over their tied groups, one for each group; collective.
+    """Bind an all-reduce per tied group whose ranks have summands of gradients; collective.
 
-    They run once a step.
+    The caller runs them once a step.
 
-    runs  (holders, partial, start, stop): adjacent runs of `flat`, as in `Span`
+    runs  (holders, partial, start, stop) of adjacent runs of `flat`, with the names of `Span`
     """
     sums = []
     for (holders, partial), group in groupby(runs, lambda run: run[:2]):
@@ -123,12 +123,11 @@ class Buckets(LocalGradients):
     """The in-place reductions of all buckets, each started when its gradients are ready (as DDP's
     reducer).
 
-    A bucket is ready when all units with tensors in it, and all units that use these tensors, are
-    ready. The units must become ready in the same order on all ranks of the group. Without
-    `replication.overlap` all buckets are reduced at the end.
+    A bucket is ready when all units that use its tensors are ready. The units must become ready in
+    the same order on all ranks of the group. Without `replication.overlap` all buckets are reduced
+    in `wait`.
 
-    buckets     in the order of their reduction
-    bytes sent  as stated by the bound reductions; in a wire format, by the formula of the format
+    buckets  in the order of their reduction
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class Buckets(LocalGradients):
         self._learn()
 
     def _learn(self) -> None:
-        """Pass the sums of exact steps to the wire format, which adapts its prediction to them."""
+        """After a step without a wire format, let the format learn from the exact sums."""
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
             if lossy and used is not lossy and lossy.learn:
                 lossy.learn(view)
@@ -251,9 +250,9 @@ class Buckets(LocalGradients):
 def all_reduce(replica: ReplicationContext) -> Replication:
     """Return data parallelism by all-reduce (as torch's DistributedDataParallel); collective.
 
-    Each rank computes its rows. `Buckets` reduces the flat gradient buffer bucket by bucket, in
-    place. The order is from the last unit to the first, while earlier layers still compute.
-    Replicas end equal bit for bit, also with a lossy wire format.
+    Each rank computes its rows. `Buckets` reduces the flat gradient buffer in place, bucket by
+    bucket from the last unit to the first, while earlier layers still compute. After a step all
+    replicas are equal bit for bit, also with a lossy wire format.
 
     source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
@@ -270,8 +269,9 @@ def all_reduce(replica: ReplicationContext) -> Replication:
 
 
 def counted_runs(replica: ReplicationContext) -> list[Piece]:
-    """Return the runs of the flat buffer that this rank, and no other of its replica, counts in
-    norms.
+    """Return the runs of the flat buffer that this rank squares for the norm.
+
+    No two ranks of a replica square the same element.
     """
     runs: list[Piece] = []
     for span in replica.storage.spans:

@@ -28,10 +28,10 @@ class Coords(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The number of ranks along each axis.
+    """The number of ranks along each axis, and the number of servers.
 
-    tp varies fastest with the rank, then dp, then pp. So tensor-parallel neighbours, which
-    communicate most, share a host. The servers are the last ranks and have no coordinates.
+    tp varies fastest with the rank, then dp, then pp. So the ranks of a tensor-parallel group,
+    which communicate most, share a host. The servers are the last ranks and have no coordinates.
     """
 
     tp: int = 1
@@ -54,8 +54,8 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
     """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
     servers  number of the last ranks, which compute no rows
-    raises  ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no row,
-            if run.delay names a rank that computes no rows, or if run.inject cannot happen
+    raises   ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no
+             row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
     """
     layout = config.layout
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
@@ -100,9 +100,9 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
 
 
 def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
-    """Return the number of replicas in a ZeRO sharding group: all with shard "all", a host's with
-    "host".
+    """Return the number of replicas in a ZeRO sharding group.
 
+    shard   "all": all replicas; "host": those of one host
     hosts   host of every rank, by rank
     raises  ConfigError if hosts have different numbers of replicas
     """
@@ -121,9 +121,9 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
 
 
 def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
-    """Return whether all groups along dp have the same pattern of hosts.
+    """Return whether all groups along dp are distributed over hosts in the same way.
 
-    Only then do they all sum in the same order.
+    Only then do all these groups sum in the same order.
 
     hosts   host of every rank, by rank
     """
@@ -140,13 +140,13 @@ class Grid:
     world         all ranks
     tp, dp, pp    the group along that axis: all ranks that share this rank's other two coordinates;
                   on a server, only itself
-    servers       the servers; None on all other ranks
+    servers       the group of the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does
-    holders       {name: tied group}: the ranks of this replica with the same elements of some
-                  tensors. "tp": tensors replicated in the tensor-parallel group. A tied tensor's
-                  full name: the stages that use it.
-    arena         counts the bytes that the groups lease (Group.exchange)
+    holders       {name: tied group}, the ranks of this replica that store the same elements of some
+                  tensors. "tp": the tensor-parallel group, for tensors that all its ranks store; a
+                  tied tensor's full name: the stages that use it.
+    arena         counts the bytes of activation buffers (`Group.exchange`)
     algorithm     all-reduce algorithm of all groups except tp
     tp_algorithm  all-reduce algorithm of tp; empty: `algorithm`
     """
@@ -209,7 +209,7 @@ class Grid:
         collective.
 
         stage_of  the stage of each model chunk
-        tied   {full name of a tied tensor: its stages}, for tensors on several stages
+        tied      {full name of a tied tensor: its stages}, for tensors on several stages
         """
         here = self.coords
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == stage_of[-1]
@@ -220,11 +220,10 @@ class Grid:
                 self.holders[name] = group
 
     def check(self) -> None:
-        """Raise ConfigError if an algorithm does not support the hosts of one of this rank's
-        groups.
+        """Raise ConfigError if a group of this rank has an algorithm that its hosts rule out.
 
-        Not collective: other groups may have supported hosts. The caller must make all ranks agree
-        on the error.
+        It is not collective, so the error may be on some ranks only. The caller must make all ranks
+        agree on it.
         """
         for group in {
             id(group): group for group in (self.tp, self.dp, *self.holders.values())
@@ -237,11 +236,11 @@ class Grid:
         """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);
         collective.
 
-        The replication group has the same shard on every rank.
+        All ranks of the replication group have the same shard.
 
         shard  "all": the sharding group has all replicas, the replication group this rank alone;
-               "host": the sharding group has the replicas of this host, and there is one complete
-               set of shards on each host
+               "host": the sharding group has the replicas of this host, so each host has a complete
+               set of shards
         """
         transport = self.dp.transport
         here = transport.hosts[transport.rank]
@@ -257,18 +256,20 @@ class Grid:
     def counts(self, holders: str) -> bool:
         """Return whether this rank includes the tensors of a tied group in norms and similar sums.
 
-        One rank of each group does.
-        holders  key of `holders`; "": the tensors of this rank alone
+        It is true on one rank of each group.
+
+        holders  key of `Grid.holders`; "": tensors that only this rank stores
         """
         return not holders or self.holders[holders].rank == 0
 
     def fact_sums(self, *groups: Group) -> FactSums:
-        """Return the all-reduce of an update rule, such as of squared norms of tensors
-        (`FactSums`). It runs over the ranks with other elements of the same tensors.
+        """Return the all-reduce of an update rule's sums over whole tensors (`FactSums`).
 
-        Recursive doubling adds every element in one order, whatever its offset and the hosts. So
-        tied stages and other replicas, which hold the same elements, get the same bits.
-        groups  the sums run over each of these groups in turn
+        It runs over the ranks with other elements of the same tensors. Recursive doubling adds
+        every element in the same order, whatever its offset and the hosts. So the sums have the
+        same bits on all ranks that store the same elements.
+
+        groups  an all-reduce runs over each of these groups in turn
         """
 
         def bind(facts: Any) -> Callable[[], None]:

@@ -21,7 +21,7 @@ ROOT = 0
 class BroadcastParameters(WholeParameters):
     """Parameters that rank 0 updates and broadcasts.
 
-    opened  the micro-batch that last opened a unit
+    opened  the micro-batch of the last call of `open`
     """
 
     opened = 0
@@ -52,7 +52,7 @@ class BroadcastParameters(WholeParameters):
 
 
 class BroadcastAndUpdate(AgreeAndUpdate):
-    """All ranks agree, and rank 0 updates; the next step begins with the broadcast."""
+    """All ranks agree, and rank 0 updates; the next step begins with a broadcast of the parameters."""
 
     def begin(self, step: int) -> None:
         super().begin(step)
@@ -118,8 +118,8 @@ class MasterRows(ReplicaRows):
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         """Compute the loss of all ranks' logits on rank 0.
 
-        returns  the loss, which is 0 on all other ranks, and the gradient of this rank's logits,
-                 written over them
+        returns  the summed loss of all ranks on rank 0, and 0 on other ranks; the gradient of this
+                 rank's logits, written over the logits
         """
         transport, tag, exposed = self._transport, self._logits_tag, self._replica.exposed
         if not self._is_root:
@@ -164,7 +164,7 @@ class MasterRows(ReplicaRows):
     def _bounds(self, root_logits: int) -> list[range]:
         """Return the rows of each rank among all logits of this micro-batch.
 
-        root_logits  number of rank 0's logits
+        root_logits  number of rows of rank 0's logits
         """
         ranks, micro_batches = self._transport.size, self._replica.config.batch.micro_batches
         rows = [

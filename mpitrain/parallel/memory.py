@@ -25,11 +25,11 @@ from mpitrain.transport.base import Transport
 class Room(NamedTuple):
     """The memory of this rank's host or GPU, in bytes.
 
-    free     before the ranks allocate theirs; at most memory.limit_gb
-    needed   by parameters, gradients and optimizer state of these ranks
-    ranks    those that share the memory
-    where    names the memory in a message
-    allowed  text behind the amount of `free` in a message
+    free     bytes before the ranks allocate; at most memory.limit_gb
+    needed   bytes of parameters, gradients and optimizer state of `ranks`
+    ranks    the ranks that share the memory
+    where    name of the memory in a message
+    allowed  predicate of `free` in a message
     """
 
     free: int
@@ -50,9 +50,9 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations are not counted: `run/counting.py` checks them in the room that is left.
+    Activations do not count here: `run/counting.py` checks that they fit in what is left.
 
-    chunks  of the model, over all stages
+    chunks  number of model chunks, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host
     """
     places = process.gpu_identities(transport.hosts, gpus)
@@ -89,8 +89,8 @@ def sizes(
 ) -> tuple[Sizes, int]:
     """Return the arguments of a mode's memory formula, and the number of parameters.
 
-    They are extrapolated from networks of one and two layers, which are quick to describe. They
-    are those of a network without frozen parameters.
+    Both are extrapolated from networks of one and two layers, which are quick to describe. No
+    parameter of these networks is frozen.
 
     shards  ranks of ZeRO's sharding group
     """
@@ -129,9 +129,11 @@ def frozen_sizes(
     chunks: int,
     device: Device,
 ) -> Sizes:
-    """Return the sizes of the whole network, with adapters and frozen parameters.
+    """Return the arguments of a mode's memory formula for a network with frozen parameters.
 
-    estimate  sizes of which only the numbers of elements change
+    Adapters are included. The whole network is described, which takes longer than `sizes`.
+
+    estimate  the result of `sizes`, whose numbers of elements are replaced
     raises    ConfigError as `freeze`
     """
     layers = described(device.ops, config.layout)

@@ -1,4 +1,4 @@
-"""The row of a replication mode: its constructor, its bytes in memory and messages, the keys that it refuses."""
+"""The row of a replication mode: constructor, formulas of memory and bytes sent, refused keys."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class Sample(NamedTuple):
 class Formula(NamedTuple):
     """The bytes that the busiest rank sends per step.
 
-    words  formula in words
-    of     (context of a rank, sizes of a row) -> bytes, mean over the steps of the run; None if
-           they cannot be predicted
+    words  the formula in words, for users
+    of     (context of a rank, sizes of a row) -> mean bytes of a step of the run; None if they
+           cannot be predicted
     """
 
     words: str
@@ -38,18 +38,18 @@ class Formula(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The arguments of a memory formula. Sizes of elements are in bytes.
+    """The arguments of a memory formula.
 
     settings  the section `replication` of the configuration
     axes      the number of ranks along each axis
     shards    ranks that divide a replica's state: ZeRO's sharding group
     length    elements of the flat parameter buffer of a stage, as the mean over the stages
     largest   elements of the largest unit, or of the mean chunk of several on a stage
-    master    size of a parameter, and of its gradient
-    mirror    size of a rounded copy of a parameter; 0 in full precision
-    state     size of the optimizer's state of a parameter, as the mean over trained parameters
-    frozen    elements of the frozen parameters of a stage, which `length` does not count
-    slot      as `largest`, of frozen parameters
+    master    bytes of a parameter, which are those of its gradient, too
+    mirror    bytes of the rounded copy of a parameter; 0 in full precision
+    state     bytes of optimizer state per parameter, as the mean over trained parameters
+    frozen    elements of the frozen parameters of a stage, which are not part of `length`
+    slot      as `largest`, for frozen parameters
     """
 
     settings: Settings
@@ -65,12 +65,12 @@ class Sizes(NamedTuple):
 
     @property
     def replica(self) -> float:
-        """The bytes of parameters, rounded copy, gradients and optimizer state, all of them."""
+        """The bytes of a replica that is not sharded: parameters, mirror, gradients and state."""
         return (2 * self.master + self.mirror + self.state) * self.length + self.fixed
 
     @property
     def fixed(self) -> float:
-        """The bytes of all frozen parameters, which have no master in half precision."""
+        """The bytes of all frozen parameters, in the dtype with which layers compute."""
         return self.computed * self.frozen
 
     @property
@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """Descriptor of a replication mode; an entry of modes.py.
+    """The row of a replication mode in one of the tables of modes.py.
 
     help      phrase about the mode, for the help of its key
     make      (context) -> the mode on this rank; collective
@@ -92,8 +92,9 @@ class Mode(NamedTuple):
     servers   (settings) -> number of the last ranks, which compute no rows
     records   (settings) -> fields of StepResult that metrics.jsonl has only in this mode
     exchange  (settings) -> steps between two exchanges of stop requests
-    stages    {replication.zero: descriptor} for each ZeRO stage of the mode
-    variants  {end of the mode's name in `mpitrain compare`: setting}; empty: there is one variant
+    stages    {replication.zero: row} of the mode's ZeRO stages
+    variants  {suffix of the mode's name in `mpitrain compare`: setting}; empty: the mode has no
+              variants
     """
 
     help: str
@@ -109,14 +110,12 @@ class Mode(NamedTuple):
 
 
 def has_outer(settings: Settings) -> bool:
-    """Return whether there is an outer optimizer, which needs two more buffers of the parameters'
-    length.
-    """
+    """Return whether local SGD has an outer optimizer (DiLoCo), which keeps two more buffers."""
     return settings.outer_lr != 1 or settings.outer_momentum != 0
 
 
 def unknown(settings: Settings) -> None:
-    """Return None: there is no formula for the bytes that the mode sends."""
+    """Return None: the mode has no formula for the bytes that it sends."""
 
 
 def nothing(config: Config) -> None:
@@ -124,15 +123,16 @@ def nothing(config: Config) -> None:
 
 
 def first(*rules: Callable[[Config], ConfigError | None]) -> Callable[[Config], ConfigError | None]:
-    """Return the rule that returns the first error of these rules."""
+    """Join several refusals of a mode into one, which returns the first error."""
     return lambda config: next(filter(None, (rule(config) for rule in rules)), None)
 
 
 def only(key: str, others: str, **needed: str | int) -> Callable[[Config], ConfigError | None]:
-    """Return the rule that keys have one value each, written as `section__key`.
+    """Return a refusal of all configurations in which a key does not have the value that it needs.
 
-    key     the key that chose the mode, for the message
-    others  its value that supports every value of the keys
+    key     the key that selected the mode, for the message
+    others  a value of `key` with which the other keys may have any value, for the message
+    needed  {section__key: value}
     """
 
     def rule(config: Config) -> ConfigError | None:
@@ -151,7 +151,7 @@ def only(key: str, others: str, **needed: str | int) -> Callable[[Config], Confi
 
 
 def of_zero(config: Config) -> ConfigError | None:
-    """Refuse keys that only some ZeRO stages read; in all modes."""
+    """Return the error about a key that the ZeRO stage does not support, or None; for all modes."""
     settings, compute = config.replication, config.precision.compute
     if settings.wire != "none" and settings.zero > 1:
         return ConfigError(
@@ -221,7 +221,7 @@ def _summed(words: str, elements: Callable[[int, int], float]) -> Formula:
 def sent_in_ring(rank: int, n: int, count: int) -> int:
     """Return the elements that a rank sends in a ring all-reduce.
 
-    They are all chunks but its own, and then all chunks but its neighbour's.
+    First it sends all chunks but its own, then all chunks but that of the next rank.
     """
     sizes = [stop - start for start, stop in chunk_bounds(count, n)]
     return 2 * count - sizes[rank] - sizes[(rank + 1) % n]
@@ -248,13 +248,13 @@ def _halving(n: int, count: int) -> int:
 
 
 Travelled = Callable[[ReplicationContext], tuple[float, float] | None]
-"""(context) -> elements that ZeRO reduce-scatters and all-gathers, or None."""
+"""(context) -> elements that ZeRO reduce-scatters, and those that it all-gathers; None: unknown."""
 
 
 def zero_traffic(words: str, travelled: Travelled) -> Callable[[Settings], Formula]:
-    """Return the formulas of a ZeRO stage with ring collectives.
+    """Return (settings) -> the formula of a ZeRO stage with ring collectives.
 
-    words  with {0} for the fraction of the bytes that each rank sends
+    words  the formula in words; {0} stands for the fraction of the bytes that each rank sends
     """
     return lambda settings: (
         _divided(words.format("(n-1)/n"), travelled)
@@ -273,7 +273,7 @@ def _divided(words: str, travelled: Travelled) -> Formula:
 
 
 def sharded(replica: ReplicationContext, travelled: Travelled) -> float | None:
-    """Return the bytes that a rank sends in a step to the replicas that shard its parameters."""
+    """Return the bytes that a rank sends in a step to other replicas, without the control message."""
     grid, elements, storage = replica.grid, travelled(replica), replica.storage
     if elements is None:
         return None
@@ -287,14 +287,15 @@ def sharded(replica: ReplicationContext, travelled: Travelled) -> float | None:
 
 
 def once(replica: ReplicationContext) -> tuple[float, float]:
-    """Return the elements that ZeRO stage 1 moves: gradients and parameters once a step."""
+    """Return the elements that ZeRO stage 1 reduces and gathers: all of them, once a step."""
     return replica.storage.length, replica.storage.length
 
 
 def by_micro_batch(replica: ReplicationContext) -> tuple[float, float]:
-    """Return the elements that ZeRO stage 2 moves: the gradients of each micro-batch.
+    """Return the elements that ZeRO stage 2 reduces and gathers.
 
-    A pipeline stage sums the micro-batches of a chunk first.
+    It reduces the gradients of each micro-batch. A pipeline stage with several model chunks sums
+    the micro-batches of a chunk first.
     """
     length = replica.storage.length
     return _scatters_per_step(replica) * length, length
@@ -330,7 +331,7 @@ def _scatters_per_step(replica: ReplicationContext) -> int:
 
 
 def _gathered(spans: Sequence[Span], opened: Iterable[int]) -> int:
-    """Return the elements to gather if the spans of a kind alternate between two slots.
+    """Return the elements to gather if spans with equal `holders` alternate between two slots.
 
     opened  the units in the order of their use
     """
@@ -363,8 +364,10 @@ def _children(rank: int, n: int) -> int:
 
 
 def _master(replica: ReplicationContext, sample: Sample) -> float:
-    """Weights go down a binomial tree, and gradients come up one. Rows and logits travel directly
-    between rank 0 and each worker.
+    """Return the bytes of the busiest rank.
+
+    Parameters go down a binomial tree, and gradients come up the same tree. Rows and logits travel
+    directly between rank 0 and each worker.
     """
     size, n, length = replica.config.batch.size, replica.grid.axes.ranks, _gradient_bytes(replica)
     logits = sample.logits * replica.computed.itemsize
@@ -392,7 +395,7 @@ def _local(replica: ReplicationContext, sample: Sample) -> float:
 
 
 def _gossip(replica: ReplicationContext, sample: Sample) -> float:
-    """The run ends with an average over all ranks."""
+    """Return the mean bytes of a step, including the average over all ranks after the run."""
     n, steps, storage = replica.grid.axes.ranks, replica.config.run.steps, replica.storage
     average = _ring(n, storage.length) * storage.dtype.itemsize
     exchanges = _periods(replica.config) * _ring(n, NEWS) * CONTROL_ITEM
@@ -422,10 +425,10 @@ def _server_sync(replica: ReplicationContext, sample: Sample) -> float:
 def _server_late(replica: ReplicationContext, sample: Sample) -> float | None:
     """Return the bytes of asynchronous and bounded servers.
 
-    None if a worker may be the busiest rank: the number of its tickets is not known before. A step
-    has one ticket per worker. For a ticket, a worker sends a request for it, a pull of parameters,
-    and a push of gradients. At a pause each worker sends one request that gets no ticket. At the
-    end of the run it pulls the parameters.
+    Returns None if a worker may be the busiest rank, since nobody knows before the run how many
+    tickets it will get. A step has one ticket per worker. For each ticket a worker sends a request,
+    a pull of parameters, and a push of gradients. At a pause each worker sends one request that
+    gets no ticket. At the end of the run each worker pulls the parameters.
     """
     config, stored, workers = replica.config, _bytes_by_server(replica), replica.grid.axes.dp
     steps, servers = config.run.steps, len(stored)

@@ -1,4 +1,4 @@
-"""The table of all replication modes."""
+"""The tables of replication modes, ZeRO stages and asynchronous pipelines."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ from mpitrain.transport.agreement import on_all_ranks
 
 
 def _is_late(settings: Settings) -> bool:
-    """Return whether servers update before all workers have finished the step."""
+    """Return whether servers may update before all workers have finished the step."""
     return settings.update == "async" or (settings.update == "bounded" and settings.staleness > 0)
 
 
@@ -42,7 +42,7 @@ def _server_or_worker(replica: ReplicationContext) -> Replication:
 
 
 def _memory_of_servers(sizes: Sizes) -> float:
-    """Return a rank's mean bytes: the servers hold one replica together, a worker has no state.
+    """Return the mean bytes of a rank: all servers share one replica's state, workers have none.
 
     Synchronous servers receive the workers' gradients in a separate buffer.
     """
@@ -151,7 +151,7 @@ ZERO: Table[int, Mode] = Table(
         ),
     }
 )
-"""ZeRO stages by replication.zero, which mode all-reduce supports."""
+"""{replication.zero: row}: the ZeRO stages, which only mode all-reduce supports."""
 
 MODES: Table[str, Mode] = Table(
     {
@@ -206,8 +206,7 @@ MODES: Table[str, Mode] = Table(
         ),
     }
 )
-"""Modes by replication.mode. A new mode needs no more than a row here.
-"""
+"""{replication.mode: row}. A new mode needs no more than a row here."""
 
 STREAMS: Table[str, Mode] = Table(
     {
@@ -229,7 +228,7 @@ STREAMS: Table[str, Mode] = Table(
         ),
     }
 )
-"""Modes by pipeline.schedule, for asynchronous pipelines. Their replicas use an all-reduce."""
+"""{pipeline.schedule: row}, for asynchronous pipelines. Their replicas use an all-reduce."""
 
 
 def mode_of(config: Config) -> Mode:
@@ -260,7 +259,7 @@ def refusal_of(config: Config) -> ConfigError | None:
 
 
 def servers_of(config: Config) -> int:
-    """Return the number of the last ranks, which compute no rows."""
+    """Return the number of parameter servers, which are the last ranks and compute no rows."""
     return mode_of(config).servers(config.replication)
 
 

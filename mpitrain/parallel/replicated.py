@@ -5,8 +5,8 @@ control message counts the wrong gradients of all ranks. Each gradient is padded
 32 elements.
 
 The caller computes gradients with any library. `Replicated` copies each gradient into the flat
-buffer of the same `Buckets` that a `Trainer` uses. A bucket is reduced while the caller's backward
-pass still computes earlier parameters.
+buffer of its `Buckets`, the reducer that a `Trainer` uses, too. A bucket is reduced while the
+caller's backward pass still computes the gradients of earlier parameters.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
@@ -44,8 +44,8 @@ Average = Callable[[Any, Any], None]
 """(sum over the ranks, gradient): write the average into the gradient."""
 
 
-def averaging(device: Device, ranks: int, arena: Arena) -> Average:
-    """Return the function that averages on a device: NumPy's one pass, or our kernels."""
+def average_on(device: Device, ranks: int, arena: Arena) -> Average:
+    """Return the function that averages on a device: with NumPy on the host, else with our kernels."""
     weight = weight_of(ranks)
     if device.kernels is None:
         return lambda total, gradient: np.multiply(total, weight, out=gradient)
@@ -187,7 +187,7 @@ class Replicated:
         self._own: Transport | None = part
         device = device_for(config.device.kind)
         self._arena = device.arena()
-        self._average = averaging(device, transport.size, self._arena)
+        self._average = average_on(device, transport.size, self._arena)
         self._grid = Grid(
             over_device(part, device.backend, config.device.cuda_aware),
             Axes(dp=transport.size),

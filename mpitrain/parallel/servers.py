@@ -39,8 +39,9 @@ from mpitrain.transport.base import Request, Transport
 
 
 def header() -> np.ndarray:
-    """Return an empty header, (NUMBERS,) float64. It is in host memory, so a rank can wait for any
-    sender.
+    """Return a header of zeros, (NUMBERS,) float64.
+
+    It is in host memory, because a rank can receive from any sender only there.
     """
     return np.zeros(NUMBERS)
 
@@ -59,8 +60,7 @@ def by_span(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class PushPull:
-    """Messages between workers and servers on one transport: a header, then the pieces that it
-    announces.
+    """Messages between workers and servers: a header of numbers, and the pieces that belong to it.
 
     Sender and receiver pass the same pieces in the same order.
     """
@@ -73,9 +73,7 @@ class PushPull:
             self._pieces = transport.claim_tag()
 
     def start_send(self, numbers: np.ndarray, views: Sequence[Any], to: int) -> list[Request]:
-        """Start to send a header and its pieces. The caller must not change them until the requests
-        end.
-        """
+        """Start to send a header and its pieces; the caller changes neither until the requests end."""
         return [
             self.transport.start_send(numbers, to, self._headers),
             *self.start_send_pieces(views, to),
@@ -107,9 +105,10 @@ class PushPull:
 
 
 class Roles:
-    """The ranks that are workers, those that are servers, and the messages between them.
+    """The workers, the servers, and the messages between them.
 
-    pieces  {server: the pieces of the flat buffer that it stores}
+    pieces   {server: the pieces of the flat buffer that it stores}
+    answers  {server: the header of its answer}
     """
 
     def __init__(self, replica: ReplicationContext):
@@ -190,14 +189,14 @@ class PushAndPull(AgreeAndUpdate):
             request.wait()
         self.store.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome, _ = self.divided(step_input, first[:5].tolist())
+        outcome, _ = self.result_of(step_input, first[:5].tolist())
         return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
 
 
 class ServedParameters(ParameterStore):
-    """A server's pieces of the parameters, concatenated; a server computes no rows.
+    """A server's pieces of the parameters, concatenated.
 
-    views  of the pieces, in their order
+    views  the pieces, in their order
     """
 
     mirror: Any = None
@@ -253,7 +252,7 @@ class CollectedGradients(ServedGradients):
     def wait(self) -> None:
         """Receive the gradients and sum them in the order of the workers.
 
-        The gradient of the next worker arrives while the previous one is added.
+        The gradient of the next worker arrives while that of the previous worker is added.
         """
         first, second = self._workers[0], self._workers[1:2]
         begun = self._line.start_recv_pieces(self._sums, first)
@@ -310,9 +309,9 @@ class ServedUpdate(AgreeAndUpdate):
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
-        outcome, factor = self.divided(step_input, totals)
+        outcome, scale = self.result_of(step_input, totals)
         if outcome.updated:
-            self.apply(factor, step_input.lr, step_input.number - self.skips.number)
+            self.apply(scale, step_input.lr, step_input.number + 1 - self.skips.number)
         answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
         for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
@@ -320,7 +319,7 @@ class ServedUpdate(AgreeAndUpdate):
 
 
 class NoRows(ReplicaRows):
-    """No rows: those of a server."""
+    """The rows of a server: none."""
 
     def share(self, rows: int) -> range:
         return range(0)

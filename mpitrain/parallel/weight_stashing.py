@@ -1,17 +1,17 @@
-"""Asynchronous pipelines by weight stashing: a micro-batch uses one version of the parameters.
+"""Asynchronous pipelines by weight stashing: each stage keeps several versions of its parameters.
 
-Each stage updates its parameters by itself, and no step drains the pipeline. A micro-batch uses the
-same version in forward and backward. A step is one batch, as in every mode. It has one learning
-rate, one line of metrics, and its micro-batches. In `async` an update uses one micro-batch, as a
-mean over its rows in all replicas. In `async-2bw` it uses the whole batch. A stage clips by the
-norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
+Each stage updates its parameters by itself, and the pipeline is not drained after a step. A
+micro-batch uses the same version in forward and backward. A step is one batch, as in every mode,
+with one learning rate and one line of metrics. With `async` an update uses one micro-batch, as a
+mean over its rows in all replicas. With `async-2bw` an update uses the whole batch. A stage clips
+by the norm of its own gradient, and skips an update with a non-finite gradient. AdamW's step count
 includes skipped updates.
 
-The control all-reduce of each micro-batch is asynchronous. A stage starts it after the backward of
-the micro-batch. It reads the result as many micro-batches later as there are stages, before their
-backward. So ranks learn the result of a step some steps later. A stop request ends training after a
-later step, which all ranks choose alike. All of them have read the request before the first stage
-begins the last backward of that step.
+Each micro-batch has its own control message, a non-blocking all-reduce. A stage starts it after the
+backward of the micro-batch. With p stages, a stage reads it just before the backward p
+micro-batches later. So ranks learn the result of a step some steps later. A stop request ends
+training after a later step, which is the same on all ranks. All ranks have read the request before
+the first stage begins the last backward of that step.
 
 source  Narayanan et al. 2019, PipeDream, SOSP; Narayanan et al. 2021, Memory-Efficient
         Pipeline-Parallel DNN Training, ICML (2BW)
@@ -42,14 +42,14 @@ from mpitrain.trace.recorder import UPDATE
 
 
 class StashedParameters(WholeParameters):
-    """Several versions of the parameters: micro-batches between forward and backward use old ones.
+    """Several versions of a stage's parameters; a micro-batch that has begun keeps its version.
 
-    Micro-batches and versions are counted from the last drained pipeline. An update
-    follows each `every` micro-batches. Micro-batch i uses version i // every - (versions - 1), or
-    0 if that is negative.
+    Micro-batches and versions are counted from the last time when the pipeline was empty. After
+    each `every` micro-batches an update makes the next version. Micro-batch i uses version
+    i // every - (versions - 1), or 0 if this is negative.
 
-    steps   the steps begun since then
-    memory  `versions` times the parameters, in half precision the rounded ones
+    steps   the steps that have begun since the pipeline was last empty
+    memory  `versions` times the parameters with which layers compute
     """
 
     def __init__(self, replica: ReplicationContext, every: int, versions: int):
@@ -70,7 +70,7 @@ class StashedParameters(WholeParameters):
     def open(self, unit: int, micro: int) -> Weights:
         """Return the parameters of a micro-batch, for its forward and its backward.
 
-        micro  the micro-batch, modulo twice the micro-batches of a step (as in
+        micro  number of the micro-batch, modulo twice the micro-batches of a step (as in
                pipeline/async_pipeline.py)
         """
         last = max(1, self.steps) * self._micro_batches - 1
@@ -93,7 +93,7 @@ class StashedParameters(WholeParameters):
             apply(piece, masters, mirror)
 
     def drain(self) -> None:
-        """Make the newest version the first; the pipeline is empty."""
+        """Make the newest version version 0. The pipeline must be empty."""
         if self._newest() is not self.computed:
             self.computed[...] = self._newest()
         self.steps = self._made = 0
@@ -102,8 +102,8 @@ class StashedParameters(WholeParameters):
 class StageUpdate(AgreeAndUpdate):
     """The end of each update on one pipeline stage, and of each step when all ranks know its result.
 
-    bytes sent  for each micro-batch an all-reduce of 40 bytes over all ranks; for each update one
-                of 8 bytes over its replicas
+    bytes sent  for each micro-batch an all-reduce of 40 bytes over all ranks; for each update an
+                all-reduce of 8 bytes over the replicas of the stage
     every       micro-batches of one update
     """
 
@@ -168,7 +168,7 @@ class StageUpdate(AgreeAndUpdate):
         self._masks[-1] = targets, predictions
 
     def rows_of_update(self, micro: int) -> int:
-        """Return the rows of all replicas in the update of a micro-batch of a step."""
+        """Return the rows, over all replicas, of the update that micro-batch `micro` belongs to."""
         config, n, first = self.replica.config, self.replica.grid.axes.dp, self._first_of(micro)
         return sum(
             len(share(len(share(config.batch.size, replica, n)), at, self._micro_batches))
@@ -181,8 +181,9 @@ class StageUpdate(AgreeAndUpdate):
 
     @property
     def ends(self) -> bool:
-        """Whether the current step ends with an empty pipeline: for a checkpoint, an evaluation,
-        the end or a stop request.
+        """Whether the pipeline is drained after the current step.
+
+        The reason is a checkpoint, an evaluation, the end of the run, or a stop request.
         """
         here, asked = len(self._numbers) - 1, self._stop_after
         return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (
@@ -192,8 +193,8 @@ class StageUpdate(AgreeAndUpdate):
     def lost(self, loss: Any, targets: int, rows: int) -> None:
         """Record the summed loss of the micro-batch whose backward has begun.
 
-        targets  in the micro-batch
-        rows     of the global batch that this rank computes
+        targets  number of targets in the micro-batch
+        rows     number of rows of the global batch that this rank computes
         """
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
         at, size = self._turns % self._micro_batches, self.replica.config.batch.size
@@ -252,18 +253,18 @@ class StageUpdate(AgreeAndUpdate):
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
         mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=config.optimizer.clip)
-        squares = mean.norm * mean.norm if mean.counted else 0.0
+        squares = squares / mean.counted**2 if mean.counted else 0.0
         span = self.recorder.compute(self.update_name, UPDATE)
         self.store.advance()
         if mean.counted and math.isfinite(squares):
-            count = step * self._updates_per_step + micro % self._micro_batches // self.every
+            earlier = step * self._updates_per_step + micro % self._micro_batches // self.every
             lr = learning_rate(config.optimizer, step, config.run.steps)
-            self.apply(mean.factor, lr, count)
+            self.apply(mean.scale, lr, earlier + 1)
         self.recorder.end(span)
         return loss, squares, nonfinite
 
     def _ignored_of(self, micro: int) -> tuple[float, int]:
-        """Return the ignored and all targets of an update; collective over its replicas.
+        """Return the ignored targets and all targets of an update; collective over the replicas.
 
         micro  the last micro-batch of the update
         """
@@ -289,8 +290,8 @@ class StageUpdate(AgreeAndUpdate):
             self._telling[micro % self._stages].poll()
 
     def finish(self, step_input: StepInput) -> StepResult:
-        """Return the newest known result. It belongs to an earlier step, unless the pipeline is
-        empty.
+        """Return the newest known result, which belongs to an earlier step until the pipeline is
+        drained.
         """
         self._wish |= step_input.stop
         self._release(len(self._numbers) - self._late)
@@ -302,7 +303,8 @@ class StageUpdate(AgreeAndUpdate):
     def _release(self, steps: int, is_end: bool = False) -> None:
         """Compute the results of the first `steps` steps, unless they are known already.
 
-        is_end  whether the pipeline is drained after these steps; if so, the last one reports a stop
+        is_end  whether the pipeline is drained after these steps; the last of them then reports a
+                stop request
         """
         config, m = self.replica.config, self._micro_batches
         for at in range(self._released, steps):
@@ -330,8 +332,9 @@ class StageUpdate(AgreeAndUpdate):
         return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
 
     def sync(self) -> None:
-        """Read all remaining control messages, and make the newest version the first; the pipeline
-        is empty.
+        """Read all remaining control messages, and make the newest version version 0.
+
+        The pipeline must be empty.
         """
         if not self._numbers:
             return
@@ -343,7 +346,7 @@ class StageUpdate(AgreeAndUpdate):
 
 
 class StashedRows(ReplicaRows):
-    """Rows of a replica, for updates from `every` micro-batches of all replicas."""
+    """The rows of a replica. An update uses `every` micro-batches of all replicas."""
 
     def __init__(self, replica: ReplicationContext, step_end: StageUpdate):
         super().__init__(replica)
@@ -359,22 +362,23 @@ class StashedRows(ReplicaRows):
 
 
 def stashing(replica: ReplicationContext, every: int, versions: int) -> Replication:
-    """Return weight stashing with one update for each `every` micro-batches; collective."""
+    """Return weight stashing with an update after each `every` micro-batches; collective."""
     step_end = StageUpdate(replica, every, versions)
     return Replication(replica, step_end, StashedRows(replica, step_end))
 
 
 def pipedream(replica: ReplicationContext) -> Replication:
-    """Return PipeDream (Narayanan et al. 2019): one update for each micro-batch; stage s of p has
-    p - s versions.
+    """Return PipeDream (Narayanan et al. 2019): an update after each micro-batch.
+
+    Stage s of p keeps p - s versions.
     """
     return stashing(replica, 1, replica.grid.axes.pp - replica.grid.coords.pp)
 
 
 def pipedream_2bw(replica: ReplicationContext) -> Replication:
-    """Return PipeDream-2BW (Narayanan et al. 2021): one update for each batch, W(t+1) = W(t) - lr
-    g(W(t-1)).
+    """Return PipeDream-2BW (Narayanan et al. 2021): an update after each batch.
 
-    Every stage has two versions. After a drained pipeline, the first two batches both use W(0).
+    Without momentum it is W(t+1) = W(t) - lr * g(W(t-1)), with g the gradient of batch t. Every
+    stage keeps two versions. The first two batches after the pipeline was empty both use W(0).
     """
     return stashing(replica, replica.config.batch.micro_batches, 2)

@@ -1,7 +1,7 @@
-"""ZeRO: replicas shard state instead of replicating it.
+"""ZeRO: replicas shard optimizer state, gradients and parameters instead of replicating them.
 
-This is the memory of the sharding group of s = 3 ranks, for one bucket. Rank r updates the r-th
-third of every bucket:
+The picture shows the memory of a sharding group of s = 3 ranks, for one bucket. Rank r updates the
+r-th third of every bucket:
 
                                rank 0           rank 1           rank 2
     stage 1   parameters       [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]    [ 0 | 1 | 2 ]
@@ -14,8 +14,8 @@ third of every bucket:
 
     one step  reduce-scatter of gradients --> update of third r --> all-gather of parameters
 
-In stage 2 full-size gradients exist for a few buckets at a time (`ShardedGradients`). In half
-precision "parameters" above are the rounded ones with which layers compute. The float32 parameters
+In stage 2 gradients in full size exist for a few buckets at a time (`ShardedGradients`). In half
+precision the picture has the rounded parameters, with which layers compute. The float32 parameters
 are then sharded like the optimizer state.
 
 Stage 3 (as FSDP) shards the parameters as well, and gathers each unit before its use. Consecutive
@@ -77,12 +77,13 @@ from mpitrain.transport.base import Transport
 
 
 class UnshardedBuffers:
-    """Full-size buffers for sharded buckets (as FSDP's unsharded flat parameter).
+    """Full-size buffers, called slots, for sharded buckets (as FSDP's unsharded flat parameter).
 
     A bucket always uses the same slot, so its bound collectives stay valid. With one model chunk,
-    consecutive buckets alternate. With several chunks, one chunk is unsharded at a time: the n-th
-    buckets of all chunks share the n-th slot. Buckets of different kinds (holders, `partial`,
-    `frozen`) never share a slot, since one unit may need both. Each bucket of `alone` has its own slot.
+    consecutive buckets alternate between two slots. With several model chunks, one chunk is in the
+    slots at a time: the n-th buckets of all chunks share the n-th slot. Buckets that differ in
+    `holders`, `partial` or `frozen` never share a slot, since one unit may need both. Each bucket
+    of `alone` has a slot of its own.
 
     slot     {bucket: number of its slot}
     views    {bucket: view of its elements in the slot}
@@ -101,7 +102,7 @@ class UnshardedBuffers:
     ):
         """Allocate the slots; collective, since shared-memory transports allocate them in windows.
 
-        alone   buckets that get their own slot
+        alone   buckets that get a slot of their own
         chunks  as in `ReplicationContext`; no bucket has units of two chunks
         dtype   dtype of the slots; None: the dtype of the storage
         """
@@ -148,16 +149,16 @@ class UnshardedBuffers:
 class Shards:
     """This rank's shard of every bucket.
 
-    With replication.shard "all", s is the number n of replicas. With "host" it is the number of
-    replicas on a host (as FSDP's hybrid sharding). Parameters then never travel between hosts. The
-    h = n/s replicas with the same shard all-reduce its gradient once a step. They do so after the
-    reduce-scatter on each host.
+    A sharding group has s of the n replicas. With replication.shard "all", s is n. With "host", s
+    is the number of replicas on a host (as FSDP's hybrid sharding), and parameters never travel
+    between hosts. After the reduce-scatters on each host, the h = n/s replicas with the same shard
+    all-reduce the shard's gradient, once a step.
 
-    dividing  the sharding group of s replicas
-    alike     the replication group of h replicas
+    dividing  the sharding group, s replicas
+    alike     the replication group, the h replicas with the same shard
     buckets   in the order of their reduction
-    pieces    this rank's shard of each bucket, in order of storage
-    owned     the same shards
+    pieces    {bucket: this rank's shard}, in order of storage
+    owned     the shards of `pieces`, in the same order
     length    elements of all shards
     source    Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
               VLDB 16(12)
@@ -191,7 +192,7 @@ class Shards:
 
 
 def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[Bucket, Any]:
-    """Return the shards of a rank in full-size views of buckets."""
+    """Return {bucket: the view of this rank's shard}, from full-size views of the buckets."""
     return {
         bucket: views[bucket][piece.start - bucket.start : piece.stop - bucket.start]
         for bucket, piece in pieces.items()
@@ -201,14 +202,14 @@ def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[
 class ShardedGradients(GradientReducer):
     """Reduce-scattered gradients in a few full-size buffers (as FSDP's post-backward hook).
 
-    Each micro-batch reduce-scatters each bucket and adds this rank's chunk to a compact buffer. The
-    last micro-batch also sums that chunk over the replication group. With several model chunks a
-    bucket is reduce-scattered once a step. This is possible because all micro-batches finish the
-    backward of one chunk before the next chunk begins.
+    Each micro-batch reduce-scatters each bucket, and adds this rank's shard of the sum to `buffer`.
+    The last micro-batch also sums the shard over the replication group. With several model chunks a
+    bucket is reduce-scattered once a step, because all micro-batches finish the backward of one
+    chunk before that of the next chunk begins.
 
-    A bucket with a tied tensor has a full-size buffer of its own. It waits for all units that use
-    the tensor. Partial gradients are summed over their tied group at the end, in the compact
-    buffer.
+    A bucket with a tied tensor has a full-size buffer of its own, and is reduced when all units
+    that use the tensor are ready. If each rank of a tied group has a summand of a gradient, the
+    group sums its shards of `buffer` at the end of the step.
 
     buffer  this rank's shards of the summed gradient, concatenated
     engine  the progress engine of these reductions and of the constructor's `others`
@@ -273,10 +274,9 @@ class ShardedGradients(GradientReducer):
         self._missing: dict[Bucket, set[int]] = {}
 
     def gradients(self, unit: int) -> Gradients:
-        """Return the leaves in which a unit writes its gradients, and wait until their slots are
-        free.
+        """Return the leaves into which a unit writes its gradients, after waiting for their slots.
 
-        Leaves of a tied tensor stay claimed if another unit has written there in this micro-batch.
+        If another unit has written a tied tensor's leaf in this micro-batch, this unit adds to it.
         """
         with self._exposed:
             for bucket in self._used[unit]:
@@ -304,9 +304,7 @@ class ShardedGradients(GradientReducer):
                 self._end_all()
 
     def _end(self, slot: int) -> None:
-        """Wait for the running reduction in a slot, if there is one, and add its result to the
-        sums.
-        """
+        """Wait for the running reduction in a slot, if any, and add its result to `buffer`."""
         if slot not in self._under_way:
             return
         bucket, is_last = self._under_way.pop(slot)
@@ -336,9 +334,7 @@ class ShardedGradients(GradientReducer):
 
 
 def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
-    """Return the views of the padding between a bucket's tensors, which other buckets of the slot
-    overwrite.
-    """
+    """Return the views of a bucket's padding, which other buckets in the same slot overwrite."""
     gaps, end = [], bucket.start
     for start, stop in [
         *((entry.start, entry.stop) for entry in storage.within(bucket)),
@@ -351,27 +347,27 @@ def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
 
 
 class GatheredOnUse(ParameterStore):
-    """Parameters of ZeRO stage 3: each bucket is a unit, gathered while the previous unit computes,
-    forward and backward.
+    """Parameters of ZeRO stage 3: each unit is gathered while the previous unit computes, in
+    forward and in backward.
 
-    A unit stays in its slot until another unit needs the slot, or until it is updated. So backward
-    does not gather the last two units again. The next micro-batch does not gather the first two
-    again. Units with a tied tensor have a slot of their own, as do units of at most
-    replication.zero_keep elements. They are gathered once a step.
+    A unit stays in its slot until another unit needs the slot, or until the unit is updated. So
+    backward does not gather the last two units again, nor the next micro-batch the first two.
+    Units with a tied tensor, and units of at most replication.zero_keep elements, have a slot of
+    their own and are gathered once a step. Frozen tensors have other slots than the trained tensors
+    of their unit, and stay valid after an update.
 
     With several model chunks the slots contain one whole chunk, while all micro-batches pass
-    through it. Its other units are gathered while its first unit computes. A rank with v chunks
-    gathers 2 v - 1 chunks, since the last one stays for its backward.
+    through it. The other units of a chunk are gathered while its first unit computes. A rank with v
+    chunks gathers 2 v - 1 chunks a step, since the last chunk stays for its backward.
 
     With replication.gather units travel in a wire format. All ranks compute with the decoded
     values, also the owner of a shard. The owner updates its exact float32 shard, so rounding errors
     do not accumulate.
 
-    bytes sent  with m micro-batches at most 2 m all-gathers by s ranks; with several model chunks
-                at most 2, and 1 of this rank's last chunk
+    bytes sent  with m micro-batches at most 2 * m all-gathers of the parameters by s ranks; with
+                several model chunks at most 2, and 1 of this rank's last chunk
     memory      1/s of the parameters up to padding, two units or one chunk in full size, and all
                 units with a slot of their own
-    frozen      tensors of a unit have slots of their own, which stay valid after an update
     gathers     the bound all-gathers; `engine` drives them
     """
 
@@ -435,7 +431,8 @@ class GatheredOnUse(ParameterStore):
     def _following(self, unit: int) -> Sequence[int]:
         """Return the units to gather while this unit computes.
 
-        They are the next unit, or with several model chunks the rest of its chunk.
+        With one model chunk this is the next unit, with several chunks all units of this unit's
+        chunk.
         """
         chunk = next((units for units in self._replica.chunks if unit in units), None)
         if chunk is None:
@@ -449,8 +446,8 @@ class GatheredOnUse(ParameterStore):
     def _next(self, unit: int) -> int:
         """Return the unit that `open` will receive next.
 
-        It continues in the direction of the last two units. It turns back at the last unit, and at
-        the first unit that has a backward.
+        The order of units continues as in the last two calls. It turns back at the last unit, and
+        at the first unit that has a backward.
         """
         last, first = len(self._needed) - 1, self._replica.first
         is_forward = unit > self._opened or unit == 0
@@ -594,11 +591,11 @@ class GatheredAfterUpdate(ParameterStore):
 def scattered_once(replica: ReplicationContext, shards: Shards) -> Buckets:
     """Return the reductions of stage 1: each bucket is reduce-scattered once a step.
 
-    A lossy wire format is an all-reduce, so each rank receives all sums.
+    A reduction in a lossy wire format is an all-reduce, so each rank receives all sums.
 
     bytes sent  a reduce-scatter over the s ranks of the sharding group, and an all-reduce of 1/s of
-                the gradient over the replication group. If all n ranks shard, this and the gather
-                of the parameters equal one all-reduce
+                the gradient over the replication group. If all n replicas shard, the reduce-scatter
+                and the all-gather of parameters together send as much as one all-reduce
     """
 
     def bind(gradients: np.ndarray) -> Reduction:
@@ -627,9 +624,9 @@ def zero_2(replica: ReplicationContext) -> Replication:
     """Return stage 2 of ZeRO; collective.
 
     bytes sent  with m micro-batches m reduce-scatters by s ranks, and an all-reduce of 1/s of the
-                gradient by h; with several model chunks one reduce-scatter
-    gradients   1/s of them up to padding, two buckets in full size, and each bucket with a tied
-                tensor; with several model chunks one chunk instead of the two buckets
+                gradient by h ranks; with several model chunks one reduce-scatter
+    memory      1/s of the gradients up to padding, two buckets in full size, and each bucket with a
+                tied tensor; with several model chunks one chunk instead of the two buckets
     """
     shards = Shards(replica, common_buckets(replica, [chunk.start for chunk in replica.chunks]))
     store = GatheredAfterUpdate(replica, shards)

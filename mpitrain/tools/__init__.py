@@ -1,1 +1,1 @@
-"""What a user looks with: measurements, predictions, judgements and lessons. The engine imports none of it."""
+"""Tools that look at machines, jobs and runs: they measure, predict, judge and teach. No engine module imports them."""

@@ -1,4 +1,4 @@
-"""Text tables: columns of fixed widths, as many as fit the terminal; figures of three significant digits."""
+"""Text tables: columns of fixed widths, as many as fit the terminal; numbers of three significant digits."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 class TextColumn(NamedTuple):
     """A column of a table.
 
-    form        alignment (`<`; else to the right), width, and the format of numbers: `<18`, `9.1f`
-    cell        the value of a row: the name of a field, an index, or a function of the row. Text is
+    form        alignment (`<`; otherwise to the right), width, and format of numbers: `<18`, `9.1f`
+    cell        the value in a row: name of a field, an index, or a function of the row. Text is
                 printed as it is; None and NaN are "-"
     gap         spaces before the column, unless it is the first
     unit        second line of the heading, if any column has one
@@ -44,7 +44,7 @@ class TextColumn(NamedTuple):
 
 
 class TextTable:
-    """A table of these columns.
+    """Rows as lines of text.
 
     width  characters of the terminal; 0: no limit
     """
@@ -60,7 +60,7 @@ class TextTable:
         self._left_out = [column.title for column in columns if column not in self.columns]
 
     def heading(self) -> list[str]:
-        """Return the lines of titles and units, after a note on the columns left out."""
+        """Return the lines of titles and units, below a note on columns that were left out."""
         lines = [self._joined(column.aligned(column.title) for column in self.columns)]
         if any(column.unit for column in self.columns):
             lines.append(self._joined(column.aligned(column.unit) for column in self.columns))
@@ -89,7 +89,7 @@ class TextTable:
 
 
 def marked(text: str, is_marked: bool) -> str:
-    """Return the text and a ~, or a space if it is not marked: other work spoilt the value."""
+    """Return the text with ~ behind it if other work spoilt the value, else with a space."""
     return text + ("~" if is_marked else " ")
 
 
@@ -106,7 +106,7 @@ def figure(value: float) -> str:
 
 
 def _parts(form: str) -> tuple[str, str, str]:
-    """Split `<18` or `9.1f` into alignment, width and the format of numbers."""
+    """Split a form such as `<18` or `9.1f` into alignment, width and format of numbers."""
     match = re.fullmatch(r"([<>]?)(\d*)(.*)", form)
     assert match
     return match[1], match[2], match[3]

@@ -42,7 +42,8 @@ class OpenMessage(NamedTuple):
     """An open message of a rank.
 
     name     as recorded, such as "activation"
-    ranks    the ranks of the collective call that sends the message; else the ranks in its name
+    ranks    the ranks of the collective call that sends the message; else those recorded with the
+             name
     is_sent  whether this rank sends it
     ordinal  number of messages with the same ends, name and tag in this step, this one included
     """
@@ -70,7 +71,7 @@ class OpenWait(NamedTuple):
     message  the awaited message, or None
     since    time at which it began
     ordinal  number of waits with this name in this step, this one included
-    is_any   the wait is for any of several messages, and no collective call
+    is_any   whether the wait is for any of several messages, outside collective calls
     """
 
     name: str
@@ -117,7 +118,7 @@ def waited_since(state: RankState) -> float:
 
 
 def state_of(trace: Trace, process: str = "") -> RankState:
-    """Return the state of a rank from its trace."""
+    """Return the state of a rank from its trace; `process` is as in RankState."""
     records, facts = trace.records, trace.facts
     steps = records[records["kind"] == STEP]
     step = int(steps[-1]["step"]) + 1 if len(steps) else 0
@@ -147,7 +148,7 @@ def state_of(trace: Trace, process: str = "") -> RankState:
 def _messages(
     trace: Trace, records: np.ndarray, started: Counter[tuple]
 ) -> Iterator[tuple[Any, OpenMessage]]:
-    """Yield each record of a message with a known peer, and its message; count it in `started`."""
+    """Yield the record of each message with a known peer, and the message, which `started` counts."""
     for record in records[np.isin(records["kind"], (SEND, RECEIVE)) & (records["peer"] >= 0)]:
         yield record, _message(trace, record, started)
 
@@ -167,7 +168,7 @@ def _call(trace: Trace, what: int) -> Call:
 
 
 def _wait(trace: Trace, record: Any, now: np.ndarray, calls: Mapping[Call, int]) -> OpenWait:
-    """Return an open wait.
+    """Return the open wait that this record describes.
 
     now    the records of the rank's newest step
     calls  as in RankState
@@ -298,7 +299,7 @@ def _order_of_divergence(state: RankState) -> tuple[int, float]:
 
 
 def _longest_waiter(states: Sequence[RankState], culprit: int) -> int | None:
-    """Return the rank that has waited longest; one that waits for the culprit goes first."""
+    """Return the rank that has waited longest: of those that wait for the culprit, else of all."""
     waiting = [state for state in states if state.wait and state.rank != culprit]
     by_rank = {state.rank: state for state in states}
     direct = [state for state in waiting if culprit in dict(_awaited(state, by_rank))]
@@ -308,7 +309,7 @@ def _longest_waiter(states: Sequence[RankState], culprit: int) -> int | None:
 def _awaited(
     state: RankState, by_rank: Mapping[int, RankState]
 ) -> Iterator[tuple[int, OpenMessage | None]]:
-    """Yield (rank, message or None): the ranks that a rank waits for.
+    """Yield each rank that a rank waits for, with the awaited message or None.
 
     Within a collective call these are the peers of its open receives, else of its open sends. A
     call of MPI itself has no messages: then these are the ranks that have not entered the call.
@@ -369,7 +370,10 @@ def _is_in_call_of(other: RankState, state: RankState) -> bool:
 def _circles(
     silent: Sequence[RankState], by_rank: Mapping[int, RankState]
 ) -> Iterator[list[tuple[RankState, OpenMessage | None]]]:
-    """Yield circles of waits as (rank, its awaited message or None), the next rank follows."""
+    """Yield circles of waits: lists of (rank, the message that it awaits or None).
+
+    Each rank waits for the next in the list, and the last for the first.
+    """
     among = {state.rank for state in silent}
     for start in sorted(silent, key=_order_of_divergence):
         path: list[tuple[RankState, OpenMessage | None]] = []
@@ -400,8 +404,9 @@ def _judged(
 ) -> Finding:
     """Return the finding of a circle of waits.
 
-    A message is missing if its sender has ended it, or has passed the call that awaits it. A call
-    does not match if one of its ranks waits for something else instead of entering it.
+    A message is missing if its sender believes that it has sent it, or if the sender has already
+    passed the call in which the receiver awaits it. Calls do not match if a rank of one call waits
+    elsewhere and has not entered it.
     """
     states = [state for state, _ in circle]
     for state, message in circle:
@@ -438,7 +443,7 @@ def _has_passed_call_of(other: RankState, state: RankState) -> bool:
 
 
 def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dict[str, list[int]]:
-    """Return the ranks in each collective call that one of these ranks is in.
+    """Return {call: all ranks in it}, for the collective calls that these ranks are in.
 
     Ranks of one call whose numbers of calls differ are on different sides, and so are ranks of
     different groups.
@@ -477,7 +482,7 @@ ENDS = {
     LEFT: "has left the job: its program has ended by itself",
     STOPPED: "is stopped by a signal: `kill -CONT {process}` on its host lets it go on",
 }
-"""{kind: the predicate of its rank}."""
+"""{kind of finding: the words that follow the name of the rank}."""
 
 
 def described_finding(

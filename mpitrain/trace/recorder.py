@@ -82,10 +82,14 @@ RECORD = np.dtype(
 )
 """Layout of a record, 52 bytes.
 
-start, end  seconds of the rank's own clock; `end` is 0 until the span ends
-nbytes      bytes of a message; in a wait the number of the awaited message's record, or 0
-peer        rank in the whole job
-micro, unit, tag, step  -1, as for `peer`, means none
+start, end   seconds of the rank's own clock; `end` is 0 until the span ends
+nbytes       bytes of a message; in a wait the number of the awaited message's record, or 0
+step         number of the optimizer step, from 0
+peer         rank in the whole job
+micro, unit  number of the micro-batch, and of the unit
+number       of this record, modulo NUMBERS
+
+-1 means that a record has no step, peer, tag, micro-batch or unit.
 """
 
 FORMAT = struct.Struct("<ddqiiiiiHBBI")
@@ -246,7 +250,8 @@ class DeviceSpans:
     def begin(self, number: int, step: int, fields: tuple[int, ...]) -> None:
         """Begin a span: the host starts to launch work.
 
-        number  of the host's own record; fields are those of the device's, after the times
+        number  number of the host's own record of the same work
+        fields  fields of the device's record after its times
         """
         if self._launched and (step != self._launched[0].step or len(self._launched) >= MOST_SPANS):
             self.note()
@@ -301,7 +306,7 @@ class Recorder:
     is_on = True
 
     def __init__(self, ring: Ring | None = None, clock: Callable[[], float] = time.perf_counter):
-        """Make a recorder for the waits of the calling thread; others do not stop the rank."""
+        """Make a recorder; of waits it records those of the calling thread, since others stop no rank."""
         self.clock = clock
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
         self.owner, self._waiting = threading.get_ident(), 0
@@ -383,7 +388,7 @@ class Recorder:
         return number
 
     def computes_on(self, mark: Callable[[], Any]) -> None:
-        """Record device spans too, if `mark` returns marks in the backend's work, and not None."""
+        """Record device spans too, between marks in the device's work; none if `mark` returns None."""
         if mark() is not None:
             self._device = DeviceSpans(mark, self.clock, self._ring.write)
 

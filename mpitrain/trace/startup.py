@@ -26,8 +26,9 @@ DAY = 86_400
 
 
 def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
-    """Return a recorder that writes to a file from its first record on; arguments of the launcher.
+    """Return a recorder that writes to a file from its first record on.
 
+    The arguments are the numbers that the launcher gave this process.
     `Recorder.keep` moves the file to the run directory. A process that exits by itself removes it.
     The ranks of a host share the folder of their parent process. A process without a launcher has
     its own, because a shell may start several.

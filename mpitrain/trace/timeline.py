@@ -119,7 +119,10 @@ def read_trace(path: Path) -> Trace:
 def _head(
     text: bytes,
 ) -> tuple[dict[str, Any], list[tuple[str, Sequence[int]]], list[tuple[float, float]]]:
-    """Reading stops at the first invalid line, as a rank leaves that was killed while it wrote."""
+    """Return facts, names and clocks from the lines of a head, up to the first invalid line.
+
+    A rank that was killed while it wrote a line leaves an invalid one.
+    """
     facts: dict[str, Any] = {}
     names, clocks = list[tuple[str, Sequence[int]]](), list[tuple[float, float]]()
     for line in text.rstrip(b"\0").split(b"\n"):
@@ -209,9 +212,12 @@ def named_steps(steps: range) -> str:
 
 
 def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.ndarray:
-    """Return the records, of these or of all, that a rank began during steps that it has finished.
+    """Return the records that a rank began during these steps.
 
     Records between steps are left out, for example those of an evaluation.
+
+    steps    steps that the rank has finished
+    records  the records to choose from; None: all of the trace
     """
     records, steps_of = (
         trace.records if records is None else records,

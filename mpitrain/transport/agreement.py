@@ -24,10 +24,11 @@ def on_all_ranks(
 ) -> Result:
     """Call `function` on every rank; if any rank raises an MpitrainError, raise it on all ranks.
 
-    Collective; errors as `from_all_ranks`. Results with different facts are refused.
+    Collective. Errors are as in `from_all_ranks`. All ranks also raise a ConfigError if the facts
+    about their results differ.
 
-    subject  the subject of the facts, for the message
-    facts    returns {name: value} of a result, serialisable as JSON
+    subject  the thing that the facts describe, for the message
+    facts    (result) -> {name: value}, serialisable as JSON
     """
     results: list[Result] = []
 
@@ -49,7 +50,8 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     communicate. All ranks raise the error of the lowest rank that failed. The attribute `agreed`
     of the error is set: one rank may print it, and all ranks may exit together. If only some ranks
     failed, the message names them. An OSError becomes a ConfigError: the system refused a path.
-    Any other exception becomes the cause of an MpitrainError, unless no rank could go on.
+    Any other exception becomes the cause of an MpitrainError; but if all ranks failed, a rank with
+    such an exception raises that one.
     """
     result: Any = None
     failure = cause = None
@@ -97,8 +99,8 @@ def listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     """Raise an agreed ConfigError unless every rank has the same facts.
 
-    subject   the subject of the facts, for the message
-    everyone  by rank, as `from_all_ranks` returns them: {name: value}
+    subject   the thing that the facts describe, for the message
+    everyone  {name: value} of each rank, as `from_all_ranks` returns them
     """
     for rank, others in enumerate(everyone):
         for name in {**everyone[0], **others}:

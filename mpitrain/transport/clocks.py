@@ -36,6 +36,7 @@ class Clocks:
         takes this time for the middle of the round trip. The error is at most half of the shortest
         round trip. Clocks drift: two measurements give the rate. On a single host no message is
         sent.
+
         source  Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3
         """
         transport, now, measurement = self._transport, np.zeros(1), (self._clock(), 0.0)

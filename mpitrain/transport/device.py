@@ -136,7 +136,7 @@ class DeviceTransport(Forwarding):
         (self._reduce if on_device(array) else self._inner.native_all_reduce)(array, op)
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
-        """Begin to send an array of device memory; as `start_send`, and so are the next three."""
+        """Send an array in device memory, as `start_send`; the next three methods likewise."""
         raise NotImplementedError
 
     def _recv(self, array: Any, source: int, tag: int) -> Request:
@@ -175,7 +175,7 @@ class DeviceTransport(Forwarding):
 
 
 class Direct(DeviceTransport):
-    """The way that passes device pointers to a CUDA-aware transport."""
+    """Transport that passes device pointers to a CUDA-aware MPI."""
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
         self.backend.synchronize()
@@ -195,7 +195,10 @@ class Direct(DeviceTransport):
 
 
 PIECE = 1 << 20
-"""Bytes of a piece: long enough for the full rate of links and copy engines, short enough to overlap early."""
+"""Bytes of a piece of a staged message.
+
+A piece is long enough for the full rate of links and copy engines, and short enough to overlap early.
+"""
 
 
 class _StagingMemory(HostMemory):
@@ -210,7 +213,7 @@ class _StagingMemory(HostMemory):
 
 
 class Staged(DeviceTransport):
-    """The way that copies device arrays through page-locked host memory.
+    """Transport that copies device arrays through page-locked host memory.
 
     A message travels in pieces. While one piece is sent, the next is copied to the host. While one
     piece arrives, the one before it is copied to the device. A message posts all its receives when
@@ -220,7 +223,7 @@ class Staged(DeviceTransport):
     """
 
     def __init__(self, host: Transport, backend: DeviceBackend, piece: int = PIECE):
-        """piece: bytes; the same on all ranks."""
+        """piece: bytes of a piece, the same on all ranks."""
         super().__init__(host, backend)
         self._piece, self._buffers = piece, Arena(_StagingMemory(backend))
 
@@ -277,7 +280,7 @@ class Staged(DeviceTransport):
         return array.reshape(-1), self._buffers.take((array.size,), array.dtype)
 
     def _pieces(self, flat: Any) -> list[slice]:
-        """An empty message is one empty piece."""
+        """Return the pieces of an array; an empty array is one empty piece."""
         step = max(1, self._piece // flat.dtype.itemsize)
         return [
             slice(start, min(start + step, flat.size))

@@ -4,7 +4,7 @@ An MPI error becomes a CommError, and a lost peer a PeerLost (`MpiJob`, `Guard`)
 MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports a lost peer. Any other MPI ends the job.
 MPI_Finalize waits for all ranks. So a rank that ends too early would wait in MPI_Finalize, and the
 others for its messages. It therefore tells all ranks, and a rank that still needs it ends the job
-(`Departures`). This module does not import mpi4py: the transport passes in the module.
+(`Departures`). This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
 """
 
 import atexit
@@ -62,7 +62,7 @@ class MpiJob:
         return "; ".join(map(str, list(self.requests))) or "messages"
 
     def unending(self, left: Set[int]) -> Any:
-        """Return a request under way if each of them needs a rank of `left`, else None."""
+        """Return one of the requests under way if all of them need a rank of `left`, else None."""
         requests = list(self.requests)
         return requests[0] if requests and all(needs(one, left) for one in requests) else None
 
@@ -82,8 +82,9 @@ class MpiJob:
         The first lost peer revokes all communicators (MPI_Comm_revoke): all pending calls of all
         ranks then fail. So a rank that waits for a survivor notices the loss, too.
 
-        name     of the failed call, for the message
-        comm     its communicator; members has the rank of each of its ranks in the whole job
+        name     name of the failed call, for the message
+        comm     communicator of the call
+        members  for each rank of that communicator, its rank in the whole job
         """
         kind = error.Get_error_class()
         lost = self._failed(comm, members)

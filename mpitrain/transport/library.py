@@ -29,7 +29,7 @@ class Library(NamedTuple):
 
 
 class Awareness(NamedTuple):
-    """whether messages may be in GPU memory, and the source of this answer.
+    """Whether MPI accepts messages in GPU memory, and the source of this answer.
 
     A yes is only the library's claim, without proof.
     """

@@ -54,9 +54,7 @@ LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""
 
 SPIN = 5e-5
-"""Seconds. While its pauses are shorter, a wait only yields the processor. Then it sleeps, at most
-LONGEST_PAUSE at a time.
-"""
+"""Seconds. A wait whose next pause is shorter only yields the processor; else it sleeps."""
 
 
 def connect() -> MpiTransport:
@@ -73,7 +71,7 @@ def connect() -> MpiTransport:
 
 
 def join_world() -> MpiTransport:
-    """Do as `connect`, for programs whose ranks end together. No rank looks for ended ranks."""
+    """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -122,11 +120,11 @@ def from_communicator(comm: Any) -> MpiTransport:
 
 
 class SendRequest:
-    """A send, or a non-blocking collective of the library, in progress; `what` is its name in
-    messages.
+    """A send, or a non-blocking collective of the MPI library, in progress.
 
-    peer  the other rank of a message; None: a collective that no rank leaves while another computes;
-          negative: any rank, or another collective
+    what  its name in messages
+    peer  the other rank of a message; negative: any rank. Of a collective: None if no rank leaves it
+          while another one still computes, else negative
     """
 
     source: int = -1
@@ -271,7 +269,7 @@ class MpiTransport(Transport):
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
         name = MPI.Get_processor_name()
         if root is None and comm.size > 1:
-            name += f"\n{process.package()}"  # A version that sends a name alone goes on with it.
+            name += f"\n{process.package()}"  # A rank of an earlier version sends the name alone.
         names, self.members = zip(*self.gather_text((name, place)), strict=True)
         self.hosts, _, packages = zip(*(name.partition("\n") for name in names), strict=True)
         self._refuse_other_code(packages)
@@ -464,7 +462,7 @@ class MpiTransport(Transport):
         return block[: count * np.dtype(dtype).itemsize].view(dtype)
 
     def _ranks_of_this_host(self) -> MpiTransport:
-        """Collective at the first call."""
+        """Return the transport of the ranks of this host; collective at the first call."""
         if self._host is None:
             with self.job.lock, self.guard("MPI_Comm_split_type"):
                 comm = self.comm.Split_type(self.MPI.COMM_TYPE_SHARED)

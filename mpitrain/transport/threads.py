@@ -38,8 +38,8 @@ class Wait(NamedTuple):
     """A blocked thread of a rank.
 
     ready  returns whether the thread may continue
-    what   names the wait
-    woken  wakes only this thread
+    what   object whose str() names the wait
+    woken  condition that wakes only this thread
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Wait(NamedTuple):
 class World:
     """The state shared by the threads: a lock, the unmatched messages, and the blocked threads.
 
-    It is the strict part: it finds that no message can move, and ends all waits.
+    When every thread waits and no message can move, it ends all waits with an error.
     """
 
     def __init__(self, size: int):
@@ -80,8 +80,9 @@ class World:
         """Block this thread until `ready`; raise CommError when that can no longer happen.
 
         The caller holds the lock.
-        what     str() of it names the wait
-        seconds  return after this time if no post has woken this thread
+
+        what     object whose str() names the wait
+        seconds  time after which this returns even if no post has woken this thread
         """
         me = threading.get_ident()
         wait = self.waits[me] = Wait(rank, ready, what, threading.Condition(self.lock))
@@ -475,7 +476,10 @@ class ThreadTransport(Transport):
 
 
 def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
-    """Return the array that an operation of `bind_native` leaves on `rank`; brought: by rank."""
+    """Return the array that an operation of `bind_native` leaves on `rank`.
+
+    brought  the array of each rank
+    """
     if operation == "broadcast":
         return brought[0]
     if operation == "reduce":

@@ -11,7 +11,6 @@ from mpitrain.data import IGNORED
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies, codes
-from mpitrain.ops.bodies import GroupRun, over_runs
 from mpitrain.ops.cuda.launches import sum_all, total
 from mpitrain.ops.cuda.wire import (
     add_into,
@@ -25,6 +24,7 @@ from mpitrain.ops.cuda.wire import (
 )
 from mpitrain.ops.operands import operands
 from mpitrain.ops.table import TAKE_RUNS
+from mpitrain.optim.optimizer import GroupRun, launches
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()
@@ -204,10 +204,17 @@ def check_runs(
     scalars = {**scalars, "arena": Arena()}
     del scalars["weight_decay"]
     rounded = [stored(np.zeros(count), mirror or dtype) for _ in range(2)]
-    whole = over_runs(getattr(ops, name), runs)
+    (whole,) = launches(getattr(ops, name), runs)
+    everything = slice(whole.start, whole.stop)
     for rate in (lr, lr / 3):  # numbers in device memory are written anew
         before = kernels.launches
-        whole(*mine, lr=rate, **scalars, mirror=rounded[0] if mirror else None)
+        getattr(ops, name)(
+            *(array[everything] for array in mine),
+            lr=rate * whole.lr,
+            weight_decay=whole.weight_decay,
+            **scalars,
+            mirror=rounded[0][everything] if mirror else None,
+        )
         assert kernels.launches == before + 1
         for run in runs:
             here = slice(run.start, run.stop)

@@ -58,19 +58,21 @@ def layers_forward_and_backward(group, part, rows):
     for layer in range(4):
         y = group.exchange((rows, width), "float64")
         y.array[:] = coded(rank, rows * width).reshape(rows, width) + layer + part
-        y.all_reduce().run()
+        y.bound_all_reduce().run()
         saved.append(y.array)
         facts = group.exchange((rows,), "float64")
         facts.array[:] = coded((rank + layer) % n, rows)
-        facts.all_reduce("maximum").start()
+        facts.bound_all_reduce("maximum").start()
         scattered = group.exchange((rows, width), "float64")
         scattered.array[:] = coded(rank, rows * width).reshape(rows, width)
-        scattered.reduce_scatter().start()
-        for reduction in (scattered.reduce_scatter(), facts.all_reduce("maximum"))[:: (-1) ** rank]:
+        scattered.bound_reduce_scatter().start()
+        for reduction in (scattered.bound_reduce_scatter(), facts.bound_all_reduce("maximum"))[
+            :: (-1) ** rank
+        ]:
             reduction.poll()
-        facts.all_reduce("maximum").wait()
-        scattered.reduce_scatter().wait()
-        scattered.all_gather().run()
+        facts.bound_all_reduce("maximum").wait()
+        scattered.bound_reduce_scatter().wait()
+        scattered.bound_all_gather().run()
         right &= np.array_equal(facts.array, coded(n - 1, rows))
         right &= np.array_equal(scattered.array.reshape(-1), everyone(n, rows * width).sum(axis=0))
     while saved:
@@ -95,14 +97,14 @@ class ExchangeLaws:
                 assert lease.array.ctypes.data % 64 == 0
                 for op, right in (("add", stack.sum(axis=0)), ("maximum", stack.max(axis=0))):
                     lease.array[...] = coded(group.rank, count).reshape(shape)
-                    lease.all_reduce(op).run()
+                    lease.bound_all_reduce(op).run()
                     assert np.array_equal(lease.array.reshape(-1), right), (
                         group.algorithm,
                         op,
                         shape,
                     )
                     lease.array[...] = coded(group.rank, count).reshape(shape)
-                    lease.reduce_scatter(op).run()
+                    lease.bound_reduce_scatter(op).run()
                     assert np.array_equal(lease.own, right[slice(*bounds[group.rank])]), (
                         group.algorithm,
                         op,
@@ -110,7 +112,7 @@ class ExchangeLaws:
                     )
                 lease.array[...] = np.nan
                 lease.own[:] = coded(group.rank, lease.own.size)
-                lease.all_gather().run()
+                lease.bound_all_gather().run()
                 right = [coded(rank, stop - start) for rank, (start, stop) in enumerate(bounds)]
                 assert np.array_equal(lease.array.reshape(-1), np.concatenate(right)), (
                     group.algorithm,
@@ -123,7 +125,7 @@ class ExchangeLaws:
             lease = group.exchange((5, 40), dtype)
             assert lease.array.dtype == np.dtype(dtype)
             lease.array[:] = small(group.rank, 200, dtype).reshape(5, 40)
-            lease.all_reduce().run()
+            lease.bound_all_reduce().run()
             right = sum(small(rank, 200) for rank in range(group.size)).reshape(5, 40)
             assert np.array_equal(lease.array.astype("float64"), right), dtype
 
@@ -132,11 +134,11 @@ class ExchangeLaws:
         n, rank = group.size, group.rank
         lease = group.exchange((2, 3 * n, 5), "float64")
         lease.own_rows[:] = np.arange(6)[:, None] + 100 * rank
-        lease.all_gather().run()
+        lease.bound_all_gather().run()
         right = np.concatenate([np.arange(6) + 100 * peer for peer in range(n)])
         assert np.array_equal(lease.array.reshape(-1, 5), np.repeat(right[:, None], 5, axis=1))
         lease.array[:] = np.arange(6 * n).reshape(2, 3 * n, 1) * (rank + 1)
-        lease.reduce_scatter().run()
+        lease.bound_reduce_scatter().run()
         right = np.arange(6 * rank, 6 * rank + 6) * n * (n + 1) // 2
         assert lease.own_rows.shape == (6, 5) and np.array_equal(
             lease.own_rows, np.repeat(right[:, None], 5, axis=1)
@@ -164,9 +166,9 @@ class ExchangeLaws:
     @over_group("ring")
     def law_a_buffer_is_found_again_by_count_and_dtype(self, group):
         first = group.exchange((3, 4), "float32")
-        place, bound = first.array.ctypes.data, first.all_reduce()
+        place, bound = first.array.ctypes.data, first.bound_all_reduce()
         second = group.exchange((12,), "float32")
-        assert second.array.ctypes.data != place and second.all_reduce() is not bound
+        assert second.array.ctypes.data != place and second.bound_all_reduce() is not bound
         view = first.array[1:]
         del first
         assert group.exchange((4, 3), "float32").array.ctypes.data not in (
@@ -175,7 +177,7 @@ class ExchangeLaws:
         ), "a view lives"
         del view
         again = group.exchange((2, 6), "float32")
-        assert again.array.ctypes.data == place and again.all_reduce() is bound
+        assert again.array.ctypes.data == place and again.bound_all_reduce() is bound
         assert group.exchange((12,), "int32").array.ctypes.data != place
 
     @over_group("ring", "shared")
@@ -184,8 +186,8 @@ class ExchangeLaws:
             leases = [group.exchange((700,), "float64") for _ in range(3)]
             for i, lease in enumerate(leases):
                 lease.array[:] = coded(group.rank, 700) + i + turn
-                lease.all_reduce().start()
-            under_way = [lease.all_reduce() for lease in leases[:: (-1) ** group.rank]]
+                lease.bound_all_reduce().start()
+            under_way = [lease.bound_all_reduce() for lease in leases[:: (-1) ** group.rank]]
             while under_way:
                 under_way = [reduction for reduction in under_way if not reduction.poll()]
             for i, lease in enumerate(leases):
@@ -203,21 +205,21 @@ class ExchangeLaws:
             try:
                 lease = group.exchange((700,), "float64")
                 lease.array[:] = 1
-                lease.all_reduce().start()
+                lease.bound_all_reduce().start()
                 raise KeyError
             except KeyError:
                 del lease
             assert group.arena.live == 0
             lease = group.exchange((700,), "float64")
             lease.array[:] = coded(group.rank, 700)
-            lease.all_reduce().run()
+            lease.bound_all_reduce().run()
             assert np.array_equal(lease.array, total)
 
     @over_group("ring", "shared")
     def law_what_is_under_way_when_a_transport_is_closed_is_waited_for(self, group):
         for _ in range(3):
-            group.exchange((700,), "float64").all_reduce().start()
-            group.exchange((1,), "float32").all_gather().start()
+            group.exchange((700,), "float64").bound_all_reduce().start()
+            group.exchange((1,), "float32").bound_all_gather().start()
 
     @over_group("ring")
     def law_leases_count_as_the_arena_s(self, group):
@@ -239,7 +241,7 @@ class ExchangeLaws:
         )
         for lease in leases:
             lease.array[:] = coded(group.rank, 2000)
-            lease.all_reduce().run()
+            lease.bound_all_reduce().run()
             assert np.array_equal(lease.array, everyone(group.size, 2000).sum(axis=0))
         windows = len(group.transport.windows) - before
         assert windows == (0 if group.size == 1 else 7), (
@@ -260,10 +262,10 @@ class ExchangeLaws:
         assert group.arena.live == group.arena.allocations == 0
         lease = group.exchange((5,), "float64")
         assert "needs one op" in raises_comm_error(
-            lambda: lease.all_reduce("maximum" if last else "add")
+            lambda: lease.bound_all_reduce("maximum" if last else "add")
         )
         lease.array[:] = coded(group.rank, 5)
-        lease.all_reduce().run()
+        lease.bound_all_reduce().run()
         assert np.array_equal(lease.array, everyone(group.size, 5).sum(axis=0))
 
     def law_an_activation_outlives_its_group(self, transport):

@@ -11,9 +11,9 @@ def test_after_a_kill_report_prints_the_last_action_of_each_rank(tmp_path):
         "import os, signal; from mpi4py import MPI; from mpitrain.ops import host\n"
         "from mpitrain.parallel.replication import step_end\n"
         "update = step_end.AgreeAndUpdate.apply\n"
-        "def apply(self, scale, lr, number):\n"
-        "    if number == 4 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    update(self, scale, lr, number)\n"
+        "def apply(self, scale, lr, step):\n"
+        "    if step == 5 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    update(self, scale, lr, step)\n"
         "step_end.AgreeAndUpdate.apply = apply\n"
         f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])"
     )

@@ -1,1 +1,1 @@
-"""`mpitrain launch`: starts a job, supervises it and reads its output."""
+"""`mpitrain launch`: starts the ranks of a job, forwards its output, and decides its exit code."""

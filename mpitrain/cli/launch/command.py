@@ -1,6 +1,6 @@
-"""`mpitrain launch`: starts a command or a Python file on N ranks with this machine's MPI.
+"""`mpitrain launch`: runs a command or a Python file on N ranks, by this machine's MPI library.
 
-It adds the launcher options that this machine needs.
+It adds the options of mpirun, mpiexec or srun that this machine needs.
 """
 
 import os
@@ -85,12 +85,13 @@ def library() -> Mpi:
 
 
 def launcher(name: str, sign: str, version: str = "") -> str:
-    """Return the path of the launcher whose --version prints `sign`; ConfigError if there is none.
+    """Return the path of the launcher whose --version prints `sign`.
 
-    The folder of this Python comes first, then PATH. Open MPI's library and launcher
-    must have the same first number of version. Otherwise the ranks do not find each other.
+    The folder of this Python is searched first, then PATH. The first numbers of the versions of
+    Open MPI's library and launcher must be the same; otherwise the ranks do not find each other.
 
     version  version string of the MPI library; "": any launcher will do
+    raises   ConfigError if there is no such launcher
     """
     wanted = first_number(version)
     places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
@@ -121,7 +122,9 @@ def launcher(name: str, sign: str, version: str = "") -> str:
 
 
 def first_number(version: str) -> str:
-    """Return the first number of a version of Open MPI, of its library or its mpirun; "" if unknown."""
+    """Return the first number of a version string of Open MPI or of its mpirun; "" if there is
+    none.
+    """
     match = re.search(r"Open MPI\)? v?(\d+)\.", version)
     return match[1] if match else ""
 
@@ -133,7 +136,7 @@ SM_NEEDS = process.room_for(16 << 20, 1)
 
 
 class LaunchCommand(click.Command):
-    """A Click command that explains where the launcher's own options belong."""
+    """A Click command that explains where the options of mpirun or srun belong."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         try:
@@ -250,7 +253,7 @@ def command(
 
 
 def dim(text: str) -> str:
-    """Return `text`, faint on a terminal: a rarely needed line must not hide later ones."""
+    """Return the text, faint on a terminal: a line that is rarely needed must not hide later ones."""
     return f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text
 
 
@@ -259,8 +262,9 @@ def command_line(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line of launcher and program, and the environment variables to set.
 
-    by      "srun", "mpirun", or "" for srun inside a Slurm allocation and mpirun elsewhere
-    placed  hosts, ranks of each and binding, as the user names them
+    extra    further options of the launcher
+    by       "srun" or "mpirun"; "": srun inside a Slurm allocation, mpirun elsewhere
+    placed   hosts, ranks of each and binding, as the user names them
     """
     mpi, granted = library(), allocation(os.environ)
     is_slurm = granted is not None and granted.system == "Slurm"
@@ -318,15 +322,15 @@ def command_line(
 
 
 def shared_memory_btl(version: str) -> str:
-    """Return the name of Open MPI's shared-memory component, which was vader before version 5."""
+    """Return the name of Open MPI's shared-memory component: vader before version 5."""
     return "vader" if int(first_number(version) or 5) < 5 else "sm"
 
 
 def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int | None:
-    """Return the cores of each rank on the fullest host; 0 if they are fewer than its ranks.
+    """Return the number of cores of each rank on the host with most ranks; 0 if it has fewer than ranks.
 
-    Hosts of a job outside of Slurm count as equal to this one. Those of named hosts outside of a
-    job are unknown (None), unless all are this host.
+    The hosts of a job outside of Slurm are assumed equal to this one. If hosts are named outside of
+    a job, the number is unknown (None), unless all of them are this host.
     """
     most = ranks_of_fullest(ranks, granted, placed)
     if granted and granted.system == "Slurm":
@@ -338,7 +342,10 @@ def cores_of(ranks: int, granted: Allocation | None, placed: Placement) -> int |
 
 
 def ranks_of_fullest(ranks: int, granted: Allocation | None, placed: Placement) -> int:
-    """Return the ranks of the fullest host; ConfigError if the named hosts have too few places."""
+    """Return the number of ranks on the host with most of them.
+
+    raises  ConfigError if the named hosts have too few places
+    """
     hosts = hosts_of(granted, placed)
     per_host = max([*placed.hosts.values(), placed.ppn])
     most = placed.ranks or placed.ppn * hosts

@@ -1,4 +1,4 @@
-"""The failure that a job reports first, read from standard error for the last line of `launch`."""
+"""The first failure of a job, read from its output for the last line that `launch` prints."""
 
 import re
 import shlex
@@ -26,16 +26,16 @@ LONGEST = 300
 class Failure:
     """The first failure of a job.
 
-    report     the line in which a rank reported its end, or ""
-    refusal    the line in which srun itself fails, or ""
-    is_agreed  whether rank 0 printed an error for all ranks; that is a whole message
+    report     the line in which a rank reported its end; "" without one
+    refusal    the line in which srun itself reported a failure; "" without one
+    is_agreed  whether rank 0 printed an error of all ranks, which says everything
     """
 
     def __init__(self) -> None:
         self.report, self.refusal, self.is_agreed = "", "", False
 
     def read(self, text: bytes) -> None:
-        """Search whole lines; lines may come again."""
+        """Search whole lines of output. A line may be read again."""
         reported = RANK.search(text)
         if reported and not self.report:
             self.report = brief(reported[1].decode(errors="replace").strip().rstrip("."))[:LONGEST]
@@ -47,11 +47,11 @@ class Failure:
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
 
     def last_line(self, code: int, run: str, start: Path) -> str:
-        """Return the last line of a failed job; "" if an error of all ranks is the last one.
+        """Return the last line of a failed job; "" if an error of all ranks is already the last one.
 
         code   exit code of the launcher
-        run    the run directory; "" before there is one
-        start  the folder of the traces of this host's ranks before that
+        run    run directory; "" if there is none yet
+        start  folder with the traces of this host's ranks until there is a run directory
         """
         if self.is_agreed:
             return ""
@@ -95,9 +95,10 @@ LEFT = re.compile(rb"^srun: error: \S+: tasks? [\d,-]+: Exited with", re.MULTILI
 
 
 class Killed(NamedTuple):
-    """A process ended by a signal, as Open MPI, Slurm or MPICH reports it. MPICH reports no rank.
+    """A report of Open MPI, Slurm or MPICH that a signal ended a process.
 
-    rank  its number. Slurm may list several ranks, as "2-3" or "0,2"; it may have killed some.
+    rank  its number; "" from MPICH. Slurm may list several ranks, as "2-3" or "0,2", and may have
+          killed some of them itself
     """
 
     how: str
@@ -111,7 +112,6 @@ class Killed(NamedTuple):
         return self.rank.isdigit() or not self.rank
 
     def has(self, rank: int) -> bool:
-        """Return whether this rank is listed."""
         ends = [
             [int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed
         ]
@@ -129,7 +129,7 @@ class Killed(NamedTuple):
 
 
 class KilledRanks:
-    """The killed ranks of a job, collected from the lines of both streams."""
+    """The reports of killed ranks, collected from both streams of a job."""
 
     def __init__(self) -> None:
         self._killed: list[Killed] = []
@@ -137,7 +137,10 @@ class KilledRanks:
         self._has_left = self._is_aborted = False
 
     def first(self) -> Killed | None:
-        """Return the process that a signal ended first, if known. srun also kills and lists others."""
+        """Return the report on the process that was killed first, if that is known.
+
+        srun also kills other processes, and lists them.
+        """
         if self._lost is not None:
             for killed in self._killed:
                 if killed.has(self._lost):
@@ -151,7 +154,7 @@ class KilledRanks:
         return self._killed[0] if self._killed else None
 
     def read(self, text: bytes) -> None:
-        """Collect from whole lines; lines may come again."""
+        """Collect the reports in whole lines of output. A line may be read again."""
         lost = LOST.search(text)
         if lost and self._lost is None:
             self._lost = int(lost[1])

@@ -1,4 +1,4 @@
-"""The hosts of a job: the allocation of a batch system, and the placement that a user names."""
+"""The hosts of a job: those that a batch system granted, and the placement of ranks that the user names."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ NUMBERS = re.compile(r"\[(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)\]", re
 
 
 class Allocation(NamedTuple):
-    """The resources that a batch system granted to this job.
+    """What a batch system granted to this job.
 
     system  name of the batch system
     ranks   number of tasks or slots
@@ -29,7 +29,7 @@ class Allocation(NamedTuple):
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation that these environment variables describe; None outside a job.
+    """Return the allocation that these environment variables describe; None outside a batch job.
 
     raises  ConfigError if one of them has no number where the batch system writes one
     """
@@ -39,7 +39,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the allocation's hosts, each once; [] outside a job.
+    """Return the names of the allocation's hosts, each once; [] outside a batch job.
 
     raises  ConfigError if the batch system does not list them
     """
@@ -48,9 +48,9 @@ def nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def ranks_of(granted: Allocation | None, ppn: int = 0) -> int:
-    """Return the number of ranks of the allocation; ConfigError outside one.
+    """Return the number of ranks that an allocation has; ConfigError without one.
 
-    ppn  ranks of each of its hosts; 0: as the batch system counts them
+    ppn  ranks of each host; 0: as the batch system counts them
     """
     if not granted or not granted.ranks:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def host_lines(path: Path, what: str) -> list[str]:
-    """Return the lines of a file of hosts that are not empty, without comments.
+    """Return the lines of a file of hosts, without comments and empty lines.
 
     what    the option or variable that names the file
     raises  ConfigError for a file without hosts, and for a pipe, a device or a long file: reading
@@ -100,7 +100,10 @@ def short_forms(hosts: str) -> list[str]:
 
 
 def expanded(name: str) -> list[str]:
-    """Return the hosts of Slurm's short form, such as node[01-03,7]; [] for a range that falls."""
+    """Return the hosts of a short form of Slurm, such as node[01-03,7].
+
+    [] if a range in it falls.
+    """
     match = NUMBERS.search(name)
     if not match:
         return [name]
@@ -132,7 +135,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _pbs(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return (ranks, hosts): the node file has a line for each rank."""
+    """Return (ranks, hosts) by the node file of PBS, which has a line for each rank."""
     hosts = _pbs_nodes(environ)
     return len(hosts), len({*hosts})
 
@@ -142,7 +145,7 @@ def _pbs_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _lsf(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return (ranks, hosts) from a list of hosts, each followed by its slots: a 4 b 4."""
+    """Return (ranks, hosts) by LSF's list of hosts, each followed by its slots: a 4 b 4."""
     words = environ["LSB_MCPU_HOSTS"].split()
     slots = words[1::2]
     if len(words) % 2 or not all(word.isascii() and word.isdigit() for word in slots):
@@ -166,12 +169,12 @@ def _grid_engine_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 class BatchSystem(NamedTuple):
-    """A batch system.
+    """How a batch system describes a job by environment variables.
 
-    name      as users call it
-    variable  environment variable that shows it
-    counts    returns the ranks and the hosts of the job
-    nodes     returns the names of the hosts, in which a name may repeat
+    name      as users call the system
+    variable  environment variable that shows that the process is in a job
+    counts    (environment variables) -> (ranks, hosts) of the job
+    nodes     (environment variables) -> names of the hosts; a name may repeat
     """
 
     name: str
@@ -199,17 +202,18 @@ def crowds_slurm(ranks: int, environ: Mapping[str, str]) -> bool:
 
 
 def slurm_cores(most: int, environ: Mapping[str, str]) -> int | None:
-    """Return the cores of each rank: --cpus-per-task, or an even split of the smallest node.
+    """Return the cores of each rank: --cpus-per-task, or an even share of the smallest node.
 
-    0 if that node has fewer than `most`, the ranks of the fullest node; None if Slurm does not
-    list the cores.
+    0 if that node has fewer cores than ranks; None if Slurm does not list the cores.
+
+    most  number of ranks on the node with most of them
     """
     cores = _cores_of_nodes(environ)
     return _count(environ, "SLURM_CPUS_PER_TASK", 0) or (min(cores) // most if cores else None)
 
 
 def _cores_of_nodes(environ: Mapping[str, str]) -> list[int]:
-    """Return the cores of each node, which Slurm lists for example as "4(x2),2" for 4, 4 and 2."""
+    """Return the number of cores of each node; Slurm writes "4(x2),2" for 4, 4 and 2."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return [int(count) for count, hosts in groups for _ in range(int(hosts or 1))]
 
@@ -220,7 +224,7 @@ HOST = re.compile(
     re.ASCII,
 )
 MOST = re.compile(r"\s+max[_-]slots\s*=\s*(\d{1,9})", re.ASCII)
-"""Open MPI's largest number of ranks of a host. It counts where there is no other."""
+"""The largest number of ranks of a host, in a host file of Open MPI. It is used without `slots`."""
 BINDINGS = {
     "Open MPI": {"none": "none", "core": "core", "socket": "package"},
     "MPICH": {"none": "none", "core": "core", "socket": "socket"},
@@ -236,15 +240,15 @@ EXPORTED = (
 )
 """Variables that mpirun exports to other hosts, if they are set here."""
 PREFIXES = ("UCX_", "FI_", "MPITRAIN_")
-"""Further ones, by their beginnings."""
+"""Further variables that are exported, by their beginnings."""
 
 
 class Placement(NamedTuple):
     """The placement of ranks that the user names.
 
-    hosts  {host: its ranks}; empty: those of the allocation, or this host
-    ppn    ranks of each host; 0: not given
-    bind   "none", "core" or "socket"; "": as before
+    hosts  {host: number of its ranks}; empty: the hosts of the allocation, or this host
+    ppn    number of ranks of each host; 0: not given
+    bind   "none", "core" or "socket"; "": not given
     """
 
     hosts: dict[str, int] = {}
@@ -257,7 +261,7 @@ class Placement(NamedTuple):
 
 
 def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> Placement:
-    """Return the placement that the options of `launch` request. A missing option is None.
+    """Return the placement that the options of `launch` request. An option that is not given is None.
 
     raises  ConfigError if hosts are named twice, or cannot be read
     """
@@ -289,10 +293,10 @@ def placement(hosts: str | None, hostfile: Path | None, ppn: int, bind: str) -> 
 
 
 def described(ranks: int, hosts: int, most: int, cores: int | None, bind: str) -> str:
-    """Return the placement of the ranks in words.
+    """Describe the placement of the ranks in words.
 
     hosts  number of hosts
-    most   number of ranks on the fullest host
+    most   number of ranks on the host with most of them
     cores  cores of each rank, on each of which it computes with one BLAS thread; None: unknown
     """
     spread = f"{most} on each" if most * hosts == ranks else f"at most {most} on each"
@@ -302,9 +306,9 @@ def described(ranks: int, hosts: int, most: int, cores: int | None, bind: str) -
 
 
 def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int | None) -> list[str]:
-    """Return the options of mpirun; it exports no variables to other hosts by itself.
+    """Return the options of mpirun, which exports no variables to other hosts by itself.
 
-    cores  cores of each rank, for a binding to cores; None: unknown, so one
+    cores  cores of each rank, for a binding to cores; None: unknown, and one is assumed
     """
     options = ["--bind-to", BINDINGS["Open MPI"][placed.bind or "none"]]
     suffix = f":PE={cores or 1}" if placed.bind == "core" else ""
@@ -322,7 +326,7 @@ def open_mpi_options(placed: Placement, environ: Mapping[str, str], cores: int |
 
 
 def mpich_options(placed: Placement, cores: int | None) -> list[str]:
-    """Return the options of mpiexec; it exports all variables to other hosts by itself.
+    """Return the options of mpiexec, which exports all variables to other hosts by itself.
 
     cores  as in `open_mpi_options`
     """
@@ -336,7 +340,7 @@ def mpich_options(placed: Placement, cores: int | None) -> list[str]:
 
 
 def srun_options(placed: Placement) -> list[str]:
-    """Return the options of srun; named hosts must belong to the allocation."""
+    """Return the options of srun. Named hosts must belong to the allocation."""
     options = []
     if placed.hosts:
         options += [f"--nodelist={','.join(placed.hosts)}", f"--nodes={len(placed.hosts)}"]

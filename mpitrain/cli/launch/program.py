@@ -1,4 +1,4 @@
-"""The program that `mpitrain launch` starts on every rank: an mpitrain command, or a user's own."""
+"""The program that `mpitrain launch` starts on every rank: an mpitrain command, or a user's own program."""
 
 import os
 import re
@@ -28,8 +28,8 @@ class Program(NamedTuple):
 def program(arguments: list[str]) -> Program:
     """Return the program that the words after `launch ... --` name.
 
-    COMMAND ...                        an mpitrain command, also after `mpitrain` or
-                                       `python -m mpitrain`
+    COMMAND ...                        an mpitrain command, also after `mpitrain` or `python -m
+                                       mpitrain`
     FILE.py ...                        a Python file
     python FILE|-m MODULE|-c CODE ...  a Python program, by this environment's interpreter
     raises                             ConfigError for a missing file, UsageError for anything else
@@ -73,7 +73,7 @@ def _python(words: list[str]) -> Program:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split words into Python's options and the program, which begins at a file, -m, -c or -."""
+    """Split words into options of Python and the program, which begins at a file, -m, -c or -."""
     options: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":

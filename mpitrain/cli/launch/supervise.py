@@ -1,7 +1,7 @@
 """Supervision of a launched job: forwards its output and stop requests, and decides the exit code.
 
-The exit code follows from rank 0's status lines and the launcher's exit code, which arrive for
-every launcher. The ranks need no shared folder and no environment variable for it.
+The exit code follows from rank 0's status lines and the launcher's exit code. Both arrive here by
+every launcher, so the ranks need no shared folder and no environment variable for it.
 """
 
 import contextlib
@@ -50,14 +50,15 @@ ENDINGS = re.compile(
 
 
 class LauncherOutput:
-    """The state of a run, read from its output.
+    """What the output of a run has shown so far.
 
-    began   whether the run has a run directory
-    end     event of the status line that closed the run: "ended", "stopped" or "not begun"; "" before
-    run     the run directory; "" before
-    spoken  whether any byte was shown on standard error
-    killed  the ranks that a signal ended
-    failure the first failure that a rank reported
+    began    whether the run has a run directory
+    end      event of the status line that closed the run: "ended", "stopped" or "not begun"; ""
+             before
+    run      run directory; "" before there is one
+    spoken   whether any byte was shown on standard error
+    killed   the ranks that a signal ended
+    failure  the first failure that a rank reported
     """
 
     def __init__(self) -> None:
@@ -73,12 +74,14 @@ class LauncherOutput:
 
 
 class OutputFilter:
-    """A filter for standard output that shows all bytes at once."""
+    """A filter for standard output that removes only status lines."""
 
     held = b""
 
     def __init__(self, words: LauncherOutput, has_errors: bool = False):
-        """Make a filter; has_errors: ranks report failures here, as to standard error."""
+        """words       the state that the filter brings up to date
+        has_errors  whether ranks report failures here, as they do on standard error
+        """
         self._words, self._recent, self._has_errors = words, b"", has_errors
 
     def pass_on(self, chunk: bytes) -> bytes:
@@ -92,15 +95,15 @@ class OutputFilter:
         return chunk
 
     def release(self) -> bytes:
-        """Return the withheld bytes, to be shown after all."""
+        """Return the bytes held back, to be shown after all."""
         return b""
 
 
 class Errors:
-    """A filter for standard error that drops boxes and lines that repeat a message.
+    """A filter for standard error that removes the launcher's messages if they repeat one of ours.
 
     server  prefix of the launcher's own lines
-    held    withheld bytes that may become such a box or line
+    held    bytes held back, which may become such a message
     """
 
     def __init__(self, words: LauncherOutput, server: bytes):
@@ -144,13 +147,14 @@ class Errors:
         )
 
     def _repeats(self, box: bytes) -> bool:
-        """Return whether our own message reports the same as this box."""
+        """Return whether one of our messages says the same as this box."""
         return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
 
     def _is_late(self, line: bytes) -> bool:
-        """Return whether this line adds nothing: a PMIX error, or a warning of libevent.
+        """Return whether this line is a PMIX error or a libevent warning that says nothing new.
 
-        The launcher's line adds nothing after the report of the end, and a rank's line after the run.
+        A line of the launcher says nothing new once anything was shown or the end was reported; a
+        line of a rank does not once the end was reported.
         """
         is_pmix = line.startswith(self._server) and b"PMIX ERROR" in line
         is_servers = is_pmix or line.startswith(EPOLL)
@@ -169,7 +173,7 @@ class Errors:
 
 
 class Passage(threading.Thread):
-    """A thread that copies one file descriptor to another, but for status lines, to the source's end.
+    """A thread that copies one file descriptor to another, up to the end of the source.
 
     is_courtesy  after a failed write, read on and drop the bytes; otherwise close the source
     screen       the terminal of the target, if bars are drawn there
@@ -246,7 +250,7 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Requests(list[int]):
     """The stop signals received since construction, in order.
 
-    An ignored HUP (nohup) stays ignored.
+    HUP stays ignored if it was (nohup).
     """
 
     def __init__(self) -> None:
@@ -256,7 +260,7 @@ class Requests(list[int]):
                 signal.signal(number, lambda number, frame: self.append(number))
 
     def leave_if_asked(self) -> None:
-        """Exit as a stopped run if a signal came before anything was started."""
+        """Exit as a stopped run does, if a signal came before anything was started."""
         if self:
             say(Screen(), NOT_BEGUN)
             sys.exit(STOPPED)
@@ -269,12 +273,12 @@ def run(
     is_training: bool,
     is_ours: bool = True,
 ) -> int:
-    """Start the command line in a session of its own, and return the exit code of the run.
+    """Start the command line in a session of its own; return the exit code of the run.
 
-    The first stop request asks a training run for a checkpoint. The second terminates the launcher,
-    and any later one kills it. For another command, the first one terminates the launcher.
+    The first stop signal asks a training run for a checkpoint; another command's launcher is
+    terminated by it. The second one terminates the launcher, and any later one kills it.
 
-    is_ours  the program is an mpitrain command: its ranks know the terminal, and may draw bars
+    is_ours  whether the program is an mpitrain command, whose ranks may draw bars on the terminal
     """
     environment, screen = {**os.environ, **settings}, Screen()
     # These screens show the ranks' standard output and standard error, if they draw bars.
@@ -354,7 +358,7 @@ def run(
 def say(screen: Screen, text: str) -> None:
     """Print a message of `launch` itself, not of a rank.
 
-    It starts on a new line, so it never continues the line of a progress bar.
+    It is printed on a new line, so that it does not continue a progress bar.
     """
     line = f"mpitrain launch: {text}"
     with screen.lock:
@@ -379,7 +383,7 @@ def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_beg
 
 
 def _end_with_parent() -> None:
-    """Let the kernel send TERM to the launcher if this process is killed. Runs in the child."""
+    """In the child: let the kernel send TERM to the launcher if the parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG.
 
 
@@ -397,12 +401,12 @@ def training_code(
 ) -> int:
     """Return the exit code of a training run: 0 only if rank 0 reported its end, 85 if it stopped.
 
-    The launcher's code is not enough: launchers may exit with 0 after losing a host. A request may
-    also end a run before it began. It counts as a stop: nothing is lost, and the same command
-    starts the run.
+    The launcher's code is not enough: launchers may exit with 0 after losing a host. If a stop
+    signal ended the run before it began, this counts as a stop: nothing is lost, and the same
+    command starts the run.
 
-    requests  stop requests that were forwarded
-    launcher  process of the launcher
+    requests  number of stop signals that were forwarded
+    launcher  process number of the launcher
     """
     if words.end in ("stopped", "not begun") and code in (0, STOPPED):
         if words.end == "not begun":

@@ -1,1 +1,1 @@
-"""`mpitrain plan`: simulates pipelines and prints collectives step by step."""
+"""`mpitrain plan`: predictions about pipelines, collectives and jobs, counted or measured."""

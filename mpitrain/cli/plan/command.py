@@ -1,4 +1,4 @@
-"""`mpitrain plan`: simulates pipelines and prints collectives, without running them."""
+"""`mpitrain plan`: the group, and its commands that simulate pipelines and print collectives without running them."""
 
 import shutil
 import textwrap
@@ -50,7 +50,7 @@ def command() -> None:
 
 
 def amount(name: str, default: float, text: str) -> Callable:
-    """Return an option that takes milliseconds or megabytes."""
+    """Return a Click option for milliseconds or megabytes."""
     return click.option(
         name,
         type=click.FloatRange(0),
@@ -147,7 +147,7 @@ def schedule(
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
 
     def cost(share: float) -> Cost:
-        """Return the cost of a chunk that has this share of its stage."""
+        """Return the cost of a chunk that computes this share of its stage."""
         return Cost(
             *(share * amounts[f"{half}_ms"] for half in HALVES),
             *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),

@@ -1,4 +1,4 @@
-"""`mpitrain plan memory`, `batch` and `tricks`: plans for a job, counted or measured."""
+"""`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
 import sys
 from collections.abc import Callable
@@ -141,7 +141,12 @@ def plan_batch(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Search, and print the report; `verified` has the blocks and steps of --verify."""
+    """Search for the batch of a job, and print the report. Collective.
+
+    read      () -> the configuration
+    verified  (turns of each number of micro-batches, steps in a turn) of --verify; None without it
+    raises    ConfigError on every rank: with `verified`, also if there is no pipeline
+    """
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
@@ -174,7 +179,10 @@ def plan_micro_batches(
     verified: tuple[int, int] | None,
     json_file: Path | None,
 ) -> None:
-    """Measure, and print the predictions alone; arguments as in plan_batch."""
+    """Measure a pipeline, and print only the predictions for numbers of micro-batches. Collective.
+
+    Arguments as in plan_batch.
+    """
     from mpitrain.run.build import build
     from mpitrain.run.resolve import agree_on
     from mpitrain.tools.bench.results import machine, write_json
@@ -209,7 +217,7 @@ def plan_micro_batches(
 
 
 def _choices(transport: Any, agreed: Any) -> tuple[Any, list[int]]:
-    """Return the resolved job, and the numbers of micro-batches that its pipeline can choose from.
+    """Return the resolved job, and the numbers of micro-batches that its pipeline can have. Collective.
 
     raises  ConfigError on every rank, if there is no pipeline or no choice
     """

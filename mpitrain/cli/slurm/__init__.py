@@ -1,1 +1,1 @@
-"""`mpitrain slurm`: writes, submits and follows batch scripts for Slurm, PBS and LSF."""
+"""`mpitrain slurm`: batch scripts, their submission, and the log of a job."""

@@ -1,4 +1,4 @@
-"""`mpitrain slurm`: writes a batch script from an mpitrain command, submits it and follows its log."""
+"""`mpitrain slurm`: writes a batch script for an mpitrain command, submits it and follows its log."""
 
 import shlex
 import sys
@@ -18,7 +18,7 @@ COMMAND_LINE = "mpitrain.slurm.words"
 
 
 class SlurmCommand(click.Command):
-    """A Click command that keeps its words, for the head of the script."""
+    """A Click command that keeps the words of its command line, for the head of the script."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         context.meta[COMMAND_LINE] = list(args)
@@ -172,9 +172,9 @@ ALONE = ("launch", "slurm", "plan", "runs", "learn", "plot", "report", "data")
 
 
 def check(request: BatchJob) -> None:
-    """Raise ConfigError or UsageError if the command or its training job cannot run.
+    """Check that the command of a batch job can run, without reading data: a login host may not have any.
 
-    Files of the data are not read: a login host may not have them.
+    raises  ConfigError or UsageError if the command or its configuration is wrong
     """
     words = request.words
     if words[0] in ALONE:
@@ -199,7 +199,7 @@ def check(request: BatchJob) -> None:
 
 
 def _parsed(words: list[str]) -> click.Context:
-    """Parse the words as the command itself would, without calling it."""
+    """Parse the words of an mpitrain command, without calling it."""
     command: click.Command = commands
     context = click.Context(commands, info_name="mpitrain")
     while isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""Submission of a batch script to Slurm, and the log of the job until it ends."""
+"""Submission of a batch script to Slurm; then the log of the job, printed until the job ends."""
 
 import os
 import re
@@ -35,7 +35,7 @@ ENDED = {
 
 
 def submit(text: str) -> str:
-    """Submit a script to Slurm, and return the number of the job; ConfigError if it is refused."""
+    """Submit a script to Slurm; return the job's number. ConfigError if it is refused."""
     done = _asked(["sbatch", "--parsable"], text)
     if done.returncode:
         raise ConfigError(
@@ -50,7 +50,7 @@ def submit(text: str) -> str:
 def follow(job: str) -> int:
     """Print the logs of a job as they grow, until it ends; return its exit code.
 
-    If a run continues in another job, its log is followed there.
+    If the run continues in another job, the log of that job is printed, too.
     """
     logs: dict[str, _Log] = {}
     records: list[dict[str, str]] = []
@@ -87,13 +87,17 @@ def follow(job: str) -> int:
 
 
 def _state(job: str) -> list[dict[str, str]]:
-    """Return the fields of the job, or of each task of an array; [] without an answer."""
+    """Return the fields of the job, or of each task of an array; [] if Slurm does not answer."""
     done = _asked(["scontrol", "show", "job", "--oneliner", job])
     return [dict(FIELD.findall(line)) for line in done.stdout.splitlines() if "JobState=" in line]
 
 
 def _waiting(job: str, records: list[dict[str, str]], before: str) -> str:
-    """Say once why a job waits; return that reason, or "" if the job runs."""
+    """Print why a job waits, unless that was printed before.
+
+    before   the reason that was printed last
+    returns  the reason that was printed last now; "" if the job runs
+    """
     waiting = [record["Reason"] for record in records if record["JobState"] == "PENDING"]
     reason = waiting[0] if len(waiting) == len(records) else ""
     if reason not in ("", "None", before):
@@ -102,7 +106,7 @@ def _waiting(job: str, records: list[dict[str, str]], before: str) -> str:
 
 
 def _code(record: dict[str, str]) -> int:
-    """Return the exit code of an ended job; a signal counts 128 more."""
+    """Return the exit code of an ended job; of a signal, its number plus 128."""
     if record["JobState"] == "COMPLETED":
         return 0
     code, _, signal = record["ExitCode"].partition(":")
@@ -120,13 +124,13 @@ def _asked(line: list[str], text: str | None = None) -> subprocess.CompletedProc
 
 
 class _Log:
-    """A growing log file, which is printed from where the last look ended."""
+    """A growing log file, printed bit by bit."""
 
     def __init__(self, path: str):
         self._path, self._read, self._tail = path, 0, b""
 
     def show(self) -> None:
-        """Print the bytes that are new; a log that does not exist yet has none."""
+        """Print the bytes that are new. A log that does not exist yet has none."""
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             file.seek(self._read)
             while chunk := file.read(1 << 16):

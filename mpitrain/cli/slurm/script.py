@@ -1,4 +1,4 @@
-"""Batch scripts: the request (command, ranks, time), the batch systems, and the script of each."""
+"""Batch scripts: what a job shall run, the batch systems, and the script for each of them."""
 
 import re
 import shlex
@@ -24,8 +24,8 @@ class BatchJob(NamedTuple):
     by              the launcher: srun or mpirun
     environment     kind, a colon and a value: venv:PATH, module:NAMES or apptainer:IMAGE
     sweep           for each task of an array: the settings of its run
-    extra           further options of the batch system, each for a line of its own
-    written_by      the command line that repeats the script
+    extra           further options of the batch system, each written on a line of its own
+    written_by      the command line that writes the same script again
     """
 
     words: list[str]
@@ -45,7 +45,7 @@ class BatchJob(NamedTuple):
 
     @property
     def warning(self) -> int:
-        """Seconds before the limit at which the script warns the run: a quarter of it at most."""
+        """Seconds before the limit at which the script warns the run: at most a quarter of it."""
         return max(30, min(self.margin, self.seconds // 4))
 
     @property
@@ -54,9 +54,11 @@ class BatchJob(NamedTuple):
 
 
 def seconds_of(time: str) -> int:
-    """Return the seconds of a time limit as Slurm writes it; ConfigError if it is none.
+    """Return the seconds of a time limit that is written as for Slurm.
 
     The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+
+    raises  ConfigError for any other text
     """
     match = TIME.fullmatch(time)
     if not match:
@@ -81,14 +83,15 @@ def _wrong(time: str) -> ConfigError:
 
 
 def clock(seconds: int) -> str:
-    """Return a time limit as H:M:S with two digits each; Slurm and PBS read it."""
+    """Return a time limit as HH:MM:SS, which Slurm and PBS read."""
     return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
 
 
 def grid(options: tuple[str, ...]) -> list[list[str]]:
     """Return the settings of each run of a sweep over all combinations of KEY=VALUE,VALUE,...
 
-    raises  ConfigError if an option names no key, one twice, one value, or a value with a space
+    raises  ConfigError if an option has no key, a single value, or a value with a space, and if two
+            options have the same key
     """
     axes, keys = [], set[str]()
     for option in options:
@@ -115,9 +118,9 @@ def grid(options: tuple[str, ...]) -> list[list[str]]:
 
 
 class ScriptSystem(NamedTuple):
-    """A batch system.
+    """How a batch system runs scripts.
 
-    submit       the command that reads a script, and how
+    submit       the shell command that submits a script
     folder       variable of the folder in which the job was submitted
     job          variable of the job's number
     array, task  variables of an array's number, and of a task's index
@@ -149,16 +152,16 @@ REASON_COLUMN = 38
 
 
 class _Text(Template):
-    """Text in which @{name} is a fact, because $ belongs to the shell."""
+    """Text in which @{name} stands for a fact, because $ belongs to the shell."""
 
     delimiter = "@"
 
 
 def script(request: BatchJob, name: str) -> str:
-    """Return the script of a request for the batch system of this name.
+    """Return the script of a job for the batch system of this name.
 
-    raises  ConfigError for a kind of environment that is unknown, a value of it that a script
-            cannot contain, or without a number that the system needs
+    raises  ConfigError for an unknown kind of environment, for a value of it that a script cannot
+            contain, and if a number that the system needs is missing
     """
     facts = _facts(request, name)
     kind = facts["kind"]
@@ -191,7 +194,7 @@ CONDITIONS = {
 
 
 def _facts(request: BatchJob, name: str) -> dict[str, Any]:
-    """Return the facts of a request, by the names that the template gives them."""
+    """Return {name in the template: value} of a job."""
     r, system = request, SYSTEMS[name]
     environment, value = _environment(request.environment)
     if name != "slurm" and not r.cores_per_rank:

@@ -1,1 +1,1 @@
-"""The terminal: progress bars, table rows, and other output that never overwrites them."""
+"""The terminal: standard output and error, progress bars and rows, and signals that stop a run."""

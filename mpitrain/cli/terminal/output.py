@@ -1,6 +1,7 @@
-"""Standard output and standard error: the terminal behind them, its bars, and writes that fail.
+"""Standard output and standard error: the terminal behind them, progress bars on it, and failed writes.
 
-They may end in a full disk, a pipe without a reader, or nothing, and may have an old locale.
+Behind a stream may be a full disk, a pipe without a reader, or nothing; its encoding may be an old
+one.
 """
 
 import io
@@ -30,7 +31,10 @@ LONGEST = 4096
 
 
 def columns(descriptor: int = 2) -> int:
-    """Return the columns of the terminal of a file descriptor, else of COLUMNS, else USUAL."""
+    """Return the columns of the terminal behind a file descriptor.
+
+    Without a terminal, return those of the variable COLUMNS, or USUAL.
+    """
     try:
         known = os.get_terminal_size(descriptor).columns
     except OSError:
@@ -42,7 +46,7 @@ def columns(descriptor: int = 2) -> int:
 def width() -> int | None:
     """Return the columns of the terminal behind standard error, or None without one.
 
-    The terminal may be behind the pipes of `launch`.
+    It may be behind the pipes of `launch`.
     """
     if os.isatty(2):
         return columns()
@@ -53,7 +57,7 @@ def width() -> int | None:
 def output_columns() -> int:
     """Return the columns of the terminal behind standard output, or 0 without one.
 
-    The terminal may be behind the pipe of `launch`.
+    It may be behind the pipe of `launch`.
     """
     # `launch` is right even where mpirun gives its ranks a pseudo-terminal.
     value = os.environ.get(OUTPUT_TERMINAL, "")
@@ -68,14 +72,14 @@ def is_one_terminal() -> bool:
 
 
 def shows_output() -> bool:
-    """Return whether both streams end on one terminal, also through the pipes of `launch`."""
+    """Return whether both streams end on one terminal, perhaps through the pipes of `launch`."""
     return ONE_TERMINAL in os.environ or is_one_terminal()
 
 
 class Screen:
-    """Tracker of the last line of a terminal, on which a progress bar and other text alternate.
+    """The last line of a terminal, on which progress bars and other text alternate.
 
-    lock  serialises the calls and writes of several threads that share a terminal
+    lock  lets one thread at a time write to the terminal
     """
 
     def __init__(self) -> None:
@@ -84,9 +88,9 @@ class Screen:
         """The bytes since the last line break or carriage return."""
 
     def lead(self, data: bytes) -> bytes:
-        """Return a line break if `data` must not continue the current line, else b"".
+        """Return a line break if `data` must not continue the last line, else b"".
 
-        Text after a bar must not, nor a bar after an unfinished line of text.
+        Text does not continue a bar, nor a bar an unfinished line of text.
         """
         is_bar = self._line != b"\r\x1b[K" and bool(DRAWN.fullmatch(self._line))
         is_text = self._line[:1] not in (b"", b"\r")
@@ -97,9 +101,9 @@ class Screen:
         return b"\n" if runs_into else b""
 
     def place(self, data: bytes) -> bytes:
-        """Separate the bars and texts in `data` by line breaks, and cut bars to the terminal's width.
+        """Put line breaks between the bars and texts in `data`, and cut bars to the terminal's width.
 
-        One `data` may have the output of several ranks, as a launcher forwards it.
+        `data` may have the output of several ranks, as a launcher forwards it.
         """
         # If a line fills the last column, the terminal erases its last character.
         most = len("\r") + columns() - 1
@@ -113,15 +117,16 @@ class Screen:
 
 
 class OutputError(MpitrainError):
-    """The error of a standard output that accepts no more bytes."""
+    """Standard output accepts no more bytes."""
 
 
 class Output(io.FileIO):
     """A raw stream of bytes that drops all bytes after the first failed write.
 
-    is_courtesy  a failed write raises nothing: the work goes on, and its results are elsewhere
-    is_lost      a write has failed
-    screen       the terminal that shows the bytes, where a bar may be drawn
+    is_courtesy  whether a failed write raises nothing: the work goes on, and its results are in
+                 files
+    is_lost      whether a write has failed
+    screen       the terminal that shows the bytes, where a progress bar may be drawn
     """
 
     is_courtesy = False
@@ -156,7 +161,7 @@ class Output(io.FileIO):
 def open_output() -> None:
     """Reopen both streams, line-buffered, with escapes for characters that their encoding lacks.
 
-    Bytes that standard error does not accept are dropped. Launchers forward two pipes in any
+    Bytes that standard error does not accept are dropped. A launcher forwards two pipes in any
     order: where `launch` shows both on one terminal, all output goes through standard error.
     """
     for descriptor in range(3):
@@ -177,7 +182,7 @@ def open_output() -> None:
 
 
 def be_courtesy() -> None:
-    """Ignore failed writes to standard output from now on: a long run need not end for them."""
+    """Ignore failed writes to standard output from now on: a long run shall not end for them."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, Output):  # other ranks and tests have another kind of stream
         raw.is_courtesy = True

@@ -1,4 +1,4 @@
-"""The progress display of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -25,9 +25,9 @@ from mpitrain.run.watcher import Watcher
 
 
 class Bar(tqdm):
-    """A tqdm bar that erases the rest of its line with an escape sequence.
+    """A tqdm bar that erases the rest of its line by an escape sequence.
 
-    tqdm itself writes spaces there, which would wrap into the next line of a narrower window.
+    tqdm writes spaces there, which wrap into the next line of a window that has become narrower.
     """
 
     @staticmethod
@@ -40,9 +40,10 @@ class Bar(tqdm):
 
 
 def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
-    """Return a bar of `steps` steps, `first` of them done; hidden unless stderr is a terminal.
+    """Return a bar of `steps` steps; hidden unless standard error is a terminal.
 
-    form  tqdm's `bar_format`
+    first  number of steps that are done already
+    form   tqdm's `bar_format`
     """
 
     def size(_: TextIO | None = None) -> tuple[int, None]:
@@ -64,10 +65,10 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
 
 
 class RowPrinter:
-    """A printer of measured rows; on a terminal a bar below them shows the time left."""
+    """Prints measured rows; on a terminal, a bar below them shows the time left."""
 
     def __init__(self, total: int, unit: str = "rows"):
-        """Start the bar.
+        """Show the bar.
 
         total  upper bound of the number of rows, or of other units, that will be measured
         unit   the noun for one of them, in the bar
@@ -97,10 +98,10 @@ SKIPPED = {
 
 
 class Progress(Watcher):
-    """A watcher that prints records; on a terminal a bar shows loss, tokens/s and time left."""
+    """A watcher that prints records; on a terminal, a bar shows loss, tokens/s and time left."""
 
     def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
-        """say_last: prints the last line of a stopped or failed run; None: on standard output."""
+        """say_last  prints the last line of a stopped or failed run; None: standard output does"""
         self._say_last = say_last or partial(print, flush=True)
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
@@ -211,12 +212,12 @@ def _limit(record: dict[str, Any]) -> str:
 
 
 def nats(loss: float, bits: float | None) -> str:
-    """Return a loss with its unit, and in bits per byte of text if these are known."""
+    """Return a loss with its unit; in bits per byte of text, too, if these are known."""
     return f"{loss:.4f} nats" + (f", {bits:.4f} bits per byte" if bits is not None else "")
 
 
 def amounts(config: Config, record: dict[str, Any]) -> str:
-    """Return the size of the data and the epochs of the run, or "" if the source has no size."""
+    """Return the size of the data and the epochs of the run; "" if the source has no size."""
     size, steps = config.batch.size, config.run.steps
     source = config.data.validation.partition(":")[2] or "the last tenth"
     if "tokens" in record:
@@ -243,14 +244,14 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
 
 
 def unmeasured(config: Config, hosts: Sequence[str]) -> str:
-    """Return a line of advice if `auto` has no measured constants for these hosts, else ""."""
+    """Return advice if `auto` has no measured constants for these hosts, else ""."""
     advice = foreign(DEFAULT, hosts)
     is_guessed = config.replication.algorithm == "auto" and not config.replication.tuning
     return f"{advice} in replication.tuning" if advice and is_guessed else ""
 
 
 def slow_products(config: Config) -> str:
-    """Return a line of advice if MKL would multiply faster on this processor, else ""."""
+    """Return advice if MKL would multiply faster on this processor, else ""."""
     would_gain = config.device.kind == "cpu" and processor().gains_from_mkl and not mkl()
     return "MKL multiplies faster on this processor: pip install 'mpitrain[mkl]'" * would_gain
 

@@ -1,12 +1,13 @@
-"""The end of a run: signals that ask for it, the last line, and the status lines that `launch` reads.
+"""The end of a run: signals that request it, the last line, and the status lines that `launch` reads.
 
 A status line is an element of a JSON text sequence (RFC 7464): record separator, object, line
-break. It travels on standard output, the only channel that every launcher forwards from every
-host. `launch` requests it by an option of the interpreter, because command lines reach all hosts.
+break. It is written to standard output, the only channel that every launcher forwards from every
+host. `launch` requests status lines by an option of the Python interpreter, because command lines
+reach all hosts.
 
-From Ctrl-C or TERM on, prterun (the program behind `mpirun` since Open MPI 5) forwards no output.
-It sends its ranks CONT at once, TERM after 0.25 s and KILL after another 0.25 s. None of its
-options changes these times (odls_base_default_fns.c).
+After Ctrl-C or TERM, prterun (the program behind `mpirun` since Open MPI 5) forwards no output. It
+sends its ranks CONT at once, TERM after 0.25 s and KILL after another 0.25 s. None of its options
+changes these times (odls_base_default_fns.c).
 """
 
 import faulthandler
@@ -54,7 +55,7 @@ UNFINISHED = re.compile(TAG + re.escape(MARK[:1]) + rb"[^\x1e\n]*\Z", re.MULTILI
 def parent() -> str:
     """Return the name of the program that started this process, or "" if it is unknown.
 
-    For Open MPI's mpirun it is "prterun", and "prted" on other hosts.
+    Below Open MPI's mpirun it is "prterun"; on other hosts "prted".
     """
     with suppress(OSError):
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip()
@@ -77,7 +78,7 @@ def say_last(text: str) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether `launch` started this rank; it can stop a run without ending its launcher."""
+    """Return whether `launch` started this rank: it can stop a run without ending its launcher."""
     return FLAG in sys._xoptions
 
 
@@ -97,8 +98,8 @@ def status(event: Event, run_dir: str = "") -> str:
 class StatusFilter:
     """Removes the status lines from a stream of bytes.
 
-    note  is called with event and run directory of each line
-    held  withheld bytes that may become a status line
+    note  called with event and run directory of each status line
+    held  bytes that may become a status line, and so are not passed on yet
     """
 
     def __init__(self, note: Callable[[str, str], None]):
@@ -114,7 +115,7 @@ class StatusFilter:
         return data
 
     def release(self) -> bytes:
-        """Return the withheld bytes, unless they have become the start of a status line."""
+        """Return the bytes held back, unless they have become the start of a status line."""
         held, self.held = self.held, b""
         if MARK in held:
             held, self.held = b"", held
@@ -136,13 +137,13 @@ def _not_begun() -> str:
 
 
 class Stop:
-    """The handling of INT, TERM and USR1 on this rank.
+    """What INT, TERM and USR1 do on this rank.
 
-    Until `note`, a signal ends the process; from then on it requests a stop.
+    Until `note`, such a signal ends the process; from then on it requests a stop of the run.
 
-    mpi4py starts MPI with the GIL held, so no Python code can handle a signal meanwhile. Until
-    `connected`, the default action of the kernel therefore ends the process. From then on a thread
-    handles signals, even while the main thread waits for a message.
+    Python code cannot handle a signal while MPI starts, because mpi4py holds the GIL. So until
+    `connected`, the kernel's default action ends the process. From then on a thread handles
+    signals, even while the main thread waits for a message.
 
     USR2 prints the Python stacks of this process, at any time.
 
@@ -150,7 +151,9 @@ class Stop:
     """
 
     def __init__(self, last: Callable[[], str] = _not_begun, exit_code: int = STOPPED) -> None:
-        """Take the text that rank 0 prints if a signal ends the process, and the exit code."""
+        """last       () -> the text that rank 0 prints if a signal ends the process
+        exit_code  of a process that a signal ends
+        """
         self._last, self._exit_code = last, exit_code
         self.temporary: Path | None = None
         self.requested = False
@@ -161,7 +164,7 @@ class Stop:
         faulthandler.register(signal.SIGUSR2)
 
     def connected(self, rank: int) -> None:
-        """Install the handlers once the ranks are connected; rank 0 now reports an early end."""
+        """Handle signals from now on: the ranks are connected, and rank 0 can report an early end."""
         heard, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.set_wakeup_fd(wakes)
@@ -172,7 +175,7 @@ class Stop:
             signal.signal(signal.SIGCONT, self._announce)
 
     def note(self) -> None:
-        """Let later signals stop the run after a checkpoint. Earlier ones end the process at once."""
+        """Let signals stop the run after a checkpoint from now on, instead of ending the process."""
         self._is_noted = True
 
     def _note(self, number: int, frame: object) -> None:
@@ -188,18 +191,19 @@ class Stop:
         self._announced = time.monotonic()
 
     def over(self) -> None:
-        """Ignore USR1 from now on, because the run has saved everything.
+        """Ignore USR1 from now on: the run has saved everything.
 
         Python removes its handlers before MPI_Finalize. A late signal of a batch script would then
-        kill the rank. A finished run would seem to have failed.
+        kill the rank, and a finished run would seem to have failed.
         """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def asked(self) -> bool:
         """Return whether a stop was requested.
 
-        A CONT from Open MPI's mpirun may announce its TERM, so wait for that TERM. Otherwise the
-        next step would take time that the checkpoint needs. Any other CONT costs only this wait.
+        After a CONT this waits for a TERM: Open MPI's mpirun sends CONT shortly before TERM, and
+        the next step would take time that the checkpoint needs. After any other CONT only this wait
+        is lost.
         """
         while not self.requested and time.monotonic() < self._announced + ANNOUNCED:
             time.sleep(0.002)
@@ -224,9 +228,10 @@ class Stop:
                 shutil.rmtree(self.temporary, ignore_errors=True)
 
     def say(self, text: str) -> None:
-        """Print the line of rank 0 that ends the run.
+        """On rank 0, print the line that ends the run.
 
-        After TERM, mpirun forwards no output: the line then goes to mpirun's own standard output.
+        After TERM, mpirun forwards no output: the line is then written to mpirun's own standard
+        output.
         """
         if self._is_terminated:
             say_last(text)

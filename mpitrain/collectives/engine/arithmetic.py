@@ -7,11 +7,11 @@ Wire formats encode a float32 array for its messages:
     bf16           bfloat16, 2 bytes per element
     int8           a byte per element and a float32 scale per block of 256 elements
     topk:R         the fraction R of the elements of largest magnitude, 8 bytes each (index, value)
-    powersgd:K     for each matrix (m, n) two factors of rank K, 4 K (m + n) bytes;
+    powersgd:K     for each matrix (m, n) two factors of rank K, 4 x K x (m + n) bytes;
                    elements outside matrices stay float32
 
-The last two send only the difference from a prediction by past sums. A rank remembers the
-elements that it did not send, and adds them to the next array (error feedback).
+topk and powersgd send only the difference between an array and a prediction from past sums. A rank
+keeps the elements that it did not send, and adds them to the next array (error feedback).
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CACHED = 128 * BLOCK
 """Elements that fp16 processes at a time, so that all passes but the first hit the cache."""
 
 DEFAULTS = {"topk": 0.01, "powersgd": 4.0}
-"""Amounts of the formats if only the name is given: a fraction of the elements, or a rank."""
+"""{format: its amount, if the name comes without one}: a fraction of the elements, or a rank."""
 
 
 class Wire(NamedTuple):
@@ -106,7 +106,7 @@ Larger magnitudes are clipped to it, because rounding would turn them into infin
 
 
 def _field(exponent: int, digits: int = 23) -> np.int32:
-    """Return an exponent in its field of a float32 (23), or of a float16 (10)."""
+    """Return exponent + 127 in the exponent field of a float32; with 10 digits, of a float16."""
     return np.int32(exponent + 127 << digits)
 
 
@@ -115,8 +115,9 @@ def _encode_fp16(values: np.ndarray, coded: np.ndarray) -> None:
 
     A block that is not finite gets NaN as its scale. Any other scale brings the block's largest
     number into [2^14, 2^15). Numbers below 2^-14 are then subnormal, and NumPy's own conversion
-    takes 25 times as long for them. This one takes the same time for all numbers. It adds 2^13
-    times the element's own power of two, which rounds the element to 11 binary digits.
+    takes 25 times as long for them. This function takes the same time for all numbers. To each
+    number it adds 2^13 times the number's own power of two. The addition rounds the number to 11
+    binary digits.
     """
     scales, halves = _scaled(coded, FP16_BYTES, np.int16)
     blocks = values.reshape(-1, BLOCK)
@@ -164,7 +165,10 @@ def _decode_fp16(coded: np.ndarray, values: np.ndarray) -> None:
 
 
 def _cast(dtype: np.dtype) -> Codec:
-    """Overflow gives infinity, which makes the trainer skip the step."""
+    """Return the codec that converts elements to `dtype`.
+
+    An overflow becomes infinity, and the trainer skips the step.
+    """
 
     def encode(values: np.ndarray, coded: np.ndarray) -> None:
         coded.view(dtype)[:] = values
@@ -176,7 +180,10 @@ def _cast(dtype: np.dtype) -> Codec:
 
 
 def _encode_int8(values: np.ndarray, coded: np.ndarray) -> None:
-    """A block with a number that is not finite decodes to numbers that are not finite."""
+    """Encode blocks as scales, then int8 numbers.
+
+    A block with a number that is not finite decodes to numbers that are not finite.
+    """
     scales, numbers = _scaled(coded, INT8_BYTES, np.int8)
     blocks = values.reshape(-1, BLOCK)
     np.abs(blocks).max(axis=1, keepdims=True, out=scales)
@@ -259,7 +266,7 @@ def arithmetic_of(device: Device) -> Arithmetic:
 def by_kernels(kernels: Any, is_theirs: Callable[[Any], bool], arena: Arena) -> Arithmetic:
     """Return an arithmetic that uses our kernels for float arrays in their memory, else NumPy.
 
-    is_theirs  whether the kernels can reach an array; no element goes to the host to be added
+    is_theirs  (array) -> whether the kernels can reach its memory
     arena      scratch in the same memory
     """
     from mpitrain.ops.cuda import wire

@@ -10,7 +10,7 @@ from mpitrain.transport.base import Transport
 
 
 class LocalReduction:
-    """Local work between messages, as one link of a chain of reductions."""
+    """Function without messages, as one link of a chain of reductions."""
 
     state = learn = None
     algorithm = ""
@@ -30,10 +30,11 @@ class LocalReduction:
 class PipelinedChain:
     """Several chains as one Reduction: while one chain waits for messages, another one works.
 
-    lanes    the links of each chain: reductions that run in turn; every chain has equally many
-    width    chains in flight at once: chain i starts when chain i - width has ended, and may
-             use the scratch and the tags of that chain
-    scratch  bytes that the links use, besides those that they count
+    lanes    for each chain, its links: reductions that run one after the other. All chains have the
+             same number of links
+    width    number of chains in flight at once: chain i starts when chain i - width has ended, and
+             may use the scratch and the tags of that chain
+    scratch  bytes that the links use in addition to their own `scratch_bytes`
     """
 
     state: dict[str, np.ndarray] | None = None

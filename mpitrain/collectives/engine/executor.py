@@ -117,7 +117,7 @@ class Agreed(NamedTuple):
     """The agreement of all ranks on the arguments of one binding.
 
     tag   of the collective
-    owns  by rank: the facts in which ranks may differ, as the location of the array; None for plans
+    owns  for each rank, the facts that it passed to `agree` as `own`
     """
 
     tag: int
@@ -206,9 +206,9 @@ def check_name(what: str, name: str, known: Collection[str]) -> None:
 
 
 def by_numpy(array: Any, op: str) -> Combine:
-    """Return a Combine in NumPy, for regions of an array like this one.
+    """Return the Combine of `op` by NumPy.
 
-    Results that are not finite raise no error and no warning: the caller checks the sum.
+    Results that are not finite cause no error and no warning: the caller checks the sum.
     """
     function = OPS[op]
 
@@ -245,7 +245,8 @@ class _BoundStep(NamedTuple):
 class Execution:
     """Plan bound to an array and a tag; a Reduction.
 
-    outgoing  the source buffer of the sends; None: `array`
+    array     receives and reductions write to it
+    outgoing  sends read from it; None: from `array`
     """
 
     state = learn = None

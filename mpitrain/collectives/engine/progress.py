@@ -11,7 +11,7 @@ from mpitrain.errors import CommError, MpitrainError
 from mpitrain.transport.base import Transport
 
 PAUSE = 2e-4
-"""Shortest pause in seconds between two rounds of polls, which may take the lock from the main thread."""
+"""Shortest pause between two rounds of polls, in seconds: a round may take the lock from the main thread."""
 
 TURN = 2e-4
 """Seconds after which Python passes the interpreter lock to a thread that waits for it.
@@ -162,10 +162,10 @@ def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bo
 
 
 def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngine:
-    """Return the progress engine for these reductions: a thread, or an engine that is polled.
+    """Return the progress engine for these reductions: a ProgressThread or a PolledProgress.
 
-    A thread needs a transport that admits it, and reductions that are messages in host memory.
-    Within one host it would hide little, so it also needs several.
+    A thread needs a transport that admits it, and reductions whose `is_messages` is True. If
+    all ranks are on one host, the engine polls, because a thread would hide little time there.
     """
     can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
     return (

@@ -21,8 +21,8 @@ from mpitrain.collectives.plans.steps import (
 def tree_broadcast(rank: int, n: int, count: int, root: int = 0) -> Plan:
     """Plan a broadcast from the root to all ranks in ceil(lg n) steps.
 
-    Number the ranks from the root. Rank v without its highest bit is the rank that sends to v, in
-    the step of that bit. Rank v sends in all later steps.
+    Let v be the number of a rank, counted from the root. It receives the array in the step of the
+    highest bit of v, from the rank whose number is v without this bit. It sends in all later steps.
 
     traffic  ceil(lg n) arrays from the root, n - 1 arrays from all ranks together
     """

@@ -32,8 +32,8 @@ def all_reduce(rank: int, hosts: Sequence[str], count: int) -> tuple[Plan, Plan,
     """Return three plans that a rank runs in turn: reduce within the host, between hosts, gather.
 
     hosts    host name of every rank
-    traffic  an owner sends all other columns within its host, then 2 (h - 1) / h of its column
-             between h hosts, then its column to each other rank of its host
+    traffic  an owner sends all other columns within its host, then 2 x (h - 1) / h of its column to
+             other hosts (h hosts), then its column to each other rank of its host
     """
     by_host: dict[str, list[int]] = {}
     for peer, host in enumerate(hosts):

@@ -25,9 +25,12 @@ from mpitrain.machine.process import environment_of_one
 SECONDS = 5.0
 """Time limit for a user's file, in seconds from the start of its process."""
 LIMITS = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 26, resource.RLIMIT_CPU: 60}
-"""Address space and largest file in bytes; processor time in seconds, should the parent be gone."""
+"""Limits of the child: address space and largest file in bytes, and processor time in seconds.
+
+The last ends a child whose parent is gone.
+"""
 TEXT = 200
-"""Characters of the text of an error."""
+"""Largest number of characters of an error's text."""
 CHILD = f"""import sys
 sys.path.append({str(Path(__file__).parents[3])!r})
 from {__name__} import serve
@@ -37,7 +40,8 @@ serve()"""
 class Wrong(Exception):
     """A rule that the user's file breaks.
 
-    law     sentence with fields in braces, values of the fields: as in `Sentence`
+    law     sentence with fields in braces
+    values  of these fields, as in `Sentence`
     """
 
     def __init__(self, law: str, **values: Any):
@@ -104,7 +108,7 @@ def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
 
 
 def serve() -> None:
-    """Answer for the arguments of the command line, in the child."""
+    """Run the file that the command line names, and write the answers; the main function of the child."""
     path, law, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     written = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The file may print.

@@ -1,4 +1,4 @@
-"""What an algorithm is: its binding, the topologies that it supports, its plans, and its name."""
+"""Algorithm: the descriptor of one algorithm, made from its plans; and names of algorithms in files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,17 +50,19 @@ def chunks_in_segments(hosts: Sequence[str], count: int) -> int:
 class Algorithm(NamedTuple):
     """Descriptor of an all-reduce, a reduce-scatter or an all-gather; a row of table.py.
 
-    bind           (transport, array, op, agreed, arithmetic) -> Reduction; collective. None on every
-                   rank if this machine turns out not to support it, which only binding shows; of a
-                   plugin never None
-    plans          (rank, hosts, count) -> plans that a rank runs in turn, which determine the cost;
-                   None: the algorithm has no plan, and its all-reduce is measured as a whole
+    bind           (transport, array, op, agreed, arithmetic) -> Reduction; collective. It returns
+                   None, on every rank, if this machine turns out not to support the algorithm. The
+                   `bind` of a plugin never returns None
+    plans          (rank, hosts, count) -> plans that a rank runs one after the other. The cost model
+                   reads them. None: the algorithm has no plan, and is measured as a whole
     refusal        (topology) -> error that explains why it cannot run there, or None
     is_rival       (topology) -> whether "auto" considers it there, if it can run; `never`: it is only a
                    baseline for comparisons
-    segments       (hosts, count) -> repetitions of a short array's plan in the plan of a long array
-    of_all_reduce  if it has no plan: fractions of the two constants measured for the all-reduce of
-                   the same name, the time of an empty array and the time per byte
+    segments       (hosts, count) -> number of segments of the array; the plan repeats the steps of a
+                   short array for each
+    of_all_reduce  for an algorithm without a plan: its fractions of the two constants that are
+                   measured for the all-reduce of the same name (the time of an empty array, and the
+                   time per byte)
     """
 
     bind: Callable[[Transport, np.ndarray, str, Agreed, Arithmetic], Reduction | None]

@@ -2,8 +2,8 @@
 
 A file defines `all_reduce(rank, ranks, count)`, a pure function. It returns the list of steps of
 a rank. A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. If
-`adds`, received elements are added to the rank's own; otherwise they replace these. A child runs the
-file. Rows of plugins have plans as built-in rows do.
+`adds`, received elements are added to the rank's own; otherwise they replace these. The file runs in
+a child process. An added row is such a file, or a plugin's row. Its plans are simulated.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from mpitrain.collectives.plans.own_file import Wrong, answers
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds
 from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans, shown
 from mpitrain.collectives.selection.cost_model import plans_of
-from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, title
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import contents
@@ -30,7 +30,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 _ONE_AT_A_TIME = RLock()
-"""Ranks may be threads; one of them runs the file."""
+"""Lock for ranks that are threads: one at a time runs the file."""
 
 
 def file_algorithm(name: str) -> str:
@@ -73,7 +73,7 @@ def bind_proven(
     agreed: Agreed,
     arithmetic: Arithmetic,
 ) -> Reduction | None:
-    """Bind an added algorithm, whose plans are proven by simulation.
+    """Bind an added algorithm, after a simulation has shown that its plans are right.
 
     raises  ConfigError on every rank if a plan is wrong, or its bind returns no Reduction
     """
@@ -130,7 +130,7 @@ def _proven(
 
 @cache
 def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
-    """Return the plan of each rank by a user's file; ConfigError if it returns anything else."""
+    """Return the plan of each rank, from a user's file; ConfigError if the file returns no plans."""
     output = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
     try:
         result = output.answer(0)
@@ -191,7 +191,7 @@ def check_trial(
         name, table = trial.algorithm, TABLES[operation]
         raise on_every_rank(
             ConfigError(
-                f"The algorithm {name}{table.of_plugin(name)} must be an {operation.replace('allreduce', 'all-reduce')} of "
+                f"The algorithm {name}{table.of_plugin(name)} must be an {title(operation)} of "
                 f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
                 "Correct its bind.",
             )

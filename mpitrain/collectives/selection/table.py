@@ -1,4 +1,4 @@
-"""Tables of all algorithms, by operation and name."""
+"""The tables of all algorithms: each operation, each name, and the plan or the binding behind it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +24,10 @@ def _has_levels(topology: Topology) -> bool:
 
 
 def _is_on_host(topology: Topology) -> bool:
-    """Return whether arrays are in host memory: MPI does not overlap a reduction of GPU memory with
-    computation, and for shared GPU memory `choose` has a rule, not a prediction.
+    """Return whether arrays are in host memory.
+
+    "auto" does not predict "native" and "shared" for GPU memory. MPI does not overlap a reduction of
+    GPU memory with computation, and `choose` has a rule for shared GPU memory.
     """
     return not topology.is_on_device
 
@@ -92,10 +94,11 @@ ALL_GATHER: Table[str, Algorithm] = Table(
 )
 
 TABLES = {"allreduce": ALL_REDUCE, "reduce-scatter": REDUCE_SCATTER, "all-gather": ALL_GATHER}
-"""Algorithms with a choice by "auto".
+"""{operation: its algorithms by name}, for the operations in which "auto" chooses the algorithm.
 
 Configuration, help texts, the cost model and benchmarks read these tables, so a new algorithm
-needs only one entry.
+needs only one entry. The keys are the operations as benchmarks write them to files; `title` is
+their spelling everywhere else.
 """
 
 PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
@@ -107,10 +110,15 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     "all-to-all": {"pairwise": exchanges.all_to_all, "at-once": exchanges.all_to_all_at_once},
     "sendrecv": {"ping-pong": exchanges.ping_pong},
 }
-"""Plans of the other operations: functions of (rank, n, count), and of the root if there is one.
+"""{operation: {name: plan}} of all other operations; their callers name the plan, without "auto".
 
-"auto" does not choose among them.
+Each plan is a function of (rank, n, count), and of the root if there is one.
 """
+
+
+def title(operation: str) -> str:
+    """Return the name of an operation for messages and traces: "all-reduce" for "allreduce"."""
+    return operation.replace("allreduce", "all-reduce")
 
 
 def choices(operation: str) -> tuple[str, ...]:

@@ -125,9 +125,9 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
 
 
 def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
-    """Return one line of advice if a tuning measured on a single host serves a job on several.
+    """Return one line of advice if a job on several hosts uses a tuning of a single host, else "".
 
-    Returns "" otherwise.    hosts: the host name of each rank
+    hosts  the host name of each rank
     """
     if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
         return ""

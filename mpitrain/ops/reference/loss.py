@@ -21,8 +21,8 @@ def cross_entropy(logits, targets, scale, arena):
     loss_sum is the sum over rows of -log(probability of the target).
     logits   (M, V)
     targets  (M,)
-    scale    1 / rows of the whole update, the only place where the mean is taken; multiplies
-             dlogits, not loss_sum
+    scale    factor of dlogits, not of loss_sum: `weight_of` the targets of the whole update (in
+             parallel/replication/step_end.py), times the loss scale
     """
     loss_sum = cross_entropy_loss(logits, targets, arena)
     logits -= logits.max(-1, keepdims=True)

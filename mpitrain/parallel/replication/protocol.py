@@ -1,6 +1,7 @@
 """The Replication record, the protocols of its four parts, and the state that checkpoints save.
 
-A mode takes one of each. These are the implementations. The table MODES (modes.py) combines them:
+A mode of replication has one implementation of each part. The functions in the table MODES
+(modes.py) combine them:
 
     parameter store   WholeParameters       each rank stores all of its units
                       BroadcastParameters   rank 0 updates and sends
@@ -10,13 +11,13 @@ A mode takes one of each. These are the implementations. The table MODES (modes.
                       ServedParameters      a parameter server's units
                       StashedParameters     several versions, for asynchronous pipelines
     gradient reducer  LocalGradients        no reduction
-                      Buckets               bucketed all-reduce, or one reduce-scatter a step
-                      ShardedGradients      a reduce-scatter for each micro-batch
+                      Buckets               for each bucket one all-reduce or reduce-scatter a step
+                      ShardedGradients      for each bucket a reduce-scatter in each micro-batch
                       PushedGradients       each unit is sent to its server
                       ServedGradients       the gradient that a server receives
                       CollectedGradients    the sum of the gradients that a server receives
     step end          AgreeAndUpdate        all ranks agree, then each updates its own pieces
-                      BroadcastAndUpdate    the same, for parameters that rank 0 sends
+                      BroadcastAndUpdate    all ranks agree, then rank 0 updates and broadcasts
                       LocalUpdate           each worker updates; workers average
                       PushAndPull, AsyncWork, ServedUpdate, AsyncServing       workers and servers
                       StageUpdate           each pipeline stage updates without a flush
@@ -55,9 +56,9 @@ class StepInput(NamedTuple):
              empty if other ranks report the loss
     lr       learning rate
     stop     whether this rank has received a request to stop
-    weights  factor of each loss; empty: 1 each
-    ignored  targets of its rows that do not count; 0 if other ranks report the loss
-    targets  all targets of the update, over all ranks; the weights divide by them
+    weights  factor of each loss, as `weight_of`; empty: all factors are 1
+    ignored  targets of this rank's rows that do not count; 0 if other ranks report the loss
+    targets  number of all targets of the update, over all ranks
     """
 
     number: int
@@ -70,9 +71,7 @@ class StepInput(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """This rank's summand of the mean loss over the global batch. The first read waits for the
-        device.
-        """
+        """This rank's summand of the global batch's mean loss; reading waits for the device."""
         weights = self.weights or [1.0] * len(self.losses)
         return sum(weight * float(loss) for weight, loss in zip(weights, self.losses, strict=False))
 
@@ -88,12 +87,11 @@ class StepResult(NamedTuple):
     lr          learning rate of the step
     updated     whether the parameters were updated
     stop        whether any rank has received a request to stop
-    comm_s      seconds that this rank was blocked on communication in the step: the exposed, not
-                overlapped, communication
+    comm_s      seconds of the step in which this rank was blocked on communication
     lead        asynchronous servers: the largest number of steps by which a worker was ahead of the
-                last one when it began the step
-    staleness   asynchronous servers: the largest number of updates between a gradient's pull and
-                its push
+                slowest worker when it began the step
+    staleness   asynchronous servers: the largest number of updates between a worker's pull of the
+                parameters and the push of the gradient from them
     loss_scale  float16: factor of this step's loss
     overflows   float16: consecutive skipped steps, this one included, whose gradients overflowed
                 under a finite loss
@@ -119,7 +117,7 @@ class StepResult(NamedTuple):
 
 
 class ExposedTime:
-    """The seconds that a rank is blocked on communication; as a context, it adds its duration."""
+    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
 
     seconds = 0.0
 
@@ -138,20 +136,20 @@ class ExposedTime:
 class StateBuffer(NamedTuple):
     """An array of this rank that checkpoints save, and into which loading writes.
 
-    name    "parameters", "residual", or an optimizer buffer such as "first_moment"
-    array   1-D, in the memory of the backend
-    pieces  elements of the flat buffer and their offsets in `array`; may be empty
-    kind    "agreed": equal on all ranks that store the same elements of a tensor
-            "own": different on each rank; a new number of replicas preserves the sum over ranks
-            "mean": different on each rank; a new number of replicas, or an "agreed" buffer of that
-                    name, starts from the mean over ranks
-            "bound": valid only for the same rank of the same layout; other layouts start it anew
-    needed  whether loading fails if the checkpoint lacks this "agreed" buffer;
-            otherwise the buffer starts as in a new run
-    like    name of an "agreed" buffer: this one starts as a copy of it if the checkpoint lacks this
-            one, or has it "bound" to another layout
-    entries whole tensors in a buffer of their own, which `pieces` then refer to; empty: the tensors
-            of the flat buffer
+    name     "parameters", "residual", or an optimizer buffer such as "first_moment"
+    array    1-D, in the memory of the backend
+    pieces   runs of the flat buffer and their offsets in `array`; may be empty
+    kind     "agreed": equal on all ranks that store the same elements of a tensor
+             "own": different on each rank; a new number of replicas preserves the sum over ranks
+             "mean": different on each rank; a new number of replicas, or an "agreed" buffer of the
+                     same name, starts from the mean over ranks
+             "bound": valid only for the same rank of the same layout; other layouts start it anew
+    needed   whether loading fails if the checkpoint lacks this "agreed" buffer;
+             otherwise the buffer starts as in a new run
+    like     name of an "agreed" buffer whose copy this buffer is at first, if the checkpoint lacks
+             this buffer, or has it "bound" to another layout
+    entries  the tensors in `array`, if they are not those of the flat buffer; `pieces` then refers
+             to `array`
     """
 
     name: str
@@ -174,17 +172,17 @@ class StateBuffer(NamedTuple):
 
 
 def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in a full-size flat buffer, at their `start`."""
+    """Return the view of each piece in a flat buffer of all elements: from its `start` on."""
     return [flat[piece.start : piece.stop] for piece in pieces]
 
 
 def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
-    """Return views of the pieces in their owner's compact buffer, at their `offset`."""
+    """Return the view of each piece in its owner's buffer of pieces alone: from its `offset` on."""
     return [flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
 
 
 class ParameterStore(Protocol):
-    """Storage of the parameters of a rank, and access to those of other ranks.
+    """The parameters that a rank stores, and access to parameters that other ranks store.
 
     Methods that return None do nothing by default.
 
@@ -199,7 +197,7 @@ class ParameterStore(Protocol):
     owned : dict
         {piece: its parameters}, for the pieces that this rank updates.
     sharing : sequence of Group
-        The groups over which the elements of a tensor are divided, in addition to tensor parallelism.
+        The groups over which elements of a tensor are divided, besides the tensor-parallel group.
     frozen : FrozenParameters or None
         The parameters that are not trained; None on a server, which has none.
     is_sharded : bool
@@ -218,7 +216,7 @@ class ParameterStore(Protocol):
     def open(self, unit: int, micro: int) -> Weights:
         """Return views of a unit's parameters for micro-batch `micro`, valid until the next `poll`.
 
-        Parameters that are being gathered are waited for.
+        The call waits for parameters that are being gathered.
         """
         raise AssertionError("a server computes no rows")
 
@@ -242,7 +240,7 @@ class ParameterStore(Protocol):
         return
 
     def loaded(self) -> None:
-        """Continue from the contents of `parameters`, which a caller has replaced; collective."""
+        """Continue from new contents of `parameters`, which the caller has written; collective."""
         return
 
     @abstractmethod
@@ -251,25 +249,25 @@ class ParameterStore(Protocol):
 
 
 class GradientReducer(Protocol):
-    """Storage of the gradients of a rank, and their sum over replicas.
+    """The gradients of a rank, and their sum over replicas.
 
     Methods that return None do nothing by default.
 
     Attributes
     ----------
     buffer : array
-        Flat, 1-D. A sharded reducer has this rank's pieces concatenated.
+        The gradients, flat, 1-D. A sharded reducer has this rank's pieces concatenated.
     arrays : list of array
         All arrays that this reducer has allocated.
     members : sequence of int
-        The ranks whose gradients it sums.
+        The ranks whose gradients this reducer sums.
     summed : dict
         {piece: its summed gradient}, for the pieces that this rank updates, after `wait`.
     squared : list of array
         Views of the sum which this rank squares for the norm. No other rank squares the same
         element.
     delayed : bool
-        Whether this step's sums leave state for later steps, such as error feedback.
+        Whether the reductions of this step leave errors to later steps (error feedback).
     """
 
     buffer: Any
@@ -316,9 +314,9 @@ class StepEnd(Protocol):
     Attributes
     ----------
     store : ParameterStore
-        The parameters that it updates.
+        The parameters that are updated.
     reducer : GradientReducer
-        The gradients from which it updates.
+        The gradients from which they are updated.
     skips : SkippedUpdates
         The count of skipped updates, and the loss scale.
     control : ControlMessage
@@ -357,20 +355,20 @@ class StepEnd(Protocol):
     def ignore(self, targets: Sequence[int], predictions: int) -> None:
         """Report this rank's ignored targets of the step, by micro-batch.
 
-        `predictions` is the number of targets in one row. A step end with one update for each step
-        does nothing: `finish` reports the same number.
+        `predictions` is the number of targets in one row. If a step has one update, the call has no
+        effect, since `finish` receives the sum.
         """
         return
 
     def poll(self) -> None:
-        """Progress the control messages that are under way."""
+        """Progress the control messages that have started."""
         return
 
     @abstractmethod
     def finish(self, step_input: StepInput) -> StepResult:
         """Wait for the gradients, agree on the result, and update the parameters; collective.
 
-        The result is equal on all ranks, but for the fields that `StepResult` excepts.
+        The result is equal on all ranks, with the exceptions that `StepResult` states.
         """
 
     @abstractmethod
@@ -393,8 +391,8 @@ class Rows(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of this rank's rows of a step's global batch, on the host.
 
-        The first dim is the row; `before` is as in `Source.batch`. ConfigError if the source of a
-        plugin gives anything else.
+        The first dim is the row; `before` is as in `Source.batch`. It raises ConfigError if a
+        plugin's source returns anything else.
         """
 
     def of_update(self, micro: int) -> int:
@@ -411,7 +409,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ReplicationContext:
-    """The constructor argument of every replication mode: the context of one rank.
+    """The argument of the function that makes a replication mode: the context of one rank.
 
     storage  layout of this rank's tensors in a flat buffer
     wire     wire format of the gradients
@@ -441,12 +439,11 @@ class ReplicationContext:
     def gradient_stats(
         self, step_input: StepInput | None, gradients: Sequence[np.ndarray]
     ) -> tuple[float, float, int]:
-        """Return a step's loss, the sum of squares of the arrays, and their number of non-finite
-        elements.
+        """Return a step's loss, and the gradients' sum of squares and non-finite elements.
 
-        All these numbers are copied from the device in one read, the only blocking read of a step.
-        The host combines them with the numbers of other ranks. A skipped update therefore launches
-        no kernel.
+        These numbers are copied from the device in one read, the only blocking read of a step. The
+        host adds those of other ranks and decides about the update, so a skipped update launches no
+        kernel.
 
         step_input  None if the step has no loss on this rank
         gradients   flat arrays on the device, of any lengths
@@ -477,9 +474,9 @@ class Replication:
     replica : ReplicationContext
         The context of this rank.
     step_end : StepEnd
-        Ends a step: agrees on its result and updates the parameters.
+        Ends a step: agrees on the result of the step, and updates the parameters.
     rows : Rows
-        Chooses the rows of this rank, and computes their loss.
+        Selects the rows of this rank, and computes their loss.
     store : ParameterStore
         The parameters; by default those of `step_end`.
     reducer : GradientReducer
@@ -533,8 +530,7 @@ class Replication:
         """Return this rank's bytes of `parameters`, `gradients`, optimizer `state`, and `scratch`
         of reductions.
 
-        They include buffers of running reductions, but no activations. The caller must call
-        `step_end.sync` first.
+        Activations do not count. The caller must call `step_end.sync` first.
         """
         counted = set[int]()
 
@@ -566,8 +562,10 @@ FORMER = {
     "outcome": ("step_end", "outcome"),
     "sync_parameters": ("step_end", "sync"),
 }
-"""{name: part and attribute} of the Replication of version 0.1, which a plugin's subclass may read or
-override; for one version.
+"""{attribute of `Replication` in version 0.1: (part, attribute of the part)}.
+
+A plugin's subclass may read or override these attributes through version 0.2. Version 0.3 removes
+this table, `_former`, and the loop in `Replication.__post_init__`.
 """
 
 

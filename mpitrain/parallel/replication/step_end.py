@@ -1,4 +1,4 @@
-"""The end of a step: the division of its sums, the control message, the loss scale, the update."""
+"""The end of a step: the control message, the loss scale, the update; also the mean of an update."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,11 @@ from mpitrain.trace.recorder import UPDATE
 
 
 def weight_of(targets: int) -> float:
-    """Return the weight of each of an update's targets in the mean: the factor of a summed loss.
+    """Return 1 / targets, the weight of each target of an update in the mean loss.
 
-    `Replicated`, whose caller has divided already, passes the number of ranks.
-
-    `mean_of` divides by the fraction that counts, when all ranks know the ignored targets. Nothing
-    else divides a gradient.
+    This is the division of every average: the loss multiplies its gradient by this weight. Later
+    reductions only add. Afterwards `mean_of` corrects for targets that do not count, which no rank
+    knows alone. `Replicated` averages over ranks, so it passes the number of ranks.
     """
     return 1 / targets
 
@@ -38,13 +37,13 @@ class Mean(NamedTuple):
     loss     NaN if no target counts
     norm     of the mean gradient, before clipping; NaN if no target counts
     counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
-    factor   of the summed gradient, for the update: divides and clips it
+    scale    factor of the summed gradient in the update: it divides and clips
     """
 
     loss: float
     norm: float
     counted: float
-    factor: float
+    scale: float
 
 
 def mean_of(
@@ -55,7 +54,9 @@ def mean_of(
     loss_scale: float = 1.0,
     clip: float = 0.0,
 ) -> Mean:
-    """Divide the sums of an update, whose losses already have the weight `weight_of(targets)`.
+    """Correct the sums of an update, in which each target already has the weight `weight_of(targets)`.
+
+    The correction undoes the loss scale, divides by the fraction of targets that count, and clips.
 
     squares  sum of squares of the summed gradient, which has the factor `loss_scale`
     ignored  targets that do not count
@@ -70,7 +71,7 @@ def mean_of(
 
 
 class ControlMessage:
-    """The sum of up to five numbers over all ranks, by a small all-reduce in host memory."""
+    """A small all-reduce in host memory, which sums up to five numbers over all ranks."""
 
     def __init__(self, world: Group):
         self._numbers = np.zeros(5)
@@ -89,9 +90,9 @@ class LossScale:
     value = 1.0
 
     def after(self, outcome: StepResult) -> StepResult:
-        """Adapt the scale to a step's result, and return the result with the scale's fields filled.
+        """Adapt the scale to a step's result; fill in its fields `loss_scale` and `overflows`.
 
-        All ranks pass the same result and so end with the same scale.
+        All ranks pass the same result, so all get the same scale.
         """
         return outcome
 
@@ -99,18 +100,18 @@ class LossScale:
         return {}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Continue from the numbers of a checkpoint; from the initial scale if there are none."""
+        """Continue from the `numbers` of a checkpoint; without them, from the initial scale."""
 
 
 class DynamicLossScale(LossScale):
-    """The dynamic loss scale of float16: it doubles after GOOD steps without overflow, and halves
-    on overflow.
+    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
+    halves after an overflow.
 
-    An overflow is a gradient that is not finite although its loss is. The step is skipped, and the
-    run continues.
+    An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
+    and the run continues.
 
     value      current factor of the loss
-    good       steps without overflow since the value changed
+    good       steps without an overflow since the last change of `value` or the last overflow
     overflows  consecutive steps with an overflow
     source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
     """
@@ -179,10 +180,10 @@ class SkippedUpdates:
 class AgreeAndUpdate(StepEnd):
     """All ranks agree on loss, norm and stop requests; then each rank updates its own pieces.
 
-    The other step ends inherit from it and replace public methods. All modes call the optimizer in
-    `apply`. A rule that needs sums over a whole tensor reduces them there.
+    All other step ends inherit from this class and replace public methods. All modes call the
+    optimizer in `apply`, where an update rule also reduces its sums over whole tensors.
 
-    optimizer  of the pieces in `reducer.summed`; perhaps none
+    optimizer  updates the pieces of `reducer.summed`, which may be none
     """
 
     def __init__(
@@ -218,9 +219,10 @@ class AgreeAndUpdate(StepEnd):
         self.reducer.begin(step)
 
     def sum(self, step_input: StepInput) -> tuple[float, float, int]:
-        """Wait for the summed gradients; the exposed time includes that of activations.
+        """Wait for the summed gradients. Exposed time includes the exchange of activations.
 
-        returns  this rank's loss, its squares and its non-finite elements for the norm
+        returns  this rank's loss, and the sum of squares and the non-finite elements of the
+                 gradients in `reducer.squared`
         """
         exposed = self.replica.exposed
         wait = self.recorder.wait(self._gradients_name)
@@ -233,8 +235,8 @@ class AgreeAndUpdate(StepEnd):
         self.recorder.end(span)
         return stats
 
-    def divided(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
-        """Return the result of a step, and the factor of the summed gradient for its update.
+    def result_of(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
+        """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
         `updated` is true if loss and norm are finite.
 
@@ -252,40 +254,40 @@ class AgreeAndUpdate(StepEnd):
             math.isfinite(mean.loss) and math.isfinite(mean.norm),
             stop > 0,
             counted=mean.counted,
-        ), mean.factor
+        ), mean.scale
 
-    def apply(self, scale: float, lr: float, number: int) -> None:
+    def apply(self, scale: float, lr: float, step: int) -> None:
         """Update this rank's pieces from `scale` times their gradients.
 
-        number  of earlier updates
+        step  number of this update, from 1; skipped updates do not count
         """
         gradients, delayed = self.reducer.summed, self.reducer.delayed
         owned = self.store.owned
         self.optimizer.sum_facts(
-            lambda piece: (owned[piece], gradients[piece]), scale, lr, number, delayed
+            lambda piece: (owned[piece], gradients[piece]), scale, lr, step, delayed
         )
 
         def update(piece: Piece, parameters: Any, mirror: Any) -> None:
             self.optimizer.update(
-                piece, parameters, gradients[piece], scale, lr, number, delayed, mirror
+                piece, parameters, gradients[piece], scale, lr, step, delayed, mirror
             )
 
         self.store.update(update)
 
     def update(self, step_input: StepInput, agree: Callable[..., Sequence[float]]) -> StepResult:
-        """Sum, agree, and update if the result is finite.
+        """Wait for the gradients, agree on the result, and update if it is finite.
 
-        agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> their sums
-               over the ranks that update alike
+        agree  (loss, squares, non-finite elements, stop requests, ignored targets) -> the sums of
+               these numbers over all ranks that make the same update
         """
         exposed, skips = self.replica.exposed, self.skips
         loss, squares, nonfinite = self.sum(step_input)
         with exposed:
             totals = agree(loss, squares, nonfinite, step_input.stop, step_input.ignored)
-        outcome, factor = self.divided(step_input, totals)
+        outcome, scale = self.result_of(step_input, totals)
         if outcome.updated:
             span = self.recorder.compute(self.update_name, UPDATE)
-            self.apply(factor, step_input.lr, step_input.number - skips.number)
+            self.apply(scale, step_input.lr, step_input.number + 1 - skips.number)
             self.recorder.end(span)
         self._is_spoiled = not outcome.updated
         return skips.conclude(outcome._replace(comm_s=exposed.take()))

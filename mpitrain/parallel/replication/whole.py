@@ -1,4 +1,4 @@
-"""One replica by itself: parameters and gradients of all units of a rank, and its rows."""
+"""Whole parameters and gradients of all units of a rank, and the rows of its replica."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -27,12 +27,10 @@ def whole(storage: Storage) -> list[Piece]:
 
 
 class WholeParameters(ParameterStore):
-    """Parameters of all units of this rank (as DDP), in half precision with their mirror.
+    """The parameters of all units of a rank (as DDP); in half precision also their mirror.
 
-    owned     {piece that this rank updates: its parameters}
-    frozen    the frozen ones, which have no mirror
     computed  the flat buffer with which layers compute: the mirror if there is one
-    weights   views of `computed` for each unit
+    weights   for each unit its named views of `computed`, and of its frozen parameters
     """
 
     mirror: Any = None
@@ -78,7 +76,7 @@ class FrozenParameters:
     def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece] | None = None):
         """Allocate and initialise them; not collective.
 
-        pieces  the shards of this rank, in the buffer of frozen tensors; None: all
+        pieces  this rank's shards of the flat buffer of frozen tensors; None: the whole buffer
         """
         self._device, self._arena = replica.device, replica.arena
         self._layout = layout = replica.storage.frozen
@@ -94,7 +92,7 @@ class FrozenParameters:
                 self._device.mirror(numbers, numbers, self._arena)
 
     def _numbers(self) -> list[Any]:
-        """Return views of all elements that are numbers, and not codes of 8 bits."""
+        """Return views of all tensors that are not in codes of 8 bits."""
         numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
         if len(numbers) == len(self._layout.entries):
             return [self.flat]
@@ -112,7 +110,7 @@ class FrozenParameters:
 
 
 class LocalGradients(GradientReducer):
-    """Gradients of all units of this rank, which no other rank adds to."""
+    """The gradients of all units of a rank, without any reduction over ranks."""
 
     def __init__(
         self, replica: ReplicationContext, owned: Sequence[Piece], counted: Sequence[Piece]
@@ -140,7 +138,7 @@ class LocalGradients(GradientReducer):
     def ready(self, unit: int, is_last: bool) -> None:
         """Zero the gradients that no layer has written, after the last micro-batch of a step.
 
-        Otherwise they would contain the gradients of the previous step.
+        Otherwise these leaves would contain the gradients of the previous step.
         """
         if is_last:
             for leaf in self._leaves[unit]:
@@ -149,7 +147,7 @@ class LocalGradients(GradientReducer):
 
 
 class ReplicaRows:
-    """The dp-th of nearly equal runs of the global batch, for an update from all of its rows."""
+    """A replica's rows, one of dp nearly equal runs of the global batch; an update uses all rows."""
 
     def __init__(self, replica: ReplicationContext):
         self._replica = replica
@@ -178,7 +176,7 @@ class ReplicaRows:
 
 
 class OwnRows(ReplicaRows):
-    """The same rows, for an update from them alone."""
+    """A replica's rows, as `ReplicaRows`; an update of the replica uses only these rows."""
 
     def of_update(self, micro: int) -> int:
         return len(self.share(self._size))

@@ -24,7 +24,7 @@ from mpitrain.parallel.tensor.linear import (
     RowParallelLinear,
     own_run,
 )
-from mpitrain.parallel.tensor.sequence import ReplicatedRows, SequenceSharded
+from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded
 from mpitrain.parallel.tensor.vocabulary import (
     ChunkedParallelHead,
     VocabParallelCrossEntropy,
@@ -35,7 +35,8 @@ from mpitrain.parallel.tensor.vocabulary import (
 class LayerFactory(Plain):
     """The layer factory of a single rank; its layers are the plain ones.
 
-    It has rows of a group of one, so a model that names `ColumnParallelLinear` runs on one rank, too.
+    Its `rows` have a group of one rank, so that a model that names `ColumnParallelLinear` also runs
+    on one rank.
     """
 
     def __init__(self, ops: Ops, rows: ReplicatedRows):
@@ -54,10 +55,10 @@ class LayerFactory(Plain):
 class ShardedLayerFactory(LayerFactory):
     """The layer factory of a tensor-parallel group: the constructors of `Plain`, for sharded layers.
 
-    The ranks must divide the heads, and the width between a column- and a row-parallel layer. They
-    need not divide the vocabulary.
+    The number of heads, and the width between a column- and a row-parallel layer, must divide by the
+    number of ranks. The size of the vocabulary need not.
 
-    raises  ConfigError, by each constructor with a number that the ranks do not divide
+    raises  ConfigError, in each constructor, for a number that does not divide by the ranks
     """
 
     _embedding, _norm, _attention = VocabParallelEmbedding, ReplicatedNorm, HeadAttention
@@ -135,7 +136,7 @@ def described(ops: Ops, layout: Layout) -> LayerFactory:
 
 
 def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:
-    """Return the user's own loss, or that of `layers`; with memory.logit_chunks of chunks of logits."""
+    """Return the user's loss or the loss of `layers`; with memory.logit_chunks as a ChunkedLoss."""
     loss = own or layers.loss()
     return ChunkedLoss(loss, layers.ops) if layers.memory.logit_chunks > 1 else loss
 
@@ -181,7 +182,7 @@ def check_used(layers: Plain, config: Config) -> None:
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:
     """Check that a trainer can train these units together.
 
-    The loss overwrites the last output, so the last layer must leave it free. With several
+    The loss overwrites the last output, so the last layer's backward must not need it. With several
     tensor-parallel ranks each tensor must be sharded or replicated. With sequence-parallel rows one
     unit must be an embedding, which splits the rows.
 

@@ -22,7 +22,7 @@ row-parallel layer the columns. For n = 2 ranks:
 
 The output of a column-parallel layer is the input of a row-parallel one. So the pair needs one
 all-reduce forward and one backward. With layout.sequence_parallel an all-gather and a
-reduce-scatter replace each all-reduce: see sequence.py.
+reduce-scatter replace each all-reduce: see rows.py.
 
 source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 
@@ -45,7 +45,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.sequence import ReplicatedRows
+from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 
 class Layers(Protocol):
@@ -61,7 +61,7 @@ class Column(Linear):
     runs  this rank's outputs: runs of rows of the whole weight
     """
 
-    is_rowwise = True
+    is_rowwise = True  # is not inherited: `forward` is overridden
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Column(Linear):
         return self._rows.summed(lease, arena)
 
     def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        """Return this rank's summand of the input's gradient, and input of `backward_weight`."""
+        """Return a lease with this rank's summand of x's gradient, and `pending` of `backward_weight`."""
         saved = self._rows.regained(saved)
         lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
         _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
@@ -146,7 +146,7 @@ class ColumnParallelLinear(Column):
         If n does not divide outputs, or if gather_output is True with sequence_parallel.
     """
 
-    is_rowwise = True
+    is_rowwise = True  # is not inherited: `forward` is overridden
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class RowParallelLinear(Linear):
         If n does not divide inputs, or if input_is_parallel is False with sequence_parallel.
     """
 
-    is_rowwise = True
+    is_rowwise = True  # is not inherited: `forward` is overridden
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Head(Column):
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
-    is_rowwise = True
+    is_rowwise = True  # is not inherited: `forward` is overridden
 
     def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
         super().__init__(layers, runs, width, vocab, draw, bias=False)
@@ -328,6 +328,7 @@ class HeadAttention(Attention):
         return super().forward(w, self._rows.sequences(x), arena)
 
     def forward_next(self, w, x, past, arena):
+        # `layers/incremental.py` ignores the inherited method, because `forward` is overridden.
         return super().forward_next(w, x, past, arena)
 
     def backward_input(self, w, dy, saved, arena):
@@ -359,7 +360,11 @@ class ReplicatedNorm(LayerNorm):
 
 
 def own_run(group: Group, count: int, what: str) -> range:
-    """Return this rank's run of `count` things; ConfigError, with their noun, if ranks do not divide it."""
+    """Return the numbers of this rank's things, of `count` things that the ranks share equally.
+
+    what    plural of the things for the message, such as "heads"
+    raises  ConfigError if `count` does not divide by the number of ranks
+    """
     n = group.size
     if count % n:
         raise ConfigError(
@@ -383,7 +388,7 @@ def _gathered(group: Group, own: Any, arena: Arena) -> Any:
     rows, width = flat_rows(own).shape
     lease = group.exchange((group.size, rows, width), own.dtype)
     copy_rows(lease.array[group.rank], flat_rows(own))
-    lease.all_gather().run()
+    lease.bound_all_gather().run()
     whole = arena.take((*own.shape[:-1], group.size * width), own.dtype)
     for rank in range(group.size):
         columns = slice(rank * width, (rank + 1) * width)

@@ -29,7 +29,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.linear import Layers
-from mpitrain.parallel.tensor.sequence import ReplicatedRows
+from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 
 class VocabParallelEmbedding(Embedding):
@@ -132,7 +132,7 @@ class VocabParallelCrossEntropy:
         maxima = self._maxima(logits, arena)
         facts = self._group.exchange((2, len(logits)), _dtype_of_facts(logits))
         self._ops.row_exponentials(logits, targets, self._first, maxima, arena, facts.array)
-        facts.all_reduce().run()
+        facts.bound_all_reduce().run()
         return self._ops.cross_entropy_split(
             logits, targets, self._first, maxima, facts.array, scale, arena
         )
@@ -145,14 +145,14 @@ class VocabParallelCrossEntropy:
     def correct(self, logits: Any, targets: Any, arena: Arena) -> Any:
         places = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_argmax(logits, self._first, self._maxima(logits, arena), arena, places.array)
-        places.all_reduce("maximum").run()
+        places.bound_all_reduce("maximum").run()
         return self._ops.count_correct_split(places.array, targets, arena)
 
     def _maxima(self, logits: Any, arena: Arena) -> Any:
         """Return the maximum of each row of logits over the whole vocabulary, (M,)."""
         maxima = self._group.exchange((len(logits),), _dtype_of_facts(logits))
         self._ops.row_maximum(logits, arena, maxima.array)
-        maxima.all_reduce("maximum").run()
+        maxima.bound_all_reduce("maximum").run()
         return maxima.array
 
     def whole(self, logits: Any, arena: Arena) -> Any:
@@ -161,7 +161,7 @@ class VocabParallelCrossEntropy:
         lease.array[...] = 0
         columns = slice(self._first, self._first + logits.shape[-1])
         copy_rows(lease.array[..., columns], logits)
-        lease.all_reduce().run()
+        lease.bound_all_reduce().run()
         # The caller gets a copy: a lease would have to end at the same time on all ranks.
         whole = arena.take(lease.array.shape, logits.dtype)
         copy_rows(whole, lease.array)

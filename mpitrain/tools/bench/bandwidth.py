@@ -17,7 +17,7 @@ from mpitrain.tools.text_table import TextColumn, figure, marked
 from mpitrain.transport.base import Request, Transport
 
 SECONDS, FEWEST, MOST = 0.25, 5, 500
-"""Seconds for a row, and the least and most windows, if the number of windows is not set."""
+"""If the number of windows is not set: seconds for a row, and the least and most windows."""
 
 IN_FLIGHT = 1 << 26
 """Largest number of bytes that a rank has in flight; windows of long messages are smaller."""

@@ -1,1 +1,1 @@
-"""The acceptance test of a machine: measurements of every node, and a verdict on each."""
+"""`mpitrain certify`: the acceptance test of a machine. It measures every node, and passes or fails it."""

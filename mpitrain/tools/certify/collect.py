@@ -1,7 +1,7 @@
-"""The measurements of a certificate, one after the other, on all ranks.
+"""The measurements of `certify`, one after the other, on all ranks.
 
-Speeds, links and collectives are measured by `bench`, and the machine is examined by `doctor`. Seeded
-steps and short training runs must have equal bits.
+Speeds, links and collectives are measured by the code of `bench`; the machine is examined by
+`doctor`. Training steps and short runs with the same seed must give equal bits.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ RUN_STEPS, STOP = 6, 3
 
 
 def facts() -> Facts:
-    """Return the facts about this rank; the caller sets its node."""
+    """Return the facts about this rank, without the name of its node."""
     blas: dict[str, Any] = next(
         (pool for pool in threadpool_info() if pool["user_api"] == "blas"), {}
     )
@@ -77,10 +77,13 @@ def collect(
     absent: dict[str, str],
     own: Callable[[], Facts] = facts,
 ) -> Iterator[Evidence]:
-    """Yield the evidence before each measurement, and at the end; collective, equal on all ranks.
+    """Yield the evidence so far before each measurement, and at the end. Collective.
+
+    The evidence is equal on all ranks.
 
     work     a new directory for short runs, on the file system of the user's runs
-    sample   takes a sample of this rank's speed
+    rounds   number of samples of each rank's speed
+    sample   measures one sample of this rank's speed
     examine  returns the problems that `doctor` finds; collective
     absent   {node: reason} of nodes that did not answer
     own      returns the facts about this rank
@@ -129,7 +132,7 @@ def _speeds(
 
 
 def links(transport: Transport) -> list[Pair]:
-    """Measure the links between the first ranks of all nodes; collective. No pair for one node."""
+    """Measure the links between the first ranks of all nodes. Collective. Empty for a single node."""
     first = transport.hosts.index(transport.hosts[transport.rank])
     leaders = transport.split(0 if first == transport.rank else None)
     pairs: list[Pair] = []
@@ -141,9 +144,9 @@ def links(transport: Transport) -> list[Pair]:
 
 
 def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:
-    """Run every algorithm of every collective; return their number and those with wrong elements.
+    """Run every algorithm of every collective. Collective.
 
-    Collective.
+    Returns the number of those that ran, and those that had wrong elements.
     """
     checked, wrong = 0, []
     for operation in OPERATIONS:
@@ -158,7 +161,7 @@ def collectives(transport: Transport) -> tuple[int, list[WrongCollective]]:
 
 
 def turns(facts: Sequence[Facts]) -> list[list[int]]:
-    """Return groups of ranks that measure at the same time. No two ranks of a group share a core."""
+    """Divide the ranks into groups; ranks of one group measure at the same time and share no core."""
     groups: list[list[int]] = []
     used: list[set[tuple[str, int]]] = []
     for rank, fact in enumerate(facts):
@@ -177,9 +180,9 @@ def turns(facts: Sequence[Facts]) -> list[list[int]]:
 def measure(
     transport: Transport, order: Sequence[Sequence[int]], rounds: int, sample: Sampler
 ) -> list[Speeds]:
-    """Take a sample of each listed rank in each round; collective. Return all samples, by rank.
+    """Take a sample of each listed rank in each round; return all samples, by rank. Collective.
 
-    order  the turns of a round; ranks wait asleep while others measure
+    order  the groups of ranks of a round, one after the other; other ranks sleep meanwhile
     """
     samples = Speeds([], [])
     for _ in range(rounds):
@@ -222,9 +225,9 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def step_digests(transport: Transport, repeats: int = 2) -> list[tuple[str, ...]]:
-    """Train alone on each rank, several times; return the digests of all ranks. Collective.
+    """Train on each rank without the others, several times; return the digests of all ranks. Collective.
 
-    BLAS uses one thread, so the number of cores of a rank does not change the bits.
+    BLAS uses one thread, so that the bits do not depend on the number of a rank's cores.
     """
     own = transport.split(transport.rank)
     assert own is not None
@@ -249,9 +252,9 @@ def _trained(alone: Transport) -> str:
 
 
 def repeat(transport: Transport, work: Path) -> Jobs:
-    """Run a job twice, the second time on other nodes, and once more through a checkpoint.
+    """Run a short job, the same job on other nodes, and the same job through a checkpoint. Collective.
 
-    Collective. The files are in the new directory `work`, which is removed at the end.
+    The files are in the new directory `work`, which is removed at the end.
 
     raises  ConfigError on every rank if `work` cannot be made
     """
@@ -264,7 +267,7 @@ def repeat(transport: Transport, work: Path) -> Jobs:
     errors: list[str] = []
 
     def run(name: str, keys: Sequence[int], stops: int = 0, resume: str = "no") -> str:
-        """Train with the ranks in the order of `keys`; return the digest, "" after any error."""
+        """Train with the ranks in the order of `keys`; return the digest, or "" after an error."""
         if errors:
             return ""
         placed = transport.split(0, keys[transport.rank])
@@ -293,7 +296,7 @@ def repeat(transport: Transport, work: Path) -> Jobs:
 
 
 def moved(hosts: Sequence[str]) -> list[int]:
-    """Return the new rank of each rank: all ranks of a host move to the next host.
+    """Return the new number of each rank, by which all ranks of a host move to the next host.
 
     The ranks of one host stay neighbours. On a single host each rank moves by one.
     """

@@ -1,4 +1,4 @@
-"""The output of a certificate: lines for people, JSON for programs, JUnit for ReFrame and CI."""
+"""The output of `certify`: lines for people, JSON for programs, JUnit for ReFrame and CI."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""The measurements of a certificate as plain data, its limits, and the verdict on each node.
+"""The measurements of `certify` as plain data, the limits for them, and the verdict on each node.
 
-The verdict is a pure function of measurements and limits.
+The verdict depends on nothing but measurements and limits.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ class Facts(NamedTuple):
     node       its host name
     machine    boot identifier of the kernel; namespaces and containers of one machine share it
     cores      cores that it may use
-    processor  name of the processor; ranks of one processor compute the same bits
+    processor  name of the processor; ranks with the same processor compute the same bits
     blas       name, version and kernels of NumPy's BLAS
     shared     bytes free in /dev/shm
     """
@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """The samples of one rank, a value for each round.
+    """The measured rates of one rank, by round.
 
     gemm    operations per second of a float32 matrix product
     memory  bytes per second that a copy reads and writes
@@ -54,9 +54,9 @@ class Speeds(NamedTuple):
 
 
 class WrongCollective(NamedTuple):
-    """A collective with wrong elements.
+    """An algorithm of a collective that had wrong elements.
 
-    wrong  number of wrong elements over all ranks
+    wrong  their number, over all ranks
     """
 
     operation: str
@@ -65,11 +65,11 @@ class WrongCollective(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """The short training runs. A digest covers all parameters after the last step.
+    """The results of the short training runs. A digest covers all parameters after the last step.
 
     first    digest of the run with the ranks in their order
     moved    digest of the run with the ranks on other nodes; "" if it did not run
-    resumed  digest of the run that stopped, was read from its checkpoint and went on
+    resumed  digest of the run that stopped and was resumed from its checkpoint
     errors   messages of runs that failed
     """
 
@@ -80,13 +80,13 @@ class Jobs(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The measurements of a certificate so far; lists are by rank where no key says otherwise.
+    """The measurements of `certify` so far. Lists are by rank unless said otherwise.
 
-    steps         two digests of the same seeded training step, alone on each rank
-    pairs         links between nodes, measured from the first rank of each; ranks are node numbers
-    collectives   number of checked collectives
-    wrong         the collectives with wrong elements
-    findings      problems from `doctor`
+    steps         digests of a training step with the same seed, taken twice on each rank alone
+    pairs         links between the first ranks of two nodes; the numbers of its ranks are nodes
+    collectives   number of collectives that were checked
+    wrong         those with wrong elements
+    findings      problems that `doctor` found
     absent        {node: reason} of nodes that did not answer
     awaits        the measurement that comes next; "" at the end
     """
@@ -108,7 +108,7 @@ class Evidence(NamedTuple):
 
     @property
     def crowded(self) -> set[str]:
-        """The nodes whose ranks share cores, perhaps with other nodes of the same machine."""
+        """Nodes whose ranks share cores, perhaps with other nodes of the same machine."""
         ranks = Counter(fact.machine for fact in self.facts)
         cores: dict[str, set[int]] = {}
         for fact in self.facts:
@@ -124,7 +124,8 @@ class Limits(BaseModel):
     memory_GBs   lowest accepted bandwidth of main memory of each rank
     link_GBs     lowest accepted bandwidth between two nodes, one way
     link_us      highest accepted latency between two nodes, one way
-    ratio        lowest accepted rate of a rank, relative to the median of the nodes with the same processor
+    ratio        lowest accepted rate of a rank, relative to the median of nodes with the same
+                 processor
     shm_MB       least accepted free space in /dev/shm
     """
 
@@ -154,7 +155,7 @@ def read_limits(path: Path) -> Limits:
 
 
 class NodeVerdict(NamedTuple):
-    """The verdict on one node; without reasons it passes, or is not judged yet."""
+    """The verdict on one node. Without reasons the node passes, or is not judged yet."""
 
     node: str
     reasons: list[str]
@@ -163,8 +164,8 @@ class NodeVerdict(NamedTuple):
 class Certificate(NamedTuple):
     """The verdicts on all nodes.
 
-    others  failures that no single node explains: pairs, collectives, and training runs
-    awaits  the measurement without which no node passes; "" after all of them
+    others  failures that no single node explains: of pairs, collectives, and training runs
+    awaits  the measurement that is missing, before which no node passes; "" after all of them
     """
 
     nodes: list[NodeVerdict]
@@ -177,7 +178,7 @@ class Certificate(NamedTuple):
 
 
 def judge(evidence: Evidence, limits: Limits) -> Certificate:
-    """Decide on every node, in the order of the evidence; nodes that did not answer come last."""
+    """Judge every node. Nodes are in the order of the evidence; those that did not answer are last."""
     reasons: dict[str, list[str]] = {node: [] for node in evidence.nodes}
     others: list[str] = []
     for node, reason in (
@@ -204,12 +205,15 @@ def judge(evidence: Evidence, limits: Limits) -> Certificate:
 
 
 def best(speeds: Speeds, name: str) -> float:
-    """Return the fastest sample of a rank, which other work on the machine slows the least."""
+    """Return the fastest sample of a rank: the one that other work on the machine slowed least."""
     return max((rate for rate in getattr(speeds, name) if rate > 0), default=0.0)
 
 
 def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> list[float]:
-    """Return, by rank, the median over nodes of the same processor of their median rank."""
+    """Return, by rank, the usual rate of its processor.
+
+    It is the median over the nodes with this processor of each node's median rank.
+    """
     usual = []
     for judged in facts:
         nodes: dict[str, list[float]] = {}
@@ -298,7 +302,8 @@ def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     """Yield (node, reason) for nodes with only bad links, and ("", reason) for other bad pairs.
 
-    Links of crowded nodes are compared with limits alone: the ranks may wait for a core.
+    Links of crowded nodes are compared with limits only, not with each other, because their ranks
+    may wait for a core.
     """
     slow: dict[tuple[int, int], str] = {}
     crowded = evidence.crowded
@@ -325,7 +330,9 @@ def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield the wrong bytes of messages and of collectives, for the nodes that explain them."""
+    """Yield (node, reason) for wrong bytes of messages and collectives; node is "" if none explains
+    them.
+    """
     wrong = [pair for pair in evidence.pairs if pair.wrong]
     ends = Counter(node for pair in wrong for node in (pair.first_host, pair.second_host))
     most, second, *_ = [*(count for _, count in ends.most_common(2)), 0, 0]

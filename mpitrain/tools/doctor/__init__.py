@@ -1,1 +1,1 @@
-"""The facts about a machine and its ranks, and probes that find problems before training does."""
+"""`mpitrain doctor`: facts about the machine and its ranks, and probes that find problems before training does."""

@@ -1,4 +1,4 @@
-"""The software and hardware of this machine, and problems of cores, threads and shared memory."""
+"""The software and hardware of this machine as lines, and problems with cores, threads and shared memory."""
 
 import platform
 import shutil
@@ -22,7 +22,9 @@ MKL = "mkl"
 
 
 def look() -> "Rank":
-    """Return the environment of this rank, without its host. Ranks multiply at the same time."""
+    """Return the environment of this rank. All ranks measure their matrix products at the same
+    time.
+    """
     from mpitrain.tools.bench.kernels.host_products import rates
 
     measured = rates()
@@ -42,12 +44,12 @@ class Rank(NamedTuple):
     """The environment of one rank.
 
     cores       cores that it may use
-    processors  cores of its host
+    processors  number of cores of its host
     threads     BLAS threads
     shared      free bytes of /dev/shm
     memory      free bytes of main memory
-    kinds       usable values of --device
-    rates       {library: float32 operations per second}, while all ranks multiply
+    kinds       values of --device that it can use
+    rates       {library: float32 operations per second}, measured while all ranks multiply
     """
 
     host: str
@@ -130,14 +132,17 @@ def uses() -> dict[str, str]:
 
 
 def extras() -> set[str]:
-    """Return the usable modules of `uses`. MKL is usable if matrix products use it."""
+    """Return the modules in `uses` that can be used. MKL can if matrix products use it."""
     from mpitrain.ops.host.product import mkl
 
     return {module for module in uses() if (mkl() if module == MKL else find_spec(module))}
 
 
 def share_of_cores(sets: list[list[int]]) -> str:
-    """Return in words whether the ranks of one host have cores of their own or share them."""
+    """Say whether the ranks of one host have cores of their own or share them.
+
+    sets  cores of each rank
+    """
     together = len(set().union(*sets))
     if sum(map(len, sets)) == together:
         return f"{', '.join(sorted({str(len(cores)) for cores in sets}))} core(s) of its own each"
@@ -150,7 +155,7 @@ def verdict(
     problems: Sequence[str] = (),
     is_refused: bool = False,
 ) -> Iterator[str]:
-    """Yield the lines of the verdict: usable devices, then each problem with its remedy.
+    """Yield the lines of the verdict: devices that can be used, then each problem with its remedy.
 
     problems    found by the probes
     is_refused  whether the ranks loaded different MPI libraries
@@ -218,7 +223,7 @@ def _compiler() -> str:
 
 
 def gpus() -> str:
-    """Return the GPUs that nvidia-smi lists, and whether CuPy can use them."""
+    """Return the GPUs that nvidia-smi lists, as text, and whether CuPy can use them."""
     if not shutil.which("nvidia-smi"):
         return "none (there is no nvidia-smi); everything else works without"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -238,12 +243,12 @@ def _cupy() -> str:
 
 
 def _rate_of_avx2(rate: float) -> dict[str, float]:
-    """Return {AVX2: rate of OpenBLAS's kernels for AVX2}; {} unless it multiplies with AVX-512.
+    """Return {"AVX2": operations per second of OpenBLAS with its kernels for AVX2}.
 
-    rate  of the kernels for AVX-512, in operations per second
+    Empty unless OpenBLAS multiplies with AVX-512. Both kinds of kernels multiply in children that
+    take turns. Processor time is measured, so that other work does not change their ratio.
 
-    Both multiply in children that take turns. Their seconds are the processor's, so that other work
-    does not change the ratio.
+    rate  operations per second with the kernels for AVX-512
     """
     from mpitrain.ops.host.product import uses_avx512
     from mpitrain.tools.bench.kernels.host_products import AVX2

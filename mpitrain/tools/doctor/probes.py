@@ -1,7 +1,8 @@
-"""The probes: questions about the start, the hosts and the file system of the runs, and their table.
+"""The table of probes: questions about the start of the ranks, their hosts, and the file system of runs.
 
-All ranks run the rows of PROBES in their order. A row measures on every rank, perhaps with messages,
-and then judges the values of all ranks. Trials that can crash run in children (`trials.py`).
+All ranks run the rows of PROBES one after the other. A row first measures a value on every rank,
+perhaps with messages, and then judges the values of all ranks. Trials that can crash run in
+children (`trials.py`).
 """
 
 import fcntl
@@ -24,13 +25,13 @@ from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.library import library
 
 SLOW_IMPORTS = 10.0
-"""Seconds of imports from which a shared file system is probably the reason."""
+"""If imports take more seconds, a shared file system is probably the reason."""
 WINDOW = 1 << 12
 """Elements that each rank writes into a shared window."""
 LATE = 2.0
-"""Seconds of the first message from which MPI probably tries addresses that do not answer."""
+"""If the first message takes more seconds, MPI probably tries addresses that do not answer."""
 SENT = 8 << 20
-"""Bytes that each host sends to the next one while the interfaces count."""
+"""Bytes that each host sends to the next one, to see which interfaces count them."""
 MOST_SKEW = 1.0
 """Greatest accepted difference between the clocks of two hosts, in seconds."""
 NETWORKS = "/sys/class/net"
@@ -38,7 +39,7 @@ INFINIBAND = "/sys/class/infiniband"
 
 
 class Problem(NamedTuple):
-    """A problem.
+    """What a probe found wrong.
 
     host  the affected host; "" if no single host can be named
     text  the law with its values; a clause without a full stop
@@ -49,17 +50,17 @@ class Problem(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The values of all ranks.
+    """What a probe measured on all ranks.
 
-    hosts   host name of each rank
-    values  by rank
+    hosts   by rank: name of its host
+    values  by rank: what it measured
     """
 
     hosts: Sequence[str]
     values: Sequence[Any]
 
     def by_host(self) -> dict[str, Any]:
-        """Return the value of the first rank of each host."""
+        """Return {host: value of its first rank}."""
         return {host: self.values[self.hosts.index(host)] for host in dict.fromkeys(self.hosts)}
 
 
@@ -188,9 +189,9 @@ def slow_imports(seen: Values) -> list[Problem]:
 
 
 def look_windows(transport: Transport, folder: Path) -> str:
-    """Fill shared memory in a child, then read the neighbours' blocks of a real window.
+    """Fill shared memory in a child, then read what other ranks of this host wrote into a real window.
 
-    Returns "" if that works, or if this rank is alone on its host.
+    Returns what is wrong, or "". If this rank is alone on its host, nothing is tried.
     """
     hosts, rank = transport.hosts, transport.rank
     host_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
@@ -240,7 +241,10 @@ def broken_windows(seen: Values) -> list[Problem]:
 
 
 def _neighbours(transport: Transport) -> tuple[int, int] | None:
-    """Return the first ranks of the next and the previous host; None if this is no first rank."""
+    """Return the first ranks of the next and of the previous host.
+
+    None on a rank that is not the first of its host, and with a single host.
+    """
     hosts = transport.hosts
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(firsts) < 2 or transport.rank not in firsts:
@@ -250,7 +254,7 @@ def _neighbours(transport: Transport) -> tuple[int, int] | None:
 
 
 def look_first(transport: Transport, folder: Path) -> list[float]:
-    """Return the seconds of the first and the second message around the ring of hosts."""
+    """Return the seconds of the first and of the second message around the ring of hosts."""
     tag, near = transport.claim_tag(), _neighbours(transport)
     outgoing, incoming, seconds = np.zeros(1), np.zeros(1), []
     for _ in range(2):
@@ -279,7 +283,7 @@ def late_first(seen: Values) -> list[Problem]:
 
 
 def sent_bytes() -> dict[str, int]:
-    """Return {interface: bytes sent so far} of networks and of InfiniBand ports."""
+    """Return {interface: bytes sent so far}, of networks and of InfiniBand ports."""
     counts = {}
     for path in Path(NETWORKS).glob("*/statistics/tx_bytes"):
         counts[path.parts[-3]] = _number(path)
@@ -355,7 +359,7 @@ def wrong_clocks(seen: Values) -> list[Problem]:
 
 
 def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
-    """Try locks on the first rank of each host, then try to take a lock that rank 0 holds."""
+    """Try file locks on the first rank of each host, then a lock on a file that rank 0 has locked."""
     hosts, rank = transport.hosts, transport.rank
     is_first = hosts.index(hosts[rank]) == rank
     results = in_child("locks", str(folder)) if is_first else {}
@@ -410,7 +414,7 @@ class Probe(NamedTuple):
     line       values of all ranks -> one line of the report
     problems   values of all ranks -> problems, without the remedy
     remedy     the way out of all problems of the row
-    is_fatal   a node with this problem fails `certify`
+    is_fatal   whether a node with this problem fails `certify`
     """
 
     question: str
@@ -422,10 +426,10 @@ class Probe(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """The result of a probe.
+    """What a probe measured and found.
 
-    values    of all ranks, by rank
-    problems  with the remedy
+    values    by rank
+    problems  with their remedy
     """
 
     name: str
@@ -524,7 +528,7 @@ PROBES: dict[str, Probe] = {
 
 
 def examine(transport: Transport, folder: Path) -> list[ProbeResult]:
-    """Run all probes; collective. Every rank gets the same observations.
+    """Run all probes. Collective. Every rank gets the same results.
 
     folder  a directory on the file system of the runs
     """

@@ -1,7 +1,7 @@
 """Trials that can crash or hang, each in a child process: python -m mpitrain.tools.doctor.trials NAME ARGUMENT.
 
-A crash or a hang of a trial is its result. A trial prints its result as JSON, a dict of names and
-short texts.
+A crash or a hang is the result of the trial. Otherwise the trial prints its result as JSON: a dict
+of names and short texts.
 """
 
 import fcntl
@@ -29,14 +29,17 @@ SHARED = 16 << 20
 
 
 def in_child(name: str, argument: str, seconds: float = SECONDS) -> dict[str, str]:
-    """Run a trial of `mpitrain.tools.doctor.trials` in a child; return its result, or {FAILED: why}."""
+    """Run a trial in a child; return its result, or {FAILED: reason}.
+
+    name  of a function of this module
+    """
     return outcome(
         (sys.executable, "-m", "mpitrain.tools.doctor.trials", name, argument), seconds=seconds
     )
 
 
 def outcome(command: Sequence[str], seconds: float) -> dict[str, str]:
-    """Run a command that prints a JSON object; return the object, or {FAILED: why}."""
+    """Run a command that prints a JSON object; return the object, or {FAILED: reason}."""
     try:
         done = subprocess.run(
             command,
@@ -86,7 +89,7 @@ def _gets_lock(path: str, lock: Callable[[int, int], None]) -> bool:
 
 
 def locked(path: str) -> dict[str, str]:
-    """Return whether the lock of a file that another host holds is respected here."""
+    """Try to lock a file that another host has locked; return whether that was refused."""
     if not os.path.exists(path):
         return {"across": "the file of another host is not there"}
     is_free = _gets_lock(path, fcntl.flock)
@@ -94,7 +97,7 @@ def locked(path: str) -> dict[str, str]:
 
 
 def mapped(folder: str) -> dict[str, str]:
-    """Write a file through a map and read it, then write the file and read the map."""
+    """Write a file through a memory map and read it; then write the file and read the map."""
     with tempfile.TemporaryFile(prefix=".mpitrain-doctor-", dir=folder) as file:
         file.truncate(SIZE)
         with mmap.mmap(file.fileno(), SIZE) as memory:
@@ -109,7 +112,7 @@ def mapped(folder: str) -> dict[str, str]:
 
 
 def shared(folder: str) -> dict[str, str]:
-    """Fill 16 MiB of shared memory. The kernel ends this process if there is no room."""
+    """Fill 16 MiB of shared memory. Without room there, the kernel ends this process."""
     with tempfile.TemporaryFile(prefix="mpitrain-doctor-", dir=folder) as file:
         file.truncate(SHARED)
         with mmap.mmap(file.fileno(), SHARED) as memory:
@@ -119,7 +122,7 @@ def shared(folder: str) -> dict[str, str]:
 
 
 def imports(_: str) -> dict[str, str]:
-    """Import the modules of a training run; return the seconds and the number of opened files."""
+    """Import the modules of a training run; return the seconds and the number of files opened."""
     opened = 0
 
     def count(event: str, arguments: tuple) -> None:
@@ -135,7 +138,10 @@ def imports(_: str) -> dict[str, str]:
 
 
 def products(kernels: str) -> dict[str, str]:
-    """Multiply with these kernels of OpenBLAS, or its own choice; return the processor's seconds."""
+    """Multiply matrices; return the processor's seconds.
+
+    kernels  kernels that OpenBLAS shall use; empty: its own choice
+    """
     if kernels:
         process.choose_blas_kernels(kernels)
     from mpitrain.tools.bench.kernels.host_products import seconds

@@ -1,4 +1,4 @@
-"""`mpitrain plan`: predictions without running, or from a short measurement."""
+"""`mpitrain plan`: predictions about a job, counted without a run or computed from a short measurement."""
 
 
 def several(number: int, noun: str, nouns: str = "") -> str:

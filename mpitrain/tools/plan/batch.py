@@ -1,7 +1,7 @@
-"""The batch of a job: the largest and the fastest micro-batch, and the critical batch size.
+"""`plan batch`: the largest and the fastest micro-batch of a job, and the critical batch size.
 
-A micro-batch fits by counted bytes, then by a trial allocation. R rows of a micro-batch, dp replicas,
-m micro-batches of a step: a global batch of R dp m rows.
+Whether a micro-batch fits into memory is counted first, then tried. R rows of a micro-batch, dp
+replicas and m micro-batches of a step make a global batch of R dp m rows.
 """
 
 import math
@@ -19,7 +19,7 @@ from mpitrain.models.table import check_data
 from mpitrain.ops.device import Device
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.modes import check_synchronous
-from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import Job, build, model, open_data
 from mpitrain.run.counting import bytes_needed
@@ -42,14 +42,19 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 PARTS = 16
-"""Largest number of small batches in a large one for the noise scale; more cost time and add little."""
+"""For the noise scale: largest number of small batches in a large one; more cost time and add little."""
 
 TRIES = 16
 """Largest number of builds of a job before it is refused: other processes may take memory meanwhile."""
 
 
 class BatchSetting(NamedTuple):
-    """A global batch, its number of micro-batches, and the rows of the largest of these."""
+    """A setting of the batch.
+
+    size           rows of the global batch
+    micro_batches  their number in a step
+    rows           of the largest micro-batch
+    """
 
     size: int
     micro_batches: int
@@ -61,13 +66,13 @@ class BatchSetting(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The micro-batches of a job that fit in memory.
+    """The micro-batches of a job that fit into memory.
 
-    unit     rows of the smallest micro-batch; all others are multiples
+    unit     rows of the smallest micro-batch; the rows of all others are multiples
     rows     rows of the largest micro-batch that fits
-    is_most  whether it is the largest that was looked at, so that a larger one may fit
-    room     memory of this host or GPU before the job exists
-    counted  bytes of activations in that memory, with `rows`
+    is_most  whether the search ended there, so that larger ones may fit
+    room     memory of this host or GPU before the job is built
+    counted  bytes of activations in that memory, for a micro-batch of `rows` rows
     """
 
     unit: int
@@ -78,16 +83,17 @@ class Fit(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The result of a search, equal on all ranks.
+    """What `search` finds, equal on all ranks.
 
-    source      of its data
-    parameters  of the model
-    best        the fastest size; None if other work ran
-    counted     {rows of a timed size: bytes of activations in the shared memory}
-    noise       None if it was not measured
-    present     how to run the configured batch.size, if possible
-    critical    how to run the critical batch size, if it is known
-    step        of a pipeline: its predictions for batch.size; None: there is no choice
+    source      the data of the job
+    parameters  number of parameters of the model
+    best        the micro-batch with the most rows per second; None if other work disturbed the
+                times
+    counted     {rows of a timed micro-batch: bytes of activations in the shared memory}
+    noise       gradient noise scale; None if it was not measured
+    present     setting for the configured batch.size; None if none fits
+    critical    setting for the critical batch size; None if this is not known or none fits
+    step        of a pipeline: predictions for each number of micro-batches; None without a choice
     """
 
     resolved: Resolved
@@ -125,11 +131,11 @@ def search(
     seconds: float,
     show: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Search for the batch of a job; collective.
+    """Search for the batch of a job. Collective.
 
-    most     number of rows in the largest micro-batch to try
-    seconds  limit of the timed steps, and of the batches for the noise
-    show     called with a description of the present work
+    most     rows of the largest micro-batch to try
+    seconds  time limit of the timed steps, and again of the batches for the noise scale
+    show     called with a description of the work that begins
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
     resolved = resolve(transport, unresolved)
@@ -164,7 +170,7 @@ def search(
         return fit.room.needed + count(candidate)[0] <= fit.room.free
 
     def agreed(size: int | None) -> BatchSetting | None:
-        """Return the setting of the rank that needs the most micro-batches; collective."""
+        """Return the setting of the rank that needs the most micro-batches. Collective."""
         every = transport.gather_text(setting(resolved, size, rows, fits) if size else None)
         if not all(every):
             return None
@@ -187,9 +193,9 @@ def search(
 
 
 def _choices(resolved: Resolved, most: int) -> list[int]:
-    """Return the numbers of micro-batches of `batch.size` that a pipeline can choose from.
+    """Return the possible numbers of micro-batches of a pipeline; empty without a choice.
 
-    most  rows of a micro-batch
+    most  largest number of rows in a micro-batch
     """
     config, stages = resolved.config, resolved.axes.pp
     rows = config.batch.size // resolved.axes.dp
@@ -247,7 +253,7 @@ def _noise(
 
 
 def with_rows(resolved: Resolved, rows: int) -> Resolved:
-    """Return the job with as many micro-batches as it has, of `rows` rows each."""
+    """Return the job with `rows` rows in each of its micro-batches, whose number stays."""
     count = resolved.plan.micro_batches
     size = rows * resolved.axes.dp * count
     batch = resolved.config.batch.model_copy(update={"size": size, "micro_batches": count})
@@ -255,9 +261,9 @@ def with_rows(resolved: Resolved, rows: int) -> Resolved:
 
 
 def find_largest(transport: Transport, resolved: Resolved, source: Source, most: int) -> Fit:
-    """Return the largest micro-batch that fits on all ranks, of at most `most` rows; collective.
+    """Return the largest micro-batch that fits on all ranks, of at most `most` rows. Collective.
 
-    raises  ConfigError on every rank, if the smallest one does not fit
+    raises  ConfigError on every rank, if the smallest micro-batch does not fit
     """
     config, axes, plan, *_, gpus, device = resolved
     unit = sequences_of(config)
@@ -298,9 +304,9 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
 def counted_bytes(
     transport: Transport, source: Source, room: Room, resolved: Resolved
 ) -> tuple[int, int]:
-    """Count the activations of a step. It sends no message.
+    """Count the bytes of activations in a step. No message is sent.
 
-    returns  bytes on all ranks that share the memory, and on this rank
+    returns  the bytes of all ranks that share this rank's memory, and the bytes of this rank
     raises   ConfigError if an operation of a plugin cannot be counted
     """
     try:
@@ -322,10 +328,10 @@ def counted_bytes(
 
 
 def can_allocate(transport: Transport, device: Device, nbytes: int) -> bool:
-    """Return whether every rank can allocate and write so many bytes at once; collective.
+    """Return whether every rank can allocate and write `nbytes` bytes at the same time. Collective.
 
-    If one rank is out of memory, all ranks return False. Its messages need not be cancelled, as in
-    a step: a trial allocation has none.
+    If one rank runs out of memory, all ranks return False. No message has to be cancelled then, as
+    it would in a step, because a trial allocation sends none.
     """
     array = None
     try:
@@ -339,9 +345,9 @@ def can_allocate(transport: Transport, device: Device, nbytes: int) -> bool:
 
 
 def largest_multiple(fits: Callable[[int], bool], unit: int, most: int) -> int:
-    """Return the largest multiple of `unit` up to `most` that fits, by bisection; 0: none does.
+    """Return the largest multiple of `unit` up to `most` that fits, by bisection; 0 if none fits.
 
-    fits  (rows) -> whether they fit; no more rows fit than of a number that does not
+    fits  (rows) -> whether they fit. If a number of rows does not fit, no larger number does
     """
     low, high = 0, most // unit
     step = 1
@@ -358,11 +364,9 @@ def largest_multiple(fits: Callable[[int], bool], unit: int, most: int) -> int:
 def setting(
     resolved: Resolved, size: int, rows: int, fits: Callable[[Resolved], bool]
 ) -> BatchSetting | None:
-    """Return the setting with the fewest micro-batches that fits; None if there is none.
+    """Return the setting with the fewest micro-batches that fits; None if none fits. No message is sent.
 
-    It sends no message.
-
-    size  global batch
+    size  rows of the global batch
     rows  largest number of rows in a micro-batch
     fits  whether the memory suffices for a job
     """
@@ -377,9 +381,9 @@ def setting(
 
 
 def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | None:
-    """Return the global batch nearest to the noise scale; None if that is not known.
+    """Return the global batch nearest to the gradient noise scale; None if that is not known.
 
-    unit  rows that divide a micro-batch
+    unit  the rows of a micro-batch are a multiple of it
     """
     if noise is None or noise.is_uncertain:
         return None

@@ -1,4 +1,4 @@
-"""A collective step by step: the messages between ranks, and the contents of each rank's chunks."""
+"""A collective, step by step: its messages, and after each step the ranks that contributed to each chunk."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from mpitrain.collectives.engine.executor import check_name
 from mpitrain.collectives.plans.steps import Plan, Step
 from mpitrain.collectives.selection.algorithm import shown
 from mpitrain.collectives.selection.own_algorithm import proven
-from mpitrain.collectives.selection.table import TABLES
+from mpitrain.collectives.selection.table import TABLES, title
 from mpitrain.errors import ConfigError
 from mpitrain.tools.plan import several
 
@@ -18,9 +18,9 @@ Held = list[list[int]]
 
 
 class Move(NamedTuple):
-    """Message of the elements start to stop - 1 between two ranks.
+    """A message of the elements start to stop - 1 from one rank to another.
 
-    combine  whether the target reduces them into its own elements
+    combine  whether the target reduces the elements into its own; otherwise they replace its own
     """
 
     source: int
@@ -33,7 +33,7 @@ class Move(NamedTuple):
 def plans_of(
     operation: str, algorithm: str, hosts: Sequence[str], count: int
 ) -> list[tuple[Plan, ...]]:
-    """Return the message plans of each rank, which run one after the other.
+    """Return each rank's plans (lists of messages), which run one after the other.
 
     raises  ConfigError for an unknown algorithm, and for one that is not a plan of messages
     """
@@ -50,9 +50,9 @@ def plans_of(
 
 
 def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
-    """Return the messages of all ranks by steps: a message travels once both of its ends reach it.
+    """Return the messages of all ranks, in steps. A message is sent once both of its ranks reach it.
 
-    plans  of each rank; a rank runs its plans one after the other, a step at a time
+    plans  by rank: its plans, which it runs one after the other, a step at a time
     """
     waiting = [
         deque(step for plan in rank_plans for step in plan.steps if step.sends or step.receives)
@@ -89,9 +89,9 @@ def rounds(plans: Sequence[Sequence[Plan]]) -> list[list[Move]]:
 
 
 class ChunkMessage(NamedTuple):
-    """Message of the chunks first to last - 1 between two ranks.
+    """A message of the chunks first to last - 1 from one rank to another.
 
-    combine  whether the target adds them to its own; otherwise they replace its own
+    combine  whether the target adds the chunks to its own; otherwise they replace its own
     """
 
     source: int
@@ -102,11 +102,11 @@ class ChunkMessage(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """All messages of a collective, and the chunks of the array.
+    """The messages of a collective on all ranks.
 
-    elements  of the whole array
+    elements  number of elements of the array
     bounds    (start, stop) of each chunk, in elements
-    steps     the messages of each step, which travel at the same time
+    steps     by step: its messages, which are sent at the same time
     """
 
     operation: str
@@ -122,14 +122,19 @@ class Collective(NamedTuple):
 
     @property
     def title(self) -> str:
-        operation = "all-reduce" if self.operation == "allreduce" else self.operation
         hosts = len({*self.hosts})
         where = f" on {several(hosts, 'host')}" if hosts > 1 else ""
-        return f"{shown(self.algorithm)} {operation} on {several(self.ranks, 'rank')}{where}"
+        return f"{shown(self.algorithm)} {title(self.operation)} on {several(self.ranks, 'rank')}{where}"
 
 
 def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collective:
-    """Return the messages of an operation of TABLES, for an array too short for segments."""
+    """Return the messages of a collective.
+
+    The array has chunks of one size, and is too short to be cut into segments.
+
+    operation  a key of TABLES, such as allreduce
+    hosts      host of every rank, by rank
+    """
     # This length gives chunks of one size and is too short for segments.
     count = len(hosts) << len(hosts).bit_length()
     steps = rounds(plans_of(operation, algorithm, hosts, count))
@@ -154,9 +159,10 @@ def collective(operation: str, algorithm: str, hosts: Sequence[str]) -> Collecti
 
 
 def contents(collective: Collective) -> Iterator[Held]:
-    """Yield the contents of all ranks' chunks, at the start and after each step.
+    """Yield what every rank holds of each chunk, before the first step and after each step.
 
-    All yields are the same list, which changes from step to step.
+    A set of ranks that contributed to a chunk is an integer with bit r for rank r. All yields are
+    the same list, by rank and chunk, which changes from step to step.
     """
     held = [
         [
@@ -176,7 +182,9 @@ def contents(collective: Collective) -> Iterator[Held]:
 
 
 def complete(collective: Collective) -> list[int]:
-    """Return the final contents of each chunk: all ranks' data, or one rank's in an all-gather."""
+    """Return what a rank holds of each chunk at the end: data of all ranks, or of one in an
+    all-gather.
+    """
     return [
         1 << chunk if collective.operation == "all-gather" else (1 << collective.ranks) - 1
         for chunk in range(len(collective.bounds))
@@ -190,7 +198,9 @@ class HalvesBoundary(NamedTuple):
 
 
 def meeting(collective: Collective) -> HalvesBoundary | None:
-    """Return the step after which an all-reduce only copies, or None."""
+    """Return the step after which an all-reduce only copies, with names of the halves; None without
+    one.
+    """
     adding = [
         number
         for number, messages in enumerate(collective.steps, 1)
@@ -227,5 +237,5 @@ def listed(ranks: Iterable[int], between: str) -> str:
 
 
 def data_of(data: int) -> str:
-    """Return the ranks that contribute to a chunk as text: 0+2, 0-3, or - for none."""
+    """Return the ranks in a set that `contents` yields as text: 0+2, 0-3, or - for none."""
     return listed((rank for rank in range(data.bit_length()) if data >> rank & 1), "+") or "-"

@@ -1,4 +1,4 @@
-"""Picture of a collective; needs matplotlib (the `report` extra)."""
+"""Picture of a collective, by matplotlib (the extra `report`)."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ it.
 
 
 def draw(collective: Collective, path: Path) -> None:
-    """Draw ranks as rows, steps as columns, chunks by their completeness, messages as arrows."""
+    """Draw ranks as rows and steps as columns, with arrows for messages.
+
+    The colour of a chunk shows how many of its contributions have arrived.
+    """
     from matplotlib.lines import Line2D
 
     columns, chunks = len(collective.steps) + 1, len(collective.bounds)
@@ -141,7 +144,7 @@ def draw(collective: Collective, path: Path) -> None:
 
 
 def _filled(collective: Collective) -> np.ndarray:
-    """Return the completeness of chunks after each step, in [0, 1]: (steps + 1, ranks, chunks)."""
+    """Return the fraction of its contributions that each chunk has, (steps + 1, ranks, chunks)."""
     whole = [data.bit_count() for data in complete(collective)]
     return np.array(
         [

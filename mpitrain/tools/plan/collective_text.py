@@ -1,4 +1,4 @@
-"""A collective as text and as JSON: messages and contents of each step, totals."""
+"""A collective as text and as JSON: messages and contents of each step, and totals."""
 
 import json
 import textwrap
@@ -41,9 +41,10 @@ Cell = Callable[[int, int], str]
 
 
 def printed(collective: Collective, width: int) -> list[str]:
-    """Return the whole text, in lines of at most `width` columns.
+    """Return the whole text, in lines of at most `width` characters.
 
-    Contents are named if that fits, else counted; else each step is one line.
+    If they fit, the ranks that contributed to each chunk are named; otherwise they are counted. If
+    that does not fit either, each step is one line.
     """
     title = (
         f"{collective.title}: the array is cut into {several(len(collective.bounds), 'chunk')}, "
@@ -143,7 +144,9 @@ def _halves(met: HalvesBoundary | None, step: int) -> list[str]:
 
 
 def _table(collective: Collective, cell: Cell, width: int) -> list[str]:
-    """Return the messages of each step and the contents after it, up to about LINES lines."""
+    """Return the messages of each step, and the contents after it. The table ends behind LINES
+    lines.
+    """
     lines: list[str] = []
     met = meeting(collective)
     for step, held in enumerate(contents(collective)):
@@ -161,7 +164,7 @@ def _table(collective: Collective, cell: Cell, width: int) -> list[str]:
 def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
     """Return a row for each rank; ranks with the same contents share a row.
 
-    is_first  whether a row of chunk numbers comes first
+    is_first  whether a row of chunk numbers is put first
     """
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, chunks in enumerate(held):
@@ -184,7 +187,10 @@ def _rows(held: Held, cell: Cell, is_first: bool) -> list[str]:
 
 
 def _overview(collective: Collective, width: int) -> list[str]:
-    """Return one line per step, for the steps that ENDS and NEAR select."""
+    """Return one line for each of the first and last steps.
+
+    The steps where the halves of an all-reduce meet are listed, too (see ENDS and NEAR).
+    """
     met, last = meeting(collective), len(collective.steps)
     shown = {*range(1, ENDS + 1), *range(last - ENDS + 1, last + 1)}
     shown |= {*range(met.step - NEAR + 1, met.step + NEAR + 1)} if met else set()
@@ -211,7 +217,7 @@ def _overview(collective: Collective, width: int) -> list[str]:
 
 
 def as_json(collective: Collective) -> str:
-    """Return the text of the file: a header, then a line for each step.
+    """Return the text of the JSON file: a header, then a line for each step.
 
     chunks    in the header: [start, stop] of each chunk, as fractions of the array; in a message:
               the first chunk and the one after the last

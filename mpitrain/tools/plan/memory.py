@@ -1,4 +1,4 @@
-"""Activations and FLOPs of a job by unit, counted in one process before it is launched."""
+"""`plan memory`: activations and FLOPs of a job, unit by unit, counted in one process before it is launched."""
 
 import math
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 
 
 class StageMemory(NamedTuple):
-    """Counts of memory and FLOPs of one pipeline stage, for its ranks in replica 0.
+    """Counted memory and FLOPs of one pipeline stage, on its ranks in replica 0.
 
-    units  the count of each unit, for one micro-batch
-    step   the count of a whole step
+    units  by unit: the count for one micro-batch
+    step   the count for a whole step
     """
 
     units: list[UnitCount]
@@ -26,12 +26,12 @@ class StageMemory(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A job with the counts of all its stages.
+    """The counts of all stages of a job.
 
     config      the configuration with all defaults resolved
     parameters  number of parameters of the whole model
-    state       bytes of parameters, gradients and optimizer state, as the mean over the ranks
-    rows        largest number of rows of a micro-batch
+    state       bytes of parameters, gradients and optimizer state, mean over the ranks
+    rows        of the largest micro-batch
     """
 
     config: Config
@@ -43,13 +43,13 @@ class Counted(NamedTuple):
 
 
 def ranks_of(config: Config) -> int:
-    """Return the ranks of a configuration: dp x tp x pp and servers; an unset dp counts as 1."""
+    """Return the number of ranks: dp * tp * pp, and servers; an unset dp counts as 1."""
     layout = config.layout
     return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
 
 
 def count(unresolved: Config) -> Counted:
-    """Count a job of `ranks_of` ranks on one host; tensor-parallel rank 0 represents its group."""
+    """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
     ranks = ranks_of(unresolved)
     job, source, units = alone(unresolved, ranks)
     config, axes, plan, device = job.config, job.axes, job.plan, job.device

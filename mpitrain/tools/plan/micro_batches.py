@@ -1,4 +1,4 @@
-"""The best number of micro-batches: simulates a step for each number, with costs measured once."""
+"""The best number of micro-batches of a pipeline: a step is simulated for each number, with costs measured once."""
 
 import math
 from bisect import bisect_left
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.tensor.sequence import sequences_of
+from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
@@ -31,13 +31,13 @@ It is 1 / chunks for interleaved and breadth-first.
 
 
 class Predicted(NamedTuple):
-    """Prediction of a step with `micro_batches` micro-batches.
+    """The predicted step for one number of micro-batches.
 
-    rows        mean rows of a micro-batch
+    rows        of a micro-batch, mean
     step_s      seconds from the first forward to the last update
     bubble      fraction of the time from the first to the last instruction in which stages are idle
-    peak_bytes  of activations, on the stage with the most
-    is_spoilt   whether it rests on a measurement that other work disturbed
+    peak_bytes  peak bytes of activations, on the stage with the most
+    is_spoilt   whether it is computed from a measurement that other work disturbed
     """
 
     micro_batches: int
@@ -49,10 +49,10 @@ class Predicted(NamedTuple):
 
 
 class StepPredictions(NamedTuple):
-    """The predictions for a job, ascending by micro-batches, and the measurements behind them.
+    """The predicted steps of a job, ascending by micro-batches, and the measurements behind them.
 
-    rows      of a replica
-    measured  in ascending order of rows
+    rows      of a replica in a step
+    measured  by size of a micro-batch, ascending
     end_s     seconds from the last gradient to the end of a step
     """
 
@@ -106,8 +106,8 @@ def counts(config: Config, stages: int, rows: int) -> list[int]:
 def sizes(counts: Sequence[int], rows: int, fitting: int = 1) -> list[int]:
     """Return the sizes of micro-batches to measure, in rows.
 
-    They are the sizes for the largest and smallest counts, and powers of two times `fitting`
-    between.
+    The smallest and the largest one are those of `counts`. Between them are powers of two times
+    `fitting`.
     """
     least, most = rows // counts[-1], -(-rows // counts[0])
     between = (fitting << i for i in range(most.bit_length()) if least < fitting << i < most)
@@ -122,7 +122,7 @@ def around(
 
 
 def between(measured: Sequence[StageMeasurement], rows: float) -> tuple[list[Cost], MessageTime]:
-    """Interpolate the costs and message times of micro-batches of `rows` rows linearly."""
+    """Return the costs and message time of micro-batches of `rows` rows, interpolated linearly."""
     low, high = around(measured, rows)
     fraction = (rows - low.rows) / (high.rows - low.rows) if high.rows > low.rows else 0.0
 
@@ -143,9 +143,10 @@ def predict(
     end_s: float,
     lowest: int = 0,
 ) -> list[Predicted]:
-    """Predict a step for each number of micro-batches; arguments as in StepPredictions.
+    """Predict a step for each number of micro-batches.
 
-    lowest  the first chunk with a backward; all chunks before are frozen
+    rows, measured, end_s  as in StepPredictions
+    lowest                 the first chunk with a backward; all chunks before it are frozen
     """
     predictions = []
     for count in counts:
@@ -168,10 +169,10 @@ def predict(
 
 
 def measured_predictions(job: Job, resolved: Resolved, choices: Sequence[int]) -> StepPredictions:
-    """Measure a job, and predict its step for each number of micro-batches; collective.
+    """Measure a job, and predict its step for each number of micro-batches. Collective.
 
-    job       with at least the rows of the largest micro-batch
-    resolved  with the batch to predict
+    job       built, with at least the rows of the largest micro-batch
+    resolved  the same job with the batch to predict
     """
     trainer, config = job.trainer, resolved.config
     rows = config.batch.size // resolved.axes.dp
@@ -184,9 +185,9 @@ def measured_predictions(job: Job, resolved: Resolved, choices: Sequence[int]) -
 
 
 def best(predicted: Sequence[Predicted]) -> Predicted:
-    """Return the fastest prediction; among equals, the one with the fewest micro-batches.
+    """Return the fastest prediction; of equal ones, the one with the fewest micro-batches.
 
-    Spoilt predictions count only if all are spoilt.
+    A spoilt prediction is returned only if all are spoilt.
     """
     return min(predicted, key=lambda each: (each.is_spoilt, each.step_s))
 
@@ -208,7 +209,7 @@ def neighbours(predicted: Sequence[Predicted]) -> list[Predicted]:
 
 
 def table(predicted: Sequence[Predicted]) -> list[str]:
-    """Return a table of predictions: the best, its neighbours, and evenly spaced others."""
+    """Return a table of predictions: the best one, its neighbours, and some evenly spaced others."""
     near, named = neighbours(predicted), best(predicted)
     others = [each for each in predicted if each not in near]
     room = max(1, SHOWN - len(near))
@@ -233,10 +234,10 @@ def table(predicted: Sequence[Predicted]) -> list[str]:
 def explanation(
     config: Config, stages: int, rows: int, measured: Sequence[StageMeasurement]
 ) -> list[str]:
-    """Return lines that explain the optimum.
+    """Return lines that explain the best number of micro-batches.
 
-    They name the fixed cost of a micro-batch on the slowest stage. They also name the number of
-    micro-batches at which this cost balances the bubble.
+    They name the time of a micro-batch that does not depend on its rows, on the slowest stage, and
+    the number of micro-batches at which this time is as large as the bubble.
     """
     chunks = len(measured[0].costs) // stages
     name = config.pipeline.schedule
@@ -266,7 +267,7 @@ def explanation(
 
 
 def report(resolved: Resolved, step: StepPredictions, parameters: int) -> list[str]:
-    """Return the measurement, the table, and the recommended setting as lines.
+    """Return lines: the measurement, the table, and the recommended setting.
 
     parameters  number of the model's parameters
     """

@@ -1,7 +1,7 @@
-"""Charts of simulated pipelines: as text with a summary, as a picture, and of asynchronous schedules.
+"""`plan schedule`: simulated pipelines as text charts, summaries and pictures.
 
-An asynchronous pipeline (PipeDream) does not drain between steps. More steps are simulated than
-drawn, so that the last simulated step shows the steady state.
+The stages of an asynchronous pipeline (PipeDream) do not wait for the end of a step. More of its
+steps are simulated than drawn, so that the last simulated step shows the steady state.
 """
 
 import math
@@ -57,9 +57,9 @@ def chart(
     notes: Sequence[Sequence[str]] = (),
     name: str = "",
 ) -> list[str]:
-    """Draw a row for each stage, in bands of at most `width` columns under a ruler in ms.
+    """Return a text chart: a row for each stage under a ruler in ms, in bands of at most `width` columns.
 
-    notes  for each stage a text for each event; a row called `name` below the stage shows them
+    notes  by stage and event: a text; a row called `name` below the stage shows them
     """
     events = [event for stage_events in simulation.timeline for event in stage_events]
     margin = len(f"stage {len(plan.by_stage) - 1}") + 2
@@ -110,12 +110,11 @@ def chart(
 def _row(
     events: Sequence[Event], texts: Sequence[str], scale: float, columns: int, fills: str
 ) -> str:
-    """Return a row with a text for each event, at the event's columns.
+    """Return the row of a stage, with the text of each event at the event's columns.
 
-    events  of one stage
-    texts   the text of each event
+    events  of the stage
     scale   columns per unit of time
-    fills   the characters that fill the idle time, and the rest of an event
+    fills   two characters: for idle time, and for the rest of an event behind its text
     """
     row, at = "", 0
     for event, text in zip(events, texts, strict=True):
@@ -126,9 +125,9 @@ def _row(
 
 
 def _cell(text: str, columns: int, fill: str) -> str:
-    """Return a text padded to `columns` columns, with a gap at the end.
+    """Return a text padded to `columns` columns, the last of which is a gap.
 
-    A text that does not fit is cut to its letter, or to its star.
+    A text that does not fit is cut to its first letter; of a note, only a star at its end is kept.
     """
     shown = (
         text
@@ -141,7 +140,7 @@ def _cell(text: str, columns: int, fill: str) -> str:
 
 
 def _ruler(makespan: float, scale: float, band: int) -> str:
-    """Return the time labels at their columns. A label that does not fit into its band is left out."""
+    """Return the row of times at their columns. A time that does not fit into its band is left out."""
     least = TICK / scale
     power = 10 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
@@ -173,9 +172,9 @@ def legend(plan: Plan) -> str:
 
 
 def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
-    """Return text lines with each stage's peak activation memory, in micro-batches and in MB.
+    """Return lines with each stage's peak memory of activations, in micro-batches and in MB.
 
-    costs  of each chunk of the model
+    costs  by chunk of the model
     """
     peaks = [peak(instructions, costs) for instructions in plan.by_stage]
     held = (
@@ -200,14 +199,14 @@ def listed(numbers: Iterable[float]) -> str:
 
 
 class Stream(NamedTuple):
-    """Simulation of an asynchronous pipeline.
+    """A simulated asynchronous pipeline.
 
-    plan           of all simulated steps
-    micro_batches  of a step
-    every          micro-batches of an update, as in `memory.weights`
-    drawn          only the first steps; the stages continue with the next one
-    step_ms        from step to step in the steady state
-    fill_ms        from the first forward of the pipeline to the first forward of its last stage
+    plan           instructions of all simulated steps
+    micro_batches  number in a step
+    every          number of micro-batches between two updates, as in `memory.weights`
+    drawn          simulation of the first steps, which later ones follow without a gap
+    step_ms        milliseconds of a step in the steady state
+    fill_ms        milliseconds from the first forward of the first stage to that of the last stage
     """
 
     name: str
@@ -223,7 +222,9 @@ class Stream(NamedTuple):
         return len(self.plan.by_stage)
 
     def notes(self) -> list[list[str]]:
-        """Return the weight version of each drawn instruction, with * if an update follows."""
+        """Return, by stage and drawn instruction, the version of its weights; * behind it marks an
+        update.
+        """
         return [
             [
                 f"{each.used}{'*' * each.is_updated}"
@@ -275,9 +276,11 @@ def stream(
     is_eager: bool = False,
     overhead: float = 0,
 ) -> Stream:
-    """Simulate a schedule of STREAMS; times are in ms, the last four arguments as in `simulate`.
+    """Simulate an asynchronous schedule, one of STREAMS. Times are in ms.
 
-    raises  ConfigError if a step has fewer micro-batches than stages
+    cost                                   of each stage
+    transfer, receive, is_eager, overhead  as in `simulate`
+    raises                                 ConfigError if a step has fewer micro-batches than stages
     """
     step = find_plan(name, stages, micro_batches, chunks)
     p, m = len(step.by_stage), step.micro_batches
@@ -324,11 +327,11 @@ def stream(
 def draw(
     plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()
 ) -> None:
-    """Draw a row of boxes for each stage over time in ms, each box with its micro-batch.
+    """Draw a row of boxes for each stage over time in ms; each box has the number of its micro-batch.
 
     The later chunks of a stage are paler.
 
-    notes  of an asynchronous stage, for each event: the weight version, with * if an update follows
+    notes  of an asynchronous pipeline: as `Stream.notes` returns them
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

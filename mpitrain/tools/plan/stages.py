@@ -1,4 +1,4 @@
-"""Measured costs of a pipeline: seconds and bytes of its chunks, and times of its messages."""
+"""Measured costs of a pipeline: seconds and bytes of its chunks, and times of messages between stages."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ FAR = 2.0
 
 
 class MessageTime(NamedTuple):
-    """Time of a message between two stages: arguments of `simulate`.
+    """The time of a message between two stages, as arguments of `simulate`.
 
-    transfer  seconds that overlap with compute on both stages
-    receive   seconds of the receiver's own time
+    transfer  seconds in which both stages may compute
+    receive   seconds that the receiver itself spends
     is_eager  whether MPI sends the message before its receive is posted
     """
 
@@ -43,16 +43,18 @@ class MessageTime(NamedTuple):
 
 
 def slowest(ways: Iterable[tuple[float, float, bool]]) -> MessageTime:
-    """Return the slowest message; `gather_text` makes lists of the fields."""
+    """Return the slowest of some messages, each a MessageTime or the list that `gather_text` makes
+    of it.
+    """
     return max((MessageTime(*each) for each in ways), key=lambda each: each.seconds)
 
 
 class StageMeasurement(NamedTuple):
-    """Measurement of micro-batches of `rows` rows.
+    """Measured costs of micro-batches of `rows` rows.
 
-    costs   of each chunk: seconds on the slowest of its ranks, bytes on the rank with the most
-    way     of the slowest message over a boundary
-    spread  largest ratio of a chunk's median pass to its fastest
+    costs   by chunk: seconds on the slowest of its ranks, bytes on the rank with the most
+    way     time of the slowest message between two stages
+    spread  largest ratio of a chunk's median time to its least
     """
 
     rows: int
@@ -62,7 +64,7 @@ class StageMeasurement(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether other work ran most of the time, so that these costs prove nothing."""
+        """Whether other work ran most of the time, so that these costs are invalid."""
         return self.spread > FAR
 
 
@@ -71,8 +73,8 @@ def measure(
 ) -> list[StageMeasurement]:
     """Measure micro-batches of each of these sizes, on all ranks at the same time. Collective.
 
-    Each size is a step with learning rate 0. It leaves the parameters as they are, but changes the
-    state of the optimizer.
+    Each size is a step with learning rate 0, which leaves the parameters as they are but changes
+    the state of the optimizer.
 
     inputs, targets  as a step takes them, with rows for the largest size
     sizes            rows of a micro-batch
@@ -110,8 +112,8 @@ def measure(
 def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     """Measure seconds from the last gradient to the end of a step, on the slowest rank. Collective.
 
-    The learning rate is 0. The result includes reductions that a step overlaps with its last weight
-    halves.
+    The learning rate is 0. A training step hides some of this time: it overlaps reductions with its
+    last weight halves, and they are counted here.
 
     inputs, targets  as a step takes them; a few rows suffice
     """
@@ -131,7 +133,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
-    """Return the fields of one chunk's Cost on this rank, then the spread of its passes."""
+    """Return the fields of a chunk's Cost on this rank, then the spread of its times."""
     trainer.pipe.stages[chunk].begin(2 + REPEATS)
     kept = _kept(trainer, chunk, inputs, targets)
     times = [_there_and_back(trainer, chunk, inputs, targets) for _ in range(1 + REPEATS)][1:]
@@ -140,7 +142,7 @@ def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
 
 
 def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[int]:
-    """Return the bytes of one chunk's Cost, in the order of its fields."""
+    """Return the bytes in a chunk's Cost, in the order of its fields."""
     stage, arena = trainer.pipe.stages[chunk], trainer.arena
     before, most, peaks = arena.live, arena.peak, []
 
@@ -186,7 +188,7 @@ def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
 def _there_and_back(
     trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray
 ) -> tuple[float, float, float]:
-    """Measure the seconds of a forward and of both halves of its backward.
+    """Return the seconds of a chunk's forward, and of both halves of its backward.
 
     The last chunk's forward includes the loss.
     """
@@ -224,9 +226,9 @@ def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:
 
 
 def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
-    """Return random numbers of the size of activations.
+    """Return random numbers in place of activations.
 
-    Arithmetic with uninitialized memory could take far longer.
+    Arithmetic with what uninitialized memory holds could take far longer.
     """
     array = trainer.arena.take(shape, trainer.replication.replica.computed)
     array[...] = trainer.backend.from_host(
@@ -236,7 +238,7 @@ def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
 
 
 def _way(trainer: Trainer, shape: tuple[int, ...]) -> MessageTime:
-    """Measure the slowest message over a boundary of this rank. Collective.
+    """Measure the slowest message between this rank's stage and its neighbours. Collective.
 
     shape  of the model's input
     """
@@ -253,10 +255,11 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> MessageTime:
 
 
 def way(transport: Transport, array: Any, sender: int, receiver: int, slices: int) -> MessageTime:
-    """Measure the time of an array's message from one rank to another; both ranks call this.
+    """Measure the time of an array's message from one rank to another. Both ranks call this.
 
-    The receiver posts its receive and then sleeps, in slices. Between slices it polls, as layers
-    do. Its time beyond the sleep is `receive`. The rest of the fastest trip is `transfer`.
+    The receiver posts its receive and then sleeps in slices. Between two slices it polls, as it
+    does between two layers in training. Its time beyond the sleep is `receive`. The rest of the
+    fastest trip is `transfer`.
 
     sender, receiver  ranks of `transport`
     slices            number of polls
@@ -291,9 +294,9 @@ def way(transport: Transport, array: Any, sender: int, receiver: int, slices: in
 
 
 def _is_eager(transport: Transport, array: Any, sender: int, peer: int) -> bool:
-    """Return on both ranks whether the send of an array ends before its receive is posted.
+    """Return on both ranks whether the send of an array completes before its receive is posted.
 
-    The receiver answers a short message that the sender starts after the array. The answer shows
+    The sender starts a short message after the array, and the receiver answers it. The answer shows
     that the receiver has processed everything that arrived.
     """
     flag = np.zeros(1)
@@ -317,7 +320,7 @@ def _is_eager(transport: Transport, array: Any, sender: int, peer: int) -> bool:
 
 
 def _slept(request: Request, pause: float, slices: int) -> float:
-    """Sleep and poll `slices` times, then wait; return the seconds beyond the sleep.
+    """Sleep and poll `slices` times, then wait for the request; return the seconds beyond the sleep.
 
     pause  seconds of one sleep
     """

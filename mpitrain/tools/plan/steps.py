@@ -1,12 +1,12 @@
-"""Measured training steps: the throughput of micro-batches of several sizes, and the gradient noise.
+"""Measured training steps: the throughput of micro-batches of several sizes, and the gradient noise scale.
 
-One trainer takes all steps. The gradient noise scale estimates the critical batch size. G is the
-mean gradient, S the covariance of the gradient of one row: B_simple = tr(S) / |G|^2 rows. The source
-is McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv:1812.06162.
+The gradient noise scale B_simple = tr(S) / |G|^2, in rows, estimates the critical batch size. G is
+the mean gradient, S the covariance of the gradient of one row (McCandlish et al. 2018, An Empirical
+Model of Large-Batch Training, arXiv:1812.06162).
 
-A gradient of b rows has E |G_b|^2 = |G|^2 + tr(S) / b. Norms of two batch sizes therefore give
-unbiased estimates of both numbers (appendix A.1). Here the large batch is the union of the small
-ones. Both have the same rows, and no gradient is stored.
+The mean gradient G_b of b rows has E |G_b|^2 = |G|^2 + tr(S) / b. So the norms for two batch sizes
+give unbiased estimates of |G|^2 and tr(S) (appendix A.1). Here the large batch is the union of the
+small ones: both have the same rows, and no gradient is stored.
 """
 
 import math
@@ -45,11 +45,11 @@ UNCERTAIN = 0.2
 
 
 class Timed(NamedTuple):
-    """The steps of micro-batches of one size.
+    """Steps with micro-batches of one size.
 
     rows     of a micro-batch
     size     rows of a step over all ranks
-    blocks   seconds of a step in each turn, on the slowest rank; empty: one step was run, not timed
+    blocks   by turn: seconds of a step, on the slowest rank; empty if a step ran but was not timed
     first_s  seconds of the faster of the first two steps, of which the first also allocates
     """
 
@@ -68,12 +68,12 @@ class Timed(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether other work ran in most turns, so that these times prove nothing."""
+        """Whether other work ran in most turns, so that these times are invalid."""
         return not self.step_s <= FAR * min(self.blocks, default=0.0)
 
 
 def sizes(unit: int, most: int) -> list[int]:
-    """Return the sizes to time: powers of two times `unit`, and the largest, at most SIZES."""
+    """Return at most SIZES sizes to time: `most`, and powers of two times `unit` below it."""
     rows = [unit << i for i in range((most // unit).bit_length())]
     rows += [most] if rows[-1] < most else []
     # The smallest sizes are too slow to be the best.
@@ -81,31 +81,31 @@ def sizes(unit: int, most: int) -> list[int]:
 
 
 class Steps:
-    """Training steps of one job with fewer rows than its batch has.
+    """Training steps of one job, with at most as many rows as the job's batch has.
 
-    The job has the learning rate `STILL`, so its parameters stay as they are.
+    The job's learning rate is `STILL`, which is so small that its parameters stay as they are.
     """
 
     STILL = 1e-12
 
     def __init__(self, job: Job, rows: int):
-        """rows: number of rows in a micro-batch of the job's own batch."""
+        """rows  number of rows in a micro-batch of the job's own batch"""
         self._job, self.rows = job, rows
         self.size = job.trainer.config.batch.size
         self._read: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of this rank in global batch `number`; the last one is saved."""
+        """Return this rank's rows of global batch `number`. The batch that was read last is stored."""
         if self._read is None or self._read[0] != number:
             replication = self._job.trainer.replication
             self._read = number, replication.rows.batch(self._job.data, number)
         return self._read[1]
 
     def run(self, number: int, rows: int, first: int = 0) -> tuple[float, float, float]:
-        """Run a step with `rows` rows in each micro-batch; collective.
+        """Take a step with `rows` rows in each micro-batch. Collective.
 
-        first    index of the first micro-batch of this size to take from the batch
-        returns  seconds on this rank, gradient norm, and fraction of the counted targets
+        first    of the parts of the batch that have this size: the number of the part to use
+        returns  seconds on this rank, norm of the gradient, and fraction of the targets that count
         """
         inputs, targets = self.batch(number)
         whole = len(inputs) * rows // self.rows
@@ -125,14 +125,15 @@ def time_sizes(
     gather: Callable[[float], list[float]],
     show: Callable[[int], None] = lambda rows: None,
 ) -> list[Timed]:
-    """Time steps of each size in turns; collective.
+    """Time steps of each size in turns. Collective.
 
-    Sizes whose turns would take longer than `seconds` in all are left out. Of the largest size one
-    step is run then, if it takes at most `seconds`.
+    Sizes are timed in ascending order as long as all their turns together take at most `seconds`.
+    If the largest size is not among them, one step of it is run, unless that takes more than
+    `seconds`.
 
     every    rows of a micro-batch, ascending
     gather   (number) -> the numbers of all ranks
-    show     called before each step with its size
+    show     called with the size before each step
     """
 
     def slowest(rows: int) -> float:
@@ -171,7 +172,7 @@ def _spent_s(timed: Sequence[Timed]) -> float:
 def fastest(timed: Sequence[Timed]) -> Timed | None:
     """Return the size with the most rows per second.
 
-    None if a size might be faster but for other work that ran in most of its turns.
+    None if another size might be faster, but other work ran in most of its turns.
     """
     every = [each for each in timed if each.blocks]
     quiet = [each for each in every if not each.is_spoilt]
@@ -181,7 +182,9 @@ def fastest(timed: Sequence[Timed]) -> Timed | None:
 
 
 class Norms(NamedTuple):
-    """Squared gradient norms of one large batch and of its small ones, as a mean over these."""
+    """Squared gradient norms: of one large batch, and the mean over the small ones that it consists
+    of.
+    """
 
     large: float
     small: float
@@ -190,11 +193,11 @@ class Norms(NamedTuple):
 class Noise(NamedTuple):
     """An estimate of the gradient noise scale.
 
-    rows     B_simple in rows; infinity if |G|^2 is not above 0 by the estimate
-    error    its standard error, by the jackknife over batches
+    rows     B_simple in rows; infinity if the estimate of |G|^2 is not above 0
+    error    standard error of `rows`, by the jackknife over batches
     batches  number of large batches
     large    rows of a large batch
-    small    rows of a small one
+    small    rows of a small batch
     """
 
     rows: float
@@ -205,22 +208,24 @@ class Noise(NamedTuple):
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the standard error is large or uncertain, or the estimate is not finite."""
+        """Whether the estimate is not finite, or its standard error is large or uncertain."""
         is_known = math.isfinite(self.rows) and 2 * self.batches >= LEAST
         return not (is_known and self.error <= UNCERTAIN * self.rows)
 
     def samples_factor(self, size: int) -> float:
-        """Return the rows that training needs with this batch size, relative to the fewest."""
+        """Return how many rows training needs with this batch size, relative to the least number."""
         return 1 + size / self.rows
 
     def steps_factor(self, size: int) -> float:
-        """Return the steps that training needs with this batch size, relative to the fewest."""
+        """Return how many steps training needs with this batch size, relative to the least number."""
         return 1 + self.rows / size
 
 
 def estimate(norms: Sequence[Norms], large: int, small: int) -> Noise:
-    """Return the noise scale from pairs of squared norms. Numerator and denominator are averaged
-    before the division, which would bias the ratio of each pair.
+    """Return the noise scale from squared norms of several large batches.
+
+    Estimates of tr(S) and |G|^2 are averaged before one is divided by the other: a mean of ratios
+    would be biased.
 
     large, small  rows of the batches
     """
@@ -246,12 +251,12 @@ def measure_noise(
     is_over: Callable[[], bool],
     show: Callable[[int], None] = lambda batches: None,
 ) -> Noise | None:
-    """Measure the noise scale at the present parameters; collective.
+    """Measure the gradient noise scale at the present parameters. Collective.
 
     rows     of a micro-batch of a large batch
-    unit     of a micro-batch of a small one; the micro-batches of all replicas are one small batch
-    is_over  whether the time for it has passed; called after each batch, equal on all ranks
-    show     called with the number of batches so far
+    unit     rows of a micro-batch of a small batch, which has one micro-batch of each replica
+    is_over  () -> whether to end; called after each large batch, equal on all ranks
+    show     called with the number of large batches so far
     returns  None if no gradient was finite
     """
     parts, pairs = rows // unit, list[Norms]()
@@ -275,7 +280,8 @@ def _is_precise(noise: Noise) -> bool:
 def _norm(steps: Steps, number: int, rows: int, first: int, fraction: float) -> float:
     """Return the norm of the mean gradient over some rows of a batch.
 
-    A step divides by the targets of its whole batch. Here only a fraction of the rows is there.
+    A step divides its sum by all targets of the job's batch, though only this fraction of its rows
+    is there. The division is undone.
     """
     _, norm, counted = steps.run(number, rows, first)
     # `counted` leaves out ignored targets, but not the rows that are missing.

@@ -1,6 +1,6 @@
-"""Traffic of a collective: counted from its messages, with the published formula for comparison.
+"""Traffic of a collective: counted from its messages, beside the published formula.
 
-Legend:
+Legend of the formulas:
 
     n   ranks
     n'  largest power of two up to n
@@ -26,7 +26,11 @@ ITEM = 4
 
 
 class Totals(NamedTuple):
-    """Counted totals; data in units of the array, of all ranks together and of the busiest one."""
+    """Steps, messages and data of a collective.
+
+    all_ranks  data that all ranks together send, in units of the array
+    busiest    data that the busiest rank sends, in units of the array
+    """
 
     steps: int | Fraction
     messages: int | Fraction
@@ -35,7 +39,10 @@ class Totals(NamedTuple):
 
 
 class FormulaLetters(NamedTuple):
-    """Values of the letters in the formulas; power is n'."""
+    """Values of the letters in the formulas; see the legend of this file.
+
+    power  n'
+    """
 
     n: int
     power: int
@@ -206,7 +213,7 @@ def amount(number: float | Fraction) -> str:
 def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:
     """Return lines with the bytes that each rank sends for a float32 array of `nbytes` bytes.
 
-    Each segment of a long array is a message.
+    A long array is sent in segments, each of which is a message.
     """
     same: dict[tuple[int, int], list[int]] = {}
     for rank, plans in enumerate(plans_of(operation, algorithm, hosts, nbytes // ITEM)):

@@ -1,1 +1,1 @@
-"""Reports from a run's traces: breakdown of time, pictures, last known action of each rank."""
+"""Reports on runs: where the time went, pictures, what each rank did last, and the difference of two runs."""

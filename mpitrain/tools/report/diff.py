@@ -1,4 +1,4 @@
-"""The comparison of two runs: the first step at which they differ, bit for bit or within a tolerance."""
+"""Comparison of two runs: the first step at which they differ, bit for bit or within a tolerance."""
 
 import json
 import math
@@ -30,18 +30,18 @@ HOW = (
     "memory.logit_chunks",
     "memory.attention",
 )
-"""Prefixes of keys. If such a key differs, sums have another order, and bits are not compared."""
+"""Prefixes of keys that change the order of sums: if one differs, bits are not compared."""
 THREADS = "BLAS threads"
-"""The number of a rank's threads, of which the bits of matrix products depend."""
+"""Name of a rank's number of BLAS threads, on which the bits of matrix products depend."""
 ORDER = (GRADIENT, PARAMETERS)
 """The order in which a step writes buffers; optimizer state comes last."""
 
 
 class Digests(NamedTuple):
-    """The digests of a step.
+    """The digests that a run recorded at one step.
 
     tensors  {buffer/tensor: digest over all ranks}
-    ranks    digest of each rank
+    ranks    by rank: digest of all that it stores
     """
 
     tensors: Mapping[str, str]
@@ -49,15 +49,15 @@ class Digests(NamedTuple):
 
 
 class ComparedRun(NamedTuple):
-    """One of two compared runs.
+    """One of two compared runs, as its directory describes it.
 
-    ranks, hosts  of its last start
-    threads       BLAS threads of a rank; 0: its records do not say
+    ranks, hosts  numbers of them in its last start
+    threads       BLAS threads of a rank; 0: the records do not say
     is_mixed      whether it was resumed in another layout
     logged        {step: (loss, gradient norm)}; None for a number that is not finite
     digests       {step: digests}
     saved         {step: checkpoint}
-    last          the last step of a record
+    last          the last step with a record
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class ComparedRun(NamedTuple):
 
 
 def read_run(folder: Path) -> ComparedRun:
-    """Read a run; ConfigError if there is none in the folder."""
+    """Read a run directory; ConfigError if it has no run."""
     if not is_run(folder):
         raise ConfigError(f"There is no run in {folder}.", "Name the directories of two runs.")
     records = metrics_of(folder)
@@ -128,9 +128,9 @@ def _digests(record: Mapping[str, Any]) -> Digests | None:
 
 
 def changed_keys(one: ComparedRun, other: ComparedRun) -> dict[str, tuple[Any, Any]]:
-    """Return {key: the values of both runs} of all keys that differ, but for the directory.
+    """Return {key: the values of both runs} of the keys that differ, run.dir apart.
 
-    THREADS is among them.
+    The number of BLAS threads counts as a key, THREADS.
     """
     first, second = one.config.flat(), other.config.flat()
     changed = {key: (first[key], second[key]) for key in first if first[key] != second[key]}
@@ -140,28 +140,28 @@ def changed_keys(one: ComparedRun, other: ComparedRun) -> dict[str, tuple[Any, A
 
 
 def are_comparable_by_bits(one: ComparedRun, other: ComparedRun) -> bool:
-    """Return whether equal runs of these configurations have equal bits."""
+    """Return whether equal trainings with these configurations have equal bits."""
     if one.is_mixed or other.is_mixed or (one.ranks, one.hosts) != (other.ranks, other.hosts):
         return False
     return not any(key.startswith(HOW) for key in changed_keys(one, other))
 
 
 def order(name: str) -> tuple[int, str]:
-    """Return the sorting key of a buffer/tensor: gradients come first, optimizer state last."""
+    """Return the sorting key of a name buffer/tensor: gradients are first, optimizer state is last."""
     buffer, _, tensor = name.partition("/")
     return ORDER.index(buffer) if buffer in ORDER else len(ORDER), tensor
 
 
 CHUNK = 1 << 20
-"""Elements of a projection's random signs that are drawn at once."""
+"""Number of elements of a tensor that are read at once, with their random signs."""
 
 
 class Apart(NamedTuple):
     """A tensor that differs between two checkpoints.
 
     name      buffer/tensor
-    elements  number of different elements; -1: one run lacks the tensor, or has another shape
-    of        all its elements
+    elements  number of elements that differ; -1: one run lacks the tensor, or has another shape
+    of        number of all its elements
     most      largest absolute difference
     """
 
@@ -172,9 +172,9 @@ class Apart(NamedTuple):
 
 
 class TensorSums(NamedTuple):
-    """The sum, the 2-norm and the projection of a tensor on random signs, in float64.
+    """Three numbers of a tensor, in float64: sum, 2-norm, and projection on random signs.
 
-    The projection of a difference of one element has the size of this difference.
+    If one element differs by x, the projection differs by x or -x.
     """
 
     sum: float
@@ -183,10 +183,10 @@ class TensorSums(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """A tensor whose numbers differ by more than the tolerance.
+    """A tensor of which two runs differ by more than the tolerance.
 
-    measure  the number that differs most: sum, norm or projection
-    apart    its difference, relative to the norm of the tensor
+    measure  which of the numbers in TensorSums differs most
+    apart    the difference of this number, relative to the norm of the tensor
     """
 
     name: str
@@ -195,7 +195,7 @@ class Beyond(NamedTuple):
 
 
 def different_bits(one: Path, other: Path) -> list[Apart]:
-    """Compare all tensors of two checkpoints of one layout, parameters and state, bit for bit.
+    """Compare all parameters and state in two checkpoints of one layout, bit for bit.
 
     raises  CheckpointError if one of them is damaged
     """
@@ -215,7 +215,7 @@ def different_bits(one: Path, other: Path) -> list[Apart]:
 
 
 def _stored(path: Path) -> dict[str, Located]:
-    """Return the location of each array in a verified checkpoint: {its file and key: location}."""
+    """Return {its file and key: location} of each array in a verified checkpoint."""
     manifest = read_manifest(path)
     verify(path, manifest, 0, 1)
     arrays = {f"{PARAMETERS}/{name}": tensor.located for name, tensor in parameters(path).items()}
@@ -236,7 +236,7 @@ def _stored(path: Path) -> dict[str, Located]:
 
 
 def _read(located: Located) -> np.ndarray:
-    """Read a tensor: 1-D, in the dtype of the file."""
+    """Return a tensor, 1-D, in the dtype of the file."""
     array = np.empty(math.prod(located.shape), located.numpy)
     with reading(located.file, located.inner) as file:
         read_into(file.fileno(), array, located.start)
@@ -244,11 +244,12 @@ def _read(located: Located) -> np.ndarray:
 
 
 def beyond(one: Path, other: Path, tolerance: float, skips_keys: bool) -> tuple[list[Beyond], int]:
-    """Compare the parameters of two checkpoints of any layouts by three numbers of each.
+    """Compare the parameters of two checkpoints of any layouts by the TensorSums of each.
 
-    tolerance   of a difference, relative to the 2-norm of the tensor; of sums to sqrt(size) norms
-    skips_keys  leave out the key biases, whose gradient is only rounding error
-    returns     the tensors beyond it, the farthest first; and the number of compared tensors
+    tolerance   of a difference, relative to the 2-norm of the tensor; sums may differ by sqrt(size)
+                times as much
+    skips_keys  whether to leave out the biases of keys, whose gradient is only rounding error
+    returns     the tensors that differ by more, the farthest first; the number of compared tensors
     """
     for path in (one, other):
         verify(path, read_manifest(path), 0, 1)
@@ -273,7 +274,7 @@ def beyond(one: Path, other: Path, tolerance: float, skips_keys: bool) -> tuple[
 
 
 def _flat(stored: StoredTensor, name: str, skips_keys: bool) -> np.ndarray:
-    """Return the elements of a tensor, 1-D; without its key biases if these are skipped."""
+    """Return the elements of a tensor, 1-D; without biases of keys if these are left out."""
     array = _read(stored.located)
     if skips_keys and name.endswith("qkv.bias") and array.size % 3 == 0:
         return np.delete(array.reshape(3, -1), 1, 0).reshape(-1)
@@ -281,7 +282,11 @@ def _flat(stored: StoredTensor, name: str, skips_keys: bool) -> np.ndarray:
 
 
 def sums_of(array: np.ndarray, name: str) -> TensorSums:
-    """Return the numbers of a tensor, 1-D; the random signs depend only on its name."""
+    """Return the TensorSums of a tensor.
+
+    array  1-D
+    name   determines the random signs
+    """
     total, squares, projection = 0.0, 0.0, 0.0
     draw = np.random.default_rng(zlib.crc32(name.encode()))
     for values in _chunks(array):
@@ -306,9 +311,9 @@ FLOAT32, FLOAT64 = 1e-4, 1e-9
 class Unequal(NamedTuple):
     """The first record of one kind that differs between two runs.
 
-    logged   (loss, gradient norm) of both; None: not finite
-    tensors  whose digests differ, in the order of a step
-    ranks    whose digests differ
+    logged   (loss, gradient norm) of both runs; None: not finite
+    tensors  those whose digests differ, in the order of a step
+    ranks    those whose digests differ
     apart    tensors of a checkpoint that differ
     """
 
@@ -322,10 +327,10 @@ class Unequal(NamedTuple):
 class Bits(NamedTuple):
     """The comparison of two runs of one layout, bit for bit.
 
-    unequal  {kind: the first record that differs}, of logged, digests and checkpoint
-    equal    last step before all of these whose whole state is known to be equal; -1: none is known
-    last     the last step with a record of both
-    common   number of common records
+    unequal  {kind of record: the first one that differs}; kinds are logged, digests and checkpoint
+    equal    the last earlier step at which the whole state is known to be equal; -1: none
+    last     the last step with a record of both runs
+    common   number of records that both runs have
     """
 
     unequal: dict[str, Unequal]
@@ -335,15 +340,14 @@ class Bits(NamedTuple):
 
     @property
     def first(self) -> int | None:
-        """The first step at which the runs differ; None: all common records are equal."""
+        """The first step at which the runs differ; None if all common records are equal."""
         return min((difference.step for difference in self.unequal.values()), default=None)
 
 
 def compare_bits(one: ComparedRun, other: ComparedRun) -> Bits:
-    """Compare everything that two runs of one layout have recorded, in the order of steps.
+    """Compare all records that two runs of one layout have in common, in the order of steps.
 
-    raises  ConfigError if they have nothing in common to compare; CheckpointError for a damaged
-            checkpoint
+    raises  ConfigError if they have none; CheckpointError for a damaged checkpoint
     """
     every = sorted(_shared(one, other))
     if not every:
@@ -376,16 +380,16 @@ def _compared(kind: str, step: int, one: ComparedRun, other: ComparedRun) -> Une
 
 
 def _shared(one: ComparedRun, other: ComparedRun) -> Iterator[tuple[int, int, str]]:
-    """Yield (step, order within it, kind) of each record that both runs have."""
+    """Yield (step, order within the step, kind) of each record that both runs have."""
     yield from ((step, 0, "logged") for step in one.logged.keys() & other.logged.keys())
     yield from ((step, 1, "digests") for step in one.digests.keys() & other.digests.keys())
     yield from ((step, 2, "checkpoint") for step in one.saved.keys() & other.saved.keys())
 
 
 def start_of_replay(first: int, one: ComparedRun, other: ComparedRun) -> int:
-    """Return the step of the nearest checkpoint before a difference; 0: the initial parameters.
+    """Return the step of the last common checkpoint before a difference; 0: the initial parameters.
 
-    A checkpoint of both runs that differs would already be the first difference.
+    Both runs have this checkpoint, and it is equal: otherwise it would be the first difference.
     """
     common = one.saved.keys() & other.saved.keys()
     return max((step for step in common if step < first), default=0)
@@ -402,7 +406,7 @@ def nothing_common(one: ComparedRun, other: ComparedRun) -> ConfigError:
 def tolerance(config: Config) -> float:
     """Return the relative tolerance between equal trainings in two layouts.
 
-    It is that of losses, over 20 steps. No such law holds for mixed precision.
+    It is the tolerance for losses over 20 steps. There is none for mixed precision.
 
     raises  ConfigError in mixed precision
     """
@@ -422,8 +426,8 @@ def compare_numbers(
 ) -> tuple[tuple[int, str, float, float] | None, list[tuple[int, list[Beyond], int]]]:
     """Compare two runs of different layouts, within a relative tolerance.
 
-    returns  the first logged number beyond it, as `first_beyond`; of each common checkpoint its
-             step, the tensors beyond it, and the number of all tensors
+    returns  what `first_beyond` returns; then for each common checkpoint: its step, the tensors
+             beyond the tolerance, and the number of all tensors
     raises   as `compare_bits`
     """
     steps = sorted(one.saved.keys() & other.saved.keys())
@@ -440,7 +444,10 @@ def compare_numbers(
 def first_beyond(
     one: ComparedRun, other: ComparedRun, limit: float
 ) -> tuple[int, str, float, float] | None:
-    """Return step, name and values of the first logged number beyond a tolerance, or None."""
+    """Return the first logged number that differs by more than a tolerance: (step, name, both values).
+
+    None if there is none.
+    """
     for step in sorted(one.logged.keys() & other.logged.keys()):
         pairs = zip(("loss", "grad_norm"), one.logged[step], other.logged[step], strict=True)
         for name, left, right in pairs:
@@ -514,8 +521,8 @@ def lines_of_numbers(
     """Yield the lines of a comparison of two layouts.
 
     limit     the tolerance
-    logged    the first number beyond it
-    compared  (step, tensors beyond it, compared tensors) of each common checkpoint
+    logged    the first number beyond it, as `first_beyond` returns it
+    compared  by common checkpoint: (step, tensors beyond the tolerance, number of compared tensors)
     """
     yield (
         f"The work is divided in another way, so rounding differs: tolerance {limit:g}, relative, a law for the "

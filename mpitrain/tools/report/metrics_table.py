@@ -1,4 +1,4 @@
-"""The series of runs as one table: a row for each logged step, a column for each series."""
+"""Metrics of several runs as one table: a row for each logged step, a column for each series."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +28,9 @@ SHOWN = {
 
 
 def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows of a run by step: the series of training and evaluation in one row.
+    """Return the rows of a run by step; training and evaluation of a step are one row.
 
-    A series that both have, as wall_s, is that of training.
+    Of a series that both have, such as wall_s, the value of training is used.
     """
     rows: dict[int, dict[str, Any]] = {}
     for record in records:
@@ -41,7 +41,10 @@ def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def write_csv(rows: Sequence[Row], file: TextIO) -> None:
-    """Write a header and the rows; a series that a row lacks is empty, one not finite is nan."""
+    """Write a header and the rows as CSV.
+
+    The cell of a series that a row lacks is empty; of a value that is not finite it is nan.
+    """
     writer = csv.DictWriter(file, ["run", "step", *_names(rows)], lineterminator="\n")
     writer.writerow({name: visible(name) for name in writer.fieldnames})
     for row in rows:
@@ -57,14 +60,14 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 
 def _exact(value: Any) -> Any:
-    """Return a value for CSV: a whole number as int, any other as its shortest exact text."""
+    """Return a value for CSV: whole numbers as int, others as the shortest exact text."""
     if isinstance(value, str):
         return visible(value)
     return int(value) if abs(value) < EXACT and value == int(value) else repr(value)
 
 
 def print_columns(rows: Sequence[Row], file: TextIO) -> None:
-    """Print the columns that a person reads, as far as a run has them."""
+    """Print the columns that a person reads and that any of the runs has."""
     if not rows:
         print("no step has been logged yet", file=file)
         return

@@ -1,7 +1,7 @@
-"""The files of a report: pictures of timeline and metrics, a trace for Perfetto, and one page of HTML.
+"""The files of a report: pictures of timeline and metrics, a trace for Perfetto, and an HTML page.
 
-Pictures need matplotlib (the `report` extra). Perfetto (https://ui.perfetto.dev) and Chrome (chrome://tracing)
-read the Trace Event Format of Google: one object per event, times in microseconds.
+Pictures need matplotlib (the extra `report`). Perfetto (https://ui.perfetto.dev) and Chrome
+(chrome://tracing) read Google's Trace Event Format: one object per event, times in microseconds.
 """
 
 import base64
@@ -133,7 +133,7 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
 def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
     """Return the colour, vertical offset and height of a record, or None if it is not drawn.
 
-    Host compute is not drawn on ranks with a device: it only launches work.
+    On a rank with a device, compute of the host is not drawn: the host only launches work.
     """
     kind = int(record["kind"])
     if kind == COMPUTE and has_device:
@@ -157,7 +157,7 @@ def _row_name(trace: Trace) -> str:
 def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Draw loss, learning rate, throughput and memory of runs over their steps.
 
-    runs  records of metrics.jsonl, by the run's name in the legend
+    runs  {name of a run in the legend: records of its metrics.jsonl}
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -211,7 +211,7 @@ THREADS = ("host", "device")
 
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
-    """Write all records of all ranks: a process per rank, with threads for host and device."""
+    """Write all records of all ranks: each rank is a process, its host and its device are threads."""
     text = json.dumps(
         {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False
     )
@@ -266,7 +266,7 @@ STYLE = (
 
 
 class PageSection(NamedTuple):
-    """Section of the page about one run.
+    """The part of the HTML page about one run.
 
     words     text of the report
     timeline  PNG file, or None
@@ -279,9 +279,9 @@ class PageSection(NamedTuple):
 
 
 def write_page(path: Path, runs: Mapping[str, PageSection], metrics: Path) -> None:
-    """Write the page.
+    """Write the HTML page.
 
-    runs     sections by the runs' names
+    runs     {name of a run: its section}
     metrics  PNG file with the metrics of all runs
     """
     parts = [

@@ -1,6 +1,6 @@
-"""Replays two runs of one layout side by side, and finds the first tensor that differs.
+"""Replay of two runs of one layout side by side, to find the first tensor that differs.
 
-The ranks are threads of this process. Each holds both jobs and takes the same step of both.
+The ranks are threads of this process. Each of them has both jobs, and takes the same step of both.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +29,10 @@ IN_GRADIENTS = ("nan", "bitflip")
 
 
 class Differing(NamedTuple):
-    """A tensor whose bits differ between both replays after a step.
+    """A tensor whose bits differ between the two replays after a step.
 
     buffer  gradient, parameters, or a buffer of the optimizer
-    ranks   on which they differ
+    ranks   those on which the tensor differs
     """
 
     buffer: str
@@ -45,7 +45,7 @@ class Unlike(NamedTuple):
     """The first record of a run that its replay does not repeat.
 
     kind     logged or digests
-    tensors  whose digests differ, in the order of a step
+    tensors  those whose digests differ, in the order of a step
     """
 
     step: int
@@ -56,10 +56,10 @@ class Unlike(NamedTuple):
 class Replayed(NamedTuple):
     """The result of a replay.
 
-    first, last  steps from the state after `first` to that after `last`
-    step         the first step after which the replays differ; None: they are equal
+    first, last  the replay begins with the state after step `first`, and ends after step `last`
+    step         the first step after which the two replays differ; None: they are equal
     differing    the tensors that differ then, in the order of a step
-    unlike       of both runs: the first record that the replay does not repeat, or None
+    unlike       by run: its first record that the replay does not repeat, or None
     """
 
     first: int
@@ -75,11 +75,11 @@ def replay(
     last: int,
     stepped: Callable[[int], None] = lambda step: None,
 ) -> Replayed:
-    """Replay two runs from the same step, until their states differ or `last` is done.
+    """Replay two runs from the same step, until their states differ or step `last` is done.
 
-    Both replays have the BLAS threads of the first run, because the process has one number of them.
+    Both replays use as many BLAS threads as the first run did: a process has one number of them.
 
-    start    the step of a checkpoint of both; 0 without one: the initial parameters
+    start    step of a checkpoint of both runs; 0: begin with the initial parameters
     stepped  called on rank 0 after each step
     raises   ConfigError for too many ranks; MpitrainError if a run cannot be built here
     """
@@ -124,7 +124,7 @@ def _on_a_rank(
 
 
 def _config(side: ComparedRun, start: int) -> Config:
-    """Return the configuration of a run without stragglers, and without failures that end it."""
+    """Return the configuration of a run, without slowed ranks and without faults that end it."""
     run = side.config.run
     failure = injection(run.inject)
     does_repeat = failure and failure.kind in IN_GRADIENTS and failure.step > start
@@ -135,7 +135,7 @@ def _config(side: ComparedRun, start: int) -> Config:
 # Each step counts values that are not finite, so NumPy need not warn of them.
 @np.errstate(divide="ignore", over="ignore", invalid="ignore")
 def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
-    """Take one step of a job; return loss and gradient norm as a metrics file has them."""
+    """Take one step of a job; return loss and gradient norm as they are in a metrics file."""
     trainer, index = job.trainer, step - 1
     before = job.done.samples + (index - start) * trainer.config.batch.size
     inputs, targets = trainer.replication.rows.batch(job.data, index, before)
@@ -165,7 +165,7 @@ def _unlike(
 
 
 def _differing(transport: Transport, jobs: Sequence[Job]) -> list[Differing]:
-    """Return the tensors that differ between two jobs, in the order of a step; collective."""
+    """Return the tensors that differ between two jobs, in the order of a step. Collective."""
     first, second = (state_digests(job.trainer) for job in jobs)
     trainer = jobs[0].trainer
     stage = trainer.grid.coords.pp

@@ -1,4 +1,4 @@
-"""Comparison of a measured pipeline with its simulated schedule at the measured costs."""
+"""Comparison of a run's pipeline with its schedule, simulated at the costs that the traces show."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,13 +29,13 @@ LOSS = "the loss"
 
 
 class Compared(NamedTuple):
-    """Predicted and measured step of a pipeline.
+    """The step of a pipeline, predicted and measured.
 
     predicted_s, measured_s            seconds from the first to the last instruction of a step
     predicted_bubble, measured_bubble  fraction of that time in which stages do not compute
 
-    For an asynchronous schedule these are seconds from step to step. Its prediction assumes that
-    the slowest stage computes all the time.
+    Of an asynchronous schedule, the seconds are those from one step to the next, and the prediction
+    assumes that the slowest stage computes all the time.
     """
 
     schedule: str
@@ -56,7 +56,7 @@ class Compared(NamedTuple):
 
 
 def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[str]:
-    """Yield a line about the schedule of a run, if it has a pipeline and sufficient traces.
+    """Yield a line about the schedule of a run, if it has a pipeline and its traces suffice.
 
     run  the run directory
     """
@@ -70,7 +70,7 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
 
 def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None:
-    """Compare the first replica's steps with its schedule; None if the traces do not suffice."""
+    """Compare the steps of the first replica with its schedule; None if the traces do not suffice."""
     replica = [
         trace
         for trace in timeline.traces
@@ -123,9 +123,9 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
 def _of_stream(
     timeline: Timeline, replica: Sequence[Trace], steps: range, config: Config
 ) -> Compared | None:
-    """Compare an asynchronous schedule.
+    """Compare an asynchronous schedule, whose stages do not wait for the end of a step.
 
-    Its stages never wait for a step to end. Their updates count as compute.
+    Its updates of parameters count as compute.
     """
     busy = [_own(trace, _instructions(trace, steps, updates=True)) for trace in replica]
     windows = [timeline.window(trace.facts["rank"], steps) for trace in replica]
@@ -144,7 +144,7 @@ def _of_stream(
 
 
 def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarray:
-    """Return the compute records of a rank for micro-batches in these steps.
+    """Return the records of a rank's compute for micro-batches in these steps.
 
     updates  whether to include the updates of parameters
     """
@@ -155,9 +155,9 @@ def _instructions(trace: Trace, steps: range, updates: bool = False) -> np.ndarr
 
 
 def _own(trace: Trace, spans: np.ndarray) -> float:
-    """Return the self time of these records in seconds, without the waits nested in them.
+    """Return the seconds of these records, without the waits nested in them.
 
-    Records of a device contain no waits.
+    Records of a device have no waits.
     """
     if not len(spans):
         return 0.0

@@ -1,4 +1,4 @@
-"""The report as text: breakdown of time, last known action of each rank, state of a living run."""
+"""The report on a run as text: where the time went, what each rank did last, how a living run is."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ TRIED = 10_000
 
 
 def where_the_time_went(breakdown: TimeShares, timeline: Timeline) -> Iterator[str]:
-    """Yield lines: breakdown of time, longest-awaited rank, and rank with the longest compute."""
+    """Yield lines: the breakdown of time, the rank awaited longest, the rank that computed longest."""
     steps, ranks, workers = breakdown.steps, len(breakdown.seconds), breakdown.workers
     has_servers = len(workers) < ranks
     step_s = breakdown.seconds[workers].sum() / len(workers) / len(steps)
@@ -81,7 +81,7 @@ def where_the_time_went(breakdown: TimeShares, timeline: Timeline) -> Iterator[s
 
 
 def _per_mille(seconds: np.ndarray) -> list[int]:
-    """Return the shares in thousandths, followed by their sum, 1000.
+    """Return the shares of some seconds in thousandths, followed by their sum, 1000.
 
     The shares with the largest remainders are rounded up, so that the sum is exact.
     """
@@ -113,7 +113,7 @@ def _memory(timeline: Timeline) -> Iterator[str]:
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
-    """Yield lines with the reason for each missing trace."""
+    """Yield a line for each missing trace, with the reason."""
     reasons = list(timeline.missing.values())
     yield from reasons[:SHOWN]
     if len(reasons) > SHOWN:
@@ -121,7 +121,9 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
 
 
 def what_the_trace_cost(breakdown: TimeShares, timeline: Timeline) -> str:
-    """Return a line: records per step, seconds of one record here, and their fraction of a step."""
+    """Return a line: records per step, seconds of a record on this machine, and their part of a
+    step.
+    """
     steps = len(breakdown.steps)
     written = max(len(within(trace, breakdown.steps)) for trace in timeline.traces) / steps
     record_s = _seconds_of_a_record()
@@ -141,7 +143,7 @@ def _seconds_of_a_record() -> float:
 
 
 def what_each_did_last(timeline: Timeline) -> Iterator[str]:
-    """Yield lines: the last known action of each rank, its time, and its pending messages."""
+    """Yield lines: the last known action of each rank, its time, and the rank's pending messages."""
     end, traces = timeline.end(), timeline.traces
     if traces:
         yield "What each rank did last, and how long before the last sign of any:"
@@ -157,7 +159,7 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
 
 
 def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return how a run ended, according to its metrics."""
+    """Say how a run ended, by its metrics."""
     if not records:
         return "It has no metrics."
     last = records[-1]
@@ -171,7 +173,9 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
 SECONDS = 10.0
 """Longest time to wait for the answers of the ranks."""
 QUIET = 3.0
-"""A rank with a sign in the last QUIET seconds moves; in a run with long computations, more."""
+"""A rank that has recorded something in the last QUIET seconds is moving. If computations of the run
+are long, more seconds are allowed.
+"""
 
 
 def what_happens_now(run: Path, with_stacks: bool) -> Iterator[str]:

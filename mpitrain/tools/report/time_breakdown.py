@@ -1,11 +1,9 @@
-"""Breakdown of each rank's time: compute, exposed communication, and idle time by reason.
+"""Breakdown of each rank's time: compute, exposed communication, and waiting by reason.
 
-A collective wait counts as waiting until the last rank arrives, then as communication. A wait for
-one rank counts as waiting until that rank begins its end of the message. Between stages of a
-pipeline this waiting is the bubble.
-
-The awaited rank may be waiting itself. Then the blame passes to the rank that it waits for. While a
-rank's GPU computes, the rank counts as computing.
+In a collective, a rank waits until the last rank arrives; from then on it communicates. A rank that
+waits for a message waits until the other rank begins to send or receive it. Between stages of a
+pipeline this waiting is the bubble. If the awaited rank itself waits at that time, the rank that it
+waits for is blamed. While a rank's GPU computes, the rank counts as computing.
 """
 
 from bisect import bisect_right
@@ -32,12 +30,13 @@ COMPUTING, COMMUNICATION, BUBBLE, WAITING, READING, PAUSES, BETWEEN = range(len(
 
 
 class TimeShares(NamedTuple):
-    """Breakdown of the time in some steps, and between them.
+    """How the ranks spent their time in some steps, and between them.
 
     steps      numbers of the steps, from 0
     seconds    (ranks, len(SHARES)); a row sums to the time that the rank spent in these steps
     waited     (ranks, ranks): seconds that each rank (row) waited because of each rank (column)
-    workers    the ranks that compute rows: all but parameter servers, which delay no rank when idle
+    workers    the ranks that compute gradients. Parameter servers are not among them: an idle
+               server delays no rank
     """
 
     steps: range
@@ -47,17 +46,17 @@ class TimeShares(NamedTuple):
 
     @property
     def waits(self) -> np.ndarray:
-        """Return the seconds that workers waited for each rank, servers included: (ranks,)."""
+        """By rank: the seconds that workers waited because of it, servers included."""
         return self.waited[self.workers].sum(0)
 
     @property
     def slowest(self) -> int | None:
-        """Return the rank that workers waited for longest; None if they waited for none."""
+        """The rank because of which workers waited longest; None if they did not wait."""
         return int(self.waits.argmax()) if self.waits.any() else None
 
 
 def shares(timeline: Timeline) -> TimeShares | None:
-    """Return the breakdown of the steps that all ranks have; None without steps or without time."""
+    """Break down the steps that all ranks have; None without steps or without time."""
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
         return None
@@ -93,7 +92,7 @@ def shares(timeline: Timeline) -> TimeShares | None:
 
 
 class Still(NamedTuple):
-    """Interval in which a rank waited for rank `other`."""
+    """An interval in which a rank waited for rank `other`."""
 
     start: float
     end: float
@@ -103,7 +102,7 @@ class Still(NamedTuple):
 def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
     """Return (ranks, ranks): seconds that each rank (row) waited because of each rank (column).
 
-    stood  the intervals in which each rank waited
+    stood  by rank: the intervals in which it waited
     """
     waited = np.zeros((len(stood), len(stood)))
     ordered = [sorted(stills) for stills in stood]
@@ -127,7 +126,7 @@ def _waited(stood: Sequence[Sequence[Still]]) -> np.ndarray:
 
 
 def _busy(records: np.ndarray) -> Callable[[float, float], float]:
-    """Return a function: (start, end) -> seconds in which the rank's device computed."""
+    """Return a function (start, end) -> seconds in which the rank's device computed."""
     spans = np.sort(records[(records["kind"] == DEVICE) & (records["end"] > 0)], order="start")
     if not len(spans):
         return lambda start, end: 0.0
@@ -149,7 +148,8 @@ def _own_times(
 ) -> Iterator[tuple[Any, list[tuple[float, float]], bool]]:
     """Yield (record, own intervals, is_paused) for the main thread's records in [start, stop].
 
-    own intervals  (start, end) of the record's self time, which excludes records nested in it
+    own intervals  (start, end) of the times of the record that are not those of records nested in
+                   it
     is_paused      whether the record is a PAUSE or nested in one
     """
     spans = records[
@@ -187,7 +187,7 @@ def _own_times(
 
 
 class _Ready:
-    """Arrival times of ranks at waits and at the ends of messages."""
+    """The times at which ranks arrived at collectives, and began to send or receive messages."""
 
     def __init__(self, timeline: Timeline, steps: range):
         # Maps (rank, number of a wait or message) to (key, how often the rank has had this key).
@@ -207,7 +207,7 @@ class _Ready:
     def _key(rank: int, trace: Trace, record: Any) -> Hashable:
         """Return a key that is the same for all ranks of a collective wait.
 
-        The two ends of a message have keys that differ only in the kind.
+        The keys of the two ends of a message differ only in the kind of record.
         """
         what, ranks = trace.names[record["what"]]
         if record["kind"] == WAIT:
@@ -222,7 +222,7 @@ class _Ready:
         return "message", int(record["step"]), what, int(record["tag"]), ends, int(record["kind"])
 
     def of(self, rank: int, wait: Any) -> tuple[int, float]:
-        """Return the rank that was last to arrive, and its time; this rank if that is unknown.
+        """Return the rank that arrived last, and when; the waiting rank itself if that is unknown.
 
         wait  the record of a wait of `rank`
         """

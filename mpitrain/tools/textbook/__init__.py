@@ -1,1 +1,1 @@
-"""The textbook: topics, claims and exercises that run the package's own code on small examples."""
+"""`mpitrain learn`: topics, claims and exercises that run the package's own code on small examples."""

@@ -18,22 +18,22 @@ LANGUAGES = ("en", "ko")
 
 @cache
 def korean() -> Mapping[str, str]:
-    """Return {English text: its Korean}, fields in braces included."""
+    """Return {English text: Korean text}, with fields in braces."""
     words: dict[str, str] = json.loads(Path(__file__).with_name("ko.json").read_text("utf-8"))
     return words
 
 
 def language_of(locale: str) -> str:
-    """Return the language of a locale such as ko_KR.UTF-8; English for any other than Korean."""
+    """Return the language of a locale such as ko_KR.UTF-8: Korean, or English for any other."""
     return "ko" if locale.lower().startswith("ko") else "en"
 
 
 def text(english: str, language: str, **values: object) -> str:
     """Return a text in a language, with `values` in place of its fields.
 
-    A `Sentence` has its own values. Each Sentence among the values is translated as well.
+    A `Sentence` has values of its own. Each Sentence among the values is translated as well.
 
-    raises  ConfigError if the language is unknown; a missing Korean text is an error of the package
+    raises  ConfigError if the language is unknown; a text without Korean is an error of the package
     """
     if language not in LANGUAGES:
         raise ConfigError(
@@ -54,7 +54,7 @@ def _into(value: object, language: str) -> object:
 
 
 def width(line: str) -> int:
-    """Return the columns of a line on a terminal: Hangul takes two, a combining mark none."""
+    """Return how many columns of a terminal a line takes: Hangul two, a combining mark none."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
         for char in line
@@ -62,12 +62,12 @@ def width(line: str) -> int:
 
 
 def wrapped(line: str, columns: int) -> list[str]:
-    """Return the lines of a paragraph, each of at most `columns` on a terminal."""
+    """Return the lines of a paragraph, each of at most `columns` columns of a terminal."""
     # A mark after each wide character makes its length its width.
     marked = "".join(char + "\0" * (width(char) - 1) for char in line)
     return [part.replace("\0", "") for part in textwrap.wrap(marked, columns)]
 
 
 def padded(line: str, columns: int) -> str:
-    """Return a line with spaces up to a number of columns; a longer line stays as it is."""
+    """Return a line with spaces behind it up to a number of columns; longer lines are unchanged."""
     return line + " " * (columns - width(line))

@@ -327,14 +327,14 @@ def test_activations_are_leased_in_gpu_memory_and_found_again(algorithm):
             lease.array[...] = memory.from_host(
                 brought(transport.rank, 15, "float32").reshape(3, 5) + step
             )
-            lease.all_reduce().run()
+            lease.bound_all_reduce().run()
             right = expected(transport.size, 15, "float32", "add") + transport.size * step
             assert np.array_equal(memory.to_host(lease.array).reshape(-1), right)
             places.append(
                 (
                     lease.array.data.ptr,
                     other.array.data.ptr,
-                    lease.all_reduce().algorithm,
+                    lease.bound_all_reduce().algorithm,
                     group.arena.live,
                 )
             )

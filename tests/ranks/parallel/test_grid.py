@@ -98,9 +98,9 @@ def test_leases_of_a_grids_groups_count_and_leave_no_window():
         leases = [group.exchange((1000,), "float64") for group in (grid.world, grid.tp, grid.dp)]
         for lease in leases:
             lease.array[:] = transport.rank + 1
-            lease.all_reduce().run()
+            lease.bound_all_reduce().run()
         found = [float(lease.array[0]) for lease in leases], arena.live, arena.allocations
-        leases[0].all_reduce().start()
+        leases[0].bound_all_reduce().start()
         del lease, leases
         live = arena.live
         windows = len(transport.windows)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,14 +44,14 @@ WAYS = {
 }
 # | `file or folder/` | why a way may pass it |
 LEAVES = re.findall(r"^\| `([\w/.]+)` \| ", SECTION, re.M)
-# | in a start: `file or folder/`, ... | why the way of `train` may pass them |, and "in a checkpoint" for that way
+# | in a start: `file or folder/`, ... | why the way of `train` may pass them |, likewise "in a step" and "in a checkpoint"
 LEAVES_OF = {
     run: tuple(
         re.findall(
             r"`([\w/.]+)`", "".join(re.findall(rf"^\| in a {run}: ([^|]*) \| ", SECTION, re.M))
         )
     )
-    for run in ("start", "checkpoint")
+    for run in ("start", "step", "checkpoint")
 }
 
 
@@ -85,8 +86,8 @@ def of_a_row_parallel_layer():
         layer = RowParallelLinear(
             layers_for(ops_for("cpu"), group, Layout(tp=2)), 8, 4, normal(0.1), bias=False
         )
-        group.exchange((3, 4), "float32")  # makes a buffer, which the layer leases
         rows, weight = np.ones((3, 4), "float32"), np.ones((4, 4), "float32")
+        layer.forward({"weight": weight}, rows, Arena())  # makes a buffer, and binds it
         return calls_of(layer.forward, {"weight": weight}, rows, Arena())
 
     return run_ranks(2, calls)[0]
@@ -134,17 +135,16 @@ def of_a_cuda_product():
     return calls_of(ops.linear, x, w, b, arena)
 
 
-STEPPED = [*TINY_JOB, "replication.overlap=false", "replication.algorithm=ring"]
+def of_a_step(question):
+    """Overlap is on, so the reductions of gradients are the only ones to start before `finish`."""
 
-
-def of_a_step():
     def calls(transport):
-        job = build(transport, configured(*STEPPED))
+        job = build(transport, configured(*TINY_JOB, "replication.algorithm=ring"))
         trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
         trainer.step(0, *batch)
         return calls_of(trainer.step, 1, *batch)
 
-    return run_ranks(2, calls)[0]
+    return without_leaves_of("step", question, run_ranks(2, calls)[0])
 
 
 STEP = ["--set", "run.steps=1", "--set", "run.eval_every=-1", "--set", "run.sample=0"]
@@ -191,9 +191,9 @@ TRAIN = "How does `train` get to the first forward pass?"
 RUNS = {
     TRAIN: (9, of_a_start),
     "Where is the ring?": (5, of_a_ring),
-    "Where is AdamW?": (5, of_a_step),
-    "Where are gradients averaged?": (4, of_a_step),
-    "Where is the all-reduce of a row-sharded layer?": (5, of_a_row_parallel_layer),
+    "Where is AdamW?": (5, partial(of_a_step, "Where is AdamW?")),
+    "Where are gradients averaged?": (4, partial(of_a_step, "Where are gradients averaged?")),
+    "Where is the all-reduce of a row-parallel (row-sharded) layer?": (5, of_a_row_parallel_layer),
     "Where is 1F1B?": (5, of_1f1b),
     "Where is a CUDA matrix product?": (4, of_a_cuda_product),
     SAVE: (5, of_a_checkpoint),

@@ -114,7 +114,7 @@ def stepped(name, groups, steps=10, kind="cpu"):
         piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop])
         for piece in pieces
     }
-    for step in range(steps):
+    for step in range(1, steps + 1):
         for entry in storage.entries:
             entry.view(flat)[...] = rng.standard_normal(entry.parameter.local_shape)
         gradients.append({entry.name: entry.view(flat).copy() for entry in storage.entries})

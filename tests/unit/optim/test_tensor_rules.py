@@ -9,7 +9,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
 from mpitrain.optim import Optimizer, checked
-from mpitrain.optim.tensor_rules import is_hidden_matrix
+from mpitrain.optim.rules import is_hidden_matrix
 from mpitrain.regions import Piece
 
 STEPS, LR, SCALE = 10, 0.03, 0.5
@@ -45,7 +45,7 @@ def stepped(kind, *settings, steps=STEPS):
     storage.initialize(parameters, 0, backend)
     optimizer = Optimizer(section, storage, [piece], device.ops, backend, Arena())
     start, gradients = tensors(storage, backend.to_host(parameters)), []
-    for step in range(steps):
+    for step in range(1, steps + 1):
         drawn = np.zeros(storage.length)
         for entry in storage.entries:
             entry.view(drawn)[...] = rng.standard_normal(entry.parameter.local_shape)

@@ -30,11 +30,11 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 SHORT = 1 << 14
 """Bytes up to which an array is short: there the number of messages determines the time."""
 NEGLIGIBLE = 10.0
-"""Times of the latency from which a run shows the rate of a link."""
+"""A run shows the rate of a link if it takes at least NEGLIGIBLE times the latency."""
 ZERO = 1e-9
 """Costs and pivots closer to 0 are rounding errors; all columns have norm 1."""
 RAISED = 1e-10
-"""Upper bound of the raise of a target."""
+"""Upper bound of the random amount that is added to a target."""
 
 
 class Check(NamedTuple):
@@ -122,9 +122,7 @@ def _fastest_plan(
 
 
 def crossing(hosts: Sequence[str]) -> float:
-    """Return the least fraction of an array that some host must send to other hosts in an
-    all-reduce.
-    """
+    """Return the least fraction of an array that some host sends to others in an all-reduce."""
     return 2 * (1 - 1 / len(set(hosts)))
 
 
@@ -159,10 +157,10 @@ def constants(
     least: np.ndarray,
     defaults: Constants | None = None,
 ) -> Constants:
-    """Fit the constants at every knot (array size) by least absolute relative error.
+    """Fit the constants of the cost model at every knot (array size), by least absolute relative error.
 
-    A constant that no row determines is copied from the nearest knot where one does; if there is
-    none, it is the default. A knot far from all measured sizes gets its constants in the same way:
+    If no row determines a constant at a knot, the constant is copied from the nearest knot at which
+    rows do; if there is none, it is the default. So a knot far from all measured sizes has copies:
     on slow links, for example, no measured array is as long as the last knot. Without rows, all
     constants are defaults.
 

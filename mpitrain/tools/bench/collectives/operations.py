@@ -29,9 +29,9 @@ DRAWN = 100_003
 REDUCING = ("reduce", "reduce-scatter")
 """MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
 ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
-"""Relative rounding error of one addition. Integers up to its inverse are exact.
+"""{dtype: relative rounding error of one addition}. Integers up to its inverse are exact.
 
-The sums of bfloat16 exceed it from 14 ranks on.
+In bfloat16, sums over 14 ranks or more are larger than that.
 """
 
 

@@ -41,11 +41,11 @@ LEASED = "leased"
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 LONGEST = 1.0
-"""Seconds of a run above which a request that `stops` has no further warm-up, and one timed run."""
+"""With `stops` in the request: a run that takes more seconds is timed once, without more warm-up."""
 LONG = 0.05
-"""Seconds per run of the fastest algorithm above which a sweep leaves out sizes.
+"""Seconds per run of the fastest algorithm above which a sweep with `stops` leaves out longer arrays.
 
-Above LONG it does so if time has grown in proportion to the array; above LONGEST always.
+Above LONG it does so if the time has grown in proportion to the array; above LONGEST always.
 """
 BUCKET = 25e6
 """Bytes of the largest bucket that a run without replication.bucket_mb is expected to have."""
@@ -196,7 +196,7 @@ class LeasedAllReduce:
         """Lease a buffer and bind its all-reduce. Collective."""
         self._group, self._count, self._dtype = group, count, dtype
         self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
-        self.algorithm = self._exchange.all_reduce().algorithm
+        self.algorithm = self._exchange.bound_all_reduce().algorithm
 
     @property
     def array(self) -> Any:
@@ -212,7 +212,7 @@ class LeasedAllReduce:
 
     def run(self) -> None:
         assert self._exchange is not None
-        self._exchange.all_reduce().run()
+        self._exchange.bound_all_reduce().run()
 
 
 class Sweep:
@@ -437,12 +437,12 @@ def is_long_enough(fastest: float, before: float, growth: float) -> bool:
 
 
 def starting_line(transport: Transport) -> Callable[[], None]:
-    """Return a function that all ranks call, and that returns on all of them at the same time. Collective.
+    """Return a function that returns at the same time on all ranks, which all call it. Collective.
 
-    Within a host it is a barrier. Ranks leave a barrier at times that differ by the latency of a
-    message. Between hosts, this is as long as a short all-reduce, and the same ranks are late in
-    every run. So ranks on several hosts agree on a start time and wait for it. The offsets of their
-    clocks are measured first; as clocks drift, they are accurate for some seconds only.
+    On one host it is a barrier: ranks leave a barrier a message's latency apart, which is little
+    there. Between hosts this latency is as long as a short all-reduce, and the same ranks are late
+    in every run. So on several hosts the ranks agree on a start time and wait for it. The offsets
+    of their clocks are measured first; as clocks drift, they are accurate for some seconds only.
     """
     if len(set(transport.hosts)) == 1:
         return transport.barrier

@@ -26,7 +26,7 @@ from mpitrain.transport.decorators import Recorded
 KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""
 SMOOTHED = 5
-"""Training losses whose mean is the loss at a time."""
+"""Number of training losses whose mean is the loss at a time."""
 WIDE = 18
 """Least width of the column of modes."""
 
@@ -115,7 +115,7 @@ class TrainedBlock(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step after WARM_UP."""
+        """Mean seconds of a step, without the first WARM_UP steps."""
         return (self.ends[-1] - self.ends[WARM_UP - 1]) / (len(self.ends) - WARM_UP)
 
     @property

@@ -24,7 +24,9 @@ RING = "replication.algorithm=ring"
 BASELINE = "ring"
 """The mode that changes nothing else in the job."""
 COUNTED = (RING, "layout.algorithm=ring")
-"""Settings of words that --set may replace. Rings are the default: the transport counts their bytes."""
+"""Settings of words that --set may replace. Rings are the default, because the transport counts
+their bytes.
+"""
 
 FORMS: dict[str, tuple[str, ...]] = {
     "dpN": ("layout.dp=N",),
@@ -47,7 +49,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "no-overlap": ("replication.overlap=false",),
     "FILE.py": ("replication.algorithm=FILE.py",),
 }
-"""{form of a word: its settings}. N is an integer, and another word in capitals is a name."""
+"""{form of a word: its settings}. N stands for an integer, another word in capitals for a name."""
 
 _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 

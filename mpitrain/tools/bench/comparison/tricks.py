@@ -21,7 +21,7 @@ from mpitrain.transport.base import Transport
 
 Settings = Mapping[str, Any]
 LARGEST = 4
-"""Micro-batches of gradient accumulation, and slices of the logits, at most."""
+"""Largest number of micro-batches in gradient accumulation, and of slices of the logits."""
 READING = "data.prefetch"
 """The key of a trick that changes how batches are read, and nothing of a step."""
 

@@ -36,7 +36,7 @@ MOST_COMPARED = 256
 The host computes the reference, so it does not compute all rows.
 """
 PERIOD = 1_048_573
-"""Numbers after which the operands repeat. It is a prime, so that all rows differ."""
+"""Period of the operands' random numbers. It is a prime, so that all rows differ."""
 
 
 class LayerProduct(NamedTuple):

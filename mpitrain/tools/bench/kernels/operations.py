@@ -20,7 +20,7 @@ from mpitrain.tools.text_table import TextColumn, TextTable
 BUDGET = 0.25
 """Seconds for the timed runs of one row."""
 MOMENT = 0.002
-"""Seconds of one turn."""
+"""Least seconds of one turn."""
 FEWEST, MOST = 5, 200
 """Lower and upper bound of the number of turns."""
 WRONG = 1e-4

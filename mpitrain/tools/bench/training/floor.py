@@ -30,7 +30,7 @@ from mpitrain.transport.decorators import Recorded
 
 BETWEEN, COMMUNICATION = "between operations", "communication"
 SPANS = {"the loss": "loss", "the norm": "optimizer", "the parameters": "optimizer"}
-"""Kinds of spans that are no forward or backward of a unit, by name."""
+"""{name of a recorded span that is no forward or backward of a unit: its kind of work}."""
 
 
 class ProductArray(NamedTuple):
@@ -72,17 +72,17 @@ def _of(array: np.ndarray) -> ProductArray:
 
 
 def _forward(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """x w^T.    x: (M, K); w: (N, K)"""
+    """The product of a linear layer's forward, x w^T. x: (M, K); w: (N, K)"""
     return [(_of(arguments[0]), _of(arguments[1]).transposed, _of(result[0]))]
 
 
 def _input_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """dy w.    dy: (M, N); w: (N, K)"""
+    """The product for the gradient of the input, dy w. dy: (M, N); w: (N, K)"""
     return [(_of(arguments[0]), _of(arguments[1]), _of(result[0]))]
 
 
 def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    """dy^T x.    dy: (M, N); x: (M, K); the gradient: (N, K)"""
+    """The product for the gradient of the weight (N, K), dy^T x. dy: (M, N); x: (M, K)"""
     dy, x = arguments[0]
     return [(_of(dy).transposed, _of(x), _of(arguments[1]))]
 

@@ -1,1 +1,1 @@
-"""Textbook sentences as rows of a table, with the experiments that measure them."""
+"""Claims: sentences of textbooks, and the experiments that show in which settings each is true."""

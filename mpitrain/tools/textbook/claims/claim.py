@@ -1,4 +1,4 @@
-"""Claims: a textbook sentence, the experiment that measures it, and the verdict by its threshold."""
+"""A claim: a sentence of a textbook, the experiment that measures it, and the verdict by a threshold."""
 
 import math
 import operator
@@ -16,9 +16,9 @@ RELATIONS: dict[str, Callable[[float, float], bool]] = {
 
 
 class Figures(NamedTuple):
-    """Result of an experiment in one setting.
+    """The result of an experiment in one setting.
 
-    value    the number that the threshold judges
+    value    the number that is compared with the threshold
     numbers  {label: number} that explain the value
     """
 
@@ -27,10 +27,10 @@ class Figures(NamedTuple):
 
 
 class ClaimSetting(NamedTuple):
-    """Arguments of an experiment.
+    """The arguments of an experiment.
 
-    label     with fields in braces for the values, as `{ranks} ranks`
-    is_usual  whether the sentence means this setting; others show where the sentence changes
+    label     text with fields in braces for the arguments, such as `{ranks} ranks`
+    is_usual  whether the sentence is about this setting; the others show where it becomes wrong
     """
 
     label: str
@@ -47,15 +47,15 @@ def other(label: str, **values: Any) -> ClaimSetting:
 
 
 class Claim(NamedTuple):
-    """Row of the table of claims; the sentence is true in one of its settings, and false in another.
+    """A row of the table of claims. The sentence is true in one of its settings, and false in another.
 
     sentence    as a textbook states it
-    source      publication that contains it
-    measure     meaning of the value
-    relation    key of RELATIONS: the sentence is true if value, relation, threshold is
-    experiment  (values of a setting) -> Figures
+    source      publication that has the sentence
+    measure     what the value means
+    relation    key of RELATIONS; the sentence is true if `value relation threshold`
+    experiment  (arguments of a setting) -> Figures
     command     shell command that shows the same
-    compiled    whether it needs a compiler, as the simulator does
+    compiled    whether the experiment needs a compiler, as the simulator does
     """
 
     sentence: str
@@ -76,7 +76,7 @@ class SettingResult(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A measured claim with its verdict: HOLDS, ONLY_IF or FAILS."""
+    """A measured claim, with its verdict: HOLDS, ONLY_IF or FAILS."""
 
     name: str
     claim: Claim
@@ -91,9 +91,9 @@ class Judged(NamedTuple):
 
 
 def judge(name: str, claim: Claim, settings: Sequence[ClaimSetting] | None = None) -> Judged:
-    """Measure a claim in all settings; those with `is_usual` decide the verdict.
+    """Measure a claim in all settings. The usual ones decide the verdict.
 
-    settings  replace the claim's own; None: the claim's own
+    settings  to measure instead of the claim's own; None: the claim's own
     """
     findings = tuple(
         SettingResult(setting, figures, is_true(claim, figures.value))
@@ -104,12 +104,14 @@ def judge(name: str, claim: Claim, settings: Sequence[ClaimSetting] | None = Non
 
 
 def is_true(claim: Claim, value: float) -> bool:
-    """Return whether the value meets the claim's threshold; NaN never does."""
+    """Return whether the claim is true for this value; for NaN it never is."""
     return not math.isnan(value) and RELATIONS[claim.relation](value, claim.threshold)
 
 
 def verdict(findings: Sequence[SettingResult]) -> str:
-    """Return the verdict: of the usual settings all hold, some, or none."""
+    """Return HOLDS, ONLY_IF or FAILS: the claim is true in all, some, or none of the usual
+    settings.
+    """
     truths = [result.is_true for result in findings if result.setting.is_usual]
     if all(truths):
         return HOLDS

@@ -1,6 +1,6 @@
-"""Measurements that several claims share: bytes of collectives and of training, and counted memory.
+"""Measurements of several claims: bytes that collectives and training send, and counted memory.
 
-Ranks are threads of this process; their transport counts messages. All jobs run on the CPU.
+Ranks are threads of this process, whose transport counts messages. All jobs run on the CPU.
 """
 
 import os
@@ -36,9 +36,10 @@ SMALL = (
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Run this thread and the threads that it starts on one core.
+    """Keep this thread, and the threads that it starts, on one core.
 
-    One thread at a time has Python's lock. A lock that moves between cores takes twice the time.
+    Only one thread at a time has Python's lock, and a lock that moves between cores takes twice the
+    time.
     """
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
@@ -54,9 +55,11 @@ def on_ranks(ranks: int, function: Callable[[Transport], Any]) -> list[Any]:
 
 
 def sent_by_busiest(operation: str, algorithm: str, ranks: int, count: int) -> int:
-    """Return the bytes that the busiest rank sends in one collective on `count` float32 elements.
+    """Return the bytes that the busiest rank sends in a collective.
 
-    operation  method of Group that binds it: bind, bind_reduce_scatter or bind_all_gather
+    operation  method of Group that binds the collective: bind, bind_reduce_scatter or
+               bind_all_gather
+    count      number of float32 elements
     """
 
     def sent(transport: Transport) -> int:
@@ -70,12 +73,12 @@ def sent_by_busiest(operation: str, algorithm: str, ranks: int, count: int) -> i
 
 
 def configured(*settings: str) -> Config:
-    """Return the configuration of SMALL with other settings, as `section.key=value`."""
+    """Return the configuration SMALL, changed by these `section.key=value`."""
     return parse(with_settings({}, [*SMALL, *settings]))
 
 
 def trained(ranks: int, *settings: str) -> ModeRow:
-    """Train a small job on threads, and return bytes, memory and losses of the run."""
+    """Train a small job on threads; return its bytes, memory and losses."""
     config = configured(*settings)
 
     def run(transport: Transport) -> ModeRow:
@@ -95,5 +98,7 @@ def counted(*settings: str) -> Counted:
 
 
 def memory(counts: Counted) -> float:
-    """Return the bytes of a job's fullest stage: state as the mean over ranks, and activations."""
+    """Return the bytes of a job's fullest stage: its activations, and state as the mean over the
+    ranks.
+    """
     return counts.state + max(stage.step.peak for stage in counts.stages)

@@ -1,6 +1,6 @@
-"""Claims about messages: collectives, parameter servers and averaging workers.
+"""Claims about messages: collectives, parameter servers, and workers that average.
 
-The ranks are threads, and a straggler is a rank that sleeps in its steps.
+The ranks are threads. A straggler is a rank that sleeps in its steps.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from mpitrain.tools.textbook.claims.measure import (
 from mpitrain.transport.base import Transport
 
 LENGTH = 8192
-"""Elements of float32 in an array of these experiments."""
+"""Float32 elements of an array in these experiments."""
 
 
 def ring_and_server(ranks: int) -> Figures:
@@ -52,7 +52,7 @@ def halves(algorithm: str, ranks: int) -> Figures:
 
 
 def seconds(algorithm: str, ranks: int, nbytes: int) -> float:
-    """Return the time of an all-reduce on links of 1 ms and 25 MB/s, from its messages."""
+    """Return the time of an all-reduce on links of 1 ms and 25 MB/s, computed from its messages."""
     plans = [
         plan
         for rank in range(ranks)
@@ -82,7 +82,7 @@ STEPS = 30
 
 
 def slept(transport: Transport, config: Config) -> list[list[float]]:
-    """Train, and return the seconds that this rank slept in each of its steps, by common step."""
+    """Train; return the seconds that this rank slept in each of its steps, grouped by common step."""
     job = build(transport, config)
     trainer, replication = job.trainer, job.trainer.replication
     late, start, seconds = delays(config.run.delay), trainer.share().start, list[list[float]]()
@@ -101,10 +101,11 @@ def slept(transport: Transport, config: Config) -> list[list[float]]:
 
 
 def speed_up(workers: int, delay: str) -> float:
-    """Return the sleep on the critical path with synchronous servers over asynchronous ones.
+    """Return how much longer workers sleep on the critical path if the servers are synchronous.
 
-    Synchronous workers wait for the longest sleep of each step. A bound of STEPS is never reached:
-    such workers never wait, and each has STEPS steps.
+    It is the ratio of the seconds with synchronous and with asynchronous servers. Synchronous
+    workers wait for the longest sleep of each step. Asynchronous ones have a bound of STEPS, which
+    they never reach: they never wait, and each takes STEPS steps.
     """
     job = (SERVER, f"run.delay={delay}", f"run.steps={STEPS}", f"replication.staleness={STEPS}")
     strict, late = (

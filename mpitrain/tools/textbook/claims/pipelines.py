@@ -1,6 +1,6 @@
-"""Claims about pipeline schedules: idle time, memory and staleness of their simulated instructions.
+"""Claims about pipeline schedules: idle time, memory and staleness of simulated instructions.
 
-A forward, and each half of a backward, take 1 unit of time unless a setting says otherwise.
+A forward, and each half of a backward, takes 1 unit of time unless a setting says otherwise.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ def simulated(
     receive: float = 0,
     overhead: float = 0,
 ) -> Simulation:
-    """Simulate one step; without costs a chunk takes the same share of a stage's 3 units."""
+    """Simulate one step.
+
+    costs  by chunk; empty: the 3 units of a stage are divided evenly among its chunks
+    """
     plan = plan_of(schedule, stages, micro_batches, chunks)
     share = len(plan.by_stage) / len(plan.stage_of)
     every = costs or [Cost(share, share, share)] * len(plan.stage_of)
@@ -74,9 +77,9 @@ def gpipe_formula(stages: int, slowest: float) -> Figures:
 
 
 def as_gpipe(weight: float) -> Figures:
-    """Compare the idle time of 1F1B with the idle time of GPipe.
+    """Compare the idle time of 1F1B with that of GPipe.
 
-    weight  time of a backward's weight half; both halves take 2
+    weight  time of a backward's weight half; both halves together take 2 units
     """
     cost = Cost(1, 2 - weight, weight)
     idle_1f1b, idle_gpipe = (simulated(name, 4, 8, [cost] * 4).bubble for name in ("1f1b", "gpipe"))

@@ -1,4 +1,4 @@
-"""Measured claims as lines of text, as records of JSON, and as a page of HTML."""
+"""Measured claims as lines of text, as objects for JSON, and as an HTML page."""
 
 import html
 from collections import Counter
@@ -18,7 +18,7 @@ from mpitrain.tools.textbook.words import padded, text, width
 
 
 def number(value: float) -> str:
-    """Return a number with commas if it is whole, else with four digits."""
+    """Return whole numbers with commas between thousands, others with four digits."""
     return f"{value:,.0f}" if value == round(value) else f"{value:,.4g}"
 
 
@@ -43,7 +43,7 @@ def numbers(finding: SettingResult, language: str) -> str:
 
 
 def headline(judged: Judged, language: str) -> str:
-    """Return the verdict, with the settings in which a conditional claim is true."""
+    """Return the verdict; of a claim that is true in some settings only, also these settings."""
     words = text(judged.verdict, language)
     if judged.verdict != ONLY_IF:
         return words

@@ -1,6 +1,7 @@
-"""Claims about a training step: its sharding, memory and computation, its batches and its numbers.
+"""Claims about a training step: its sharding, memory, computation and batches, and its rounding.
 
-Layers that run without arrays count memory and FLOPs. Short training on threads measures the rest.
+Memory and FLOPs are counted by layers that run without arrays. The rest is measured in short
+training on threads.
 """
 
 import time
@@ -132,9 +133,9 @@ def same_losses(ranks: int, micro_batches: int, compute: str) -> Figures:
 
 
 def larger_batch(factor: int) -> Figures:
-    """Compare validation losses after 512 rows: with batches of 8, and with larger ones and rates.
+    """Compare validation losses after 512 rows: with batches of 8 rows, and with larger batches.
 
-    factor  of batch and learning rate
+    factor  of the larger batch and its learning rate
     """
 
     def loss(times: int) -> float:
@@ -184,9 +185,10 @@ class SlowSamples(SampleSource):
 
 
 def prefetched(read: float, compute: float) -> Figures:
-    """Compare the times of 8 steps with and without a thread that reads ahead.
+    """Compare the times of 8 steps with a thread that reads batches ahead, and without it.
 
-    read, compute  milliseconds that reading a batch and computing a step sleep
+    read     milliseconds that reading a batch takes (it sleeps)
+    compute  milliseconds that computing a step takes (it sleeps)
     """
     source = SlowSamples(read / 1e3)
     ahead = Prefetched(source, 2, 8)

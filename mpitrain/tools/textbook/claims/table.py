@@ -1,4 +1,4 @@
-"""The table of all claims."""
+"""CLAIMS: the table of all claims."""
 
 from mpitrain.tables import Table
 from mpitrain.tools.textbook.claims import messages, pipelines, steps

@@ -1,1 +1,1 @@
-"""Exercises: skeletons that a student completes, and laws that check them in a child."""
+"""Exercises: functions that a student completes, and laws by which they are checked in a child process."""

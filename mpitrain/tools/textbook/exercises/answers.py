@@ -1,4 +1,7 @@
-"""Calls of a student's function, in the child that runs it. Each question has one answer."""
+"""Calls of a student's function, made in the child process that runs the student's file.
+
+For each question, which is a list of calls, one answer is yielded.
+"""
 
 from collections.abc import Generator, Iterator
 from types import ModuleType
@@ -19,10 +22,10 @@ def values(own: ModuleType, function: str, questions: list[list[Call]]) -> Itera
 
 
 def programs(own: ModuleType, function: str, questions: list[list[Call]]) -> Iterator[dict]:
-    """Run the ranks' generators of each question together; yield results and collectives.
+    """Run one generator per rank, all together, for each question; yield their results and collectives.
 
-    A generator yields ("all-reduce", array) or ("all-gather", array), and gets the sum or the list
-    of all ranks' arrays.
+    A generator yields ("all-reduce", array) or ("all-gather", array). It gets back the sum, or the
+    list of all ranks' arrays.
     """
     import numpy as np
 
@@ -36,9 +39,9 @@ def programs(own: ModuleType, function: str, questions: list[list[Call]]) -> Ite
 
 
 def _together(started: list[Any], function: str) -> dict[str, Any]:
-    """Run generators step by step until all have returned.
+    """Advance the ranks' generators, one collective at a time, until all have returned.
 
-    raises  Wrong if not all of them are in the same collective: the ranks wait forever
+    raises  Wrong if they are not all in the same collective: on a machine they would wait forever
     """
     import numpy as np
 
@@ -92,7 +95,7 @@ def _together(started: list[Any], function: str) -> dict[str, Any]:
 
 
 def _operation(asked: Any, rank: int) -> str:
-    """Return the collective that a rank is in; "" if it has returned."""
+    """Return the collective that a rank calls; "" if it has returned."""
     if asked is None:
         return ""
     if (
@@ -131,7 +134,10 @@ def _shown(function: str, call: Call) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return nested lists of whole numbers, booleans and text as in JSON; Wrong for other types."""
+    """Return nested lists of whole numbers, booleans and text, which JSON can hold.
+
+    raises  Wrong for other types
+    """
     if isinstance(value, bool | str | int) and depth:
         return value
     if isinstance(value, list | tuple) and depth < 5:

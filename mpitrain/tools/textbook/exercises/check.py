@@ -1,6 +1,6 @@
-"""Exercises for students: the file with which they begin, its check, and the report.
+"""Exercises for students: the file to begin with, the check of a solution, and the report on it.
 
-A check runs a file in a child, and judges each answer by the laws.
+A check runs the file in a child process, and judges each answer by the laws of the exercise.
 """
 
 import csv
@@ -43,12 +43,12 @@ def skeleton(name: str, exercise: Exercise, language: str) -> str:
 
 
 class Checked(NamedTuple):
-    """Result of a check.
+    """The result of a check.
 
     name    of the exercise
     cases   number of cases that are right
-    case    the smallest counterexample; None if the file is right
-    reason  the law that it breaks, or the problem
+    case    the smallest case that is wrong; None if all are right
+    reason  the law that this case breaks, or another problem
     cost    of the largest case that is right
     """
 
@@ -75,9 +75,9 @@ class Checked(NamedTuple):
 
 
 def check_file(path: Path) -> Checked:
-    """Check a file.
+    """Check a solution.
 
-    raises  ConfigError if it cannot be read, or does not name its exercise
+    raises  ConfigError if the file cannot be read, or does not name its exercise
     """
     try:
         with reading(path) as file:
@@ -104,7 +104,7 @@ def check_file(path: Path) -> Checked:
 
 
 def judged(name: str, exercise: Exercise, path: str, code: bytes) -> Checked:
-    """Run the code on all cases in one child, and judge the answers from the smallest case on."""
+    """Run the code on all cases in one child; judge the answers, the smallest case first."""
     replies = answers(
         path,
         code,

@@ -1,7 +1,8 @@
-"""The exercises: of each the statement, a skeleton, cases from small to large, and the laws that judge.
+"""EXERCISES: of each the statement, the function to complete, cases from small to large, and the laws.
 
-An answer is messages as data (a ring backwards, and unequal parameter servers), the order of
-computations on each of three pipeline stages, or a generator of two layers in tensor parallelism.
+An answer is either data (the messages of a ring that goes backwards, or of unequal parameter
+servers; the order of computations on each of three pipeline stages), or a generator that computes
+two layers in tensor parallelism.
 """
 
 import re
@@ -24,26 +25,26 @@ Case = tuple[int, ...]
 
 
 class AnswerCost(NamedTuple):
-    """Cost of a correct answer, and the least cost by its formula."""
+    """What a correct answer costs, and the least possible cost by a formula."""
 
     counted: float
     formula: float
 
 
 class Exercise(NamedTuple):
-    """Row of the table of exercises.
+    """A row of the table of exercises.
 
-    function    the name that the student's file defines
+    function    name of the function that the student's file defines
     sizes       names of the numbers of a case
-    arguments   parameters of the function, as the skeleton writes them
-    statement   the task, in lines
-    body        lines of the skeleton's function
+    arguments   parameters of the function, as they are written in the student's file
+    statement   lines of the task
+    body        lines of the function to complete
     cases       the questions, the smallest first
     calls       (case) -> arguments of each call of the function
-    way         function of `answers.py` that makes the calls in the child
+    way         name of the function in `answers.py` that makes the calls in the child
     judge       (case, answer of the child) -> cost; Wrong if the answer breaks a law
-    cost        meaning of the cost
-    formula     the formula of the cost, in words
+    cost        what the cost means
+    formula     formula of the least cost, in words
     """
 
     function: str
@@ -146,7 +147,10 @@ def judge_ring(case: Case, answer: Any) -> AnswerCost:
 
 
 def _check_peers(transfers: Sequence[Transfer], rank: int, peer: int, law: str) -> None:
-    """Raise Wrong by this law if a transfer has another peer."""
+    """Raise Wrong if a transfer of `rank` is with another rank than `peer`.
+
+    law  text of the error
+    """
     for other, _, _ in transfers:
         if other != peer:
             raise Wrong(law, rank=rank, other=other, peer=peer)
@@ -241,7 +245,10 @@ def judge_schedule(case: Case, answer: Any) -> AnswerCost:
 
 
 def _instructions(stage: int, words: Any, micro_batches: int) -> tuple[Compute, ...]:
-    """Return a stage's instructions; Wrong unless each of its passes is there exactly once."""
+    """Return a stage's instructions.
+
+    raises  Wrong unless each forward and backward of the stage is there exactly once
+    """
     instructions: list[Compute] = []
     for word in words:
         match = re.fullmatch(r"([FB])([0-9]{1,6})", word) if isinstance(word, str) else None
@@ -300,7 +307,9 @@ Matrix = np.ndarray
 
 
 def tensors(case: Case) -> tuple[Matrix, Matrix, Matrix]:
-    """Return x (rows, inputs), a (inputs, hidden), b (hidden, outputs): whole numbers, -8 to 8."""
+    """Return x (rows, inputs), a (inputs, hidden), b (hidden, outputs) of whole numbers from -8 to
+    8.
+    """
     _, rows, inputs, hidden, outputs = case
 
     def filled(height: int, width: int, step: int) -> Matrix:

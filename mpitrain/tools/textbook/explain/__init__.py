@@ -1,1 +1,1 @@
-"""Explanations of topics: frames recorded from real plans, layers and schedules."""
+"""`mpitrain learn explain`: topics, recorded as frames from runs of real plans, layers and schedules."""

@@ -1,7 +1,7 @@
 """The topic of asynchronous parameter servers: workers of unequal speed, in virtual time.
 
-The workers compute at once, but push in the order of a virtual clock. So a busy machine records the
-same frames as an idle one. The last worker is slower than the others.
+Workers compute without sleeping, and push in the order of a virtual clock. So frames are the same
+on a busy and on an idle machine. The last worker is slower than the others.
 """
 
 import threading
@@ -40,7 +40,10 @@ class _Push(NamedTuple):
 
 
 class Conductor:
-    """The virtual clock: it lets one worker push at a time, the one that is due first."""
+    """The virtual clock. It lets one worker push at a time: the one whose gradient is due next.
+
+    A worker draws a ticket (its next rows), pulls parameters, computes, and pushes a gradient.
+    """
 
     def __init__(self, workers: int):
         self._workers, self._tickets, self._pulled = workers, STEPS * workers, 0
@@ -63,7 +66,7 @@ class Conductor:
             self._changed.notify_all()
 
     def push(self, worker: int, gradient: str) -> None:
-        """Wait until this worker is the next one to push."""
+        """Wait until the gradient of this worker is the next one, and record it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_next(worker))
             self.pushes.append(_Push(worker, dict(self._weights), gradient))
@@ -135,7 +138,9 @@ def record(setting: TopicSetting) -> Explanation:
 
 
 class _ServerResult(NamedTuple):
-    """Of a server its parameters after each update, and of any rank the largest staleness."""
+    """What a rank returns: a server its parameters after each update, any rank the largest
+    staleness.
+    """
 
     parameters: list[str]
     staleness: int
@@ -176,7 +181,7 @@ def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
 
 
 def _watched(trainer: Trainer, read: Callable[[np.ndarray], str]) -> list[str]:
-    """Return a list that receives the server's parameters after each update."""
+    """Return a list to which the server's parameters are appended after each update."""
     store, contents = trainer.replication.store, list[str]()
     update = store.update
 

@@ -37,8 +37,8 @@ def record(
 ) -> Explanation:
     """Record an all-reduce.
 
-    plan       source of its steps
-    sentences  the idea
+    plan       function that makes its steps, shown as source
+    sentences  the idea, a sentence each
     """
     n, network = setting.ranks, Network(setting.link) if setting.link else None
     symbols = Symbols([f"{LETTERS[chunk]}{rank}" for chunk in range(n) for rank in range(n)])

@@ -1,8 +1,8 @@
-"""A topic of `explain`, and an explanation: the data that every renderer draws.
+"""The data of `explain`: a topic, and the explanation recorded from it, which every renderer draws.
 
-A topic is recorded once, from the package's own code. An explanation holds texts, frames, counted
-bytes with their formulas, and the lines of source that ran. Texts are English until they are drawn:
-strings, or `Sentence`s with values.
+A topic is recorded from the package's own code. The explanation has texts, frames, counted bytes
+with their formulas, and the lines of source that ran. Its texts are English: strings, or
+`Sentence`s with values. A renderer translates them.
 """
 
 import inspect
@@ -22,16 +22,16 @@ UNDER_WAY = "→"
 """Follows the contents of a cell whose messages are on their way."""
 
 MOST_RANKS = 8
-"""Ranks of an explanation: more do not fit on a screen."""
+"""Largest number of ranks: more do not fit on a screen."""
 
 
 class Frame(NamedTuple):
     """The buffers of all ranks at one moment.
 
-    title     of the step that has just ended
-    cells     (rows, columns) contents; empty: the rank stores nothing there
-    messages  (source, target) of those that the step sent
-    sent      bytes that each row has sent since the start; empty: not counted in this topic
+    title     the step that has just ended
+    cells     contents, (rows, columns); empty: the rank stores nothing there
+    messages  (source, target) of the messages of this step
+    sent      by row: bytes sent since the start; empty: the topic does not count them
     seconds   of the step, on the slowest rank; None: not measured
     """
 
@@ -53,12 +53,12 @@ class Frame(NamedTuple):
 
 
 class CountedFormula(NamedTuple):
-    """A counted number with its formula.
+    """A number that was counted in the run, beside its formula.
 
-    name      of the number
-    counted   in the run
-    words     the formula
-    value     of the formula, with the numbers of this run
+    name     of the number
+    counted  in the run
+    words    the formula
+    value    of the formula, for this run
     """
 
     name: str
@@ -72,7 +72,7 @@ class CountedFormula(NamedTuple):
 
 
 class SourceLines(NamedTuple):
-    """Lines of source: the object's name, its file within the package, and its first line."""
+    """Lines of source: the object's name, its file within the package, and the first line."""
 
     name: str
     file: str
@@ -101,13 +101,13 @@ class Explanation(NamedTuple):
     """A recorded topic.
 
     sentences  the idea, a sentence each
-    legend     the meaning of a cell's contents
+    legend     what the contents of a cell mean
     rows       label of each row
     columns    groups of columns
     frames     in order of time; the first one is the start
     formulas   counted numbers, each with its formula
     sources    lines that ran
-    command    that shows the same in a real run
+    command    shell command that shows the same in a real run
     laws       tests that prove it
     pictured   indices of the frames in a picture; empty: all
     title      of the topic
@@ -134,7 +134,7 @@ class Explanation(NamedTuple):
 class TopicSetting(NamedTuple):
     """The setting of a recording.
 
-    ranks  threads, each one rank
+    ranks  number of ranks, each a thread
     link   speed of every rank's link; None: as fast as memory
     """
 
@@ -143,13 +143,13 @@ class TopicSetting(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """Row of the table of topics.
+    """A row of the table of topics.
 
     title     one line
     record    (setting) -> the explanation without its title, recorded from a run on threads
-    ranks     the default number of ranks
-    least     the smallest number of ranks
-    most      the largest number of ranks
+    ranks     default number of ranks
+    least     smallest number of ranks
+    most      largest number of ranks
     timed     whether its frames have seconds, so that slow links show
     compiled  whether it compiles kernels for the simulator, which needs a compiler
     """
@@ -169,9 +169,9 @@ class Topic(NamedTuple):
     def setting(
         self, name: str, ranks: int | None = None, link: Link | None = None
     ) -> TopicSetting:
-        """Return the setting for a number of ranks; None: the default.
+        """Return the setting for a number of ranks; None: the default number.
 
-        raises  ConfigError if the topic cannot run on so many
+        raises  ConfigError if the topic cannot be recorded on so many
         """
         count = self.ranks if ranks is None else ranks
         if not self.least <= count <= self.most:

@@ -1,7 +1,8 @@
 """Slow links between ranks that are threads.
 
-A link has a bandwidth and a latency. Every rank has one outgoing and one incoming link, as a network
-card. A message occupies both for its bytes over the bandwidth, and arrives a latency later.
+Every rank has one outgoing and one incoming link, like those of a network card, with a bandwidth
+and a latency. A message occupies the sender's and the receiver's link for its bytes divided by the
+bandwidth, and arrives one latency later.
 """
 
 import re
@@ -88,7 +89,7 @@ class Network:
 
 
 class SlowTransport(Forwarding):
-    """A Transport that delivers messages at the speed of the network's link."""
+    """A transport that delivers messages at the speed of the network's links."""
 
     def __init__(self, inner: Transport, network: Network, context: tuple = ()):
         super().__init__(inner)
@@ -131,7 +132,7 @@ class SlowTransport(Forwarding):
 
 
 class _Timed:
-    """A request that is complete only when its time has come."""
+    """A request that is not complete before a given time."""
 
     def __init__(self, inner: Request, due: Callable[[Request], float]):
         self._inner, self._due, self._time = inner, due, -1.0

@@ -1,6 +1,7 @@
-"""Topics of one rank: recomputation, and loss scaling.
+"""Topics of memory and precision on one rank: recomputation, and loss scaling.
 
-An activation is alive while an object refers to it. Weak references count it, and change nothing.
+An activation is alive while an object refers to it. Weak references count the living ones without
+keeping them alive.
 """
 
 import weakref
@@ -40,14 +41,16 @@ MOST = float(np.finfo(np.float16).max)
 
 
 class _Pass(NamedTuple):
-    """A pass, and the activations that are alive after it: for each unit its input and its inner."""
+    """A forward or backward, and which activations are alive after it: each unit's input and its
+    inner one.
+    """
 
     name: str
     alive: tuple[str, ...]
 
 
 class _Inner(toy.SymbolLayer):
-    """A layer that saves its input and an inner activation, as a GELU between two products."""
+    """A layer that saves its input and an inner activation, like a GELU between two products."""
 
     def __init__(self, unit: int, symbols: Any, seen: Any, made: list[Any]):
         super().__init__(unit, toy.VECTOR, symbols, seen)
@@ -206,7 +209,10 @@ def _scaled(scale: float) -> np.ndarray:
 
 
 def _frame(title: str, scale: float, shown: str) -> Frame:
-    """Return the gradients without a scale and with this one; no `shown`: without it alone."""
+    """Return the gradients in 16 bits, computed without a loss scale and with this one.
+
+    shown  the scale as text; empty: only the gradients without a scale
+    """
     rows = zip(_scaled(1.0), _scaled(scale), strict=True)
     return Frame(
         title,

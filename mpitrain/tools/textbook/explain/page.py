@@ -1,4 +1,4 @@
-"""Pages of explanations: an HTML file with a slider for each, and one page in Markdown of all.
+"""Pages of explanations: an HTML file for each topic, with a slider, and one page in Markdown with all.
 
 An HTML file needs no other file, and fits a screen of 1280 x 720.
 """
@@ -34,9 +34,9 @@ def write(explanation: Explanation, path: Path, language: str) -> None:
 
 
 def write_all(folder: Path, language: str) -> Iterator[str]:
-    """Record all topics that run here, and write a page for each and an index.
+    """Record all topics that this machine can run; write a page for each, and an index.
 
-    yields  each name when it is done
+    yields  the name of each topic when its page is written
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorded = {name: topic for name, topic in TOPICS.items() if topic.runs_here}
@@ -96,7 +96,10 @@ def data(explanation: Explanation, language: str) -> dict[str, Any]:
 
 
 def _fill(path: Path, template: str, language: str, title: str, contents: dict[str, Any]) -> None:
-    """Write a template with its title and contents; the contents cannot end their script."""
+    """Write a template with its title and contents.
+
+    The contents are inside a script element, which no text in them can end.
+    """
     page = resources.files(ROOM).joinpath(template).read_text(encoding="utf-8")
     filled = json.dumps(contents, ensure_ascii=False).replace("<", "\\u003c")
     page = page.replace("{language}", language).replace("{title}", html.escape(title))
@@ -104,9 +107,9 @@ def _fill(path: Path, template: str, language: str, title: str, contents: dict[s
 
 
 def systems(explanations: Mapping[str, Explanation]) -> str:
-    """Return the page of all systems, in Markdown.
+    """Return the Markdown page of all topics.
 
-    explanations  by the names of their topics
+    explanations  {name of the topic: explanation}
     """
     lines = [
         "# The systems, one by one",
@@ -155,7 +158,10 @@ def _section(name: str, explanation: Explanation) -> list[str]:
 
 
 def digests(explanations: Mapping[str, Explanation]) -> str:
-    """Return a digest of the frames of each topic, as JSON: a picture is current if it is the same."""
+    """Return a digest of the frames of each topic, as JSON.
+
+    A picture is current if the digest that was stored with it is the same.
+    """
     return (
         json.dumps(
             {

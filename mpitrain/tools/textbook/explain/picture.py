@@ -1,4 +1,4 @@
-"""Pictures of explanations: a table of coloured cells for each frame; `draw` needs matplotlib."""
+"""Pictures of explanations: each frame is a table of coloured cells. `draw` needs matplotlib."""
 
 import re
 from functools import cache
@@ -13,22 +13,22 @@ from mpitrain.tools.textbook.words import text, width, wrapped
 EMPTY, CHANGED, TEXT = "#f4f4f4", "#d55e00", "#1a1a1a"
 """Colours of a cell without contents, of the frame around a changed cell, and of text."""
 INFINITE = "#f4b6b6"
-"""Of a number that is too large."""
+"""Colour of a number that is too large."""
 SHADES = ("#ffffff", "#d9f0d3", "#a6dba0", "#7fc97f", "#5aae61")
-"""From one summand to all that any cell of the topic has."""
+"""Colours from one summand to as many as any cell of the topic has."""
 KINDS = {"F": "#9fd3f2", "BW": "#e3bcd2", "B": "#f5c26b", "W": "#7fcbb0"}
-"""Of instructions of a pipeline."""
+"""{instruction of a pipeline: colour}."""
 
 CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
 TITLE_CHARACTER = 0.09
 """Inches of a character of a frame's title."""
 WIDEST = 13.0
-"""Inches of a picture."""
+"""Largest width of a picture, in inches."""
 
 
 def summands(cell: str) -> int:
-    """Return the number of symbols in a cell, of those that are written."""
+    """Return the number of symbols that the text of a cell has."""
     return len(re.findall(r"\b\d*[a-z]\d*\b", cell))
 
 
@@ -57,7 +57,7 @@ def hangul_font() -> str | None:
 
 
 def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> None:
-    """Draw the frames of an explanation, in English unless a font has Hangul.
+    """Draw the frames of an explanation. The texts are English if no font has the letters of the language.
 
     dpi     pixels of an inch
     raises  OSError if the file cannot be written
@@ -114,7 +114,7 @@ def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]
 
 
 def _widths(explanation: Explanation, language: str) -> list[float]:
-    """Return the inches of each column, enough for its contents and for the heading of its group."""
+    """Return the inches of each column: enough for its contents and for the heading of its group."""
     widths: list[float] = []
     for group in explanation.columns:
         first = len(widths)
@@ -142,7 +142,7 @@ def _panel(
     most: int,
     language: str,
 ) -> None:
-    """Draw one frame with its top left corner at `corner`, in inches."""
+    """Draw one frame, with its top left corner at `corner` (inches)."""
     from matplotlib.patches import Rectangle
 
     left, top = corner

@@ -1,4 +1,4 @@
-"""Topics of pipelines: a schedule runs on stages of symbols, and its chart fills slot by slot."""
+"""Topics of pipelines: stages of symbols run a schedule, and its chart fills slot by slot."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
 MICRO_BATCHES, FEWEST = 4, 3
-"""Micro-batches of a step: in one step, and at least in each of several."""
+"""Micro-batches of a step: if one step is shown, and the least number if several are."""
 IDLE = "."
 """A slot in which a stage computes nothing."""
 
@@ -53,12 +53,12 @@ class ShownSchedule(NamedTuple):
     """A schedule to show.
 
     schedule   its name in the table of schedules
-    sentences  the idea
-    rule       the function that orders the instructions
-    saved      formula of the most micro-batches saved on stage 0, and its function of (p, m)
-    steps      of training
-    words      formula of the fraction of idle slots
-    idle       (stages, micro-batches) -> the same as a number
+    sentences  the idea, a sentence each
+    rule       the function that orders the instructions, shown as source
+    saved      most micro-batches saved on stage 0: formula in words, and as a function of (p, m)
+    steps      number of training steps
+    words      fraction of idle slots, as a formula in words
+    idle       fraction of idle slots, as a function of (stages, micro-batches)
     """
 
     schedule: str
@@ -71,7 +71,7 @@ class ShownSchedule(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """An instruction that a stage has executed, with the updates that its weights had seen."""
+    """An instruction that a stage has executed, and the number of updates that its weights had had."""
 
     kind: str
     micro: int
@@ -79,7 +79,7 @@ class _Done(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """A stage after the run: its instructions, and the bytes that it sent to other stages."""
+    """What a stage executed in the run, and the bytes that it sent to other stages."""
 
     done: Sequence[_Done]
     nbytes: int
@@ -148,7 +148,9 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
 
 
 def _micro_batches(shown: ShownSchedule, stages: int) -> int:
-    """Return the micro-batches of a step; an asynchronous pipeline has at least one for each stage."""
+    """Return the number of micro-batches in a step. An asynchronous pipeline has one per stage, or
+    more.
+    """
     return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
 
 
@@ -196,7 +198,8 @@ def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
 def _frames(
     timeline: Sequence[Sequence[Event]], done: Sequence[Sequence[_Done]], shows_version: bool
 ) -> list[Frame]:
-    """Return the chart after each slot: the simulation gives slots, the run gives contents.
+    """Return the chart after each slot. The simulation says in which slot an instruction is; the run
+    says what is written there.
 
     raises  AssertionError if the run had another order than the simulation
     """
@@ -238,7 +241,10 @@ def _frames(
 
 
 def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
-    """Return the text of an instruction, and take its passes from the rest of the run."""
+    """Return the text of an instruction.
+
+    rest  iterator over what the stage executed; the instruction is checked against its next entries
+    """
     kinds = {Forward: "F", BackwardInput: "B", BackwardWeight: "W", Backward: "BW"}
     passes = [next(rest) for _ in kinds[type(instruction)]]
     taken = "".join(entry.kind for entry in passes), {entry.micro for entry in passes}
@@ -256,7 +262,7 @@ def _most_saved(done: Sequence[_Done]) -> int:
 
 
 def _stalest(done: Sequence[_Done]) -> int:
-    """Return the most updates between the forward of a micro-batch and its own update."""
+    """Return the largest number of updates between the forward of a micro-batch and its own update."""
     updates = most = 0
     for entry in done:
         if entry.kind == "W":
@@ -266,7 +272,10 @@ def _stalest(done: Sequence[_Done]) -> int:
 
 
 def _most_versions(done: Sequence[_Done]) -> int:
-    """Return the most versions of the weights at once: those of saved micro-batches, and the newest."""
+    """Return the largest number of versions of the weights that a stage holds at once.
+
+    It holds those of saved micro-batches, and the newest.
+    """
     live: dict[int, int] = {}
     updates = most = 0
     for entry in done:

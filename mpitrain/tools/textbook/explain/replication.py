@@ -1,4 +1,4 @@
-"""Topics of replication: a training step of symbols in each mode, from the diaries of its ranks."""
+"""Topics of replication: a training step on symbols in each mode, from what its ranks stored after each event."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,7 +41,7 @@ from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
 NAMES = "ABCDEFGH"
-"""Of units."""
+"""Names of the units."""
 
 Key = tuple[int, ...]
 """The order of an event: step, phase, micro-batch, direction, unit."""
@@ -51,11 +51,11 @@ COMPUTED, SUMMED, UPDATED, ENDED = range(4)
 
 
 class WatchedState(NamedTuple):
-    """The rank after an event.
+    """What a rank stores after an event.
 
     title    of the event
     cells    {group of columns: contents}
-    nbytes   sent since the start
+    nbytes   bytes that the rank has sent since the start
     seconds  since the start of the step
     """
 
@@ -68,18 +68,18 @@ class WatchedState(NamedTuple):
 class ShownMode(NamedTuple):
     """A mode of replication to show.
 
-    settings   of its configuration
-    sentences  the idea
-    sources    functions and classes that run
-    units      of the model; 0: one for each rank
-    is_split   whether a rank stores a region of each unit
-    servers    ranks without rows
-    steps      of training
+    settings   `section.key=value` of its configuration
+    sentences  the idea, a sentence each
+    sources    functions and classes that run, shown as source
+    units      number of units of the model; 0: as many as ranks
+    is_split   whether a rank stores only a region of each unit
+    servers    number of ranks without rows
+    steps      number of training steps
     micros     micro-batches of a step
-    kinds      passes of layers with a frame of their own
-    groups     of columns, in order
-    memory     formula of the bytes of parameters, gradients and state on a rank, in words, and as a
-               function of elements P, ranks n and elements of a unit; None: not shown
+    kinds      kinds of passes (forward, halves of backward) that have frames of their own
+    groups     groups of columns, in order
+    memory     bytes of parameters, gradients and optimizer state on a rank: formula in words, and
+               as a function of P elements, n ranks and the elements of a unit; None: not shown
     """
 
     settings: Sequence[str]
@@ -208,7 +208,9 @@ def _traffic(trainer: Trainer) -> tuple[str, float]:
 def _frames(
     ranks: Sequence[Mapping[Key, WatchedState]], shown: ShownMode, is_timed: bool
 ) -> list[Frame]:
-    """Return a frame for each event of any rank; a rank without it shows its last entry."""
+    """Return a frame for each event of any rank. A rank that had no such event shows its state
+    before it.
+    """
     frames: list[Frame] = []
     last = [entries[0,] for entries in ranks]
     for key in sorted({key for entries in ranks for key in entries}):
@@ -239,11 +241,11 @@ def _frames(
 
 
 class Watch:
-    """The diary of one rank; the layers and the trainer of a toy job call it.
+    """The events of one rank, and what it stored after each. Layers and trainer of a toy job call it.
 
     names  of the units
-    cells  of each unit
-    kinds  passes of layers that make an entry of their own
+    cells  number of cells of each unit
+    kinds  kinds of passes that are events of their own
     """
 
     def __init__(
@@ -264,7 +266,7 @@ class Watch:
         self.clock: Callable[[], float] = lambda: 0.0
 
     def begin(self, trainer: Trainer) -> None:
-        """Watch a trainer: make the first entry, and one before and after each update."""
+        """Watch a trainer: its start is an event, and so are each update's begin and end."""
         self.trainer = trainer
         # A later call of `kept` would end messages in flight; the arrays stay the same.
         self._buffers = {buffer.name: buffer for buffer in trainer.replication.kept()}
@@ -286,7 +288,10 @@ class Watch:
     def _applied(
         self, apply: Callable[[Piece, Any, Any], None], piece: Piece, parameters: Any, mirror: Any
     ) -> None:
-        """Update a piece. Other pieces may be in flight already, so only this one is read."""
+        """Update a piece of the parameters, and read it.
+
+        Messages with other pieces may be on their way already, so only this one is read.
+        """
         apply(piece, parameters, mirror)
         own = self._placed(parameters, [piece._replace(offset=0)])
         pairs = zip(own, self._stored["parameters"], strict=True)
@@ -299,13 +304,13 @@ class Watch:
         self._first_messages = self.trainer.transport.traffic.messages
 
     def end(self) -> None:
-        """End a step, after the parameters are current."""
+        """End a step, when the parameters are current."""
         self._opened = {}
         self._stored = self._read_parameters()
         self._note((self._step, ENDED), Sentence("end of the step"))
 
     def seen(self, layer_pass: toy.Pass) -> None:
-        """Make an entry of a layer's pass."""
+        """Record a pass of a layer."""
         if not self._passes:  # No step has begun.
             return
         count = len(self._names)
@@ -345,7 +350,7 @@ class Watch:
         )
 
     def _is_under_way(self, unit: int) -> bool:
-        """Return whether the unit's gradient is complete, and this step has sent messages."""
+        """Return whether the unit's gradient is complete and messages of this step have left."""
         reducer: Any = self.trainer.replication.reducer
         if self.trainer.transport.traffic.messages == self._first_messages:
             return False
@@ -382,14 +387,16 @@ class Watch:
         }
 
     def _whole(self, buffer: np.ndarray) -> Sequence[Piece]:
-        """Return the pieces of a buffer that has all elements, or those of a server."""
+        """Return the pieces of a buffer: those of the parameters if they have all its elements,
+        else one.
+        """
         pieces = self._buffers["parameters"].pieces
         if sum(piece.stop - piece.start for piece in pieces) == buffer.size:
             return pieces
         return [Piece(0, buffer.size, 0)]
 
     def _placed(self, array: Any, pieces: Sequence[Piece]) -> tuple[str, ...]:
-        """Return the contents of all cells; empty where the pieces have no element of a cell."""
+        """Return the contents of all cells; a cell of which the pieces have no element is empty."""
         length = self.trainer.storage.length // (len(self._names) * self._cells)
         contents = []
         for cell in range(len(self._names) * self._cells):

@@ -1,7 +1,8 @@
 """Topics of tensor parallelism: a linear layer on several ranks, with symbols as its input.
 
-The rows of the input are unit vectors, one for each feature. So column o of the output holds the
-coefficients of a sum of features, and is printed as one. Weights are small whole numbers.
+The rows of the input are unit vectors, one for each feature. So the output for a feature is a
+coefficient, and a column of outputs is printed as one sum of features. Weights are small whole
+numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +40,9 @@ class ShownLayer(NamedTuple):
     """A layer to show.
 
     make       (factory, inputs and outputs) -> the layer of this rank
-    source     its class
+    source     its class, shown as source
     splits     which dim of the weight is divided: 0 outputs, 1 inputs
-    sentences  the idea
+    sentences  the idea, a sentence each
     """
 
     make: Callable[[LayerFactory, int], Any]
@@ -56,7 +57,7 @@ def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class _RankCells(NamedTuple):
-    """A rank's cells in each frame, and the bytes that it has sent by then."""
+    """The cells of a rank in each frame, and the bytes that it has sent by then."""
 
     frames: Sequence[tuple[str, dict[str, list[str]], int]]
 
@@ -163,7 +164,7 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
 
 
 def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]:
-    """Return the columns of an array as sums of symbols, each under the number of its feature."""
+    """Return the columns of an array as sums of symbols: a letter and the number of a feature."""
     cells = [""] * len(array)
     for feature, column in zip(features, array.T, strict=True):
         cells[feature] = written({f"{letter}{i}": float(c) for i, c in enumerate(column) if c})

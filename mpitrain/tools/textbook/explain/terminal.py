@@ -29,7 +29,7 @@ def heading(explanation: Explanation, language: str) -> list[str]:
 def frames(explanation: Explanation, language: str, columns: int) -> Iterator[list[str]]:
     """Yield the lines of each frame.
 
-    columns  of the terminal; groups of columns that do not fit come below each other
+    columns  width of the terminal; groups of columns that do not fit are put below each other
     """
     before: Frame | None = None
     for frame in explanation.frames:
@@ -91,7 +91,7 @@ def frame_title(frame: Frame, language: str) -> str:
 
 
 def _runs(rows: Sequence[Sequence[str]], room: int) -> Iterator[slice]:
-    """Yield runs of columns that fit into a number of terminal columns."""
+    """Yield slices of consecutive columns that fit into the width `room`."""
     first = taken = 0
     for at in range(len(rows[0])):
         wide = max(width(row[at]) for row in rows) + len(GAP)

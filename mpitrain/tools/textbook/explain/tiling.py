@@ -1,8 +1,7 @@
-"""The topic of tiling: a ladder of kernels for one product, and their memory transactions.
+"""The topic of tiling: a ladder of kernels for one matrix product, and their memory transactions.
 
-C = A B, with A (M, K) and B (K, N) row-major. The checked simulator counts. Sectors are the 32-byte
-pieces of global memory that the requests of all warps touch. Caches are not modelled: each request
-counts.
+C = A B, with A (M, K) and B (K, N) row-major. The simulator counts the sectors (32-byte pieces of
+global memory) that the requests of all warps touch. It has no caches: every request counts.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from mpitrain.tools.textbook.explain.explanation import (
 )
 
 FOLDER = Path(__file__).parents[1] / "ladder"
-"""Of the kernels."""
+"""Folder of the kernels."""
 SECTOR = 32
 """Bytes of a sector."""
 MACROS = Macros(Element="__half", Sum="float")
@@ -51,11 +50,11 @@ class Rung(NamedTuple):
 
     tile      rows and columns of C that a block computes
     block     threads of a block, in x and y
-    by_rows   whether blocks go along the rows of C in x; otherwise along its columns
+    by_rows   whether neighbouring blocks in x have neighbouring rows of C; otherwise columns
     dtype     of A and B; C is float32
-    words     sectors of A, and those of B, as formulas of M, N and K
-    sectors   their values
-    label     its name in texts
+    words     sectors of A, and sectors of B, as formulas of M, N and K in words
+    sectors   sectors of A, and sectors of B, as functions
+    label     name in texts
     """
 
     tile: tuple[int, int]
@@ -83,7 +82,7 @@ class Rung(NamedTuple):
 
 
 def _tiles(side: int, nbytes: int) -> dict[str, Any]:
-    """Return the formulas of a square tile: each operand is read once for each tile across it."""
+    """Return the formulas of a square tile. Each operand is read once for each tile across it."""
     whole = SECTOR // nbytes
     return {
         "words": (f"(N/{side}) M K/{whole}", f"(M/{side}) K N/{whole}"),
@@ -149,9 +148,9 @@ class Climbed(NamedTuple):
 
 
 def climb(shape: ProductShape, cache: Path | None = None) -> dict[str, Climbed]:
-    """Run every rung on one shape, and return each with its traffic.
+    """Run every rung on one shape; return each with its traffic.
 
-    cache   folder of compiled kernels; None: that of the simulator
+    cache   folder of compiled kernels; None: the simulator's
     raises  ConfigError without a compiler
     """
     compiler("The ladder of products is compiled", "choose another topic")

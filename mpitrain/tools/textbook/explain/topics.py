@@ -1,4 +1,4 @@
-"""The table of topics: a row for each."""
+"""TOPICS: the table of all topics."""
 
 from mpitrain.tables import Table
 from mpitrain.tools.textbook.explain import (

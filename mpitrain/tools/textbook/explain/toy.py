@@ -1,13 +1,13 @@
 """Symbols as numbers, and a model that computes with them.
 
-A cell of a buffer is a vector with a coefficient for each symbol. The code under view adds and
-scales these vectors as any numbers. So `a0+a1` in a cell is proof that the values of two ranks were
+A cell of a buffer is a vector with a coefficient for each symbol. The code that is shown adds and
+scales these vectors like any numbers. So `a0+a1` in a cell proves that the values of two ranks were
 added there, each once. Coefficients are exact in float64.
 
-The layers of the model pass rows on, and the gradient of a row is a symbol. The trainer, the
-pipeline and the replication are the package's own. The gradient of a row is the same in all units.
-So the contents of a buffer show the rows that reached it. The optimizer is gradient descent with
-learning rate 1: parameters become `w-g0-g1`.
+The layers of the model pass rows on unchanged, and the gradient of a row is a symbol, the same in
+all units. So the contents of a buffer show which rows reached it. Trainer, pipeline and replication
+are the package's own. The optimizer is gradient descent with learning rate 1: parameters become
+`w-g0-g1`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ LARGEST = 64
 
 
 class Symbols:
-    """A basis: names of symbols, and the number of elements of a cell.
+    """The symbols of a run, and the number of elements that stand for one.
 
     size  elements of a vector, at least one for each symbol; a cell repeats the vector
     """
@@ -62,12 +62,15 @@ class Symbols:
         return written({n: float(c) for n, c in zip(self.names, vectors[0], strict=False) if c})
 
     def read_all(self, array: np.ndarray, cells: int) -> tuple[str, ...]:
-        """Return the contents of the cells of an array, which they divide evenly."""
+        """Return the contents of an array as text, by cell.
+
+        cells  number of cells; they divide the array evenly
+        """
         return tuple(self.read(cell) for cell in np.split(np.asarray(array).reshape(-1), cells))
 
 
 def written(terms: dict[str, float]) -> str:
-    """Return a linear form as text: {a: 1, b: -0.5, c: -0.5} is a-(b+c)/2; 0 if it has no term."""
+    """Return a sum of symbols as text: {a: 1, b: -0.5, c: -0.5} is a-(b+c)/2. The empty sum is 0."""
     form = ""
     keyed = [(Fraction(c).limit_denominator(LARGEST), name) for name, c in terms.items()]
     for value, group in groupby(keyed, lambda pair: pair[0]):
@@ -109,18 +112,18 @@ def configured(*settings: str) -> Config:
 def basis(steps: int, rows: int, has_inputs: bool = False) -> Symbols:
     """Return the symbols of a run: the parameter w, and a gradient for each row of each step.
 
-    has_inputs  whether each row has a symbol for its input, too
+    has_inputs  whether the input of each row has a symbol, too
     """
     letters = [*STEPS[:steps], *(INPUTS[:steps] if has_inputs else "")]
     return Symbols(["w", *(f"{letter}{row}" for letter in letters for row in range(rows))], VECTOR)
 
 
 class Pass(NamedTuple):
-    """A pass of a layer for one micro-batch, with the arrays that it saw.
+    """The forward of a layer for one micro-batch, or a half of its backward, with the arrays that it saw.
 
     kind   "forward", "input" or "weight"
-    array  parameters, or gradients after the weight half
-    rows   activations, or in the halves of backward their gradients
+    array  parameters; after the weight half, gradients
+    rows   activations; in the halves of backward, their gradients
     """
 
     kind: str
@@ -130,10 +133,10 @@ class Pass(NamedTuple):
 
 
 class SymbolLayer:
-    """A layer that passes its input on; the gradient of its parameter is the gradient of its output.
+    """A layer that passes its input on. The gradient of its parameter is the gradient of its output.
 
-    elements  of the parameter: a multiple of VECTOR
-    seen      called after each pass
+    elements  number of elements of the parameter: a multiple of VECTOR
+    seen      called after the forward, and after each half of backward
     """
 
     output_is_free = True
@@ -176,10 +179,12 @@ class SymbolLayer:
 
 
 class SymbolLoss:
-    """A loss of 0, whose gradient for a row is the symbol that the target numbers."""
+    """A loss of 0. Its gradient for a row is a symbol, and the target is the symbol's number."""
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
-        """Return 0, and one vector for each row; the mean over rows is left out."""
+        """Return 0, and the vector of a symbol for each row. It is not divided by the number of
+        rows.
+        """
         gradient = np.zeros_like(logits)
         gradient[np.arange(len(targets)), targets] = 1
         return 0.0, gradient
@@ -199,7 +204,7 @@ def units(count: int, elements: int, symbols: Symbols, seen: Callable[[Pass], No
 
 
 class SymbolSource:
-    """A data source: the target of a row is the number of its gradient's symbol."""
+    """A data source. The target of a row is the number of the symbol of the row's gradient."""
 
     form: Form = "samples"
     shape: tuple[int, ...] = (VECTOR,)
@@ -212,7 +217,9 @@ class SymbolSource:
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs and targets of some rows; inputs are symbols, or 0 without names."""
+        """Return the inputs and targets of some rows. Inputs are symbols; without symbols for them
+        they are 0.
+        """
         wanted = [self._symbols.names.index(f"{STEPS[step]}{row}") for row in rows]
         inputs = np.zeros((len(wanted), VECTOR))
         if f"{INPUTS[step]}0" in self._symbols.names:

@@ -1,7 +1,7 @@
 """The activations between tensor-parallel layers: replicated, or sharded by rows.
 
-Inside a tensor-parallel layer every rank has all B T rows and some of the columns. Each
-rank has the following rows in the forward pass, for B T = 8 and n = 2:
+Inside a tensor-parallel layer every rank has all B x T rows and some of the columns. Each
+rank has the following rows in the forward pass, for B x T = 8 and n = 2:
 
                              between                inside                     between
                              layers                 a layer                    layers
@@ -12,8 +12,8 @@ rank has the following rows in the forward pass, for B T = 8 and n = 2:
     ReplicatedRows   rank 0  rows 0-7 ------------> rows 0-7 -all-reduce-----> rows 0-7
                      rank 1  rows 0-7 ------------> rows 0-7 -all-reduce-----> rows 0-7
 
-Backward is the mirror image: the gradient of the output is gathered, and the gradient of the input
-is scattered.
+The default is ReplicatedRows. With layout.sequence_parallel it is SequenceSharded. Backward is the
+mirror image: SequenceSharded gathers the gradient of the output, and scatters that of the input.
 
 B batch, T tokens, C channels, n ranks of the group.
 source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et al. 2022,
@@ -39,11 +39,13 @@ from mpitrain.parallel.grid import Axes
 class ReplicatedRows:
     """Replicated activations: every rank has all rows, and an all-reduce sums each output.
 
-    The methods come in inverse pairs: `whole` gathers rows into a layer. `lease`, `reduction` and
-    `summed` scatter them out of it. `entered` and `left` are the corresponding pair for shapes.
+    A layer begins with `whole`, which returns all rows of its input. It ends with `lease`,
+    `reduction` and `summed`, which add the ranks' partial sums and return this rank's rows of the
+    output. `entered` returns the shape of that input with all rows, and `left` the
+    shape of this rank's rows of the output.
 
-    partial  whether each rank computes only a summand of the gradient of a replicated norm; False,
-             since all see the same rows
+    partial  whether each rank computes only a summand of the gradient of a replicated norm: False,
+             since every rank has all rows
     context  T of every sequence, for `sequences`; a single sequence may be shorter
     """
 
@@ -59,7 +61,7 @@ class ReplicatedRows:
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
         """Return the reduction of the ranks' partial sums in the leased buffer."""
-        return lease.all_reduce()
+        return lease.bound_all_reduce()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         """Return the finished sum, and a buffer for the output, perhaps the same array."""
@@ -73,19 +75,23 @@ class ReplicatedRows:
         return y
 
     def whole(self, x: Any) -> Any:
-        """Gather all rows of x into a layer."""
+        """Return all rows of x, the input of a layer."""
         return x
 
     def kept(self, saved: Any, x: Any) -> Any:
-        """Return the state to save for backward, from a product's state with all rows of its input."""
+        """Return the state to save for backward.
+
+        saved  state of a product, with all rows of its input
+        x      this rank's rows of that input, which may replace all rows in the state
+        """
         return saved
 
     def regained(self, saved: Any) -> Any:
-        """Return the product's saved state again: the inverse of `kept`."""
+        """Return the state with all rows of the input, from a state that `kept` returned."""
         return saved
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Return a context for forwards just before their backward."""
+        """Return a context for forward passes that are repeated just before their backward."""
         return nullcontext()
 
     def sequences(self, x: Any) -> Any:
@@ -105,7 +111,7 @@ class ReplicatedRows:
         return tuple(shape)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return an input shape (B, T), at least this one, with rows that the ranks can divide."""
+        """Return an input shape (B, T), no smaller than this one, whose rows divide among the ranks."""
         return tuple(shape)
 
 
@@ -117,10 +123,10 @@ class AllRows:
 
 
 class SequenceSharded(ReplicatedRows):
-    """Sequence-parallel activations: between layers each rank has B T / n of the rows of (B T, C).
+    """Sequence-parallel activations: between layers each rank has 1 / n of the B x T rows.
 
-    Rows are all-gathered into a layer and reduce-scattered out of it. The norms and residuals
-    between layers then need 1/n of the activation memory.
+    An all-gather brings all rows into a layer, and a reduce-scatter leaves each rank its rows of the
+    output. The norms and residuals between layers then need 1 / n of the activation memory.
 
     source  Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
             arXiv:2205.05198
@@ -129,13 +135,13 @@ class SequenceSharded(ReplicatedRows):
     partial = True
 
     def __init__(self, group: Group, keep_gathered: bool):
-        """keep_gathered: save a layer's gathered input for backward, instead of own rows."""
+        """keep_gathered: save all rows of a layer's input for backward, not only this rank's rows."""
         super().__init__(group)
         self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
         self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> TimedReduction:
-        return lease.reduce_scatter()
+        return lease.bound_reduce_scatter()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
         own = lease.own_rows
@@ -145,7 +151,7 @@ class SequenceSharded(ReplicatedRows):
     def whole(self, x: Any) -> Any:
         lease = self.group.exchange(self.entered(x.shape), x.dtype)
         copy_rows(lease.own_rows, x)
-        lease.all_gather().run()
+        lease.bound_all_gather().run()
         return lease.array
 
     def kept(self, saved: Any, x: Any) -> Any:
@@ -161,7 +167,7 @@ class SequenceSharded(ReplicatedRows):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Save gathered rows within the context, so that the backward need not gather them again."""
+        """Save all rows of inputs within the context, so that the backward need not gather them again."""
         self._recomputes = True
         try:
             yield
@@ -189,12 +195,15 @@ class SequenceSharded(ReplicatedRows):
 
 
 def sequences_together(tokens: int, ranks: int) -> int:
-    """Return the number whose multiples of sequences have rows that the ranks divide."""
+    """Return the smallest number of sequences whose rows divide among the ranks.
+
+    tokens  number of tokens of each sequence; each token is a row
+    """
     return ranks // math.gcd(tokens, ranks)
 
 
 def sequences_of(config: Config) -> int:
-    """Return the number that must divide the sequences of each training micro-batch."""
+    """Return the number of which the sequences of each training micro-batch must be a multiple."""
     return (
         sequences_together(config.model.context, config.layout.tp)
         if config.layout.sequence_parallel
@@ -203,10 +212,10 @@ def sequences_of(config: Config) -> int:
 
 
 def check_rows(config: Config, axes: Axes) -> None:
-    """Check that the tensor-parallel ranks divide the rows of each training micro-batch.
+    """Check that the rows of each training micro-batch divide among the tensor-parallel ranks.
 
     config  a configuration with a resolved batch.micro_batches
-    raises  ConfigError with the nearest numbers that work
+    raises  ConfigError with the nearest numbers that do
     """
     size, parts = config.batch.size, config.batch.micro_batches
     tokens, fitting = config.model.context, sequences_of(config)
@@ -232,5 +241,5 @@ def check_rows(config: Config, axes: Axes) -> None:
 
 
 def _shares(count: int, parts: int) -> tuple[int, int]:
-    """Return the lengths of the shortest and the longest of nearly equal runs."""
+    """Return the lengths of the shortest and the longest of `parts` nearly equal runs."""
     return count // parts, -(-count // parts)
