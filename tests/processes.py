@@ -1,6 +1,7 @@
 """Programs that tests start, and how long one may take: long enough for a machine that does something else, too."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -62,7 +63,9 @@ def python_ranks(ranks, code, folder):
 
 
 def calls_of_one_start(ranks, calls, folder, code):
-    """What ranks of one start say of each call, one call after another, and print; each must end with `code` on all ranks."""
+    """What ranks of one start say of each call, one call after another, and print; `code` is the exit code of all ranks, of
+    every call or a list of one for each.
+    """
     program = (
         "import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
         f"for words in {calls!r}:\n"
@@ -74,11 +77,11 @@ def calls_of_one_start(ranks, calls, folder, code):
         "        if MPI.COMM_WORLD.rank == 0: print(f'=== {everyone}', file=stream, flush=True)\n"
     )
     done = python_ranks(ranks, program, folder)
-    said, printed = (
-        stream.split(f"=== {[[code]] * ranks}\n") for stream in (done.stderr, done.stdout)
-    )
-    assert len(said) == len(printed) == len(calls) + 1, done.stderr[-2000:] + done.stdout[-2000:]
-    return said[:-1], printed[:-1]
+    codes = code if isinstance(code, list) else [code] * len(calls)
+    said, printed = (re.split(r"=== (.*)\n", stream) for stream in (done.stderr, done.stdout))
+    ends = [str([[code]] * ranks) for code in codes]
+    assert said[1::2] == printed[1::2] == ends, done.stderr[-2000:] + done.stdout[-2000:]
+    return said[:-1:2], printed[:-1:2]
 
 
 def shell(line, **more):

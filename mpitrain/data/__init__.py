@@ -1,8 +1,8 @@
 """Data sources: deterministic samplers of a global batch, where each rank reads its own rows.
 
-The global batch of step k depends on the seed and on k, in epochs also on earlier samples, and not
-on the number of ranks. Sources of a file hold out a second file or their last tenth. Sample sources
-have a test set.
+The global batch of step k does not depend on the number of ranks. It depends on the seed and on k;
+with data.order=epochs it also depends on the number of earlier samples. Sources of files hold out a
+second file or their last tenth. Sample sources have a test set.
 """
 
 from mpitrain.data.prefetch import Prefetched as Prefetched

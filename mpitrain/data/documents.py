@@ -1,4 +1,4 @@
-"""Documents of input files: text, lines of JSON, Parquet; in chunks that can begin anywhere."""
+"""Documents of input files (text, lines of JSON, Parquet), read in chunks from any position on."""
 
 import hashlib
 import os
@@ -13,16 +13,16 @@ from mpitrain.files import reading
 from mpitrain.strict_json import parsed
 
 CHUNK = 1 << 20
-"""Bytes of text in a chunk: the work of a process at a time. Longer documents are cut there."""
+"""Bytes of text in a chunk, which a process encodes at once. Longer documents are cut into pieces."""
 LINE = 1 << 16
-"""Longest distance, in bytes, from a cut to the end of its line; else a character ends it."""
+"""A document is cut at the end of a line; if no line ends in this many bytes, after a character."""
 
 
 class DocumentPiece(NamedTuple):
     """A document or, if it is long, a piece of one.
 
     held_out  whether it belongs to the validation set
-    ends      whether the document ends with it
+    ends      whether the document ends with this piece
     """
 
     text: str
@@ -33,8 +33,9 @@ class DocumentPiece(NamedTuple):
 class Position(NamedTuple):
     """A position in an input file.
 
-    offset     bytes before it; of Parquet, bytes in proportion to the row groups before it
-    documents  documents, lines or rows before it
+    offset     bytes before the position; in Parquet, bytes of the file in proportion to the rows
+               before it
+    documents  documents, lines or rows before the position
     """
 
     offset: int = 0
@@ -42,18 +43,18 @@ class Position(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some pieces in their order, and the position behind them."""
+    """Pieces of documents in their order, and the position after them in the file."""
 
     pieces: list[DocumentPiece]
     end: Position
 
 
 class Form(NamedTuple):
-    """How documents are found in the inputs, and which of them are held out.
+    """How documents are found in input files, and which of them are held out.
 
-    fraction  of the documents, or of a text file, for validation
-    seed      of the draws
-    field     the key of a line, or the column, with the text
+    fraction  held-out fraction of the documents, or of a text file that is one document
+    seed      of the draws of held-out documents
+    field     the key of a line of JSON, or the column of Parquet, with the text
     mark      the text between two documents of a text file; empty: the file is one document
     """
 
@@ -63,9 +64,10 @@ class Form(NamedTuple):
     mark: str
 
     def holds_out(self, number: int, document: int) -> bool:
-        """Draw whether a document is held out; it depends on nothing else.
+        """Return whether a document is held out: a draw that depends on these numbers and the seed.
 
-        number  of the input file
+        number    of the input file
+        document  number of the document in that file
         """
         word = struct.pack("<3q", self.seed, number, document)
         drawn = int.from_bytes(hashlib.blake2b(word, digest_size=7).digest(), "little")
@@ -73,7 +75,7 @@ class Form(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input file with its number in the command line."""
+    """An input file, its number among the paths of the command line, and its size."""
 
     path: Path
     number: int
@@ -101,7 +103,7 @@ def inputs(paths: Iterable[Path]) -> list[Input]:
 
 
 def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
-    """Yield the chunks of an input file from a position on. `end` of a chunk is such a position."""
+    """Yield the chunks of an input file from `start` on, which may be the `end` of any chunk."""
     read = READERS.get(source.path.suffix.lower(), _marked if form.mark else _text)
     with opened(source.path) as file:
         yield from read(file, source, form, start)
@@ -114,7 +116,7 @@ def texts(paths: Iterable[Path], form: Form) -> Iterator[str]:
 
 
 def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    """Read a file that is one document. Its last fraction, from a line on, is held out."""
+    """Read a file that is one document. Its last fraction is held out, from the start of a line on."""
     cut = source.nbytes
     if form.fraction:
         wanted = int(source.nbytes * (1 - form.fraction))
@@ -131,20 +133,22 @@ def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterat
 
 
 def _line_end(file: IO[bytes], at: int, stop: int) -> int:
-    """Return the end of the line with byte `at`; in a line longer than LINE, of its character."""
+    """Return the end of the line that contains byte `at`, or, if that is more than LINE bytes away,
+    the next end of a character.
+    """
     data = os.pread(file.fileno(), min(LINE, stop - at), at)
     end = data.find(b"\n")
     return _character(file, at) if end < 0 else at + end + 1
 
 
 def _character(file: IO[bytes], at: int) -> int:
-    """Return the first byte of a character of UTF-8 from `at` on."""
+    """Return the position of the first byte, from `at` on, that begins a character of UTF-8."""
     data = os.pread(file.fileno(), 4, at)
     return at + next((n for n, byte in enumerate(data) if byte & 0xC0 != 0x80), 0)
 
 
 def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    """Read documents of text with marks between them, without line ends around the marks."""
+    """Read documents of text with marks between them; line ends around the marks are removed."""
     for items, end in _items(file, form.mark.encode(), start):
         offset, pieces = start.offset, []
         for number, item in enumerate(items, start.documents):
@@ -184,7 +188,7 @@ def _field(record: Any, field: str) -> str:
 
 
 def _items(file: IO[bytes], mark: bytes, start: Position) -> Iterator[tuple[list[bytes], Position]]:
-    """Yield the byte strings between marks, about a chunk of them at a time."""
+    """Yield the strings between marks, about CHUNK bytes at once, and the position after them."""
     at, number, rest = start.offset, start.documents, b""
     while True:
         # A document without a mark doubles the read, so that no byte is searched often.

@@ -1,9 +1,9 @@
 """Instruction data: conversations in JSON lines. Only the answers are trained on.
 
 A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
-A prompt is a message of the role user, an answer one of the role assistant. Each message becomes
-a turn by data.template. Tokens are bytes. In an assistant's turn the content counts, and so does
-the text of the template behind it. All other targets are IGNORED.
+A prompt is a message of the role user, an answer is a message of the role assistant. Each message
+is written by data.template. Tokens are bytes. In a message of the assistant, the content and the
+template's text after it count as targets. All other targets are IGNORED.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ from mpitrain.strict_json import parsed
 
 USER, ASSISTANT = "user", "assistant"
 SHOWN = 10
-"""The number of keys of a wrong line that its message lists."""
+"""The largest number of keys that the error about a wrong line lists."""
 Conversation = tuple[np.ndarray, np.ndarray]
-"""Its tokens, and whether each counts as a target; (N,) uint8 and bool."""
+"""The N tokens of a conversation, (N,) uint8, and whether each counts as a target, (N,) bool."""
 Row = Sequence[Conversation]
+"""The conversations of one row: one, or with packing several."""
 Turn = tuple[str, str]
 """The role and the content of a message."""
 
@@ -33,14 +34,14 @@ Turn = tuple[str, str]
 class InstructionSource:
     """A data source of conversations; its rows are shuffled anew in each epoch by (seed, epoch).
 
-    inputs and targets are (B, T) int64. A conversation is one row, which is cut after T + 1 tokens.
-    A shorter one is filled with token 0 and IGNORED targets. The last tenth is held out. With
-    packing, rows to train on have as many conversations as fit, one after the other. The
-    targets are the same. Attention crosses their borders, unless `marks_ends` makes each a document.
+    inputs and targets are (B, T) int64. A row has one conversation, which is cut after T + 1
+    tokens. A shorter one is padded with token 0 and IGNORED targets. With packing, a row to train
+    on has as many conversations as fit, one after the other, and each has the same targets as
+    alone. Attention crosses the borders of conversations, unless `marks_ends` makes each of them a
+    document.
 
-    conversations  [(tokens, whether each counts as a target)], uint8 and bool
-    test           the held-out conversations; empty: the last tenth of `conversations`
-    samples        rows to train on
+    test     the held-out conversations; empty: the last tenth of `conversations`
+    samples  number of rows to train on
     """
 
     form: Form = "tokens"
@@ -130,7 +131,7 @@ def open_jsonl(request: Request) -> InstructionSource:
 
 
 def _conversations(path: Path, template: str, least: int) -> list[Conversation]:
-    """Read a file of at least `least` conversations; DataError if it is none."""
+    """Read a file of conversations; DataError if a line is none, or if there are fewer than `least`."""
     try:
         check_regular(path)
         lines = contents(path).split(b"\n")
@@ -158,7 +159,7 @@ def _conversations(path: Path, template: str, least: int) -> list[Conversation]:
 
 
 def _turns(record: Any) -> list[Turn]:
-    """Return the messages of a line; ValueError with the rest of a sentence if it has none."""
+    """Return the messages of a line; if it has none, ValueError with the end of an error's sentence."""
     if not isinstance(record, dict):
         raise ValueError(f"it is {type(record).__name__}")
     if set(record) == {"prompt", "answer"}:

@@ -1,4 +1,4 @@
-"""Prefetching: a data source around a data source, which reads the next batches in a thread."""
+"""Prefetching: a wrapper of a data source that reads the next batches in a thread."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +27,7 @@ class HeldOutRequest(NamedTuple):
     rows: tuple[int, ...]
 
     def following(self, previous: "HeldOutRequest") -> "HeldOutRequest":
-        """Return the request that is as far from this one as this one is from the previous."""
+        """Return the next request, with rows as far from this one's as these are from the previous."""
         pairs = zip(self.rows, previous.rows, strict=False)
         return HeldOutRequest(tuple(2 * now - then for now, then in pairs))
 
@@ -37,7 +37,7 @@ class Prefetched:
 
     All reads of the inner source happen in this one thread, so the inner source needs no lock. Rows
     are those of the inner source, bit for bit. An error of a read is raised by the call that needs
-    the rows. A request that does not follow the previous one is read at once.
+    the rows. A request that was not expected cancels the reads ahead.
 
     source  the inner source
     ahead   batches to read ahead, at least 1
@@ -87,7 +87,7 @@ class Prefetched:
 
 
 def _taken(futures: dict[Any, Future[Rows]], request: Any) -> Future[Rows] | None:
-    """Remove and return the read of a request; if it is missing, cancel all reads."""
+    """Remove the read of a request and return it; if there is none, cancel all reads."""
     if request in futures:
         return futures.pop(request)
     for future in futures.values():

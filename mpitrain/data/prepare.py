@@ -1,4 +1,4 @@
-"""`prepare`: writes a directory of tokens, atomically, and continues after an interruption."""
+"""`prepare` encodes input files into a directory of tokens, and continues after an interruption."""
 
 import fcntl
 import hashlib
@@ -27,9 +27,9 @@ TRAIN, HELD_OUT = "train.bin", "val.bin"
 PARTIAL = ".partial"
 JOURNAL = ".prepare.json"
 LARGE_WORK = 8 << 20
-"""Bytes of input from which on several processes are worth their start."""
+"""Bytes of input above which several processes are worth the time of their start."""
 EVERY = 4
-"""Chunks between two entries of the journal: the work that an interruption may cost."""
+"""Chunks between two entries of the journal: an interruption loses at most this work."""
 
 
 class Encoded(NamedTuple):
@@ -50,29 +50,29 @@ class Encoding(NamedTuple):
 
 
 Result = tuple[Encoded, Encoded]
-"""The tokens of a chunk to train on, and those held out."""
+"""The tokens of one chunk: those to train on, and those held out."""
 
 
 class Encoder(Protocol):
     """A process or rank that encodes one chunk at a time."""
 
     def send(self, pieces: list[DocumentPiece]) -> None:
-        """Send the pieces of a chunk, after the result of the previous chunk is received."""
+        """Send the pieces of a chunk to encode; the previous result must have been received."""
 
     def receive(self) -> Result:
-        """Return the tokens of the chunk; raise DataError if the encoder failed or has ended."""
+        """Wait for the tokens of the chunk, and return them; DataError if the encoder failed or
+        ended.
+        """
 
 
 Start = Callable[[Encoding, int], AbstractContextManager[Sequence[Encoder]]]
-"""Starts one encoder or more for a text: (encoding, bytes of the text) -> context with the
-encoders.
-"""
+"""(encoding, bytes of the text) -> context with one encoder or more, which ends them."""
 
 
 def encoded(chunks: Iterable[Chunk], encoders: Sequence[Encoder]) -> Iterator[tuple[Chunk, Result]]:
     """Yield each chunk with its tokens, in order; the result does not depend on the encoders.
 
-    Chunk k goes to encoder k mod their number, each one chunk at a time.
+    Of n encoders, number k mod n encodes chunk k. An encoder has one chunk at a time.
     """
     waiting: list[Chunk | None] = [None] * len(encoders)
     number = 0
@@ -109,7 +109,7 @@ def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiec
 
 
 class LocalEncoder(Encoder):
-    """The encoder in this process. It works in `receive`, while other encoders work, too."""
+    """An encoder in this process. It encodes in `receive`, while other encoders encode, too."""
 
     def __init__(self, encoding: Encoding):
         self._encoding = encoding
@@ -124,7 +124,7 @@ class LocalEncoder(Encoder):
 
 
 class ProcessEncoder(Encoder):
-    """An encoder in a process, which ends when its connection closes: none survives its parent."""
+    """An encoder in a process of its own, which ends when the connection to its parent closes."""
 
     def __init__(self, encoding: Encoding):
         context = multiprocessing.get_context("spawn")
@@ -153,7 +153,10 @@ class ProcessEncoder(Encoder):
 
 
 def processes(workers: int, least: int = LARGE_WORK) -> Start:
-    """Return a start of so many processes; for one, or at most `least` bytes, of this process."""
+    """Return a `Start` of `workers` processes.
+
+    With one worker, or for at most `least` bytes of text, this process encodes.
+    """
 
     @contextmanager
     def start(encoding: Encoding, nbytes: int) -> Iterator[Sequence[Encoder]]:
@@ -171,7 +174,7 @@ def processes(workers: int, least: int = LARGE_WORK) -> Start:
 
 
 def _serve(link: Connection, encoding: Encoding) -> None:
-    """Encode chunks until the connection closes: the work of a process."""
+    """Run a `ProcessEncoder`'s process: encode chunks until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     with closing(link), suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
@@ -183,7 +186,7 @@ def _serve(link: Connection, encoding: Encoding) -> None:
 
 
 class Options(NamedTuple):
-    """The configuration of `prepare`. Only an interrupted call with the same one is continued.
+    """The options of `prepare`. It continues only an interrupted call with the same options.
 
     separator  the token behind each document; -1: none
     """
@@ -197,9 +200,10 @@ class Options(NamedTuple):
 class Journal(BaseModel):
     """The progress of an interrupted `prepare`.
 
-    configuration  SHA-256 of the inputs and options
-    input          number of the input file that is next, or partly read
-    offset         see `Position`, of this file
+    configuration      SHA-256 of the inputs and options
+    input              number of the input file that is next, or partly read
+    offset, documents  the `Position` in this file
+    train, held_out    the tokens written so far
     """
 
     configuration: str
@@ -331,7 +335,7 @@ class _Writer:
         return [(TRAIN, journal.train), (HELD_OUT, journal.held_out)]
 
     def _encode(self, journal: Journal, start: Start) -> Journal:
-        """Encode the rest of the inputs behind the tokens of the journal."""
+        """Encode the inputs from the journal's position on, and append to the tokens it counts."""
         files = []
         try:
             for name, counts in self._files(journal):
@@ -369,7 +373,7 @@ class _Writer:
         return journal
 
     def _chunks(self, journal: Journal, turns: list[int]) -> Iterator[Chunk]:
-        """Yield the chunks from the journal's position on; append the input of each to `turns`."""
+        """Yield the chunks from the journal's position on; append each one's input file to `turns`."""
         for source in self._inputs[journal.input :]:
             is_begun = source.number == journal.input
             start = Position(journal.offset, journal.documents) if is_begun else Position()
@@ -391,13 +395,13 @@ class _Writer:
         )
 
     def _note(self, journal: Journal, files: Sequence[int]) -> None:
-        """Write the journal after the tokens that it counts."""
+        """Sync the files of tokens, then write the journal that counts these tokens."""
         for file in files:
             os.fsync(file)
         self._folder.write_whole(JOURNAL, journal.model_dump_json())
 
     def _finish(self, journal: Journal) -> Prepared:
-        """Give all files their names; an interrupted call of this function may be repeated."""
+        """Give all files their final names. After an interruption this function can run again."""
         tokenizer, folder = self._options.tokenizer, self._folder
         has_held_out = journal.held_out.tokens > 0
         facts = Prepared(

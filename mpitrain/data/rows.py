@@ -1,4 +1,4 @@
-"""The rows of a step: their order in an epoch, and several documents in one row.
+"""Rows of data: their order in an epoch, packing of sequences, and documents within a row.
 
 B rows, T tokens of a row.
 """
@@ -19,9 +19,9 @@ class EpochOrder:
         self._shuffled: tuple[tuple[int, int], np.ndarray] | None = None
 
     def chosen(self, seed: int, positions: np.ndarray) -> np.ndarray:
-        """Return the numbers of the rows at these positions, counted from the first epoch on.
+        """Return the numbers of the rows at some positions, (B,) int64.
 
-        positions, result: (B,) int64
+        positions  (B,) int64, counted from the first row of the first epoch
         """
         chosen = np.empty(len(positions), np.int64)
         for epoch in np.unique(positions // self._rows):
@@ -32,7 +32,8 @@ class EpochOrder:
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order of all rows of an epoch, (rows,) int64.
 
-        A permutation costs time in proportion to all rows, so the last one is cached."""
+        A permutation costs time in proportion to all rows, so the last one is cached.
+        """
         if self._shuffled is None or self._shuffled[0] != (seed, epoch):
             order = np.random.default_rng([seed, epoch]).permutation(self._rows)
             self._shuffled = (seed, epoch), order
@@ -40,17 +41,20 @@ class EpochOrder:
 
 
 def positions(step: int, size: int, rows: range, before: int | None) -> np.ndarray:
-    """Return the positions of rows of a global batch among all samples since step 0, as `batch`."""
+    """Return the positions of rows of a global batch among all samples since step 0.
+
+    The arguments are those of `Source.batch`.
+    """
     return (step * size if before is None else before) + np.arange(rows.start, rows.stop)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the numbers of the sequences in each row; the result depends only on the arguments.
+    """Pack sequences into rows, and return the numbers of the sequences in each row.
 
-    The longest sequence comes first, and each goes to the first row that has room for it. This
-    takes at most 11/9 of the fewest rows, plus 1 (first-fit decreasing, Johnson 1973).
+    From the longest sequence to the shortest, each goes to the first row that has room for it. The
+    number of rows is at most 11/9 x (the fewest possible) + 1 (first-fit decreasing, Johnson 1973).
 
-    lengths   in tokens; a longer one than `capacity` counts as `capacity`
+    lengths   of the sequences, in tokens; above `capacity` they count as `capacity`
     capacity  tokens of a row
     """
     rows: list[list[int]] = [[] for _ in lengths]
@@ -70,11 +74,11 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def without_ends(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the targets with IGNORED at the ends of documents, and the documents' first tokens.
+    """Return the targets with IGNORED at the ends of documents, and where each document starts.
 
     targets  (B, T) integers; DOCUMENT_END at the last token of a document
-    returns  targets (B, T), and for each token the index in its row of its document's first token,
-             (B, T) int32
+    returns  (B, T) targets; and (B, T) int32, the index in the row of the first token of each
+             token's document
     """
     is_end = targets == DOCUMENT_END
     starts = np.zeros(targets.shape, np.int32)
@@ -83,5 +87,8 @@ def without_ends(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def positions_of(starts: np.ndarray) -> np.ndarray:
-    """Return the position of each token in its document, (B, T) int32.    starts: (B, T)"""
+    """Return the position of each token in its document, (B, T) int32.
+
+    starts  (B, T), the second result of `without_ends`
+    """
     return np.arange(starts.shape[1], dtype=np.int32) - starts

@@ -1,4 +1,4 @@
-"""Sample sources: labelled features or images, shuffled anew in each epoch; digits and MNIST files."""
+"""Sample sources, shuffled anew in each epoch: scikit-learn's digits, and images in MNIST files."""
 
 import gzip
 import math
@@ -21,8 +21,8 @@ PARTS = ("train", "t10k")
 class SampleSource:
     """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
 
-    inputs are (B, F), of images (B, C, H, W); targets are (B,) int64. Each sample comes once per
-    epoch.
+    inputs are features (B, F) or images (B, C, H, W); targets are (B,) int64. An epoch has each
+    sample once.
     """
 
     def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
@@ -77,7 +77,7 @@ def open_idx(request: Request) -> SampleSource:
     """Return the images of four MNIST-format files, gzipped or not, with pixels scaled to 0..1.
 
     request.place  the folder of train-images-idx3-ubyte and its three companions
-    request.form   images, or else samples, with an image as a row of features
+    request.form   "images"; or "samples", where an image is a row of features
     """
     folder, parts, sizes = Path(request.place), {}, set()
     for part in PARTS:

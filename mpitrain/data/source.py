@@ -84,7 +84,7 @@ class Source(Protocol):
 
 
 class Unopened(NamedTuple):
-    """The sizes of a data source without its data: enough to build a model and generate text."""
+    """The sizes of a data source without its data. A model can be built from them."""
 
     form: Form
     shape: tuple[int, ...]
@@ -97,10 +97,10 @@ class Scan(NamedTuple):
     """The result of a scan of a token file, with the state of the file at that time.
 
     path        absolute path of the file
-    nbytes      its size
-    changed_ns  time of its last change, in ns
-    largest     the largest token in it; -1 before the scan
-    dtype       of its tokens
+    nbytes      size of the file
+    changed_ns  time of the file's last change, in ns
+    largest     the largest token in the file; -1 before the scan
+    dtype       of the tokens
     """
 
     path: str
@@ -113,13 +113,14 @@ class Scan(NamedTuple):
 class Reading(NamedTuple):
     """How rows are made of tokens: the keys of [data] that some sources read.
 
-    dtype      of bare files of tokens: auto, uint16 or uint32
-    order      random windows of a token source, or epochs
+    dtype      of token files without a header: auto, uint16 or uint32
+    order      of the windows of a token source: random, or epochs
     separator  the token that ends a document; -1: there are no documents
     template   one turn of a conversation as text, with {role} and {content}
     mixture    {name of a token source: its weight}
     packing    whether a row has as many conversations as fit
-    attend     window: attention sees all of a row, document: its own document alone
+    attend     what a token attends to: all earlier tokens of its row (window), or those of its
+               document (document)
     """
 
     dtype: str = "auto"
@@ -141,7 +142,7 @@ class Request(NamedTuple):
     validation  held-out rows: the name of another source, or "tenth"; empty: the default
     scan        the scan of a token file; None for other sources
     reading     how rows are made of tokens
-    form        the form that the model takes; of digits and idx: images, or else samples
+    form        the form that the model takes; digits and idx have images and samples
     """
 
     name: str
@@ -164,7 +165,7 @@ class Request(NamedTuple):
 
 
 def amounts(source: Source | Unopened) -> dict[str, int]:
-    """Return {name: count} of the data, such as tokens and held_out_tokens; a plugin may have none."""
+    """Return {name: count} of the data, such as tokens and held_out_tokens; {} if it has no counts."""
     return getattr(source, "amounts", {})
 
 

@@ -36,14 +36,16 @@ class SourceKind(NamedTuple):
     open           makes the source; raises DataError if its data is missing or wrong
     form           of the data: a model must take it
     also           other forms in which a model may take it, as `Request.form`
-    argument       the path behind the prefix as help texts write it, :FILE; empty: there is none
-    help           a remark for the help of data.source, in brackets; may be empty
-    is_text        its tokens are the bytes of text
-    is_token_file  it is a file of tokens. All ranks scan it for its largest token
-    can_validate   data.validation may name another file of this kind, as for files of tokens
-    reads          the keys of `Reading` that it reads, in addition to the dtype of a file of tokens
+    argument       what follows the prefix in a name, as help texts write it, such as :FILE; empty:
+                   nothing
+    help           a remark in the help of data.source; may be empty
+    is_text        whether its tokens are the bytes of text
+    is_token_file  whether it is files of tokens, which all ranks scan for the largest token
+    can_validate   whether data.validation may name another file of this kind; of token files it may
+                   always
+    reads          the keys of `Reading` that it reads; token files read dtype in any case
     module         optional Python module that it needs; empty: none
-    files          returns the files that the path behind the prefix names
+    files          (path after the prefix) -> the files that it names
     """
 
     open: Callable[[Request], Source]
@@ -68,7 +70,7 @@ class SourceKind(NamedTuple):
 
 
 def _open_mixture(request: Request) -> MixtureSource:
-    """Files of tokens are scanned on each rank."""
+    """Open the members of data.mixture; each rank scans whole files of tokens."""
     reading = request.reading._replace(mixture={})
     members: dict[str, tuple[TokenSource, float]] = {}
     for name, weight in request.reading.mixture.items():
@@ -268,8 +270,9 @@ def _is_source(made: Any) -> bool:
 def read_rows(name: str, source: Source, count: int, read: Callable[[], Rows]) -> Rows:
     """Return the inputs and targets that `read` reads from a source.
 
-    name, count  of the source, and of the rows
-    raises       ConfigError if the source of a plugin gives anything else
+    name    of the source
+    count   number of rows that are read
+    raises  ConfigError if the source of a plugin returns anything else
     """
     return SOURCES.made(
         name.partition(":")[0],
@@ -338,7 +341,7 @@ def tokenizer_of(names: Iterable[str]) -> bytes | None:
 
 
 def file_digests(names: Iterable[str]) -> dict[str, str]:
-    """Return {file: its size and digest} of sources that are files, for a comparison of ranks."""
+    """Return {file: its size and digest} of sources that are files; ranks compare these."""
     places = ((source_kind(name), name.partition(":")[2]) for name in names)
     files = (Path(path) for row, place in places if place for path in row.files(place))
     return {str(path): file_digest(path) for path in files if path.is_file()}

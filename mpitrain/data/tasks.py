@@ -15,9 +15,9 @@ EXAMPLE = 'Write {"context": TEXT, "choices": [TEXT, TEXT], "answer": INDEX} on 
 class Task(NamedTuple):
     """A question with several answers, one of which is right.
 
-    line     its line in the file, from 1
+    line     number of its line in the file, from 1
     context  the text before each choice; may be empty
-    choices  the answers, as they follow the context: a space between is a part of the choice
+    choices  the answers; each begins right after the context, so a space between belongs to it
     answer   the index of the right choice, from 0
     """
 
@@ -38,7 +38,7 @@ class _TaskLine(BaseModel):
 def read_tasks(path: Path) -> list[Task]:
     """Read a file of tasks; blank lines are skipped.
 
-    raises  DataError with the number of the line, if a line is no task, or if there is none
+    raises  DataError if there is no task, or, with the number of the line, if a line is none
     """
     try:
         lines = contents(path).split(b"\n")

@@ -1,7 +1,7 @@
-"""Files of tokens: their layouts, what meta.json notes of them, their digests, and how they are read.
+"""Files of tokens: their layouts, the facts about them in meta.json, their digests, and reading.
 
-A file is read by `preadv`, which lets go of the interpreter: other threads compute meanwhile. A
-page fault of a memory map would stop all threads of Python.
+Files are read by `preadv`, which releases the interpreter's lock: other threads compute meanwhile.
+A page fault of a memory map would stop all threads of Python.
 """
 
 import errno
@@ -46,12 +46,12 @@ UNREADABLE = (
     MemoryError,
     RecursionError,
 )
-"""The errors of NumPy for a header that is damaged."""
+"""The errors that NumPy raises for a damaged header."""
 KEYS = "data.source and data.validation"
 """The keys that may have named a file, for messages."""
 AUTO = "auto"
 BLOCK, BLOCKS = 4096, 64
-"""Bytes of a block, and number of blocks, that represent a larger file in its digest."""
+"""Bytes of a block, and the number of blocks that the digest of a larger file covers."""
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
@@ -205,9 +205,9 @@ def beside(name: str) -> str:
 
 
 def as_it_is(name: str, dtype: str = AUTO) -> Scan:
-    """Return the state of a tokens:PATTERN before its scan: its largest token is -1.
+    """Return the `Scan` of a tokens:PATTERN before its tokens are read: the largest token is -1.
 
-    Of several files it has the sums of sizes and of times, which change if any of them does.
+    For several files, `nbytes` and `changed_ns` are sums, which change if any file changes.
     """
     place = name.partition(":")[2]
     paths = token_paths(place)
@@ -218,7 +218,9 @@ def as_it_is(name: str, dtype: str = AUTO) -> Scan:
 
 
 def largest_token(name: str, part: int, parts: int, dtype: str = AUTO) -> int:
-    """Return the largest token in one of `parts` equal slices of a tokens:PATTERN; -1 if empty."""
+    """Return the largest token in slice `part` of `parts` equal slices of a tokens:PATTERN; -1 if
+    the slice is empty.
+    """
     tokens = tokens_of(name.partition(":")[2], dtype)
     return largest(tokens.region(part * len(tokens) // parts, (part + 1) * len(tokens) // parts))
 
@@ -254,7 +256,8 @@ def token_paths(place: str) -> list[Path]:
 def file_digest(path: Path) -> str:
     """Return the size of a file and a digest of its bytes, as text.
 
-    Of a file of more than BLOCKS blocks only so many are read, the first and the last among them.
+    Of a file of more than BLOCKS blocks, only BLOCKS blocks are read. They are spread evenly over
+    the file, and include its first and its last bytes.
     """
     digest = hashlib.sha256()
     with reading(path) as file:
@@ -346,7 +349,10 @@ def _npy(path: Path) -> TokenLayout:
 
 
 def _size(path: Path) -> int:
-    """Opening a pipe or a terminal would block forever, so only a regular file has a size."""
+    """Return the size of a file; DataError unless it is a regular file that can be opened.
+
+    Opening a pipe or a terminal would block forever.
+    """
     try:
         check_regular(path)
         with path.open("rb"):
@@ -362,9 +368,9 @@ def _size(path: Path) -> int:
 
 
 class Counts(BaseModel):
-    """The size of a file of tokens.
+    """Counts of a file of tokens.
 
-    bytes  of the text in UTF-8; separators are tokens without text
+    bytes  length of the text in UTF-8, to which separators add nothing
     """
 
     documents: Count = 0
@@ -384,7 +390,7 @@ class Prepared(BaseModel):
 
     separator      the token that ends a document; -1: there is none
     tokenizer      SHA-256 of tokenizer.json in the same directory
-    files          {name: size} of train.bin and val.bin
+    files          {name: counts} of train.bin and val.bin
     configuration  SHA-256 of inputs and options
     """
 
@@ -398,7 +404,7 @@ class Prepared(BaseModel):
 
 
 def noted_dtype(path: Path) -> str:
-    """Return the dtype that meta.json in the folder of a bare token file names, else uint16."""
+    """Return the dtype of a token file without a header: that in meta.json beside it, or uint16."""
     content = _content(path.with_name(META))
     name = content.get("dtype", "uint16") if isinstance(content, dict) else None
     if name not in ("uint16", "uint32"):
@@ -410,9 +416,9 @@ def noted_dtype(path: Path) -> str:
 
 
 def prepared(path: Path) -> Prepared | None:
-    """Return meta.json in the folder of a token file, if `data prepare` wrote both; else None.
+    """Return the meta.json in the folder of a token file if `data prepare` wrote both; else None.
 
-    raises  DataError if a meta.json of this format is damaged
+    raises  DataError if a meta.json of `data prepare` is damaged
     """
     meta, content = path.with_name(META), None
     with suppress(DataError):  # With data.dtype, a meta.json of other programs is not read.
@@ -429,7 +435,7 @@ def prepared(path: Path) -> Prepared | None:
 
 
 def bytes_per_token(paths: Iterable[Path]) -> float:
-    """Return the bytes of text per token of some files; 0 if meta.json does not know all."""
+    """Return the bytes of text per token of some files; 0 unless meta.json has the counts of all."""
     tokens = nbytes = 0
     for path in paths:
         facts = prepared(path)
@@ -441,9 +447,10 @@ def bytes_per_token(paths: Iterable[Path]) -> float:
 
 
 def tokenizer_beside(path: Path) -> bytes | None:
-    """Return the content of tokenizer.json in the folder of a token file, if `data prepare` wrote them.
+    """Return the content of tokenizer.json in the folder of a token file; None unless `data prepare`
+    wrote the token file.
 
-    raises  DataError if the file is missing, or another one than meta.json notes
+    raises  DataError if tokenizer.json is missing, or is not the one whose digest meta.json has
     """
     facts = prepared(path)
     if facts is None:

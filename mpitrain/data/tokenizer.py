@@ -20,17 +20,17 @@ BYTES_FILE = b'{"type": "bytes"}\n'
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Usual names of the token that ends a document."""
 LEAST = 257
-"""Fewest tokens: one for each byte, and the end of a document."""
+"""The smallest vocabulary of a trained tokenizer: 256 bytes, and the end of a document."""
 WINDOW, PENDING = 16, 8
-"""For `Tokenizer.stream`: earlier tokens to decode again as context; most tokens of an incomplete
-character.
+"""Limits of `FileTokenizer.stream`: earlier tokens that are decoded again as context, and tokens
+that wait for a character to become complete.
 """
 
 
 class Tokenizer(Protocol):
     """A tokenizer.
 
-    data        content of its file: `open_tokenizer` makes the same tokenizer from it
+    data        content of the tokenizer's file, from which `open_tokenizer` makes the same tokenizer
     vocabulary  largest token + 1
     separator   the token that ends a document; -1: there is none
     """
@@ -46,21 +46,21 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens, which need not be valid UTF-8.
+        """Return the text of tokens as bytes, which may be invalid UTF-8.
 
-        Special tokens appear under their names. Tokens outside the vocabulary have no text.
+        Special tokens appear as their names. Tokens outside of the vocabulary have no text.
         """
 
     def stream(self, tokens: Iterable[int], prompt: Sequence[int]) -> Iterator[bytes]:
         """Decode tokens one by one, each as soon as its last character is complete.
 
-        prompt  the tokens before them; their text is not returned
-        yields  the next bytes of the text, perhaps none: a piece for each token, and perhaps
-                another one at the end
+        prompt  the tokens before these; their text is not returned
+        yields  for each token the next bytes of the text, perhaps none; perhaps more bytes at the
+                end
         """
 
     def named(self, name: str) -> int | None:
-        """Return the token with a name such as <|endoftext|>; None if there is none."""
+        """Return the token with a name such as <|endoftext|>; None if no token has this name."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -186,10 +186,13 @@ def _utf8(text: str) -> bytes:
 def train_tokenizer(
     texts: Iterable[str], vocabulary: int, out: Path, shows_progress: bool = False
 ) -> Tokenizer:
-    """Train a tokenizer and write its file, atomically; any text decodes to itself again.
+    """Train a tokenizer (byte-level BPE), and write its file atomically.
+
+    The tokens of any text decode to the same text.
 
     vocabulary  largest number of tokens; a short text gives fewer
-    raises      ConfigError without the package `tokenizers`; DataError without any text
+    raises      ConfigError without the package `tokenizers`; DataError if no pair of bytes occurs
+                often in the text
     """
     check_tokenizers("mpitrain data train-tokenizer")
     from tokenizers import Tokenizer as HuggingFace

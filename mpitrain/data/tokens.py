@@ -25,23 +25,24 @@ from mpitrain.errors import DataError
 BYTES = 256
 """The vocabulary of text: its tokens are its bytes."""
 DRAW = 1
-"""Separates the random numbers that draw a source of a mixture from those that draw a window."""
+"""A third seed of the draws of a mixture's sources, so that they differ from the draws of windows."""
 
 
 class TokenSource:
     """A token data source: windows of T tokens, drawn from a flat sequence.
 
-    inputs are (B, T) int64; targets are the same windows, one token later. With a separator a
-    window ends with its document: later targets are IGNORED, later inputs are separators.
+    inputs are (B, T) int64; targets are the same windows, one token later. With a separator, a
+    window ends with its first document: later targets are IGNORED, later inputs are separators.
+    With data.attend=document, it goes on, and DOCUMENT_END marks the ends of documents.
 
-    tokens      all of them; those held out included, unless `validation` has them
-    name        of the source, for messages
-    scan        the scan of a tokens:FILE, or None
-    validation  the held-out tokens and their name; None holds out the last tenth of `tokens`
-    reading     order of the windows, and the separator
+    tokens           the tokens to train on; without `validation` also those to hold out
+    name             of the source, for messages
+    scan             the scan of a tokens:FILE, or None
+    validation       the held-out tokens and their name; None holds out the last tenth of `tokens`
+    reading          order of the windows, separator, and attend
     bytes_per_token  bytes of text per held-out token; 0: unknown
-    raises      DataError if training or held-out tokens are shorter than a window, or if the
-                separator is outside of the vocabulary
+    raises           DataError if training or held-out tokens are shorter than a window, or if the
+                     separator is outside of the vocabulary
     """
 
     form: Form = "tokens"
@@ -104,7 +105,10 @@ class TokenSource:
     def drawn(
         self, seed: int, step: int, size: int, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return some rows of the random windows of a step, as `batch`.    rows: (B,) int64"""
+        """Return some of a step's random windows, as `batch` does.
+
+        rows  (B,) int64, the numbers of the windows in the global batch
+        """
         starts = np.random.default_rng([seed, step]).integers(
             self.tokens - self._context, size=size
         )
@@ -125,10 +129,10 @@ class TokenSource:
 
 
 class MixtureSource:
-    """A data source that draws each row from one of several token sources, in any layout the same.
+    """A data source that draws each row from one of several token sources.
 
-    A row comes from a source with probability weight / sum of weights. The held-out rows are those
-    of all sources, one source after the other.
+    A row comes from a source with probability weight / sum of weights, in every layout from the
+    same one. The held-out rows are those of all sources, one source after the other.
 
     members     {name: (source, weight)}
     vocabulary  at least that of each source; 0: the largest of these
@@ -176,7 +180,7 @@ class MixtureSource:
         chosen: np.ndarray,
         read: Callable[[TokenSource, np.ndarray], tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows in their order.
+        """Read each row from its source, and return the rows in their order.
 
         chosen  (B,), the number of the source of each row
         read    (source, mask of its rows) -> inputs and targets of these rows
@@ -194,7 +198,7 @@ def open_pydocs(request: Request) -> TokenSource:
 
 
 def open_text(request: Request) -> TokenSource:
-    """Open a text file, whose bytes are tokens, and the file of its held-out text."""
+    """Open a text file, whose bytes are tokens, and the file of held-out text if there is one."""
     path = request.other
     held_out = (text(Path(path)), path) if path else None
     return _of_bytes(text(Path(request.place)), request.place, request, held_out)
@@ -215,7 +219,7 @@ def _of_bytes(
 
 
 def open_tokens(request: Request) -> TokenSource:
-    """Open files of tokens that were scanned, and the file of their held-out tokens."""
+    """Open files of tokens, which have been scanned, and the held-out file if there is one."""
     place, vocabulary, scan = request.place, request.vocabulary, request.scan
     dtype = request.reading.dtype
     assert scan is not None

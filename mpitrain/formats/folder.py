@@ -1,6 +1,6 @@
-"""A folder of another project with a configuration and safetensors files: its format and its parts.
+"""Model folders of other projects: the description of a format, and readers of a folder's files.
 
-Readers here refuse what is damaged, and links below the folder.
+The readers refuse damaged files, and links below the folder.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ CONFIGURATION = "config.json"
 TEXT = 16 << 20
 """The largest size of a configuration in bytes."""
 BENEATH = 1
-"""Only the folder that the user names may be reached by links, not the files in it."""
+"""`inner` of the readers: a file in the folder must not be a link, but the folder may be one."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-"""Suffixes of files of weights that are no safetensors files."""
+"""Suffixes of weight files that are not in the safetensors format."""
 AGAIN = "Download or save the folder again, or name another one."
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -49,7 +49,7 @@ class Initial(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs for ranks which see different files."""
+        """A number that differs between ranks if they see different files."""
         seen = [
             (name, tensor.shape, *(tensor.located[1:] if isinstance(tensor, StoredTensor) else ()))
             for name, tensor in sorted(self.tensors.items())
@@ -60,11 +60,12 @@ class Initial(NamedTuple):
 class Trained(NamedTuple):
     """The model of a checkpoint, which an export writes.
 
-    config      of the run
-    tensors     {full name: tensor}, in a file of the checkpoint or computed
-    separator   the token that ends a document; -1: there is none
-    dtype       the name of the dtype to write
-    base        of adapters: the folder and the digests of the model under them
+    config     of the run
+    tensors    {full name: tensor}, in a file of the checkpoint or computed
+    separator  the token that ends a document; -1: there is none
+    dtype      the name of the dtype to write
+    base       the folder and the file digests of the model that adapters were trained on; {} if the
+               run has no adapters
     """
 
     config: Config
@@ -77,8 +78,8 @@ class Trained(NamedTuple):
 class FolderContents(NamedTuple):
     """The contents of a folder that an export writes.
 
-    tensors  {name there: our tensor}, in the order of writing; `is_transposed` of a tensor says
-             whether its shape there is the reverse
+    tensors  {name in the folder: our tensor}, in the order of writing; `is_transposed` of a tensor
+             says whether the folder has its dims in reverse order
     files    {name: content} of the other files
     """
 
@@ -90,10 +91,10 @@ class Format(NamedTuple):
     """A kind of folder of another project.
 
     help     words for the help of `mpitrain export --to`
-    weights  name of its safetensors file, without the suffix
-    is_own   whether a folder with these names of files is of this kind
-    keys     (folder) -> {section.key: value}, as its configuration determines them; it reads no
-             tensors
+    weights  name of the safetensors file, without the suffix
+    is_own   (names of a folder's files) -> whether the folder is of this kind
+    keys     (folder) -> {section.key: value}, as its configuration determines them; no tensor is
+             read
     read     (folder) -> the model in it; raises CheckpointError if it is damaged, or of a model
              that mpitrain does not have
     write    (model) -> the contents of a new folder; raises ConfigError for a model that this
@@ -115,7 +116,7 @@ class _Index(BaseModel):
 
 
 def weight_map(index: Path, inner: int) -> dict[str, str]:
-    """Return the file of each tensor; ValueError if the index is invalid.
+    """Return {tensor: its file}; ValueError if the index is invalid.
 
     inner  how many names at the end of the path must not be links
     """
@@ -126,7 +127,7 @@ def weight_map(index: Path, inner: int) -> dict[str, str]:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names in a folder; CheckpointError if there is no such folder."""
+    """Return the names of a folder's files; CheckpointError if there is no such folder."""
     try:
         with opened(folder) as directory:
             return directory.names()
@@ -171,7 +172,7 @@ def tensors(folder: Path, weights: str) -> tuple[list[str], dict[str, Located]]:
     """Locate all tensors of a folder, in one safetensors file or in the files of an index.
 
     weights  name of the file without its suffix
-    returns  the names of the files, and the location of each tensor by its name there
+    returns  the names of the files, and {name of a tensor in the folder: its location}
     raises   OSError; ValueError, which names the file
     """
     present = names(folder)

@@ -1,6 +1,6 @@
-"""GPT-2 folders of HuggingFace: names of tensors and keys of config.json, there and here.
+"""GPT-2 folders of HuggingFace: tensor names and keys of config.json, and their counterparts here.
 
-    here                              there                         shape there
+    name here                         name in GPT2LMHeadModel       shape in GPT2LMHeadModel
     embedding.tokens                  transformer.wte.weight        (vocabulary, width)
     embedding.positions               transformer.wpe.weight        (context, width)
     blocks.0.attention.norm.gain      transformer.h.0.ln_1.weight   (width,)
@@ -11,8 +11,8 @@
     head.norm.gain                    transformer.ln_f.weight       (width,)
     head.logits.weight                lm_head.weight                (vocabulary, width)
 
-GPT2Model writes no prefix `transformer.`. Buffers of the causal mask, attn.bias and
-attn.masked_bias, are ignored. A tied head has no tensor of its own.
+A folder of GPT2Model has these names without the prefix `transformer.`. Buffers of the causal mask,
+attn.bias and attn.masked_bias, are ignored. A tied head has no tensor of its own.
 """
 
 import json
@@ -64,8 +64,8 @@ Rate = Annotated[float, Field(ge=0, le=1)]
 class Counterpart(NamedTuple):
     """The tensor of a folder that corresponds to one of ours.
 
-    name           there, without the prefix
-    is_transposed  whether its dims are in reverse order
+    name           in the folder, without the prefix
+    is_transposed  whether the folder has its dims in reverse order
     """
 
     name: str
@@ -78,7 +78,7 @@ class Counterpart(NamedTuple):
 
 
 class ModelType(BaseModel):
-    """config.json of any architecture."""
+    """The key of config.json that every architecture has."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -116,12 +116,12 @@ ONLY = {
     "add_cross_attention": (False,),
     "quantization_config": (None,),
 }
-"""Keys of config.json with the only values that the model of mpitrain has."""
+"""Keys of config.json, and the only values of each that mpitrain's model supports."""
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def counterparts(layers: int, tied: bool) -> Iterator[tuple[str, Counterpart]]:
-    """Iterate over our names and their counterparts, in the order of the model.
+    """Yield each tensor of a GPT-2, in the order of the model: (our name, its counterpart).
 
     tied  whether the head has no tensor of its own
     """
@@ -145,7 +145,7 @@ def counterparts(layers: int, tied: bool) -> Iterator[tuple[str, Counterpart]]:
 
 
 def module_of(layer: str) -> str:
-    """Return the module of a linear layer in GPT2LMHeadModel, by our name; empty if it has none."""
+    """Return the module of GPT2LMHeadModel for our name of a linear layer; empty if there is none."""
     if layer == HEAD.removesuffix(".weight"):
         return THEIR_HEAD.removesuffix(".weight")
     match = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", layer, re.ASCII)
@@ -155,7 +155,7 @@ def module_of(layer: str) -> str:
 
 
 def layer_of(module: str) -> str:
-    """Return our name of a linear layer, by its module in GPT2LMHeadModel; empty if it is none."""
+    """Return our name for a module of GPT2LMHeadModel; empty unless it is a linear layer."""
     if module == THEIR_HEAD.removesuffix(".weight"):
         return HEAD.removesuffix(".weight")
     match = re.fullmatch(r"(?:transformer\.)?h\.([0-9]+)\.(.+)", module, re.ASCII)
@@ -250,7 +250,7 @@ def _keys(config: Gpt2Configuration) -> dict[str, Any]:
 
 
 def _matched(config: Gpt2Configuration, located: Mapping[str, Located]) -> dict[str, StoredTensor]:
-    """Return our tensors; ValueError if one is missing, of another shape, or unknown."""
+    """Return {our name: tensor}; ValueError if a tensor is missing, unknown or of a wrong shape."""
     left = {name.removeprefix(PREFIX): (name, tensor) for name, tensor in located.items()}
     if len(left) < len(located):
         raise ValueError(f"it has a tensor with and without the prefix {PREFIX}")

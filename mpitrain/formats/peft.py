@@ -1,14 +1,14 @@
-"""Folders of adapters as PEFT writes them: names of tensors, and keys of adapter_config.json.
+"""Adapter folders of PEFT: their tensor names and keys of adapter_config.json, and ours.
 
-    here                               there
+    here                               in a PEFT folder
     blocks.0.attention.qkv.lora_A      base_model.model.transformer.h.0.attn.c_attn.lora_A.weight
     head.logits.lora_B                 base_model.model.lm_head.lora_B.weight
     lora.rank, lora.alpha              r, lora_alpha
     run.init_from                      base_model_name_or_path
 
-A (r, inputs) and B (outputs, r) have the same shapes there. Adapters of q, k and v become one of
-c_attn. Its A has the rows of all, and its B is 0 where an adapter has no outputs. The file
-mpitrain.json has the digests of the base; PEFT ignores the file.
+A (r, inputs) and B (outputs, r) have the same shapes in both. Adapters of q, k and v are written as
+one adapter of c_attn: its A has the rows of all three, and its B is 0 outside of their blocks. The
+file mpitrain.json has the digests of the base model; PEFT ignores this file.
 """
 
 import json
@@ -41,13 +41,13 @@ WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitra
 PREFIX = "base_model.model."
 PAIR = ("lora_A", "lora_B")
 BASE_HEAD = f"{PREFIX}lm_head.base_layer.weight"
-"""The weight of the base under an adapter of lm_head, of which PEFT saves a copy."""
+"""The frozen weight under an adapter of lm_head; PEFT saves a copy of it with the adapter."""
 
 
 Rank = Annotated[int, Field(ge=1, lt=1 << 31)]
 Alpha = Annotated[float, Field(gt=0, le=1e30)]
 Modules = Annotated[str, Field(pattern=r"^[\w.]+$")]
-"""The end of the name of modules, for PEFT a regular expression: only a dot is special here."""
+"""The end of module names. PEFT takes any regular expression; here only the dot may be special."""
 
 
 class PeftConfiguration(BaseModel):
@@ -89,7 +89,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-"""Keys of adapter_config.json with the only values that adapters of mpitrain have."""
+"""Keys of adapter_config.json, and the only values of each that mpitrain's adapters support."""
 
 
 class AdapterBase(BaseModel):
@@ -118,7 +118,7 @@ def keys(folder: Path) -> dict[str, Any]:
 
 
 def base(folder: Path) -> dict[str, Any]:
-    """Return the record of the base that the folder has, as {"folder", "sha256"}; or {}."""
+    """Return the record of the base model in mpitrain.json, {"folder": ..., "sha256": ...}; or {}."""
     with refusing(folder):
         if RECORD not in folders.names(folder):
             return {}
@@ -135,8 +135,8 @@ def read(folder: Path) -> Initial:
 def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]]:
     """Return the keys, the tensors and the files of a folder.
 
-    Adapters of a lower rank than others get rows of A and columns of B that are 0, and stay 0 in
-    training: their gradients are 0.
+    Adapters of a lower rank than others are padded with rows of A and columns of B that are 0. These
+    stay 0 in training, because their gradients are 0.
     """
     config = configuration(folder, CONFIGURATION, PeftConfiguration)
     for key, values in ONLY.items():
@@ -180,13 +180,13 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]
 
 
 def _of_module(pattern: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """Return the value of the first key that fits the name of a module, as PEFT does."""
+    """Return the value of the first key that matches a module, as PEFT does; else `otherwise`."""
     fitting = (key for key in pattern or {} if re.fullmatch(rf"(.*\.)?({key})", module))
     return (pattern or {}).get(next(fitting, ""), otherwise)
 
 
 def _matched(located: Mapping[str, Located]) -> dict[str, StoredTensor]:
-    """Return our tensors; ValueError for one that belongs to no linear layer of a GPT-2."""
+    """Return {our name: tensor}; ValueError for one that belongs to no linear layer of a GPT-2."""
     matched = {}
     for name, tensor in located.items():
         if name == BASE_HEAD:
@@ -235,9 +235,9 @@ def write(model: Trained) -> FolderContents:
 def by_layer(
     tensors: Mapping[str, AnyTensor], width: int
 ) -> dict[str, list[tuple[slice, AnyTensor, AnyTensor]]]:
-    """Group adapters by layer: (rows of the weight, A, B) of each.
+    """Return {layer: its adapters}, each as (rows of the weight, A, B).
 
-    width  of the queries, keys and values of qkv
+    width  number of rows of qkv that queries, keys and values have each
     """
     pairs = defaultdict(list)
     for name, a in tensors.items():

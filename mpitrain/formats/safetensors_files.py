@@ -1,4 +1,4 @@
-"""Safetensors files: their header, which is checked before a tensor is read, and streaming writers.
+"""Safetensors files: headers, which are checked before a tensor is read, and streaming writers.
 
 The format is described at https://huggingface.co/docs/safetensors:
 
@@ -6,8 +6,8 @@ The format is described at https://huggingface.co/docs/safetensors:
     header    JSON: dtype, shape and data_offsets of each tensor, in bytes from the header's end
     tensors   one after the other, without gaps
 
-The library checks headers. It cannot write a file from several ranks, hash its blocks, or refuse
-links: so files are written and elements are read here.
+The library `safetensors` checks the headers. It cannot write a file from several ranks, hash its
+blocks, or refuse links. So this module writes files and reads elements itself.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from mpitrain.files import opened, reading
 from mpitrain.strict_json import validated
 
 INNER = 3
-"""How many names of a checkpoint's path come after the run directory: checkpoints, the checkpoint,
-the file.
+"""How many names at the end of a checkpoint file's path must not be links: `checkpoints`, the
+checkpoint, the file.
 """
 INDEX = "model.safetensors.index.json"
 """The name of the index of several safetensors files."""
@@ -43,21 +43,21 @@ NUMPY: dict[str, np.dtype] = {
     "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
 }
-"""The dtypes in checkpoints, by their names in a header."""
+"""{name in a header: dtype} for the dtypes of checkpoints."""
 FLOATS: dict[str, np.dtype] = {
     **{name: NUMPY[name] for name in ("F64", "F32", "F16")},
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The dtypes of parameters that mpitrain reads in folders of other projects."""
+"""{name in a header: dtype} for the parameters that mpitrain reads in folders of other projects."""
 CODES = {dtype.name: name for name, dtype in {**NUMPY, **FLOATS}.items()}
-"""Names in a header of the dtypes that mpitrain writes."""
+"""{NumPy's name of a dtype: name in a header} for the dtypes that mpitrain writes."""
 MOST = 100_000_000
 """The largest length of a header in bytes, as in the reference implementation."""
 BLOCK = 16 << 20
 """Bytes per block of a file; each block has its own SHA-256."""
 
 MOVED = 4 << 20
-"""Bytes per message between ranks, per copy from a device, and per read."""
+"""Largest number of bytes in a message between ranks, a copy from a device, or a read."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -106,7 +106,7 @@ class Located(NamedTuple):
 
 
 def located(path: Path, inner: int = INNER) -> tuple[dict[str, str], dict[str, Located]]:
-    """Return the metadata of a safetensors file, perhaps {}, and the location of each tensor.
+    """Return the metadata of a safetensors file, perhaps {}, and {tensor: its location}.
 
     inner   how many names at the end of the path must not be links
     raises  OSError if the file cannot be read; ValueError, which names the file, if it breaks a
@@ -194,10 +194,10 @@ class Writing:
 
 
 class WritingTensors(Writing):
-    """A writer of a new safetensors file. `write` then takes the elements of its tensors in order.
+    """A writer of a new safetensors file. `write` takes the elements of its tensors, in order.
 
     tensors   {name: (dtype, shape)}, in the order of writing
-    metadata  texts by name
+    metadata  {name: text} of the header
     """
 
     def __init__(

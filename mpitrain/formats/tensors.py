@@ -1,4 +1,4 @@
-"""Tensors of ours in safetensors files, read by rectangles, or computed as they are written."""
+"""Tensors with our names and shapes: stored in safetensors files, or computed on writing."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from mpitrain.layers.base import Rectangle
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of ours in a file.
+    """A tensor in a file, with our order of dims.
 
-    is_transposed  whether the file has the dims in reverse order, as Conv1D of GPT-2 does: its
+    is_transposed  whether the file has the dims in reverse order, as for Conv1D of GPT-2, whose
                    weights are (inputs, outputs)
     """
 
@@ -30,7 +30,7 @@ class StoredTensor(NamedTuple):
         return tuple(slice(0, length) for length in self.shape)
 
     def read(self, rectangle: Rectangle) -> np.ndarray:
-        """Read a rectangle of our tensor, and no other byte of the file.
+        """Read a rectangle, in our order of dims, and no other byte of the file.
 
         returns  the elements, in the shape of the rectangle and the dtype of the file; bfloat16 as
                  float32
@@ -57,10 +57,10 @@ class StoredTensor(NamedTuple):
 
 
 class ComputedTensor(NamedTuple):
-    """A tensor with the interface of `StoredTensor`.
+    """A tensor that is computed at each `read`; it has the interface of `StoredTensor`.
 
-    made           returns our tensor
-    own_shape      of our tensor
+    made           () -> the tensor, with our order of dims
+    own_shape      the shape of that tensor
     is_transposed  whether `shape` and `read` reverse the dims
     """
 
@@ -85,12 +85,12 @@ AnyTensor = StoredTensor | ComputedTensor
 
 
 def as_ours(stored: AnyTensor) -> ComputedTensor:
-    """Return a stored tensor in our order of dims, whichever order its file has."""
+    """Return the tensor as a `ComputedTensor`, in our order of dims whichever order its file has."""
     return ComputedTensor(lambda: stored.read(stored.whole), stored.shape)
 
 
 def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
-    """Return a matrix with zeros at the end of a dim, so that the dim has this length."""
+    """Return a matrix that is padded with zeros at the end of `dim`, up to this length."""
     shape = tuple(length if d == dim else own for d, own in enumerate(stored.shape))
     if shape == stored.shape:
         return stored
@@ -120,10 +120,10 @@ def merged(weight: AnyTensor, pairs: list[tuple[slice, AnyTensor, AnyTensor]], s
 
 
 def stacked(pairs: list[tuple[slice, AnyTensor, AnyTensor]], outputs: int):
-    """Return A and B of one adapter that equals adapters of some rows each.
+    """Join adapters of different rows of one weight into one adapter, and return its A and B.
 
     pairs    (rows of the weight, A, B) of each adapter
-    outputs  rows of the weight
+    outputs  number of rows of the weight
     """
     ranks = [a.shape[0] for _, a, _ in pairs]
     inputs = pairs[0][1].shape[1]

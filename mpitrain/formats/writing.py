@@ -1,4 +1,4 @@
-"""Writes a folder of another project; it appears under its name when it is complete."""
+"""Writer of a folder of another project; the folder gets its name when it is complete."""
 
 import json
 import math
@@ -32,7 +32,7 @@ DTYPES = {
 METADATA = {"format": "pt"}
 """transformers refuses a safetensors file without these metadata."""
 INNER = 2
-"""Neither a file nor the temporary folder may be a link."""
+"""The argument `inner` of writers: neither a file nor the temporary folder may be a link."""
 
 
 def check_new(folder: Path) -> None:
@@ -118,7 +118,7 @@ def _shards(tensors: Mapping[str, AnyTensor], width: int, shard_bytes: int) -> l
 
 
 def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
-    """Read a tensor, rounded to a dtype; ConfigError if a value is not finite there."""
+    """Read a tensor and round it to a dtype; ConfigError if a rounded value is not finite."""
     try:
         values = tensor.read(tensor.whole)
     except OSError as error:
@@ -165,9 +165,9 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
 
 
 def byte_level() -> bytes:
-    """Return a tokenizer.json with a token for each byte: its number is the byte's value.
+    """Return a tokenizer.json with one token for each byte; the token's number is the byte's value.
 
-    The format names bytes by printable characters, as GPT-2 does.
+    The format writes each byte as a printable character, as GPT-2 does.
     """
     step = {
         "type": "ByteLevel",

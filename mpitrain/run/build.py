@@ -85,6 +85,7 @@ class Job(NamedTuple):
 
 class _Opened(NamedTuple):
     """What a rank has resolved and opened before it makes the trainer.
+
     facts   JSON that must be equal on all ranks
     models  in the folders that the run starts from; None: parameters are drawn, or in a checkpoint
     room    the free memory, and the bytes of parameters, gradients and optimizer state

@@ -134,7 +134,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
 
 
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add all-reduces in files of the user to `ALL_REDUCE`; the keys then have the files' digests."""
+    """Add all-reduces of the user's files to `ALL_REDUCE`, and their digests to the keys."""
     for key in ALGORITHMS:
         if is_file(value := _text_of(tables, key)):
             from mpitrain.collectives.selection.own_algorithm import file_algorithm

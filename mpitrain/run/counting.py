@@ -3,7 +3,6 @@
 The real layers, arena and pipeline run on arrays with shapes but without memory (ops/weightless.py).
 Their operations only add up FLOPs (ops/counted.py). No parameter exists, and no message is sent, so a
 rank can count the step of any other rank.
-
 """
 
 import math
@@ -78,7 +77,7 @@ class StepCounts(NamedTuple):
 
 
 class UnitCount(NamedTuple):
-    """The counts of one unit in one micro-batch; `saved`, `pending` and `peak` are activation bytes.
+    """The counts of one unit in one micro-batch; `saved`, `pending`, `peak` are activation bytes.
 
     The last unit of a recomputed segment repeats the segment's forwards, so their bytes and FLOPs
     count as its own.

@@ -366,14 +366,14 @@ class Saving(Hook):
 
 
 class Evaluating(Hook):
-    """Evaluates every run.eval_every steps. A resume makes an evaluation that a stop interrupted."""
+    """Evaluates every run.eval_every steps. A resume repeats one that a stop interrupted."""
 
     def __init__(self, run: RunState, saving: Saving):
         self._run, self._saving = run, saving
         self._evaluated_at = run.first if run.before.is_evaluated else None
 
     def pause(self, step: int, stop: bool) -> bool:
-        """Return True if a rank asks to stop, and steps are left or a due evaluation is incomplete."""
+        """Return True if a rank asks to stop while steps or a due evaluation remain."""
         run, every = self._run, self._run.config.run.eval_every
         is_last = step == run.steps
         is_due = (every >= 0 and is_last) or (every > 0 and step > 0 and step % every == 0)

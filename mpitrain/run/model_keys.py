@@ -75,8 +75,6 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
 
     keys  {section.key: value}, as `determined` returns it; data.vocabulary is taken only if
           data.source is a file of tokens, or there is a data.mixture
-
-
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):

@@ -1,8 +1,8 @@
 """The first two agreements of a start: on the configuration as given, and on it as resolved.
 
-`agree_on` gathers the configuration of each rank. `resolve_here` then sets on each rank the values that
-were automatic: device, mesh axes, schedule and micro-batches. `resolve` compares the results over ranks;
-a run compares them in `build`, together with facts about its data.
+`agree_on` gathers the configuration of each rank. `resolve_here` then sets on each rank the values
+that were automatic: device, mesh axes, schedule and micro-batches. `resolve` compares the results over
+ranks; a run compares them in `build`, together with facts about its data.
 """
 
 import sys
@@ -218,8 +218,6 @@ def _with_gain(config: Config, kind: str) -> Memory:
     """Return the section [memory], without memory.recompute=attention if attention is in tiles.
 
     Tiles save only one number of each row, and compute the probabilities again anyway.
-
-
     """
     memory = config.memory
     is_tiled = kind != "cpu" or (

@@ -225,7 +225,7 @@ class Trainer:
 
     @property
     def parameters(self) -> np.ndarray:
-        """The flat buffer of this rank's trained parameters, 1-D; a shard with replication.zero 3."""
+        """The flat buffer of this rank's trained parameters, 1-D; with ZeRO 3 its shard."""
         return self.replication.store.parameters
 
     @property

@@ -57,6 +57,8 @@ def test_a_failure_ends_the_job_as_the_table_says(case, ended):
     left = [one for one in found.left if not one.startswith("/dev/shm")]
     patient = end._replace(seconds=60)
     assert not failures.verdict(found._replace(left=left), patient), found.lines[-20:]
+    has_traceback = any(line.startswith("Traceback") for line in found.lines)
+    assert has_traceback == (case[0] == "raise"), found.lines
 
 
 @pytest.mark.parametrize(

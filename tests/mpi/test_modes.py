@@ -8,7 +8,18 @@ from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel import test_tensor
 from tests.ranks.parallel.test_averaging import BASE, trained
 from tests.ranks.pipeline import test_pipelines
-from tests.training import configured
+from tests.training import TINY, configured, curve
+
+
+@pytest.mark.parametrize(
+    "mpi_ranks, algorithm", [(1, "ring"), (2, "native"), (3, "shared"), (4, "ring")]
+)
+def test_the_curve_is_the_same_on_one_to_four_ranks(mpi_ranks, algorithm, transport):
+    config = configured(*TINY, "precision.compute=float64", f"replication.algorithm={algorithm}")
+    alone, found = run_ranks(1, curve, config)[0], curve(transport, config)
+    assert alone[0].shape == (20,) and np.ptp(alone[0]) > 0.05
+    for one, other in zip(found, alone, strict=True):
+        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(other))
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])
