@@ -14,7 +14,7 @@ import numpy as np
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
-from mpitrain.run.trainer import replicas_equal
+from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 20
