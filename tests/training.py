@@ -38,25 +38,57 @@ def configured(*settings):
     return parse(with_settings({}, list(settings)))
 
 
-def curve(transport, config):
-    """Losses and gradient norms of every step, the final parameters, and whether replicas are equal."""
+def stepped(trainer, source, steps):
+    """The results of these steps, made as the loop of a run makes them in any mode."""
+    mode, results = trainer.replication, []
+    for index in steps:
+        own = None
+        for number in mode.step_end.steps(index, lambda: False):
+            own = trainer.step(number, *mode.rows.batch(source, number))
+        results.append(mode.step_end.outcome(index, own))
+    return results
+
+
+def curve(transport, config, steps=STEPS):
+    """Losses and gradient norms of every step, and the final parameters, which replicas have alike."""
     trainer, source, _ = build(transport, config)
-    outcomes = []
-    for index in range(STEPS):
-        inputs, targets = source.batch(config.run.seed, index, config.batch.size, trainer.share())
-        outcomes.append(trainer.step(index, inputs, targets))
+    results = stepped(trainer, source, range(steps))
     assert replicas_equal(trainer)
     used = np.concatenate([tensor.ravel() for tensor in trainer.tensors().values()])
-    return np.array([o.loss for o in outcomes]), np.array([o.grad_norm for o in outcomes]), used
+    return np.array([o.loss for o in results]), np.array([o.grad_norm for o in results]), used
 
 
-def curves(ranks, *settings):
+def curves(ranks, *settings, steps=STEPS, hosts=None):
     """The curve every rank saw, which must be one."""
-    config = configured(*settings)
-    results = run_ranks(ranks, curve, config)
-    for other in results[1:]:
-        assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+    results = run_ranks(ranks, curve, configured(*settings), steps, hosts=hosts)
+    assert all(same(results[0], other) for other in results[1:])
     return results[0]
+
+
+def same(one, other):
+    """Whether the arrays of two sequences are equal, bit for bit."""
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def near(one, other):
+    """Whether the numbers of two sequences of arrays are equal within 1e-9, as the laws mean it; those of NaN are not."""
+    pairs = zip(one, other, strict=True)
+    return all(np.all(np.abs(a - b) <= 1e-9 + 1e-9 * np.abs(a)) for a, b in pairs)
+
+
+def held(trainer):
+    """{full name: (description, values)} of what this rank has of each tensor."""
+    tensors = {} if trainer.grid.is_server else trainer.tensors()
+    described = {entry.name: entry.parameter for entry in trainer.storage.tensors}
+    return {name: (described[name], values) for name, values in tensors.items()}
+
+
+def assert_parts(found, whole, where=None):
+    """Assert that what `held` says of a rank are parts of the whole tensors of another, within 1e-9."""
+    for name, (parameter, values) in found.items():
+        right = parameter.part_of(whole[name][1])
+        assert values.shape == right.shape, (where, name)
+        assert np.all(np.abs(values - right) <= 1e-9), (where, name)
 
 
 def by_hand(name, entry, gradient, value, state, lr, step):

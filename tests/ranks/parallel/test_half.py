@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import defaultdict
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -18,19 +19,22 @@ from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save
-from tests.training import TINY, configured, curves
+from tests.training import TINY, configured, curves, same, stepped
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = {"bfloat16": 0.01, "float16": 0.002}
 
 
+exact = cache(lambda: curves(1, *TINY)[0])
+
+
 @pytest.mark.parametrize("compute", TOLERANCE)
 def test_it_trains_as_float32_does_and_four_replicas_as_one(compute):
     """`curves` sees to it that replicas end bitwise equal, their mirrors included."""
-    half, exact = [*TINY, f"precision.compute={compute}"], curves(1, *TINY)[0]
+    half = [*TINY, f"precision.compute={compute}"]
     alone = curves(1, *half)[0]
-    assert np.ptp(exact) > 0.5 and 1e-6 < np.abs(alone - exact).max() < 0.02
+    assert np.ptp(exact()) > 0.5 and 1e-6 < np.abs(alone - exact()).max() < 0.02
     together = curves(4, *half)[0]
     assert np.all(np.abs(together / alone - 1) <= TOLERANCE[compute])
 
@@ -38,25 +42,19 @@ def test_it_trains_as_float32_does_and_four_replicas_as_one(compute):
 def test_what_is_divided_changes_no_bit():
     """Two ranks have one order in which to sum, and without clipping nobody asks for the norm."""
     base = [*TINY, "precision.compute=float16", "optimizer.clip=0", "model.tied=true"]
-    losses, _, parameters = curves(2, *base)
+    losses, _, parameters = curves(2, *base, steps=6)
     for zero in (1, 2, 3):
-        divided = curves(2, *base, f"replication.zero={zero}")
+        divided = curves(2, *base, f"replication.zero={zero}", steps=6)
         assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2]), zero
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]],
-    ids=["stages", "shards"],
-)
-def test_stages_and_shards_compute_what_one_rank_does(settings):
+def test_stages_and_shards_compute_what_one_rank_does():
     half = [*TINY, "precision.compute=float16"]
-    alone = curves(1, *half)[0]
-    for outcomes in run_ranks(4, steps, configured(*half, *settings), 20):
-        assert np.all(
-            np.abs(np.array([outcome.loss for outcome in outcomes]) / alone - 1)
-            <= TOLERANCE["float16"]
-        )
+    alone = curves(1, *half, steps=6)[0]
+    for settings in (["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]):
+        for results in run_ranks(4, steps, configured(*half, *settings), 6):
+            losses = np.array([result.loss for result in results])
+            assert np.all(np.abs(losses / alone - 1) <= TOLERANCE["float16"]), settings
 
 
 @pytest.mark.parametrize(
@@ -78,9 +76,7 @@ def test_half_precision_trains_in_every_mode(settings):
             transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings)
         )
         mode, first = trainer.replication, trainer.evaluate(source)[0]
-        for index in range(20):
-            for number in mode.step_end.steps(index, lambda: False):
-                trainer.step(number, *mode.rows.batch(source, number))
+        stepped(trainer, source, range(10))
         found = trainer.evaluate(source)[0]
         assert replicas_equal(trainer)
         if not trainer.grid.is_server:
@@ -156,10 +152,10 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
 
 
 @pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("compute", ("bfloat16", "float16"))
 @pytest.mark.parametrize("kind", ("cpu", pytest.param("cuda-sim", marks=pytest.mark.compile)))
-def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, compute, zero):
+def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, zero):
     """Their values are the rounded ones from the beginning; others are rounded after each update."""
+    compute = ("bfloat16", "float16")[(zero + (kind == "cpu")) % 2]
 
     def run(transport):
         settings = [f"precision.compute={compute}", f"replication.zero={zero}"]
@@ -183,8 +179,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, compute, z
             array.size <= trainer.storage.length or array.dtype == frozen.flat.dtype
             for array in trainer.replication.store.arrays
         )
-        for index in range(2):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+        stepped(trainer, source, range(2))
         assert np.array_equal(flat, trainer.backend.to_host(frozen.flat))
         assert np.array_equal(flat, flat.astype(compute_type(compute)).astype(flat.dtype))
         trainer.sync_parameters()
@@ -197,10 +192,6 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, compute, z
 
 def compute_type(compute):
     return np.float16 if compute == "float16" else ml_dtypes.bfloat16
-
-
-def rounded(masters):
-    return masters.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def steps(transport, config, count, saved=None, overflow=None, folder=None, own=None):
@@ -281,7 +272,7 @@ def test_a_resume_restores_loss_scale_and_update_count_bitwise(zero, tmp_path):
     for rank in range(2):
         (mirror, kept), (mirror_too, kept_too) = whole[rank], rest[rank]
         assert all(np.array_equal(mirror[name], mirror_too[name]) for name in mirror)
-        assert all(np.array_equal(one, other) for one, other in zip(kept, kept_too, strict=True))
+        assert same(kept, kept_too)
 
 
 def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
+from tests.training import configured, stepped
 
 pytestmark = pytest.mark.compile
 
@@ -23,7 +23,6 @@ NARROW = [
     "replication.bucket_mb=0.02",
     "replication.algorithm=ring",
 ]
-HALVES = ("bfloat16", "float16")
 
 
 def first_of(tree):
@@ -33,13 +32,9 @@ def first_of(tree):
 
 def run(transport, settings, steps):
     """Outcomes, the parameters, and the dtypes of what layers compute with and what is updated."""
-    trainer, source, _ = build(
-        PointerThreads(transport), parse(with_settings({}, [*NARROW, *settings]))
-    )
+    trainer, source, _ = build(PointerThreads(transport), configured(*NARROW, *settings))
     replication = trainer.replication
-    outcomes = [
-        trainer.step(index, *replication.rows.batch(source, index)) for index in range(steps)
-    ]
+    outcomes = stepped(trainer, source, range(steps))
     assert replicas_equal(trainer) and trainer.arena.live == 0
     used = trainer.parameters if trainer.grid.is_server else first_of(replication.store.open(0, 0))
     dtypes = {array.dtype.name for array in (used, trainer.parameters, trainer.gradients)}
@@ -50,16 +45,15 @@ def run(transport, settings, steps):
     )
 
 
-@pytest.mark.parametrize("compute", HALVES)
-def test_kernels_of_16_bits_train_as_the_cpu_rounds(compute):
+@pytest.mark.parametrize("compute, ranks", [("bfloat16", 1), ("float16", 2)])
+def test_kernels_of_16_bits_train_as_the_cpu_rounds(compute, ranks):
     half = f"precision.compute={compute}"
-    on_cpu = np.array(run_ranks(1, run, [half, "device.kind=cpu"], 20)[0][0])[:, 0]
-    exact = np.array(run_ranks(1, run, ["device.kind=cpu"], 20)[0][0])[:, 0]
-    assert np.ptp(on_cpu) > 0.5 and np.abs(on_cpu - exact).max() > 1e-6, "it trains, and rounds"
-    for ranks in (1, 2):
-        for losses, _, dtypes in run_ranks(ranks, run, [half, "device.kind=cuda-sim"], 20):
-            assert np.all(np.abs(np.array(losses)[:, 0] / on_cpu - 1) <= 0.02)
-            assert dtypes == {compute, "float32"}
+    on_cpu = np.array(run_ranks(1, run, [half, "device.kind=cpu"], 10)[0][0])[:, 0]
+    exact = np.array(run_ranks(1, run, ["device.kind=cpu"], 10)[0][0])[:, 0]
+    assert np.ptp(on_cpu) > 0.3 and np.abs(on_cpu - exact).max() > 1e-6, "it trains, and rounds"
+    for losses, _, dtypes in run_ranks(ranks, run, [half, "device.kind=cuda-sim"], 10):
+        assert np.all(np.abs(np.array(losses)[:, 0] / on_cpu - 1) <= 0.02)
+        assert dtypes == {compute, "float32"}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +78,12 @@ def test_16_bit_training_on_a_gpu_equals_the_simulator_bitwise(settings, monkeyp
         *others,
     ]
     on_cpu, simulated = (
-        run_ranks(2, run, [*common, f"device.kind={kind}"], 4) for kind in ("cpu", "cuda-sim")
+        run_ranks(2, run, [*common, f"device.kind={kind}"], 3) for kind in ("cpu", "cuda-sim")
     )
     for (losses, *_), (wanted, *_) in zip(simulated, on_cpu, strict=True):
         assert np.all(np.abs(np.array(losses)[:, 0] / np.array(wanted)[:, 0] - 1) <= 0.02)
     gpu.play(monkeypatch)
-    on_gpu = run_ranks(2, run, [*common, "device.kind=cuda", "device.cuda_aware=no"], 4)
+    on_gpu = run_ranks(2, run, [*common, "device.kind=cuda", "device.cuda_aware=no"], 3)
     for one, other in zip(simulated, on_gpu, strict=True):
         assert one[0] == other[0] and np.array_equal(one[1], other[1]) and one[2] == other[2]
     assert cupy.faults == []
@@ -100,20 +94,12 @@ def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
     """With AdamW on n ranks: 18; 6 + 12/n; 2 + 16/n; 18/n, less the 2/n of a mirror that stage 3 makes as it gathers."""
 
     def held(transport):
-        replication = build(
-            transport,
-            parse(
-                with_settings(
-                    {},
-                    [
-                        *NARROW,
-                        "precision.compute=bfloat16",
-                        "device.kind=cuda-sim",
-                        f"replication.zero={zero}",
-                    ],
-                )
-            ),
-        ).trainer.replication
+        settings = [
+            "precision.compute=bfloat16",
+            "device.kind=cuda-sim",
+            f"replication.zero={zero}",
+        ]
+        replication = build(transport, configured(*NARROW, *settings)).trainer.replication
         slots = [replication.reducer.slots] if zero > 1 else []
         slots += [replication.store.slots] if zero > 2 else []
         replication.step_end.sync()

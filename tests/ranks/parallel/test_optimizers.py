@@ -10,11 +10,13 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.transport.threads import run_ranks
 from tests.cases.rules import TOYS
+from tests.laws.collectives import measured
 from tests.saving import load, save
-from tests.training import TINY, configured
+from tests.training import TINY, configured, near, stepped
 
 pytestmark = pytest.mark.slow
 STEPS = 4
+EXACT = [*TINY, "precision.compute=float64", "model.layers=1"]
 GROUPS = 'optimizer.groups=[{match="embedding.*", weight_decay=0.0, lr=0.5}, {match="*.bias", weight_decay=0.2}]'
 ZERO, TIED = "replication.zero=", "model.tied=true"
 LAYOUTS = [
@@ -44,29 +46,22 @@ def _toys(monkeypatch):
 
 def trained(transport, settings, folder, first=0, stop=STEPS, path=None):
     """Losses and norms of some steps from a checkpoint, the same checkpoint as this layout writes it, and the last one."""
-    config = configured(*TINY, "precision.compute=float64", *settings)
+    config = configured(*EXACT, *settings)
     trainer, source, _ = build(transport, config)
     again = None
     if path:
         load(path, trainer)
         again = save(folder, trainer, Done(first, 12 * first, "run"), 9)
-    mode, found = trainer.replication, []
-    for index in range(first, stop):
-        own = None
-        for number in mode.step_end.steps(index, lambda: False):
-            own = trainer.step(number, *mode.rows.batch(source, number))
-        outcome = mode.step_end.outcome(index, own)
-        found.append((outcome.loss, outcome.grad_norm))
-    return np.array(found), again, save(folder, trainer, Done(stop, 12 * stop, "run"), 9)
+    results = stepped(trainer, source, range(first, stop))
+    told = np.array([(each.loss, each.grad_norm) for each in results])
+    return told, again, save(folder, trainer, Done(stop, 12 * stop, "run"), 9)
 
 
 def everything(path, settings):
     """All parameters and state of a checkpoint by tensor: as one rank loads them."""
 
     def run(transport):
-        trainer = build(
-            transport, configured(*TINY, "precision.compute=float64", *settings)
-        ).trainer
+        trainer = build(transport, configured(*EXACT, *settings)).trainer
         load(path, trainer)
         return {
             (one.name, entry.name): entry._replace(start=entry.start - piece.start)
@@ -81,10 +76,6 @@ def everything(path, settings):
     return run_ranks(1, run)[0]
 
 
-def close(one, other):
-    return np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
-
-
 def without_keys(found, rule):
     """Tensors without key biases in Lion and Adafactor: their gradient is rounding alone, which these make a step."""
     if rule not in ("lion", "adafactor"):
@@ -96,37 +87,43 @@ def without_keys(found, rule):
 
 
 @pytest.mark.parametrize(
-    "rule, tied",
+    "rule, settings, layouts",
     [
-        ("normalised", []),
-        ("nesterov", []),
-        ("adam", [TIED, GROUPS]),
-        ("lion", [TIED, GROUPS]),
-        ("lamb", [GROUPS, "optimizer.lr=0.05"]),
-        ("adafactor", [TIED, GROUPS, "optimizer.lr=0.2"]),
-        ("muon", [TIED, GROUPS]),
+        ("normalised", [], LAYOUTS[::4]),
+        ("nesterov", [], LAYOUTS[1::3]),
+        ("lion", [TIED, GROUPS], LAYOUTS[2::3]),
+        ("adam", [TIED, GROUPS], LAYOUTS[::3]),
+        ("lamb", [GROUPS, "optimizer.lr=0.05"], LAYOUTS[::2]),
+        ("adafactor", [TIED, GROUPS, "optimizer.lr=0.2"], LAYOUTS),
+        ("muon", [TIED, GROUPS], LAYOUTS),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(rule, tied, tmp_path):
-    own = [f"optimizer.name={rule}", *tied]
+def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(
+    rule, settings, layouts, tmp_path
+):
+    """Nesterov, Lion and Adam share the layouts: of rules by elements, all state lies where the parameters lie."""
+    own = [f"optimizer.name={rule}", *settings]
     curve, _, before = run_ranks(1, trained, own, tmp_path / "start", 0, 2)[0]
     alone, _, end = run_ranks(1, trained, own, tmp_path / "end", 2, STEPS, before)[0]
     assert np.ptp([*curve[:, 0], *alone[:, 0]]) > 0.05, "the loss must move"
     wanted, start = without_keys(everything(end, own), rule), everything(before, own)
     assert {name for name, _ in wanted} == {"parameters", *RULES[rule].state}
-    for number, (ranks, settings) in enumerate(LAYOUTS):
-        if RULES[rule].refusal(configured(*TINY, *own, *settings)):
+    for number, (ranks, layout) in enumerate(layouts):
+        if RULES[rule].refusal(configured(*TINY, *own, *layout)):
             continue
-        hosts = "aabb" if "replication.shard=host" in settings else None
-        results = run_ranks(
-            ranks, trained, [*own, *settings], tmp_path / str(number), 2, STEPS, before, hosts=hosts
+        folder, hosts = (
+            tmp_path / str(number),
+            "aabb" if "replication.shard=host" in layout else None,
         )
-        assert all(close(alone, found) for found, *_ in results), settings
+        steps = [*own, *layout], folder, 2, STEPS, before
+        results = run_ranks(ranks, trained, *steps, hosts=hosts)
+        assert all(near([alone], [found]) for found, *_ in results), layout
         _, before, end = results[0]
         found = without_keys(everything(end, own), rule)
         assert found.keys() == wanted.keys()
         for key, array in wanted.items():
-            assert close(array, found[key]), (key, settings)
+            assert near([array], [found[key]]), (key, layout)
     for key, array in everything(before, own).items():
         assert np.array_equal(array, start[key]), f"{key} after all layouts"
 
@@ -144,7 +141,7 @@ def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):
     ):
         assert np.array_equal(array, same), key
     before = start
-    for number, (ranks, settings) in enumerate([*LAYOUTS[2::2], (1, ["device.kind=cuda-sim"])]):
+    for number, (ranks, settings) in enumerate([*LAYOUTS[2::3], (1, ["device.kind=cuda-sim"])]):
         hosts = "aabb" if "replication.shard=host" in settings else None
         folder = tmp_path / str(number)
         results = run_ranks(
@@ -160,16 +157,15 @@ def test_moments_of_8_bits_go_on_from_what_another_layout_wrote(tmp_path):
         assert np.abs(array - last).max() <= 0.02 * np.abs(array).max() + 1e-30, key
 
 
-def stepped(transport, *settings, steps=2):
-    """A trainer after some steps, with its traffic of the last one."""
-    trainer, source, _ = build(transport, configured(*TINY, *settings))
-    mode = trainer.replication
-    for index in range(steps):
-        before = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
-        trainer.step(index, *mode.rows.batch(source, index))
-    after = trainer.transport.traffic.messages, trainer.transport.traffic.nbytes
+def made(transport, *settings):
+    """A trainer after three steps, its traffic of the last one, and whether that took no more memory than the second."""
+    trainer, source, _ = build(transport, configured(*TINY, "model.layers=1", *settings))
+    allocations = []
+    for index in range(3):
+        traffic = measured(transport, lambda index=index: stepped(trainer, source, [index]))
+        allocations.append(trainer.arena.allocations)
     trainer.sync_parameters()
-    return trainer, np.subtract(after, before), trainer.arena.allocations
+    return trainer, np.array(traffic), allocations[1] == allocations[2]
 
 
 @pytest.mark.parametrize("compute", ("float64", "bfloat16"))
@@ -188,7 +184,7 @@ def test_replicated_elements_have_equal_bits_of_parameters_and_state(
     rule, ranks, hosts, settings, compute
 ):
     def run(transport):
-        trainer, *_ = stepped(
+        trainer, *_ = made(
             transport, f"optimizer.name={rule}", f"precision.compute={compute}", *settings
         )
         own = {
@@ -216,21 +212,15 @@ def test_replicated_elements_have_equal_bits_of_parameters_and_state(
 )
 def test_each_round_is_one_all_reduce_without_later_allocations(ranks, settings, sharing):
     def run(transport, rule):
-        trainer, traffic, early = stepped(transport, f"optimizer.name={rule}", *settings)
-        tensors = [entry.parameter.shape for entry in trainer.storage.entries]
-        return (
-            traffic,
-            early,
-            tensors,
-            stepped(transport, f"optimizer.name={rule}", *settings, steps=4)[2],
-        )
+        trainer, traffic, is_steady = made(transport, f"optimizer.name={rule}", *settings)
+        return traffic, is_steady, [entry.parameter.shape for entry in trainer.storage.entries]
 
     plain, found = (run_ranks(ranks, run, rule) for rule in ("sgd", "adafactor"))
-    for (before, *_), (after, early, tensors, late) in zip(plain, found, strict=True):
+    for (before, *_), (after, is_steady, tensors) in zip(plain, found, strict=True):
         numbers = sum(sum(shape) + 2 for shape in tensors)
         doublings = sharing.bit_length() - 1
         assert [*(after - before)] == [2 * doublings, 8 * doublings * numbers]
-        assert early == late
+        assert is_steady
 
 
 @pytest.mark.parametrize("schedule", ("async", "async-2bw"))
@@ -238,7 +228,7 @@ def test_async_stages_sum_over_their_tensor_parallel_group(schedule):
     settings = ["layout.pp=2", f"pipeline.schedule={schedule}", "batch.micro_batches=2"]
 
     def run(transport, tp):
-        trainer, *_ = stepped(
+        trainer, *_ = made(
             transport,
             "optimizer.name=adafactor",
             "precision.compute=float64",
@@ -257,7 +247,7 @@ def test_async_stages_sum_over_their_tensor_parallel_group(schedule):
     )
     assert alone.keys() == together.keys() and len(alone) > 10
     for key, array in alone.items():
-        assert close(array, together[key]), key
+        assert near([array], [together[key]]), key
 
 
 @pytest.mark.parametrize("mode", ("local", "gossip"))
@@ -267,8 +257,7 @@ def test_averaging_workers_start_from_the_mean_state(mode, tmp_path):
     one = everything(before, ["optimizer.name=adafactor"])
 
     def run(transport):
-        config = configured(*TINY, "precision.compute=float64", *own)
-        trainer = build(transport, config).trainer
+        trainer = build(transport, configured(*EXACT, *own)).trainer
         load(before, trainer)
         return {
             (state.name, entry.name): entry.view(state.array)
@@ -279,7 +268,7 @@ def test_averaging_workers_start_from_the_mean_state(mode, tmp_path):
     first, second = run_ranks(2, run)
     assert len(first) > 10
     for key in first:
-        assert close((first[key] + second[key]) / 2, one[key]), key
+        assert near([(first[key] + second[key]) / 2], [one[key]]), key
 
 
 @pytest.mark.parametrize("rule", ("lamb", "adafactor", "muon"))
@@ -289,7 +278,7 @@ def test_on_a_device_rules_of_tensors_are_those_of_the_host(rule):
 
     def run(transport, *more):
         name = f"optimizer.name={rule}"
-        return stepped(transport, name, "model.layers=1", *more)[0].tensors()
+        return made(transport, name, *more)[0].tensors()
 
     (alone,), (one, other) = run_ranks(1, run), run_ranks(2, run, *settings)
     for key, array in alone.items():
@@ -299,15 +288,14 @@ def test_on_a_device_rules_of_tensors_are_those_of_the_host(rule):
 
 def test_zero_sends_a_divided_matrix_of_muon_to_its_owner_and_back():
     def run(transport, rule):
-        trainer, traffic, early = stepped(transport, f"optimizer.name={rule}", ZERO + "1")
-        late = stepped(transport, f"optimizer.name={rule}", ZERO + "1", steps=4)[2]
+        trainer, traffic, is_steady = made(transport, f"optimizer.name={rule}", ZERO + "1")
         held = [
             (entry.name, min(entry.stop, piece.stop) - max(entry.start, piece.start))
             for piece in trainer.replication.step_end.optimizer.pieces
             for entry in trainer.storage.entries
             if is_hidden_matrix(entry.parameter)
         ]
-        return traffic[1], early == late, {name: count for name, count in held if count > 0}
+        return traffic[1], is_steady, {name: count for name, count in held if count > 0}
 
     plain, found = (run_ranks(3, run, rule) for rule in ("adamw", "muon"))
     counts = {}

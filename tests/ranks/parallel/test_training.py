@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves
+from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves, near, same
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,8 @@ LAYOUTS = [
     (2, "auto"),
 ]
 FEW = [(5, "ring"), (3, "halving-doubling"), (3, "shared")]
-"""For update rules and models beside the first: what they compute does not depend on who has summed the gradients."""
+SHORT = 6
+"""Steps in which every layout is compared; for each update rule and model one is compared in all."""
 
 
 def test_every_algorithm_that_can_be_configured_is_trained_with():
@@ -38,34 +39,32 @@ def test_every_algorithm_that_can_be_configured_is_trained_with():
 
 
 @pytest.mark.parametrize(
-    "model, optimizer, layouts",
+    "model, optimizer, layouts, steps",
     [
-        (TINY, "adamw", LAYOUTS),
-        (TINY, "sgd", FEW),
-        (TINY, "momentum", FEW),
-        (MLP, "adamw", FEW),
-        (MLP, "sgd", FEW),
-        (MLP, "momentum", FEW),
+        (TINY, "adamw", LAYOUTS, SHORT),
+        (TINY, "adamw", [(5, "ring")], STEPS),
+        (TINY, "sgd", [(3, "halving-doubling")], STEPS),
+        (TINY, "momentum", [(3, "shared")], STEPS),
+        (MLP, "adamw", [(5, "ring")], STEPS),
     ],
-    ids=["gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw", "mlp-sgd", "mlp-momentum"],
+    ids=["gpt-adamw-short", "gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw"],
 )
-def test_in_float64_every_layout_equals_one_rank(model, optimizer, layouts):
+def test_in_float64_every_layout_equals_one_rank(model, optimizer, layouts, steps):
     if model is MLP:
         pytest.importorskip("sklearn")
     settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
-    alone = curves(1, *settings)
+    alone = curves(1, *settings, steps=steps)
     assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
     for ranks, algorithm in layouts:
-        together = curves(ranks, *settings, f"replication.algorithm={algorithm}")
-        for one, other in zip(alone, together, strict=True):
-            assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one)), (ranks, algorithm)
+        found = curves(ranks, *settings, f"replication.algorithm={algorithm}", steps=steps)
+        assert near(alone, found), (ranks, algorithm)
 
 
 @pytest.mark.parametrize(
     "optimizer, tolerance, layouts",
-    [("adamw", 1e-4, LAYOUTS), ("sgd", 1e-5, FEW), ("momentum", 1e-5, FEW)],
+    [("adamw", 1e-4, FEW), ("sgd", 1e-5, FEW[:1]), ("momentum", 1e-5, FEW[1:2])],
 )
-def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, tolerance, layouts):
+def test_in_float32_the_losses_of_layouts_are_those_of_one_rank(optimizer, tolerance, layouts):
     settings = [*TINY, f"optimizer.name={optimizer}", "optimizer.lr=0.002"]
     alone = curves(1, *settings)[0]
     for ranks, algorithm in layouts:
@@ -85,36 +84,42 @@ def test_in_float32_the_losses_of_every_layout_are_those_of_one_rank(optimizer, 
 def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings):
     base = [*TINY, "precision.compute=float64"]
     tied = [s for s in settings if "tied" in s]
-    alone, together = curves(1, *base, *tied), curves(2, *base, *settings)
-    for one, other in zip(alone, together, strict=True):
-        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+    assert near(curves(1, *base, *tied, steps=SHORT), curves(2, *base, *settings, steps=SHORT))
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [[], ["batch.micro_batches=2"], ["replication.wire=int8"], ["replication.bucket_mb=0.0"]],
+    "settings, threads",
+    [
+        ([], 1),
+        (["batch.micro_batches=2"], 1),
+        (["replication.wire=int8"], 1),
+        (["replication.bucket_mb=0.0"], 1),
+        (["replication.zero=1", "batch.micro_batches=2"], 2),
+        (["replication.zero=2", "batch.micro_batches=2"], 2),
+        (["replication.zero=3", "batch.micro_batches=2"], 1),
+    ],
 )
-def test_between_hosts_a_progress_thread_changes_no_bit(settings, monkeypatch):
-    started = []
-    start = progress.ProgressThread.start
-    monkeypatch.setattr(
-        progress.ProgressThread,
-        "start",
-        lambda self, reduction: (started.append(self), start(self, reduction)),
-    )
+def test_between_hosts_a_progress_thread_changes_no_bit(settings, threads, monkeypatch):
+    """threads: of each rank; gradients and parameters of ZeRO 1 and 2 have one each."""
+    started, start = [], progress.ProgressThread.start
+
+    def noted(self, reduction):
+        started.append(self)
+        start(self, reduction)
+
+    monkeypatch.setattr(progress.ProgressThread, "start", noted)
     base = [*TINY, "replication.algorithm=ring", *settings]
     without, beside = (
-        run_ranks(3, curve, configured(*base, f"replication.progress_thread={thread}"), hosts="aab")
-        for thread in ("no", "auto")
+        curves(3, *base, f"replication.progress_thread={way}", steps=4, hosts="aab")
+        for way in ("no", "auto")
     )
-    assert len(set(map(id, started))) == 3 and len(started) >= 3 * STEPS
-    for one, other in zip(without, beside, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(set(map(id, started))) == 3 * threads and len(started) >= 3 * 4
+    assert same(without, beside)
 
 
 def test_within_a_host_no_thread_is_started(monkeypatch):
     monkeypatch.setattr(progress, "ProgressThread", None)
-    curves(2, *TINY)
+    curves(2, *TINY, steps=1)
 
 
 def test_tiled_attention_trains_as_whole_on_every_layout():
@@ -122,13 +127,11 @@ def test_tiled_attention_trains_as_whole_on_every_layout():
 
     def losses(ranks, *settings):
         config = configured(*TINY, "precision.compute=float64", "model.context=80", *settings)
-        return run_ranks(ranks, lambda transport: curve(transport, config)[:2])
+        return run_ranks(ranks, lambda transport: curve(transport, config, SHORT)[:2])
 
-    ((truth, norms),) = losses(1, "memory.attention=whole")
-    assert np.ptp(truth) > 0.5
+    (truth,) = losses(1, "memory.attention=whole")
+    assert np.ptp(truth[0]) > 0.1
     for ranks, *settings in (
-        (1,),
-        (2,),
         (1, "batch.micro_batches=3"),
         (2, "layout.tp=2"),
         (2, "layout.tp=2", "layout.sequence_parallel=true"),
@@ -136,42 +139,26 @@ def test_tiled_attention_trains_as_whole_on_every_layout():
         (2, "replication.zero=3"),
     ):
         for found in losses(ranks, "memory.attention=tiled", *settings):
-            for one, other in zip((truth, norms), found, strict=True):
-                assert np.all(np.abs(one - other) <= 1e-9 * (1 + np.abs(one))), settings
+            assert near(truth, found), settings
 
 
 @pytest.mark.compile
 def test_compiled_passes_train_as_numpy_does_on_every_layout():
     alone = curves(1, *TINY)[0]
-    for ranks, *settings in (
-        (1,),
-        (3,),
-        (1, "precision.compute=bfloat16"),
-        (2, "replication.zero=2", "batch.micro_batches=2"),
+    for steps, ranks, *settings in (
+        (STEPS, 1),
+        (SHORT, 1, "precision.compute=bfloat16"),
+        (SHORT, 3, "replication.zero=2", "batch.micro_batches=2"),
     ):
-        found = curves(ranks, *TINY, "device.passes=compiled", *settings)[0]
+        found = curves(ranks, *TINY, "device.passes=compiled", *settings, steps=steps)[0]
         tolerance = 0.02 if "bfloat16" in str(settings) else 1e-4
-        assert np.all(np.abs(found / alone - 1) <= tolerance), settings
+        assert np.all(np.abs(found / alone[:steps] - 1) <= tolerance), settings
 
 
 @pytest.mark.parametrize("algorithm", ("ring", "shared"))
 def test_a_run_repeats_bitwise(algorithm):
-    first, second = (curves(3, *TINY, f"replication.algorithm={algorithm}") for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_the_arena_allocates_nothing_after_the_first_step():
-    def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY, "batch.micro_batches=2"))
-        counts = []
-        for index in range(4):
-            trainer.step(index, *source.batch(0, index, 12, trainer.share()))
-            counts.append((trainer.arena.allocations, trainer.arena.live, trainer.arena.peak))
-        return counts
-
-    for counts in run_ranks(2, run):
-        assert counts[0][0] > 0 and counts[0][2] > 0
-        assert all(c == counts[0] for c in counts) and counts[0][1] == 0
+    settings = [*TINY, f"replication.algorithm={algorithm}"]
+    assert same(*(curves(3, *settings, steps=SHORT) for _ in range(2)))
 
 
 def test_clipping_bounds_the_update():

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import cuda
 from mpitrain.run.build import build
@@ -13,6 +12,7 @@ from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
 from tests.fakes.pointers import PointerThreads
 from tests.saving import save
+from tests.training import configured, same, stepped
 
 pytestmark = pytest.mark.compile
 
@@ -20,25 +20,23 @@ TINY = [
     "model.layers=1",
     "model.width=16",
     "model.heads=2",
-    "model.context=16",
-    "batch.size=8",
+    "model.context=8",
+    "batch.size=6",
     "run.steps=5",
     "batch.micro_batches=2",
     "optimizer.warmup=2",
     "replication.bucket_mb=0.004",
     "replication.algorithm=ring",
 ]
-STEPS = 5
+STEPS = 3
 
 
 def curve(transport, folder, settings):
     """Losses and gradient norms; the parameters and the optimizer's state, through a checkpoint, by full name."""
-    config = parse(with_settings({}, [*TINY, *settings]))
+    config = configured(*TINY, *settings)
     trainer, source, _ = build(transport, config)
-    outcomes = []
-    for index in range(STEPS):
-        outcomes.append(trainer.step(index, *source.batch(0, index, 8, trainer.share())))
-    saved = save(folder, trainer, Done(STEPS, 8 * STEPS, "run"), keep=1)
+    outcomes = stepped(trainer, source, range(STEPS))
+    saved = save(folder, trainer, Done(STEPS, 6 * STEPS, "run"), keep=1)
     again = build(transport, config, saved)
     assert replicas_equal(trainer) and again.step == STEPS
     parts = (
@@ -64,7 +62,7 @@ def _few(source):
     """The source with few held-out rows: the simulator is slow."""
 
     class Few:
-        held_out, held_out_rows = 8, staticmethod(source.held_out_rows)
+        held_out, held_out_rows = 4, staticmethod(source.held_out_rows)
 
     return Few
 
@@ -72,14 +70,13 @@ def _few(source):
 def curves(ranks, folder, *settings):
     """What every rank saw, which must be one."""
     results = run_ranks(ranks, lambda threads: curve(PointerThreads(threads), folder, settings))
-    for other in results[1:]:
-        assert all(np.array_equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert all(same(results[0], other) for other in results[1:])
     return results[0]
 
 
 def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
-    on_cpu = curves(4, tmp_path / "cpu", "device.kind=cpu")[0]
-    simulated = curves(4, tmp_path / "sim", "device.kind=cuda-sim")[0]
+    on_cpu = curves(3, tmp_path / "cpu", "device.kind=cpu")[0]
+    simulated = curves(3, tmp_path / "sim", "device.kind=cuda-sim")[0]
     assert np.ptp(on_cpu[:STEPS, 0]) > 0.05, "the loss must move, or equality says nothing"
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
@@ -108,7 +105,7 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(
     on_gpu = curves(
         3, tmp_path / "gpu", "device.kind=cuda", f"device.cuda_aware={cuda_aware}", *travel
     )
-    assert all(np.array_equal(a, b) for a, b in zip(simulated, on_gpu, strict=True))
+    assert same(simulated, on_gpu)
     assert cupy.faults == []
 
 
@@ -126,7 +123,7 @@ def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, mon
         )
         for algorithm in ("ring", "shared")
     )
-    assert all(np.array_equal(a, b) for a, b in zip(by_ring, by_memory, strict=True))
+    assert same(by_ring, by_memory)
     assert cupy.faults == []
 
 
@@ -144,9 +141,7 @@ def test_residuals_work_in_the_simulator_and_not_on_a_gpu(wire, tmp_path, monkey
 
 def by_mode(transport, settings):
     """Losses and norms, an evaluation and the settled parameters of a run by replication.mode."""
-    trainer, source, _ = build(
-        PointerThreads(transport), parse(with_settings({}, [*TINY, *settings]))
-    )
+    trainer, source, _ = build(PointerThreads(transport), configured(*TINY, *settings))
     outcomes = [
         trainer.step(index, *trainer.replication.rows.batch(source, index))
         for index in range(STEPS)
