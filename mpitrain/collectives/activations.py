@@ -122,6 +122,13 @@ class ActivationBuffer:
         """Return an all-gather of the `own` (or `own_rows`) of each rank."""
         return self._timed("all-gather", "", self._group.bind_all_gather)
 
+    # The names of version 0.1, kept for one version: they bind, and run nothing.
+    all_reduce, reduce_scatter, all_gather = (
+        bound_all_reduce,
+        bound_reduce_scatter,
+        bound_all_gather,
+    )
+
     @property
     def own(self) -> Any:
         """This rank's chunk of the elements (see `chunk_bounds`), as a 1-D view."""

@@ -1,6 +1,5 @@
-"""Kernels by name: found in the sources, compiled at first use, checked and launched.
-
-They run on a GPU or in the simulator.
+"""Kernels by name: `Kernels.launch` compiles one at its first use, checks the arguments, and starts
+it on a GPU or in the simulator.
 """
 
 import struct
@@ -433,7 +432,7 @@ def argument_checks(
     fresh: Collection[str] = (),
     strided: Collection[str] = (),
 ) -> tuple[list[Callable[[Any], Any]], tuple[tuple[Any, bool], ...]]:
-    """Return one check per parameter, and `loader.Ready.wants`.
+    """Return one check per parameter, and the `wants` of `Ready`.
 
     A check returns the argument as the engine takes it, or raises KernelError.
     fresh, strided  names of parameters

@@ -1,6 +1,7 @@
-"""The operations of each backend, put together from the table; plugins may add rows until then.
+"""The operations of each backend (reference, host, cuda), made from the rows of `OPERATIONS`.
 
-Also here: half precision on the host, and example calls.
+A plugin adds its rows before. Also here: half precision on the host, and the arguments of an
+example call of each operation.
 """
 
 from ast import literal_eval
@@ -44,8 +45,9 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
 def cuda(
     kernels: Any, multiply: Callable[..., None] | None = None, backend: Backend | None = None
 ) -> Ops:
-    """Return the operations, launched through these `Kernels`.
+    """Return the operations that launch these `Kernels`.
 
+    Each is the body of its row, called with `kernels` and what the row's `cuda_takes` names.
     multiply  the matrix product of linear layers; None: `gemm` of ops/cuda/product.py
     backend   the backend of the arrays; None: host memory
     """
@@ -67,7 +69,7 @@ def cuda(
 
 
 class _OverRuns(partial):
-    """A step on a device that takes runs of several parameter groups in one launch."""
+    """An optimizer step on a device, which steps several parameter groups in one launch."""
 
     def weight_decays(self, runs: Sequence[Any]) -> Any:
         """Return the argument `weight_decay` of one launch over all runs (optim/optimizer.py)."""
@@ -92,8 +94,10 @@ Round = Callable[[np.ndarray, Arena], None]
 class Rounded(NamedTuple):
     """Operations in half precision.
 
-    ops     as the host's; optimizer steps can also write the rounded parameters to a `mirror`
-    mirror  (parameters, mirror, arena): the same without a step; the mirror may be the parameters
+    ops     as the host's; an optimizer step can also write the rounded parameters to an array,
+            its argument `mirror`
+    mirror  (parameters, mirror, arena) -> None: write the rounded parameters to `mirror`, which may
+            be the array of the parameters itself
     """
 
     ops: Ops
@@ -104,15 +108,15 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
     """Return the operations on float32 NumPy arrays that hold only numbers of a 16-bit type.
 
     Every output is rounded to the type, including the gradient of an input. Some values stay
-    float32, as in kernels that sum in float32: an operation's values for its own backward, losses
-    and the facts of a split vocabulary, gradients of parameters, and sums of sharded layers over
-    ranks, until the next operation. This shows the effect of half precision on training. It saves
-    no memory.
+    float32, as in kernels that sum in float32: what an operation saves for its own backward, losses,
+    the maxima and sums of a vocabulary that is split over ranks, and gradients of parameters. The
+    sum over ranks of a sharded layer stays float32 until the next operation. This shows the effect
+    of half precision on training. It saves no memory.
 
     dtype      "bfloat16" or "float16"
     attention  as memory.attention
     passes     as device.passes
-    raises     ConfigError for a row that rounds something else than an operand
+    raises     ConfigError if a row of `OPERATIONS` rounds something that is no operand
     """
     put, wide = TYPES[dtype], host(attention, passes)
 
@@ -184,11 +188,11 @@ TYPES: dict[str, Round] = {"bfloat16": to_bfloat16, "float16": to_float16}
 
 
 Draw = Callable[[Operand, tuple[int, ...]], Any]
-"""(operand, shape) -> an array in the memory of the operations."""
+"""(operand, shape) -> an array of example values, in the memory that the operations compute in."""
 
 
 def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
-    """Return a function (name of an operation) -> {argument: example value}, `arena` too.
+    """Return a function: name of an operation -> {argument: example value}, with `arena`.
 
     Operations share the arrays of equal operands. So an operation may overwrite the array of
     another, as `row_exponentials` does for `cross_entropy_split`.

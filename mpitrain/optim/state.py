@@ -45,6 +45,7 @@ def laid_out(entries: Iterable[Entry], shape: Shape, start: int = 0) -> list[Ent
 
 
 def touched(storage: Storage, piece: Piece) -> list[Entry]:
+    """Return the tensors with elements in a piece."""
     return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
@@ -65,10 +66,10 @@ class StateArray(NamedTuple):
 class StateLayout(NamedTuple):
     """The layout of a buffer of optimizer state.
 
-    length            elements of the buffer
-    pieces, entries   as in `StateArray`
-    tensors           {tensor: (offset, shape of its view)}; None: the buffer has one element for
-                      each element of the pieces, in their order
+    length           elements of the buffer
+    pieces, entries  as in `StateArray`
+    tensors          {tensor: (offset, shape of its view)}; None: the buffer has one element for
+                     each element of the pieces, in their order
     """
 
     length: int

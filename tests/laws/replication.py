@@ -251,10 +251,11 @@ class RowsLaws:
     def law_the_gradient_of_the_loss_is_scaled_and_the_loss_is_not(self, trainer, source):
         if trainer.grid.is_server or trainer.config.replication.mode == "master":
             return  # no logits on a server; those of all ranks on a master
-        rows, results = trainer.replication.rows, []
+        rows, results, batch = trainer.replication.rows, [], trainer.config.batch
+        count = -(-len(rows.share(batch.size)) // batch.micro_batches)  # of the first micro-batch
         trainer.replication.step_end.begin(0)
         for scale in (1.0, 0.25):
-            logits = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
-            results.append(rows.loss(logits, np.array([0, 1, 2, 1]), scale))
+            logits = np.linspace(0, 1, 3 * count, dtype=np.float32).reshape(count, 3)
+            results.append(rows.loss(logits, np.arange(count) % 3, scale))
         (one, whole), (other, quarter) = results
         assert float(one) == float(other) and np.allclose(whole / 4, quarter, rtol=1e-6, atol=0)

@@ -9,7 +9,15 @@ from importlib.util import find_spec
 import pytest
 
 from mpitrain.collectives.selection.tuning import read_tuning
-from tests.processes import PROGRAM, SECONDS, calls_of_one_start, launch, python_ranks
+from tests.processes import (
+    PROGRAM,
+    SECONDS,
+    TINY_STEPS,
+    calls_of_one_start,
+    launch,
+    python_ranks,
+    sets,
+)
 
 KEYS = {
     "op",
@@ -30,125 +38,105 @@ KEYS = {
 NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
-def words(line):
-    return line.split()
+FACTORS = {
+    "all-reduce": 4 / 3,
+    "reduce-scatter": 2 / 3,
+    "all-gather": 2 / 3,
+    "broadcast": 1,
+    "reduce": 1,
+    "all-to-all": 2 / 3,
+    "send-receive": 1,
+}
+"""Bus bandwidth over the algorithm's, on three ranks."""
+OPS = {"all-reduce": "allreduce", "send-receive": "sendrecv"}
+"""Names of operations in files, where they are others."""
+DTYPES = ("float64", "float16", "bfloat16", "int32")
+SIZES = ["--min-bytes", "12", "--max-bytes", "48K", "--factor", "64", "--iterations", "3"]
+LINKS = ["--iterations", "3", "--json", "links.json", "--csv", "links.csv"]
+THREE = {
+    **{operation: [operation, *SIZES, "--json", f"{operation}.json"] for operation in FACTORS},
+    **{
+        dtype: ["allreduce", "--algorithm", "ring,shared,auto", "--dtype", dtype, *SIZES]
+        for dtype in DTYPES
+    },
+    "pairs": ["pairs", "--long", "64K", *LINKS],
+    "bandwidth": [
+        *(
+            [
+                "bandwidth",
+                "--pairs",
+                "all",
+                "--max-bytes",
+                "64K",
+                "--factor",
+                "256",
+                "--window",
+                "8",
+            ]
+        ),
+        *LINKS,
+    ],
+    "no least": [
+        *(["broadcast", "--algorithm", "native", "--fail-below", "0", "--csv", "rows.csv"]),
+        *SIZES,
+    ],
+    "least": [*(["broadcast", "--algorithm", "native,binomial", "--fail-below", "1e6"]), *SIZES],
+}
+"""Calls of one start of three ranks. The last one fails."""
 
 
-def bench(ranks, line, *more, **options):
-    return launch(ranks, "bench", *words(line), *more, **options)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """The folder of these calls, and what each printed."""
+    folder = tmp_path_factory.mktemp("three")
+    codes = [int(name == "least") for name in THREE]
+    calls = [["bench", *words] for words in THREE.values()]
+    return folder, dict(zip(THREE, calls_of_one_start(3, calls, folder, codes)[1], strict=True))
 
 
-def is_measured_checked_and_written(operation, factor, printed, path):
-    """What three ranks say and write of a collective; bus bandwidth is `factor` times the algorithm's."""
-    assert "wrong elements 0" in printed
-    written = json.loads(path.read_text())
+@pytest.mark.parametrize("operation", FACTORS)
+def test_a_collective_is_measured_checked_and_written(operation, three):
+    folder, printed = three
+    assert "wrong elements 0" in printed[operation]
+    written = json.loads((folder / f"{operation}.json").read_text())
     assert written["header"]["ranks"] == 3
     assert {row["bytes"] for row in written["rows"]} == {12, 768, 49152}
     for row in written["rows"]:
         assert row.keys() >= KEYS
         assert (
-            row["op"] == {"send-receive": "sendrecv"}.get(operation, operation)
+            row["op"] == OPS.get(operation, operation)
             and row["wrong"] == 0
             and row["min_us"] <= row["time_us"] <= row["p99_us"]
         )
-        assert row["busbw_GBs"] == pytest.approx(row["algbw_GBs"] * factor)
+        assert row["busbw_GBs"] == pytest.approx(row["algbw_GBs"] * FACTORS[operation])
         assert row["algbw_GBs"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
 
 
-SIZES = ["--min-bytes", "12", "--max-bytes", "48K", "--factor", "64", "--iterations", "3"]
+def test_every_dtype_is_measured(three):
+    for dtype in DTYPES:
+        assert three[1][dtype].count(f" {dtype}  ") == 3 * 3, "three algorithms, three sizes"
 
 
-def test_a_collective_is_measured_checked_and_written(tmp_path):
-    done = bench(3, "all-reduce", *SIZES, "--json", "rows.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    is_measured_checked_and_written("allreduce", 4 / 3, done.stdout, tmp_path / "rows.json")
-
-
-def test_so_is_every_other_one_and_every_dtype(tmp_path):
-    factors = {
-        "reduce-scatter": 2 / 3,
-        "all-gather": 2 / 3,
-        "broadcast": 1,
-        "reduce": 1,
-        "all-to-all": 2 / 3,
-        "send-receive": 1,
-    }
-    dtypes = ["float64", "float16", "bfloat16", "int32"]
-    calls = [["bench", operation, *SIZES, "--json", f"{operation}.json"] for operation in factors]
-    calls += [
-        ["bench", "allreduce", "--algorithm", "ring,shared,auto", "--dtype", dtype, *SIZES]
-        for dtype in dtypes
-    ]
-    _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
-    for (operation, factor), text in zip(factors.items(), printed, strict=False):
-        is_measured_checked_and_written(operation, factor, text, tmp_path / f"{operation}.json")
-    for dtype, text in zip(dtypes, printed[len(factors) :], strict=True):
-        assert text.count(f" {dtype}  ") == 3 * 3, "three algorithms, three sizes"
-
-
-def test_pairs_bandwidth_tables_for_spreadsheets_and_a_least_bandwidth(tmp_path):
-    """Of calls of one start: what they print and write, and their exit codes."""
-    short = ["--iterations", "3", "--json", "found.json", "--csv", "found.csv"]
-    calls = [
-        ["bench", "pairs", "--long", "64K", *short],
-        [
-            "bench",
-            "bandwidth",
-            "--pairs",
-            "all",
-            "--max-bytes",
-            "64K",
-            "--factor",
-            "256",
-            "--window",
-            "8",
-            *short,
-        ],
-        [
-            "bench",
-            "broadcast",
-            *SIZES,
-            "--algorithm",
-            "native",
-            "--fail-below",
-            "0",
-            "--csv",
-            "rows.csv",
-        ],
-    ]
-    _, (pairs, bandwidth, broadcast) = calls_of_one_start(3, calls, tmp_path, code=0)
+def test_pairs_bandwidth_tables_for_spreadsheets_and_a_least_bandwidth(three):
+    folder, printed = three
     assert (
-        "within a host        3 " in pairs
-        and "bandwidth, GB/s, one way" in pairs
-        and "wrong elements 0" in pairs
+        "within a host        3 " in printed["pairs"]
+        and "bandwidth, GB/s, one way" in printed["pairs"]
+        and "wrong elements 0" in printed["pairs"]
     )
+    bandwidth = printed["bandwidth"]
     assert "wrong elements 0" in bandwidth and " both " in bandwidth and " one " in bandwidth
-    written = json.loads((tmp_path / "found.json").read_text())
+    written = json.loads((folder / "links.json").read_text())
     assert [(row["bytes"], row["ways"], row["pairs"]) for row in written["rows"]] == [
         (nbytes, ways, 1) for nbytes in (1, 256, 65536) for ways in ("one", "both")
     ]
-    assert len((tmp_path / "found.csv").read_text().splitlines()) == 1 + 6
-    assert (
-        len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 3
-        and "too slow" not in broadcast
-    )
-    least = ["bench", "broadcast", *SIZES, "--algorithm", "native,binomial", "--fail-below", "1e6"]
-    _, (failed,) = calls_of_one_start(3, [least], tmp_path, code=1)
+    assert len((folder / "links.csv").read_text().splitlines()) == 1 + 6
+    assert len((folder / "rows.csv").read_text().splitlines()) == 1 + 3
+    assert "too slow" not in printed["no least"]
+    failed = printed["least"]
     assert failed.count("too slow: ") == 2 and failed.count("  native  ") >= 3, (
         "the table is printed all the same"
     )
-
-
-def test_wire_formats_are_measured_beside_the_algorithms(tmp_path):
-    done = bench(
-        2,
-        "allreduce --algorithm ring --wire fp16,bf16,int8,topk,topk:0.1,powersgd:2 --max-bytes 16K --iterations 2",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("fp16", "bf16", "int8", "topk:0.01", "topk:0.1", "powersgd:2"):
-        assert done.stdout.count(f"wire {name} ") == 3, "two rows and an average"
-    assert "wrong elements 0\nreplicas that differ 0" in done.stdout
 
 
 def test_a_wrong_element_is_counted_and_is_a_failure(tmp_path):
@@ -200,42 +188,29 @@ def test_what_was_measured_survives_an_interruption(launcher, asked_by, tmp_path
 
 @pytest.mark.compile
 def test_the_simulator_s_kernels_reduce_what_is_measured_on_it(tmp_path):
-    done = bench(
-        3,
-        "allreduce --device cuda-sim --wire fp16,bf16,int8,topk:0.1 --max-bytes 12K --iterations 1 --warmup 1 --json rows.json",
-        cwd=tmp_path,
+    words = (
+        "allreduce --device cuda-sim --algorithm ring,native,auto --wire fp16,bf16,int8,topk:0.1"
     )
+    sizes = "--max-bytes 12K --iterations 1 --warmup 1 --json rows.json"
+    done = launch(3, "bench", *words.split(), *sizes.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "device cuda-sim" in done.stdout and "wrong elements 0" in done.stdout
     written = json.loads((tmp_path / "rows.json").read_text())
     assert written["header"]["device"] == "cuda-sim"
-    assert {row["algorithm"] for row in written["rows"]} >= {
-        "ring",
-        "native",
-        "auto",
-        "wire int8",
-        "wire topk:0.1",
-    }
+    wires = {f"wire {wire}" for wire in ("fp16", "bf16", "int8", "topk:0.1")}
+    assert {row["algorithm"] for row in written["rows"]} == {"ring", "native", "auto", *wires}
     assert all(row["predicted_us"] is None for row in written["rows"]), (
         "the model is one of the host's memory"
     )
 
 
-def test_all_are_the_algorithms_that_can_run_with_the_dtype(tmp_path):
-    done = bench(2, "allreduce --dtype bfloat16 --max-bytes 4K --iterations 1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "  native  " not in done.stdout and "  shared  " in done.stdout
-
-
-def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once(tmp_path):
-    done = bench(
-        1,
-        "allreduce --min-bytes 1 --max-bytes 8 --factor 2 --iterations 1 --json rows.json",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once_and_has_nothing_to_fit(tmp_path):
+    sizes = "--min-bytes 1 --max-bytes 8 --factor 2 --iterations 1 --json rows.json"
+    calls = [["bench", "allreduce", *sizes.split()], ["bench", "fit"]]
+    said, _ = calls_of_one_start(1, calls, tmp_path, [0, 2])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["bytes"] for row in rows if row["algorithm"] == "ring"] == [4, 8]
+    assert "one rank sends none" in said[1]
 
 
 MISTAKES = [
@@ -276,10 +251,36 @@ MISTAKES = [
 ]
 
 
-def test_a_wrong_option_is_one_message_and_exit_code_2(tmp_path):
+TWO = {
+    "wire": "allreduce --algorithm ring --wire fp16,bf16,int8,topk,topk:0.1,powersgd:2 --max-bytes 16K --iterations 2",
+    "all": "allreduce --dtype bfloat16 --max-bytes 4K --iterations 1",
+    "fit": "fit --min-bytes 512 --max-bytes 4K --sweeps 1",
+    "auto": "allreduce --algorithm auto --tuning tuning.json --max-bytes 16K",
+}
+"""Calls of one start of two ranks, after the mistakes; then one trains with tuning.json."""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What was said of each mistake and printed, and what each call printed."""
+    calls = [["allreduce", *words] for words, _ in MISTAKES] + [
+        line.split() for line in TWO.values()
+    ]
     said, printed = calls_of_one_start(
-        2, [["bench", "allreduce", *words] for words, _ in MISTAKES], tmp_path, code=2
+        2,
+        [
+            *(["bench", *words] for words in calls),
+            ["train", *TINY_STEPS, *sets(run__steps=1, replication__tuning="tuning.json")],
+        ],
+        tmp_path_factory.mktemp("two"),
+        [2] * len(MISTAKES) + [0] * len(TWO) + [0],
     )
+    many = len(MISTAKES)
+    return said[:many], printed[:many], dict(zip(TWO, printed[many:], strict=False))
+
+
+def test_a_wrong_option_is_one_message_and_exit_code_2(two):
+    said, printed, _ = two
     assert "#wrong" not in "".join(printed), "it is said before anything is measured"
     missed = [
         (words, text)
@@ -287,19 +288,20 @@ def test_a_wrong_option_is_one_message_and_exit_code_2(tmp_path):
         if text.count(message) != 1 or "Traceback" in text
     ]
     assert missed == []
-    done = bench(2, "allreduce", *MISTAKES[0][0], cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count(MISTAKES[0][1]) == 1, done.stderr
 
 
-def test_fit_writes_what_auto_then_reads(tmp_path):
-    done = bench(2, "fit --min-bytes 512 --max-bytes 4K --sweeps 1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "sizes left out: predicted" in done.stdout
-    done = bench(2, "allreduce --algorithm auto --tuning tuning.json --max-bytes 16K", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "  auto: " in done.stdout
-    done = bench(1, "fit", cwd=tmp_path)
-    assert done.returncode == 2 and "one rank sends none" in done.stderr
+def test_wire_formats_are_measured_beside_the_algorithms(two):
+    for name in ("fp16", "bf16", "int8", "topk:0.01", "topk:0.1", "powersgd:2"):
+        assert two[2]["wire"].count(f"wire {name} ") == 3, "two rows and an average"
+    assert "wrong elements 0\nreplicas that differ 0" in two[2]["wire"]
+
+
+def test_all_are_the_algorithms_that_can_run_with_the_dtype(two):
+    assert "  native  " not in two[2]["all"] and "  shared  " in two[2]["all"]
+
+
+def test_fit_writes_what_auto_then_reads(two):
+    assert "sizes left out: predicted" in two[2]["fit"] and "  auto: " in two[2]["auto"]
 
 
 def test_a_fit_that_is_interrupted_keeps_the_sweeps_before(tmp_path):

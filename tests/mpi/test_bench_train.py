@@ -10,113 +10,117 @@ from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training import peers
 from mpitrain.tools.bench.training import steps as training_steps
 from mpitrain.transport.threads import run_ranks
-from tests.processes import TINY_STEPS, calls_of_one_start, launch, sets
+from tests.processes import TINY_STEPS, calls_of_one_start, sets
 
-TINY = ["--blocks", "2", "--steps", "3", *TINY_STEPS]
-
-
-def bench(ranks, *words):
-    return launch(ranks, "bench", "train", *TINY, *words)
+TINY = ["--blocks", "2", "--steps", "2", *TINY_STEPS]
+SMALL = sets(model__layers=2, model__width=12, model__heads=2, model__context=8, batch__size=8)
 
 
-def test_alone_it_prints_one_side():
-    done = bench(2)
-    assert done.returncode == 0, done.stderr
+def test_alone_it_prints_one_side_and_what_is_wrong_is_said_before_it_measures(tmp_path):
+    command = ["bench", "train", *TINY]
+    calls = [command, [*command, "--shapes", "nonsense"], [*command, "--json", "gone/train.json"]]
+    said, printed = calls_of_one_start(2, calls, tmp_path, [0, 2, 2])
     assert (
-        "2 ranks, 6" in done.stdout
-        and "\nmpitrain " in done.stdout
-        and "times as fast" not in done.stdout
+        "2 ranks, 6" in printed[0]
+        and "\nmpitrain " in printed[0]
+        and "times as fast" not in printed[0]
     )
+    for text, complaint in zip(said[1:], ("'nonsense'", "cannot be written: No such"), strict=True):
+        assert text.count("ConfigError") == text.count(complaint) == 1, text
+        assert "Traceback" not in text
+    assert "blocks of" not in printed[2]
 
 
-def test_all_sides_do_the_same_work(tmp_path):
-    """Ours, ours with other settings, and what PyTorch has like the first one's mode."""
+PEERS = [
+    "torch DDP, gloo",
+    "torch ZeroRedundancyOptimizer, gloo",
+    "torch FSDP2 (reshard_after_forward=False), gloo",
+    "torch FSDP2, gloo",
+]
+"""By replication.zero."""
+AGAINST = ("replication.algorithm=star", "replication.overlap=false")
+SHAPES = {
+    "context-4096": PEERS[0],
+    "tp-2": "torch tensor parallel, gloo",
+    "pp-2-gpipe-4": "torch ScheduleGPipe, gloo",
+}
+"""Names of shapes, and their peers."""
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    """What each call of one start of two ranks printed and wrote: {name: (text, JSON)}."""
     pytest.importorskip("torch")
-    peers = [
-        "torch DDP, gloo",
-        "torch ZeroRedundancyOptimizer, gloo",
-        "torch FSDP2 (reshard_after_forward=False), gloo",
-        "torch FSDP2, gloo",
-    ]  # by replication.zero
-    command = ["bench", "train", *TINY, "--peer", "torch"]
-    against = ["--against", "replication.algorithm=star", "--against", "replication.overlap=false"]
-    calls = [
-        [
-            *command,
-            *sets(model__tied="true", replication__zero=zero),
-            *against,
-            "--json",
-            f"{zero}.json",
-        ]
-        for zero in range(len(peers))
+    tied = sets(model__tied="true")
+    calls = {
+        "against": [*TINY, *tied, *(word for key in AGAINST for word in ("--against", key))],
+        **{peer: [*TINY, *tied, *sets(replication__zero=n)] for n, peer in enumerate(PEERS)},
+        "1f1b": [*TINY, "--pp", "2", *sets(pipeline__schedule="1f1b", batch__micro_batches=2)],
+        "tp": [*TINY, "--alone", "--tp", "2", *tied],
+        "shapes": ["--blocks", "2", "--steps", "1", "--shapes", ",".join(SHAPES), *SMALL],
+        "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
+    }
+    del calls[PEERS[0]]  # "against" has this peer, too
+    folder = tmp_path_factory.mktemp("sides")
+    words = [
+        ["bench", "train", "--peer", "torch", *more, "--json", f"{number}.json"]
+        for number, more in enumerate(calls.values())
     ]
-    schedules = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-    for name in schedules:
-        settings = sets(pipeline__schedule=name, batch__micro_batches=3)
-        calls.append([*command, "--pp", "3", *settings, "--json", f"{name}.json"])
-    settings = sets(model__width=24, model__heads=3, model__tied="true")
-    calls.append([*command, "--alone", "--tp", "3", *settings, "--json", "tp.json"])
-    _, printed = calls_of_one_start(3, calls, tmp_path, code=0)
-    printed, of_stages, of_slices = printed[: len(peers)], printed[len(peers) : -1], printed[-1]
-    ours, alone, theirs = json.loads((tmp_path / "tp.json").read_text())["sides"]
-    assert theirs["name"] == "torch tensor parallel, gloo" and "3" in of_slices
-    assert (
-        alone["name"] == "one rank of mpitrain"
-        and len(alone["comm_s"]) == len(alone["losses"])
-        and not theirs["comm_s"]
-    )
-    for other in (alone, theirs):
-        assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], other["losses"], strict=True))
-    for (name, peer), text in zip(schedules.items(), of_stages, strict=True):
-        ours, theirs = json.loads((tmp_path / f"{name}.json").read_text())["sides"]
-        assert (ours["name"], theirs["name"]) == (
-            "mpitrain",
-            f"torch {peer}, gloo",
-        ) and f"3 stages by {name}, 3 micro" in text
-        assert all(
-            abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], theirs["losses"], strict=True)
-        )
-    for zero, (peer, text) in enumerate(zip(peers, printed, strict=True)):
-        names = [
-            "mpitrain replication.algorithm=auto replication.overlap=true",
-            "mpitrain replication.algorithm=star replication.overlap=false",
-            peer,
-        ]
-        sides = json.loads((tmp_path / f"{zero}.json").read_text())["sides"]
-        assert [side["name"] for side in sides] == names
-        *_, second, third = text.strip().splitlines()
-        for line, name in zip((second, third), names[1:], strict=True):
-            assert line.startswith(names[0])
-            assert f"fast as {name}" in line or f" and {name}:" in line
-            apart = float(line.split("losses at most ")[1].split()[0])
-            assert apart <= 1e-4, line
+    _, printed = calls_of_one_start(2, words, folder, code=0)
+    written = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(calls))]
+    return dict(zip(calls, zip(printed, written, strict=True), strict=True))
 
 
-def test_shapes_are_measured_one_by_one_with_their_floor(tmp_path):
-    pytest.importorskip("torch")
-    tiny = sets(model__layers=2, model__width=12, model__heads=2, model__context=8, batch__size=8)
-    command = ["bench", "train", "--blocks", "2", "--steps", "1", "--peer", "torch", *tiny]
-    shapes = ["context-4096", "tp-2", "pp-2-gpipe-4"]
-    calls = [
-        [*command, "--shapes", ",".join(shapes), "--json", "shapes.json"],
-        [*command, "--floor", "--json", "floor.json"],
+def measured(sides, name):
+    """The names of the sides of a call, whose losses are equal to rounding."""
+    found = sides[name][1]["sides"]
+    for other in found[1:]:
+        pairs = zip(found[0]["losses"], other["losses"], strict=True)
+        assert all(abs(one - theirs) <= 1e-4 for one, theirs in pairs), (name, other["name"])
+    return [side["name"] for side in found]
+
+
+def test_sides_of_other_settings_and_pytorch_do_the_same_work(sides):
+    names = [
+        "mpitrain replication.algorithm=auto replication.overlap=true",
+        "mpitrain replication.algorithm=star replication.overlap=false",
+        PEERS[0],
     ]
-    _, (table, floor) = calls_of_one_start(2, calls, tmp_path, code=0)
-    rows = json.loads((tmp_path / "shapes.json").read_text())["rows"]
-    assert [row["shape"] for row in rows] == shapes
-    assert len({row["peer"] for row in rows}) == 3 and all(row["apart"] <= 1e-4 for row in rows)
+    assert measured(sides, "against") == names
+    *_, second, third = sides["against"][0].strip().splitlines()
+    for line, name in zip((second, third), names[1:], strict=True):
+        assert line.startswith(names[0])
+        assert f"fast as {name}" in line or f" and {name}:" in line
+        assert float(line.split("losses at most ")[1].split()[0]) <= 1e-4, line
+
+
+@pytest.mark.parametrize("peer", PEERS[1:])
+def test_each_stage_of_zero_has_its_peer(peer, sides):
+    assert measured(sides, peer) == ["mpitrain", peer]
+
+
+def test_stages_have_the_schedule_of_pytorch(sides):
+    assert measured(sides, "1f1b") == ["mpitrain", "torch Schedule1F1B, gloo"]
+    assert "2 stages by 1f1b, 2 micro" in sides["1f1b"][0]
+
+
+def test_slices_have_a_peer_and_one_rank_alone(sides):
+    names = ["mpitrain", "one rank of mpitrain", "torch tensor parallel, gloo"]
+    assert measured(sides, "tp") == names
+    _, alone, theirs = sides["tp"][1]["sides"]
+    assert len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
+
+
+def test_shapes_are_measured_one_by_one_with_their_floor(sides):
+    table, rows = sides["shapes"][0], sides["shapes"][1]["rows"]
+    assert [(row["shape"], row["peer"]) for row in rows] == [*SHAPES.items()]
     for row in rows:
+        assert row["apart"] <= 1e-4
         assert row["least"] <= row["ratio"] <= row["most"] and row["floor"] > 0
         assert f"\n{row['shape']} " in table and f"\n{row['shape']}, ms: " in table
-    kinds = json.loads((tmp_path / "floor.json").read_text())["kinds"]
+    floor, kinds = sides["floor"][0], sides["floor"][1]["kinds"]
     assert {"attention", "mlp", "head"} <= {row["kind"] for row in kinds if row["products_s"]}
     assert "its bare products" in floor
-
-
-def test_an_unknown_shape_is_one_error():
-    done = launch(2, "bench", "train", "--shapes", "nonsense")
-    assert done.returncode == 2 and done.stderr.count("ConfigError") == 1
-    assert "'nonsense'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
@@ -131,27 +135,18 @@ def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
 
 
 @pytest.mark.compile
-def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path):
+def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path, capsys):
     pytest.importorskip("torch")
     path = tmp_path / "train.json"
-    words = "--device cuda-sim --gemm library --peer torch --steps 1 --json"
-    done = bench(1, *words.split(), str(path))
-    assert done.returncode == 0, done.stderr
-    assert "cuda-sim, products by NumPy" in done.stdout
+    job = [word for word in TINY_STEPS if word != "--set"]
+    work = TrainingJob([*job, "device.kind=cuda-sim", "device.gemm=library"], 2, 1)
+    run_ranks(1, measure_sides, work, [], False, ("torch",), False, (path, None))
+    assert "cuda-sim, products by NumPy" in capsys.readouterr().out
     ours, peer = json.loads(path.read_text())["sides"]
     assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
         peer["blocks"]
     ) == 2
     assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], peer["losses"], strict=True))
-
-
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
-    done = bench(2, "--json", str(tmp_path / "missing/train.json"))
-    assert (
-        done.returncode == 2
-        and done.stderr.count("cannot be written: No such file or directory") == 1
-    ), done.stderr
-    assert "blocks of" not in done.stdout
 
 
 def test_a_peer_that_cannot_use_the_gpu_is_one_message(monkeypatch):

@@ -3,8 +3,8 @@ starts).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
-cases use the ordinary units, and so does attention with dropout. `drop` is empty, or the arguments
-of dropout. `starts` is None, or the first token of each token's document, (B, T) int32.
+cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
+the arguments of dropout. `starts` is None, or the first token of each token's document, (B, T) int32.
 """
 
 from math import e, log2

@@ -1,8 +1,10 @@
-"""Linear layers with an optional activation: one product each, with all other work in its epilogue;
-passes over elements, LayerNorm, embedding and images.
+"""Layers on kernels: linear, activations, sums of arrays, dropout, LayerNorm, embedding, convolution
+and pooling.
 
-`multiply` is a function of product.py. The product of the weight half also sums dy over its rows:
-this is the bias gradient. `_Pending` passes it to a bias half that adds. Contents of `saved`:
+A linear layer is one matrix product, which also adds the bias and applies the activation.
+`multiply` is the matrix product that device.gemm chooses: `gemm` or `library` of product.py. The
+product that makes a weight gradient also sums dy over its rows, which is the bias gradient. If that
+must be added to an earlier one, `_Pending` keeps it until the bias half. Contents of `saved`:
 
 linear           (x, has a bias)
 with activation  that, and the data for the activation's derivative: z of GELU, y of ReLU, whose

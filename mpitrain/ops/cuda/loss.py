@@ -1,7 +1,7 @@
 """Softmax cross-entropy on the device.
 
 Losses are summed on the device. The host synchronizes with the device only when it reads the sum.
-The row stride of the logits may exceed the row length, since `linear.logits` pads rows.
+The row stride of the logits may exceed the row length, since `logits` of layers.py pads rows.
 """
 
 from typing import Any

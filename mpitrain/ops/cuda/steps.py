@@ -43,10 +43,12 @@ class GroupRuns(NamedTuple):
 
 
 class LaunchNumbers:
-    """A cache of small arrays with the numbers of a launch, in the memory of a backend.
+    """Small arrays in the memory of a backend: the numbers of a launch that change between steps,
+    such as the learning rate.
 
-    Each user has one array per dtype of sums. It is written again only if its numbers change. This
-    is safe, because copies and launches follow the order of the stream.
+    There is one array for each operation and dtype. It is written again only if its numbers change.
+    A launch that is still queued reads the old numbers, because copies and launches follow the
+    order of the stream.
     """
 
     def __init__(self, backend: Backend):
@@ -55,9 +57,10 @@ class LaunchNumbers:
         self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
 
     def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
-        """Return the array of these values, for sums over elements like `like`.
+        """Return an array of these values, in the dtype that sums elements like those of `like`.
 
-        of  the user; operations that run in turns have an array each, so none is written twice
+        of  name of the operation, if it alternates with others that take numbers: each then has an
+            array of its own, and does not overwrite another's
         """
         key = KINDS[like.dtype].sums, of
         entry = self._arrays.get(key)
@@ -75,7 +78,8 @@ class LaunchNumbers:
     def rates(
         self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
     ) -> tuple[Any, Any]:
-        """Return two arguments of an element-wise step: `Runs.table`, and its numbers.
+        """Return two arguments of the kernel of an element-wise step: the table of `GroupRuns` or
+        None, and the array of scale, corrections, and (learning rate, weight decay) of each group.
 
         weight_decay  a number, or `GroupRuns`, whose factors multiply lr
         """
@@ -108,7 +112,7 @@ class LaunchNumbers:
         return entry[0] if entry and entry[1] == (value,) else self._write(key, (value,))
 
     def constant(self, values: np.ndarray) -> Any:
-        """Return a copy of float32 values that never change; there is one such array."""
+        """Return an array of these float32 values; every call must pass the same values."""
         if self._constant is None:
             self._constant = self._backend.zeros(values.size, values.dtype)
             self._backend.put(self._constant, values)

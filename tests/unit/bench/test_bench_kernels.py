@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli.bench.collectives import command
-from mpitrain.ops import cuda
 from mpitrain.ops.cuda.tiles import DEFAULT
 from mpitrain.tools.bench.kernels import gemm
 from mpitrain.tools.bench.kernels import operations as kernel_operations
@@ -122,7 +121,7 @@ def test_a_wrong_product_is_counted_and_fails(monkeypatch):
         gemm.product, "library", lambda kernel_operations, arena, a, b, c, **words: None
     )
     monkeypatch.setattr(
-        cuda, "multiply", lambda gemm, tiles: partial(right, table=DEFAULT, alpha=1.01)
+        gemm.product, "chosen", lambda gemm, tiles: partial(right, table=DEFAULT, alpha=1.01)
     )
     code, rows, text = bench(
         "gemm", "--device", "cuda-sim", "--shapes", "33", "--products", "NT,NT+gelu,TN+sums"

@@ -115,11 +115,20 @@ class Compiler:
 
     def __init__(self, wheels: Wheels = NEWEST) -> None:
         self._wheels, self._library = wheels, wheels.load()
+        self._kept: dict[tuple, Compiled] = {}
 
     def compile(
         self, source: SourceFile, architecture: str, defines: dict[str, object]
     ) -> Compiled:
         """sm_80 gives a cubin, compute_80 PTX. AssertionError with the log if it does not compile."""
+        key = source.text, architecture, str(defines)
+        if key not in self._kept:
+            self._kept[key] = self._compiled(source, architecture, defines)
+        return self._kept[key]
+
+    def _compiled(
+        self, source: SourceFile, architecture: str, defines: dict[str, object]
+    ) -> Compiled:
         program, size = c.c_void_p(), c.c_size_t()
         library = self._library
         library.nvrtcCreateProgram(
