@@ -19,6 +19,7 @@ TINY = [
     "model.context=16",
     "batch.size=12",
     "run.steps=20",
+    "run.eval_rows=20",
     "optimizer.warmup=3",
     "optimizer.lr=0.01",
     "replication.bucket_mb=0.004",

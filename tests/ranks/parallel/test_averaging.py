@@ -1,6 +1,5 @@
 """Modes local and gossip: an emulation on one rank says what workers that train apart must find."""
 
-import json
 import math
 from collections import Counter
 from functools import partial
@@ -16,11 +15,11 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
 from mpitrain.run.generate import tokens
-from mpitrain.run.loop import train
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
+from tests.runs import go, records
 from tests.saving import save
-from tests.training import TINY, by_hand, configured
+from tests.training import TINY, by_hand, configured, stepped
 
 pytestmark = pytest.mark.slow
 STEPS = 7
@@ -127,10 +126,7 @@ def gossip(initial):
 def trained(transport, settings):
     """Loss and norm of each step, and the parameters of the settled end."""
     trainer, source, _ = build(transport, configured(*settings))
-    outcomes = [
-        trainer.step(index, *trainer.replication.rows.batch(source, index))
-        for index in range(STEPS)
-    ]
+    outcomes = stepped(trainer, source, range(STEPS))
     assert replicas_equal(trainer)
     return np.array([(o.loss, o.grad_norm) for o in outcomes]), used(trainer, trainer.parameters)
 
@@ -156,56 +152,31 @@ def assert_emulated(ranks, settings, period, mixing, mean):
         assert np.all(np.abs(parameters - final) <= 1e-9 + 1e-9 * np.abs(final)), rank
 
 
-RANKS_AND_OPTIMIZERS = pytest.mark.parametrize(
-    "ranks, optimizer",
+@pytest.mark.parametrize(
+    "mode, ranks, optimizer",
     [
-        (1, "momentum"),
-        (2, "sgd"),
-        (2, "adamw"),
-        (3, "momentum"),
-        (3, "adamw"),
-        (5, "momentum"),
-        (5, "adamw"),
+        (LOCAL, 1, "momentum"),
+        (LOCAL, 2, "sgd"),
+        (LOCAL, 3, "adamw"),
+        (LOCAL, 5, "momentum"),
+        (GOSSIP, 1, "sgd"),
+        (GOSSIP, 2, "adamw"),
+        (GOSSIP, 3, "momentum"),
+        (GOSSIP, 5, "adamw"),
     ],
 )
-
-
-@RANKS_AND_OPTIMIZERS
-def test_local_equals_a_serial_emulation(ranks, optimizer):
-    assert_emulated(
-        ranks,
-        [*BASE, LOCAL, f"optimizer.name={optimizer}", "optimizer.clip=0.7"],
-        3,
-        local(3),
-        by_rows,
-    )
-
-
-@RANKS_AND_OPTIMIZERS
-def test_gossip_equals_a_serial_emulation(ranks, optimizer):
-    assert_emulated(
-        ranks,
-        [*BASE, GOSSIP, f"optimizer.name={optimizer}", "optimizer.clip=0.7"],
-        2,
-        gossip,
-        alike,
-    )
+def test_workers_that_train_apart_equal_a_serial_emulation(mode, ranks, optimizer):
+    settings = [*BASE, mode, f"optimizer.name={optimizer}", "optimizer.clip=0.7"]
+    apart = (3, local(3), by_rows) if mode == LOCAL else (2, gossip, alike)
+    assert_emulated(ranks, settings, *apart)
 
 
 def test_an_outer_momentum_equals_a_serial_emulation():
-    settings = [
-        *BASE,
-        LOCAL,
-        "replication.outer_lr=0.7",
-        "replication.outer_momentum=0.9",
-        "batch.micro_batches=2",
-    ]
-    assert_emulated(3, settings, 2, local(2, 0.7, 0.9), by_rows)
+    outer = ["replication.outer_lr=0.7", "replication.outer_momentum=0.9", "batch.micro_batches=2"]
+    assert_emulated(3, [*BASE, LOCAL, *outer], 2, local(2, 0.7, 0.9), by_rows)
 
 
-@pytest.mark.parametrize(
-    "ranks, optimizer", [(1, "momentum"), (2, "sgd"), (3, "momentum"), (5, "sgd")]
-)
+@pytest.mark.parametrize("ranks, optimizer", [(1, "momentum"), (3, "momentum"), (5, "sgd")])
 def test_local_in_periods_of_one_step_is_one_rank(ranks, optimizer):
     settings = [*BASE, f"optimizer.name={optimizer}", "optimizer.clip=0"]
     ((alone, parameters),) = run_ranks(1, trained, settings)
@@ -230,13 +201,8 @@ def test_evaluations_use_the_average_and_training_does_not(settings):
         for index in range(STEPS):
             trainer.step(index, *trainer.replication.rows.batch(source, index))
             if asks:
-                said.append(
-                    (
-                        *trainer.evaluate(source),
-                        replicas_equal(trainer),
-                        *islice(tokens(trainer, [65], 0.8, 40, 0), 4),
-                    )
-                )
+                text = islice(tokens(trainer, [65], 0.8, 40, 0), 4)
+                said.append((*trainer.evaluate(source), replicas_equal(trainer), *text))
         trainer.replication.step_end.sync()
         return said, trainer.parameters.copy()
 
@@ -252,17 +218,12 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
     def run(transport):
         first, source, _ = build(transport, configured(*BASE, *settings))
         source.held_out = 5
-        for index in range(4):
-            first.step(index, *first.replication.rows.batch(source, index))
-        second, _, done = build(
-            transport, first.config, save(tmp_path, first, Done(4, 128, "run"), keep=1)
-        )
+        stepped(first, source, range(4))
+        path = save(tmp_path, first, Done(4, 128, "run"), keep=1)
+        second, _, done = build(transport, first.config, path)
         assert done.step == 4 and first.evaluate(source) == second.evaluate(source)
         facts = [
-            [
-                trainer.step(index, *trainer.replication.rows.batch(source, index))[:6]
-                for index in range(4, STEPS)
-            ]
+            [result[:6] for result in stepped(trainer, source, range(4, STEPS))]
             for trainer in (first, second)
         ]
         assert facts[0] == facts[1] and replicas_equal(first) and replicas_equal(second)
@@ -275,15 +236,14 @@ def test_a_checkpoint_within_a_period_is_all_there_is(settings, tmp_path):
 def test_another_mode_resumes_from_the_average_and_says_so(settings, tmp_path, capfd):
     def begin(transport):
         trainer, source, _ = build(transport, configured(*BASE, *settings))
-        for index in range(4):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+        stepped(trainer, source, range(4))
         save(tmp_path, trainer, Done(4, 128, "run"), keep=1)
         return {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
 
     def go_on(transport, others):
         trainer, source, _ = build(transport, configured(*BASE, *others), newest(tmp_path))
         found = {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
-        trainer.step(4, *trainer.replication.rows.batch(source, 4))
+        stepped(trainer, source, [4])
         return found
 
     then = run_ranks(3, begin)
@@ -315,112 +275,67 @@ def test_another_mode_resumes_from_the_average_and_says_so(settings, tmp_path, c
         assert said == (line if settings in MODES else "")
 
 
-@pytest.mark.parametrize("mode", ("master", "local", "gossip"))
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, tmp_path):
-    (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
-    settings = [
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-        "model.context=8",
-        "batch.size=8",
-        "run.steps=9",
-        "run.log_every=1",
-        "device.kind=cpu",
-        f"data.source=text:{tmp_path / 'book'}",
-        f"replication.mode={mode}",
-        "replication.period=3",
+def facts(folder, apart=()):
+    """Step, losses and norm of each record of a run; but for these steps, whose loss and norm are a worker's own."""
+    return [
+        tuple(map(record.get, ("step", "loss", "grad_norm", "val_loss")))
+        for record in records(folder)
+        if ("loss" in record and record["step"] not in apart) or "val_loss" in record
     ]
+
+
+@pytest.mark.parametrize("mode", (MASTER, LOCAL, GOSSIP))
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, book, tmp_path):
     asked = Counter()
 
     def stop(rank):
         asked[rank] += 1
         return rank == 1 and asked[rank] == 5  # within a period of three steps
 
-    def go(folder, resume, stop):
-        config = parse(with_settings({}, [*settings, f"run.out={tmp_path / folder}"]))
-        return run_ranks(
-            3, lambda own: train(own, lambda: config, resume, lambda: stop(own.rank)).stopped
-        )
+    def run(folder, *more):
+        out = f"run.out={tmp_path / folder / 'run'}"
+        return go(3, [*book, "run.steps=9", mode, "replication.period=3", out], *more)
 
-    def facts(folder):
-        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [
-            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss"))
-            for line in lines
-            if "loss" in line or "val_loss" in line
-        ]
-
-    assert go("whole", "no", lambda rank: False) == [False] * 3
-    assert go("parts", "no", stop) == [True] * 3
-    assert newest(tmp_path / "parts/checkpoints").name == (
-        "step-00000005" if mode == "master" else "step-00000006"
-    )
-    assert go("parts", "yes", lambda rank: False) == [False] * 3
-    assert facts("parts") == facts("whole") and len(facts("whole")) == 9 + 1
+    assert not run("whole") and run("parts", "no", stop)
+    last = newest(tmp_path / "parts/run/checkpoints")
+    assert last.name == ("step-00000005" if mode == MASTER else "step-00000006")
+    assert not run("parts", "yes")
+    whole = facts(tmp_path / "whole")
+    assert facts(tmp_path / "parts") == whole and len(whole) == 9 + 1
 
 
 @pytest.mark.parametrize(
-    "mode", [("local",), ("local", "outer_lr=0.7", "outer_momentum=0.9"), ("gossip",)]
+    "mode",
+    [[LOCAL], [LOCAL, "replication.outer_lr=0.7", "replication.outer_momentum=0.9"], [GOSSIP]],
 )
-def test_an_extended_run_equals_one_planned_that_long_bitwise(mode, tmp_path):
-    (tmp_path / "book").write_text("".join(f"word {n % 7} " for n in range(240)))
-    settings = [
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-        "model.context=8",
-        "batch.size=8",
-        "run.log_every=1",
-        "device.kind=cpu",
-        f"data.source=text:{tmp_path / 'book'}",
-        "optimizer.schedule=constant",
-        "replication.period=3",
-        "run.eval_every=4",
-        "checkpoint.every=4",
-        "checkpoint.keep=9",
-        *(f"replication.{one}" for one in (f"mode={mode[0]}", *mode[1:])),
-    ]
+def test_an_extended_run_equals_one_planned_that_long_bitwise(mode, book, tmp_path):
+    settings = ["batch.size=8", "optimizer.schedule=constant", "replication.period=3", *mode]
+    settings += ["run.eval_every=4", "checkpoint.every=4", "checkpoint.keep=9"]
 
-    def go(folder, steps, resume="no"):
-        config = parse(
-            with_settings({}, [*settings, f"run.out={tmp_path / folder}", f"run.steps={steps}"])
-        )
-        run_ranks(3, train, lambda: config, resume, lambda: False)
-
-    def facts(
-        folder,
-    ):  # norms and losses between two meetings are a worker's own, and step 4 is the end of one run alone
-        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [
-            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("val_loss"))
-            for line in lines
-            if ("loss" in line and line["step"] != 4) or "val_loss" in line
-        ]
+    def run(folder, steps, resume="no"):
+        out = f"run.out={tmp_path / folder / 'run'}"
+        go(3, [*book, *settings, out, f"run.steps={steps}"], resume)
 
     def saved(folder):
         return {
             (path.parent.name, name, path.name): tensor
-            for path in (tmp_path / folder).glob("checkpoints/*/*.safetensors")
+            for path in (tmp_path / folder).glob("run/checkpoints/*/*.safetensors")
             for name, tensor in load_file(path).items()
         }
 
-    go("planned", 11)
-    go("extended", 4)
+    run("planned", 11)
+    run("extended", 4)
     tensors = saved("extended")
-    own = [
-        tensors[key]
-        for key in sorted(tensors)
-        if key[1].startswith("own_parameters/head.norm.gain/")
-    ]
+    name = "head.norm.gain"
+    own = [tensors[key] for key in sorted(tensors) if key[1].startswith(f"own_parameters/{name}/")]
     assert len(own) == 3 and np.ptp(own, 0).any(), "workers must differ, or equality says nothing"
-    (model,) = (tensor for (_, name, _), tensor in tensors.items() if name == "head.norm.gain")
-    assert np.allclose(
-        model, np.average(own, 0, [2, 3, 3] if mode[0] == "local" else None), rtol=1e-6, atol=0
-    )
-    go("extended", 4, "yes")  # which has nothing left to do, and must spoil nothing
-    go("extended", 11, "yes")
-    assert facts("extended") == facts("planned")
+    (model,) = (tensor for (_, key, _), tensor in tensors.items() if key == name)
+    right = np.average(own, 0, [2, 3, 3] if LOCAL in mode else None)
+    assert np.allclose(model, right, rtol=1e-6, atol=0)
+    run("extended", 4, "yes")  # which has nothing left to do, and must spoil nothing
+    run("extended", 11, "yes")
+    # Step 4 is the end of one run alone.
+    assert facts(tmp_path / "extended", [4]) == facts(tmp_path / "planned", [4])
     planned, extended = saved("planned"), saved("extended")
     assert planned.keys() == extended.keys() and len({step for step, *_ in planned}) == 3
     for key, tensor in planned.items():

@@ -1,6 +1,7 @@
 """Dropout trains in any layout as on one rank: the same masks, bit by bit, and the same losses."""
 
 import threading
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.parallel.test_tensor import GPT, curve, source_of
+from tests.ranks.parallel.test_tensor import ONE as GPT
+from tests.ranks.parallel.test_tensor import curve, source_of
 from tests.saving import load, save
-from tests.training import configured
+from tests.training import assert_parts, configured, near
 
 STEPS = 2
 DROPS = ["model.dropout=0.2", "model.attention_dropout=0.15", "run.seed=5"]
@@ -38,8 +40,9 @@ LAYOUTS = {
     "zero-bubble": (2, [*PIPE, "pipeline.schedule=zero-bubble", "memory.recompute=2"]),
     "interleaved": (2, [*PIPE, "pipeline.schedule=interleaved"]),
     "tp and pp": (4, [*PIPE, "layout.tp=2"]),
+    "mlp": (2, ["layout.tp=2"]),
+    "mlp, dp and tp": (4, ["layout.tp=2", "memory.recompute=unit"]),
 }
-MLPS = {"tp": (2, ["layout.tp=2"]), "dp and tp": (4, ["layout.tp=2", "memory.recompute=unit"])}
 
 
 class Masks:
@@ -93,30 +96,30 @@ def trained(ranks, settings, monkeypatch, rows, train=curve):
     return masks.found, found
 
 
-def check_as_one_rank(base, rows, ranks, settings, monkeypatch):
-    truth, ((alone, whole, _),) = trained(1, base, monkeypatch, rows)
-    masks, found = trained(ranks, [*base, *settings], monkeypatch, rows)
+def assert_same_masks(truth, masks):
     assert masks.keys() == truth.keys()
-    for key, mask in masks.items():
-        np.testing.assert_array_equal(mask, truth[key])
-    for told, tensors, _ in found:
-        assert np.all(np.abs(told - alone) <= 1e-9 * (1 + np.abs(alone)))
-        for name, (parameter, values) in tensors.items():
-            right = parameter.part_of(whole[name][1])
-            assert np.all(np.abs(values - right) <= 1e-9), name
+    assert all(np.array_equal(truth[key], masks[key]) for key in truth)
+
+
+@cache
+def alone(rows, *base):
+    with pytest.MonkeyPatch.context() as patch:
+        return trained(1, base, patch, rows)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_gpt_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
+def test_a_layout_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
     ranks, settings = LAYOUTS[name]
     base = [*GPT, *DROPS, *(one for one in settings if "tied" in one)]
-    check_as_one_rank(base, 12 * 24, ranks, settings, monkeypatch)
-
-
-@pytest.mark.parametrize("name", MLPS)
-def test_an_mlp_has_the_masks_and_losses_of_one_rank(name, monkeypatch):
-    ranks, settings = MLPS[name]
-    check_as_one_rank([*GPT, DROPS[0], *MLP], 12, ranks, settings, monkeypatch)
+    rows = 12 * 24
+    if "mlp" in name:
+        base, rows = [*GPT, DROPS[0], *MLP], 12
+    truth, ((numbers, whole, _),) = alone(rows, *base)
+    masks, found = trained(ranks, [*base, *settings], monkeypatch, rows)
+    assert_same_masks(truth, masks)
+    for told, tensors, _ in found:
+        assert near([numbers], [told])
+        assert_parts(tensors, whole)
 
 
 @pytest.mark.compile
@@ -127,8 +130,7 @@ def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
         trained(1, [*base, f"device.kind={kind}"], monkeypatch, 24) for kind in ("cpu", "cuda-sim")
     ]
     (truth, ((told, *_),)), (masks, ((others, *_),)) = found
-    assert truth.keys() == masks.keys()
-    assert all(np.array_equal(truth[key], masks[key]) for key in truth)
+    assert_same_masks(truth, masks)
     assert np.all(np.abs(told / others - 1) <= 1e-4)
 
 
@@ -143,14 +145,12 @@ def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
 )
 def test_other_modes_and_overlapping_steps_have_the_masks_of_one_rank(settings, monkeypatch):
     base = [*GPT, *DROPS, f"run.steps={STEPS}"]
-    truth, _ = trained(1, base, monkeypatch, 12 * 24)
     masks, _ = trained(2, [*base, *settings], monkeypatch, 12 * 24, losses)
-    assert truth.keys() == masks.keys()
-    assert all(np.array_equal(truth[key], masks[key]) for key in truth)
+    assert_same_masks(alone(12 * 24, *base)[0], masks)
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(tmp_path):
-    config = configured(*GPT, *DROPS, "model.layers=1")
+    config = configured(*GPT, *DROPS)
     source = source_of(config)
 
     def run(transport, first, path):
@@ -171,7 +171,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(tmp_path):
 
 
 def test_evaluations_have_no_dropout():
-    still = [*GPT, "optimizer.lr=1e-30", "model.layers=1"]
+    still = [*GPT, "optimizer.lr=1e-30"]
     found = [run_ranks(1, curve, configured(*still, *more), 1)[0][0] for more in ([], DROPS[:1])]
     assert np.array_equal(found[0][-1], found[1][-1]) and found[0][0, 0] != found[1][0, 0]
 

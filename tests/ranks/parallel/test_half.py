@@ -72,9 +72,7 @@ def test_half_precision_trains_in_every_mode(settings):
     """The loss that evaluations see, which read the mirror of what is settled, is float32's, and replicas end bitwise equal."""
 
     def evaluated(transport, *settings):
-        trainer, source, _ = build(
-            transport, configured(*TINY, "replication.period=5", "run.eval_rows=20", *settings)
-        )
+        trainer, source, _ = build(transport, configured(*TINY, "replication.period=5", *settings))
         mode, first = trainer.replication, trainer.evaluate(source)[0]
         stepped(trainer, source, range(10))
         found = trainer.evaluate(source)[0]

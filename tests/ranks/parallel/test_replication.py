@@ -84,9 +84,7 @@ def slots(replica):
 
 def everything(transport, settings):
     """What training, evaluation, logits and text say of a run of six steps."""
-    trainer, source, _ = build(
-        transport, configured(*TINY, "precision.compute=float64", "run.eval_rows=20", *settings)
-    )
+    trainer, source, _ = build(transport, configured(*TINY, "precision.compute=float64", *settings))
     outcomes = [
         trainer.step(index, *trainer.replication.rows.batch(source, index)) for index in range(6)
     ]

@@ -20,7 +20,7 @@ from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.saving import save
-from tests.training import configured
+from tests.training import configured, held, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -101,9 +101,7 @@ def curve(transport, config, steps=STEPS):
     assert is_steady and trainer.arena.live == 0, "what the first step has taken serves all"
     assert replicas_equal(trainer)
     told.append(trainer.evaluate(source))
-    tensors = trainer.tensors()
-    found = {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}
-    return np.array(told), found, trainer.parameter_count
+    return np.array(told), held(trainer), trainer.parameter_count
 
 
 ROUNDED = {"fp16": (2**-11, 2**-39), "int8": (0.0, 0.5 / 127)}
@@ -160,33 +158,30 @@ def check_equal(alone, together, tolerance=1e-9, steps=STEPS):
             assert values.shape == truth.shape and np.all(np.abs(values - truth) <= tolerance), name
 
 
+ONE = [*GPT, "model.layers=1"]
+HALVES = [*ONE, "precision.compute=float32", "layout.tp=2"]
+WIDE = ["model.width=64", "model.heads=8"]
+KEPT = "layout.keep_gathered=true"
+
+
 @pytest.mark.parametrize(
     "settings, layouts",
     [
-        (["batch.micro_batches=2"], [(1, 2, 1), (2, 3, 1), (1, 6, 1)]),
-        (
-            ["model.tied=true", "batch.micro_batches=3"],
-            [(3, 1, 1), (1, 3, 1), (4, 2, 1), (1, 2, 3)],
-        ),
-        (["model.width=64", "model.heads=8", "model.tied=true"], [(1, 4, 1), (1, 8, 1)]),
-        (
-            ["model.layers=1", "model.tied=true", "batch.micro_batches=2", "replication.zero=2"],
-            [(3, 2, 1)],
-        ),
-        (["model.layers=1", "batch.micro_batches=2", "replication.zero=3"], [(2, 2, 1)]),
-        (["model.kind=mlp", "model.layers=2"], [(1, 2, 1), (2, 3, 1)]),
+        (["model.layers=2", "batch.micro_batches=2"], [(2, 3, 1)]),
+        (["model.tied=true", "batch.micro_batches=3"], [(1, 6, 1), (4, 2, 1), (1, 2, 3)]),
+        ([*WIDE, "model.tied=true"], [(1, 8, 1)]),
+        (["model.tied=true", "batch.micro_batches=2", "replication.zero=2"], [(3, 2, 1)]),
+        (["batch.micro_batches=2", "replication.zero=3"], [(2, 2, 1)]),
+        (["model.kind=mlp", "model.layers=2"], [(2, 3, 1)]),
         (["model.kind=mlp", "model.layers=3", "replication.zero=1"], [(2, 2, 1), (1, 8, 1)]),
     ],
     ids=["gpt", "tied", "wide", "zero 2", "zero 3", "mlp 2", "mlp 3"],
 )
 def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
-    base = [*GPT, *settings]
-    alone = run_ranks(1, curve, configured(*base))
+    alone = run_ranks(1, curve, configured(*ONE, *settings))
     for dp, tp, pp in layouts:
-        check_equal(
-            alone,
-            run_ranks(dp * tp * pp, curve, configured(*base, f"layout.tp={tp}", f"layout.pp={pp}")),
-        )
+        config = configured(*ONE, *settings, f"layout.tp={tp}", f"layout.pp={pp}")
+        check_equal(alone, run_ranks(dp * tp * pp, curve, config))
 
 
 @pytest.mark.parametrize(
@@ -194,60 +189,34 @@ def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
     [
         (
             ["batch.micro_batches=2", "model.tied=true", "model.context=9"],
-            [(1, 2, 1), (2, 3, 1), (1, 6, 1), (1, 2, 2)],
+            [(2, 3, 1), (1, 6, 1), (1, 2, 2)],
         ),
-        (
-            ["model.width=64", "model.heads=8", "layout.keep_gathered=true", "replication.zero=1"],
-            [(2, 4, 1), (1, 8, 1)],
-        ),
+        ([*WIDE, KEPT, "replication.zero=1"], [(2, 4, 1)]),
         (["model.context=10", "batch.size=5"], [(2, 2, 1)]),
-        (
-            [
-                "model.width=64",
-                "model.heads=8",
-                "model.context=10",
-                "batch.size=2",
-                "layout.keep_gathered=true",
-            ],
-            [(1, 4, 1)],
-        ),
+        ([*WIDE, "model.context=10", "batch.size=2", KEPT], [(1, 4, 1)]),
     ],
     ids=["tied, odd context", "wide, kept", "uneven shares", "context that does not divide"],
 )
 def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts):
-    base = [*GPT, *settings]
-    alone = run_ranks(1, curve, configured(*base))
+    alone = run_ranks(1, curve, configured(*ONE, *settings))
     for dp, tp, pp in layouts:
         layout = [f"layout.tp={tp}", f"layout.pp={pp}", "layout.sequence_parallel=true"]
-        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*base, *layout)))
+        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*ONE, *settings, *layout)))
 
 
 @pytest.mark.parametrize(
-    "dp, wire, own_rows, steps",
-    [
-        (2, "fp16", False, STEPS),
-        (2, "int8", True, STEPS),
-        (3, "int8", False, 20),
-        (3, "fp16", True, 20),
-    ],
+    "dp, wire, own_rows",
+    [(2, "fp16", "false"), (2, "int8", "true"), (3, "int8", "false"), (3, "fp16", "true")],
 )
-def test_tensor_parallel_replicas_round_as_their_wire_format(dp, wire, own_rows, steps):
-    config = configured(
-        *GPT[:-1],
-        "layout.tp=2",
-        f"layout.sequence_parallel={str(own_rows).lower()}",
-        f"replication.wire={wire}",
-        "replication.bucket_mb=0.01",
-        f"run.steps={steps}",
-    )
-    run_ranks(2 * dp, rounded, config, steps)
+def test_tensor_parallel_replicas_round_as_their_wire_format(dp, wire, own_rows):
+    settings = [f"layout.sequence_parallel={own_rows}", "replication.bucket_mb=0.01"]
+    config = configured(*HALVES, *settings, f"replication.wire={wire}")
+    run_ranks(2 * dp, rounded, config)
 
 
 def test_replicated_tensors_have_equal_bits_on_any_hosts():
-    config = configured(*GPT[:-1], "layout.tp=2", "replication.wire=int8", "run.steps=20")
-    run_ranks(
-        6, curve, config, 2, hosts="aaabbb"
-    )  # where a group of replicas lies as aab, and the other as abb
+    """One group of replicas lies on hosts as aab, and the other as abb."""
+    run_ranks(6, curve, configured(*HALVES, "replication.wire=int8"), 2, hosts="aaabbb")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +226,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
     """A norm's gradient, too, of which each rank has only a part."""
 
     def told(transport):
-        config = configured(*GPT, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
+        config = configured(*ONE, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
         trainer, source, _ = build(transport, config, source=source_of(config))
         entry, ready = (
             next(e for e in trainer.storage.entries if e.name.endswith(name)),
@@ -282,7 +251,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
 
 
 def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
-    shape = [*GPT, "model.tied=true", "model.context=9"]
+    shape = [*ONE, "model.tied=true", "model.context=9"]
 
     def passed_on(transport, path, tp, folder, *more):
         """The checkpoint, read and written again by ranks of which `tp` share layers."""
@@ -294,13 +263,12 @@ def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
     def begun(transport):
         config = configured(*shape, "layout.tp=3")
         trainer, source, _ = build(transport, config, source=source_of(config))
-        for step in range(2):
-            trainer.step(step, *trainer.replication.rows.batch(source, step))
+        stepped(trainer, source, range(2))
         return save(tmp_path / "begun", trainer, Done(2, 24, "run"), keep=1)
 
-    path = run_ranks(6, begun)[0]
+    path = run_ranks(3, begun)[0]
     ((_, first),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
-    for ranks, tp, own_rows in ((2, 2, "true"), (6, 6, "false"), (4, 2, "true")):
+    for ranks, tp, own_rows in ((6, 6, "false"), (4, 2, "true")):
         path = run_ranks(
             ranks,
             passed_on,
@@ -351,21 +319,13 @@ def test_a_users_list_of_layers_gathers_and_splits():
             f"layout.tp={tp}",
         )
         trainer, source = Trainer(transport, units, config), Points(10)
-        told = [
-            trainer.step(step, *trainer.replication.rows.batch(source, step))[:2]
-            for step in range(STEPS)
-        ]
+        told = [result[:2] for result in stepped(trainer, source, range(STEPS))]
         assert replicas_equal(trainer) and trainer.arena.live == 0
         told.append(trainer.evaluate(source))
-        tensors = trainer.tensors()
-        return (
-            np.array(told),
-            {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries},
-            trainer.parameter_count,
-        )
+        return np.array(told), held(trainer), trainer.parameter_count
 
     alone = run_ranks(1, trained, plain, 1)
-    for dp, tp in ((1, 1), (1, 2), (2, 3)):
+    for dp, tp in ((1, 2), (2, 3)):
         check_equal(alone, run_ranks(dp * tp, trained, units, tp))
 
 
@@ -467,7 +427,7 @@ def test_a_vocabulary_smaller_than_its_group_is_refused():
 )
 def test_indivisible_rows_are_refused_with_the_nearest_numbers(ranks, settings, law, ways, mended):
     def built(transport, *more):
-        config = configured(*GPT, "layout.sequence_parallel=true", *settings, *more)
+        config = configured(*ONE, "layout.sequence_parallel=true", *settings, *more)
         trainer, source, _ = build(transport, config, source=source_of(config))
         trainer.step(0, *trainer.replication.rows.batch(source, 0))
 
@@ -482,9 +442,8 @@ def test_indivisible_rows_are_refused_with_the_nearest_numbers(ranks, settings, 
 
 def test_tensor_parallel_ranks_generate_the_text_of_one_rank():
     def written(transport, tp):
-        config = configured(
-            *GPT, f"layout.tp={tp}", "layout.sequence_parallel=true", "model.context=25"
-        )
+        layout = [f"layout.tp={tp}", "layout.sequence_parallel=true"]
+        config = configured(*ONE, *layout, "model.context=25")
         trainer = build(transport, config, source=source_of(config)).trainer
         found = [
             trainer.logits(np.arange(rows * length).reshape(rows, length))

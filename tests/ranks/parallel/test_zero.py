@@ -118,7 +118,7 @@ def strict(replica):
 
 @pytest.mark.parametrize("mode", (ZERO[2].make, ZERO[3].make, strict))
 def test_evaluation_logits_and_text_are_those_of_one_rank(mode):
-    settings = [TIED, "batch.micro_batches=2", "run.eval_rows=20"]
+    settings = [TIED, "batch.micro_batches=2"]
     (one,) = run_ranks(1, everything, settings)
     with replaced(MODES, "all-reduce", MODES["all-reduce"]._replace(make=mode)):
         assert all(near(one, found) for found in run_ranks(3, everything, settings))
