@@ -91,6 +91,11 @@ class Update(NamedTuple):
     step: int
     delayed: bool = False
 
+    @property
+    def number(self) -> int:
+        """The name of `step` in version 0.1, for one version."""
+        return self.step
+
 
 class ElementWise(NamedTuple):
     """The step of a rule that updates each element by itself, in one pass over memory.
