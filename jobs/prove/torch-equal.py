@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -212,7 +213,7 @@ class Draw:
         self.dtype = self.random.choice(INTEGERS + FLOATS)
         self.later = {"group": group, "async_op": self.random.random() < 0.5}
         self.root = self.random.choice(members)
-        self._is_strided = is_strided and self.random.random() < 0.5
+        self._is_strided = self.random.random() < 0.5 and is_strided
 
     def shape(self) -> list[int]:
         sizes = (0, 1, 2, 3, 5, 7, 17)
@@ -261,11 +262,11 @@ def all_gather(draw: Draw) -> tuple[Any, Results]:
     return dist.all_gather(parts, draw.tensor(shape), **draw.later), parts
 
 
-def all_gather_into_tensor(draw: Draw) -> tuple[Any, Results]:
+def all_gather_single(draw: Draw) -> tuple[Any, Results]:
     shape = draw.shape() or [1]
     whole = draw.tensor([draw.n * shape[0], *shape[1:]]).contiguous()
     own = draw.tensor(shape).contiguous()
-    return dist.all_gather_into_tensor(whole, own, **draw.later), [whole]
+    return dist.all_gather_single(whole, own, **draw.later), [whole]
 
 
 def reduce_scatter(draw: Draw) -> tuple[Any, Results]:
@@ -274,11 +275,11 @@ def reduce_scatter(draw: Draw) -> tuple[Any, Results]:
     return dist.reduce_scatter(own, parts, draw.op(), **draw.later), [own]
 
 
-def reduce_scatter_tensor(draw: Draw) -> tuple[Any, Results]:
+def reduce_scatter_single(draw: Draw) -> tuple[Any, Results]:
     shape = draw.shape() or [1]
     whole = draw.tensor([draw.n * shape[0], *shape[1:]]).contiguous()
     own = draw.tensor(shape).contiguous()
-    return dist.reduce_scatter_tensor(own, whole, draw.op(), **draw.later), [own]
+    return dist.reduce_scatter_single(own, whole, draw.op(), **draw.later), [own]
 
 
 def gather(draw: Draw) -> tuple[Any, Results]:
@@ -343,9 +344,9 @@ CALLS: list[Callable[[Draw], tuple[Any, Results]]] = [
     broadcast,
     reduce,
     all_gather,
-    all_gather_into_tensor,
+    all_gather_single,
     reduce_scatter,
-    reduce_scatter_tensor,
+    reduce_scatter_single,
     gather,
     scatter,
     all_to_all_single,
@@ -429,6 +430,7 @@ def main() -> None:
     given = parser.parse_args()
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
     names = given.names or ([] if given.draws else [*TRAININGS])
     file = world.bcast(tempfile.mktemp())
     work = {name: TRAININGS[name] for name in names} | drawn(given.draws)
