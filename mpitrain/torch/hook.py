@@ -12,7 +12,7 @@ from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.errors import ConfigError
 
 
-def hook(wire: str) -> Callable[[Any, Any], Future]:
+def hook(wire: str) -> Callable[[Any, dist.GradBucket], Future[torch.Tensor]]:
     """Return a hook for `register_comm_hook(state, hook)`: gradients are averaged in a wire format.
 
     state   the process group of backend mpitrain, or None for the default one
@@ -22,7 +22,7 @@ def hook(wire: str) -> Callable[[Any, Any], Future]:
     """
     parsed = parse_wire(wire)
 
-    def average(state: Any, bucket: Any) -> Future:
+    def average(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         group, total = state or dist.group.WORLD, bucket.buffer()
         if total.dtype != torch.float32:
             raise ConfigError(

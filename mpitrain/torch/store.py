@@ -91,10 +91,9 @@ class MpiStore(dist.Store):
     Its methods are those of `torch.distributed.Store`; C++ knows two of them by other names.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=5)):
+    def __init__(self) -> None:
         super().__init__()
-        self.set_timeout(timeout)
-        self._transport, self._lock = world(), threading.Lock()
+        self._transport = world()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         if self._transport.rank == 0:
@@ -160,6 +159,9 @@ class MpiStore(dist.Store):
         return self
 
 
+STORES: list[MpiStore] = []
+"""Keeps the stores alive: what PyTorch wraps around a store calls its methods in Python."""
+
 _ASKING = threading.Lock()
 """Held from a request to its answer: several threads of a rank may ask."""
 
@@ -184,7 +186,10 @@ def rendezvous_by_mpi() -> None:
                 "mpitrain: this is the only rank; start several with `mpirun -n 4 python ...`.",
                 file=sys.stderr,
             )
-        yield MpiStore(timeout), transport.rank, transport.size
+        store = MpiStore()
+        store.set_timeout(timeout)
+        STORES.append(store)
+        yield store, transport.rank, transport.size
         raise RuntimeError("The ranks of an MPI job cannot meet a second time.")
 
     _rendezvous_handlers["env"] = by_mpi

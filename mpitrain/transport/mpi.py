@@ -577,6 +577,9 @@ class MpiTransport(Transport):
 
         Otherwise this rank would wait in MPI_Finalize, and the others for its messages.
         """
+        sys.stderr = (
+            sys.__stderr__
+        )  # PyTorch's hook calls this one, and prints what it wrote later.
         sys.__excepthook__(kind, error, trace)
         if not self.MPI.Is_finalized():
             self.abort(f"ended by an exception on {self.hosts[self.rank]}")
