@@ -229,7 +229,7 @@ class ProcessGroup(dist.ProcessGroup):
                 else "no rank is missing"
             )
             raise CommError(
-                f"rank {members[self.rank()]}: timeout: {call} has not ended within "
+                f"rank {members[self.rank()]}: {call} has not ended within its timeout of "
                 f"{call.deadline - call.began:g} s; {who}.",
                 "Look at what that rank does, or give init_process_group a longer `timeout`.",
             )
@@ -310,6 +310,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for tensor in tensors:
+                if tensor.is_sparse:
+                    self._sum_sparse(call, tensor, op)
+                    continue
                 bound = self._binding(call, "", tensor.numel(), tensor.dtype, op=OPERATORS[op.op])
                 bound.elements.copy_(tensor.reshape(-1))
                 self._run(call, bound.reduction)
@@ -318,6 +321,22 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call(f"all_reduce {op_name(op)} {shapes(tensors)}", run, tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _sum_sparse(self, call: Call, tensor: torch.Tensor, op: Any) -> None:
+        """Sum a sparse tensor: each rank receives the rows of all others. Ranks may have different rows."""
+        own, ranks, parts = tensor.coalesce(), range(self.size()), []
+        counts = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+        for rows in (torch.tensor([own._nnz()]), own.indices().t(), own.values()):
+            places = (
+                counts if not parts else [rows.new_empty([int(n), *rows.shape[1:]]) for n in counts]
+            )
+            self._exchange(
+                call, [(rows, rank) for rank in ranks], [*zip(places, ranks, strict=True)]
+            )
+            parts.append(torch.cat(places))
+        _, indices, values = parts
+        total = torch.sparse_coo_tensor(indices.t(), self._mean(values, op), tensor.shape)
+        tensor.copy_(total.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         op, root = opts.reduceOp, opts.rootRank
@@ -578,7 +597,7 @@ class ProcessGroup(dist.ProcessGroup):
                 return True
             if time.monotonic() > deadline:
                 raise CommError(
-                    f"rank {self.transport.members[self.rank()]}: timeout: {request} has not ended within {seconds:g} s.",
+                    f"rank {self.transport.members[self.rank()]}: {request} has not ended within its timeout of {seconds:g} s.",
                     "Look at what that rank does, or give init_process_group a longer `timeout`.",
                 )
             return False
@@ -641,6 +660,10 @@ def check_reducible(op: Any, *tensors: torch.Tensor) -> None:
             f"Backend mpitrain reduces by {', '.join(map(op_name, OPERATORS))}, but not by {op_name(op)}."
         )
     for tensor in tensors:
+        if tensor.is_sparse and OPERATORS[op.op] != "add":
+            raise ConfigError(
+                f"Backend mpitrain reduces sparse tensors by sum or avg, but not by {op_name(op)}."
+            )
         is_bitwise = OPERATORS[op.op].startswith("bitwise")
         if tensor.dtype not in DTYPES or (is_bitwise and tensor.is_floating_point()):
             raise ConfigError(
