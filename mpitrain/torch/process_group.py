@@ -14,12 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from mpitrain.collectives.compression import Matrix
 from mpitrain.collectives.engine.arithmetic import Wire
@@ -612,6 +614,14 @@ class ProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: Any) -> CallWork | None:
         works, self._coalesced = self._coalesced, None
         return works[-1] if works else None  # Calls end in their order.
+
+
+# C++ calls these methods where torch.compile looks at every frame. A process group is opaque to it.
+for function in [*vars(ProcessGroup).values(), *vars(CallWork).values()]:
+    if isinstance(function, FunctionType):
+        set_code_exec_strategy(
+            function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        )
 
 
 class Binding(NamedTuple):
