@@ -14,7 +14,7 @@ from tests.fakes.pointers import PointerThreads
 SHAPES = [(3, 4), (5,), (), (0,), (37, 2), (1,)]
 PADDED = 32 + 32 + 32 + 0 + 96 + 32
 """Elements of SHAPES, each padded to a multiple of 32."""
-CONTROL = 5 * 8
+CONTROL = 2 * 8
 """Bytes of the control message."""
 
 
