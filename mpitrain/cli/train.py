@@ -271,7 +271,7 @@ def _tokenizer(data: Any) -> tuple[Any, str]:
     from mpitrain.errors import MpitrainError
 
     try:
-        data_file = tokenizer_of([*data.mixture] or [data.source])
+        data_file = tokenizer_of([*data.mixture] or [data.source], data.tokenizer)
         return (open_tokenizer(data_file, "Its tokenizer") if data_file else None), ""
     except MpitrainError as error:
         return None, f", in token numbers ({error.way_out})"

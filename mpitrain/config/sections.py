@@ -212,9 +212,15 @@ class Data(Section):
         description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
     )
     template: str = Field(
-        "{role}: {content}\n\n",
-        description="one turn of a conversation of {rows} as text; the content of the role "
-        "assistant, and the text behind it, are trained on",
+        "",
+        description="a message of a conversation of {rows} as text, with {{role}} and {{content}}, or a chat template in Jinja; "
+        "the content of the role assistant, and the text behind it, are trained on. If the key is not set, the template in the "
+        "folder of run.init_from is taken, if there is one. Empty: {{role}}: {{content}} and two line breaks",
+    )
+    tokenizer: str = Field(
+        "",
+        description="tokenizer.json for the conversations of {rows}; if the key is not set, that in the folder of "
+        "run.init_from. Empty: their tokens are bytes",
     )
     packing: bool = Field(
         False,

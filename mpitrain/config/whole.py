@@ -197,6 +197,7 @@ PATHS = (
     ("data", "source"),
     ("data", "validation"),
     ("data", "mixture"),
+    ("data", "tokenizer"),
     ("replication", "tuning"),
     ("device", "tiles"),
     ("pipeline", "schedule"),
@@ -265,7 +266,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         elif isinstance(name, dict):
             table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
-            kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
+            is_source = key in ("source", "validation")
+            kind, colon, place = name.partition(":") if is_source else ("", "", name)
             is_path = {  # Otherwise it is the name of a row.
                 "schedule": "/" in name or "." in name or (path.parent / name).is_file(),
                 "algorithm": ".py" in name,

@@ -36,5 +36,6 @@ from mpitrain.data.table import writes_text as writes_text
 from mpitrain.data.token_files import TENTH as TENTH
 from mpitrain.data.token_files import as_it_is as as_it_is
 from mpitrain.data.token_files import beside as beside
+from mpitrain.data.token_files import file_digest as file_digest
 from mpitrain.data.token_files import largest_token as largest_token
 from mpitrain.data.tokens import TokenSource as TokenSource

@@ -13,6 +13,7 @@ from mpitrain.data import (
     Source,
     Unopened,
     as_it_is,
+    file_digest,
     file_digests,
     largest_token,
     open_source,
@@ -173,6 +174,10 @@ def _open(
     name = "this data source" if source else config.data.source
     data = source or _source(config, largest)
     check_data(config.model.kind, data.form, name)
+    if template := getattr(data, "template", ""):
+        own = config.data.model_copy(update={"template": template})
+        config = config.model_copy(update={"data": own})
+        resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
     models = None
     if config.run.init_from or config.lora.rank:
@@ -302,21 +307,16 @@ def _largest(transport: Transport, agreed: Given) -> int | None:
 
 def _files(config: Config) -> dict[str, str]:
     data = config.data
-    return file_digests([*(data.mixture or [data.source]), data.validation])
+    digests = file_digests([*(data.mixture or [data.source]), data.validation])
+    if data.tokenizer:
+        digests |= {data.tokenizer: file_digest(Path(data.tokenizer))}
+    return digests
 
 
 def _source(config: Config, largest: int | None) -> Source:
     """Open the data source.    largest: the result of `_largest`"""
     data = config.data
-    reading = Reading(
-        data.dtype,
-        data.order,
-        data.separator,
-        data.template,
-        data.mixture,
-        data.packing,
-        data.attend,
-    )
+    reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
     return open_source(
         data.source,

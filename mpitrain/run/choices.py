@@ -48,6 +48,7 @@ def keys() -> Iterator[ConfigKey]:
         "data.order": spellings("order"),
         "data.separator": spellings("separator"),
         "data.template": spellings("template"),
+        "data.tokenizer": spellings("tokenizer"),
         "data.packing": spellings("packing"),
         "data.attend": spellings("attend"),
         "data.mixture": spellings("order"),

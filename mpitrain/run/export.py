@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
+from mpitrain.formats.chat import template_files
 from mpitrain.formats.folder import Trained, refusing, sha256
 from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
@@ -80,6 +81,8 @@ def export(
     written = row.write(Trained(config, tensors, separator, dtype, manifest.base))
     if tokenizer:
         files = tokenizer_files(tokenizer, config.model.context)
+        if config.data.template:
+            files |= template_files(config.data.template)
         written = written._replace(files={**written.files, **files})
     verify(saved, manifest, 0, 1)
     names = write_folder(folder, row.weights, written, dtype, shard_bytes)

@@ -76,7 +76,7 @@ class TextPiece(NamedTuple):
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
     """Return the tokenizer of a run directory; None if the run knows only numbers of tokens."""
-    if writes_text(data.source, data.mixture):
+    if writes_text(data.source, data.mixture, data.tokenizer):
         return ByteTokenizer()
     try:
         content = contents(folder / TOKENIZER, inner=1)

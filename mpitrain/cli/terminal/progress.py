@@ -15,6 +15,7 @@ from mpitrain.cli.terminal.stop_requests import is_launched, status
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
+from mpitrain.data import source_kind
 from mpitrain.errors import visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import mkl
@@ -230,7 +231,11 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
+        if source_kind(config.data.source).is_text:
+            extent += f", in {'tokens of ' + visible(name) if (name := config.data.tokenizer) else 'bytes'}"
         held_out = f"{record['held_out_conversations']:,} held out ({source})"
+        if count := record.get("without_answer"):
+            extent += f", {count:,} without an answer (the first is number {record['first_without_answer']:,})"
         if "packed_rows" in record:
             extent = f"{there:,} conversations packed, {extent}"
             unit, there = "rows", record["packed_rows"]

@@ -35,6 +35,7 @@ ENGINE = [
     "parallel",
     "pipeline",
     "run",
+    "torch",
 ]
 TOOLS = ["text_table", "plan", "bench", "doctor", "certify", "report", "textbook"]
 FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
