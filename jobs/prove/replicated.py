@@ -9,6 +9,7 @@ import copy
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain import ranks
 from mpitrain.tools.bench.turns import is_spoilt, ratios, spread, take_turns, verdict
-from mpitrain.torch.replicated import Replicated
+from mpitrain.torch import Replicated
 
 WIDTHS = (240, 800, 1536)  # 0.15, 1.4 and 4.9 million parameters
 ROWS = 32
@@ -25,7 +26,7 @@ ROWS = 32
 
 def mlp(width):
     sizes = (64, width, width, width, 64)
-    layers = [torch.nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
+    layers = [torch.nn.Linear(*pair) for pair in pairwise(sizes)]
     return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
 
 

@@ -1,8 +1,8 @@
 """Replicated: averages the gradients of a training loop of one's own (as DDP's Reducer).
 
-A step sends the bytes of the all-reduces of all buckets, and one control message of 16 bytes. The
-control message counts the wrong and the missing gradients of all ranks. Each gradient is padded to a multiple of
-32 elements.
+A step sends the bytes of the all-reduces of all buckets, and one control message of 16 bytes, which
+counts the wrong and the missing gradients of all ranks. Each gradient is padded to a multiple of 32
+elements.
 
 The caller computes gradients with any library, and copies each into the flat buffer of
 `GradientSums`. Its `Buckets` are the reducer that a `Trainer` uses, too. A bucket is reduced while
@@ -69,6 +69,7 @@ class GradientSums:
 
     leaves  by parameter: a view of the flat buffer in its shape. The caller writes the gradient to
             it before `ready`, and reads the sum after `wait`
+    taken   the parameters that are ready in this step
     group   all ranks; its messages are apart from those of the caller's transport
     """
 
@@ -140,22 +141,18 @@ class GradientSums:
 
     def _begin(self) -> None:
         self._reducer.begin(self._step)
-        self._ready: set[int] = set()
+        self.taken: set[int] = set()
         self._next = len(self.leaves) - 1
 
     def missing(self) -> list[int]:
-        """Return the parameters that are not ready yet in this step."""
-        return [index for index in range(len(self.leaves)) if index not in self._ready]
-
-    def is_ready(self, index: int) -> bool:
-        return index in self._ready
+        return [index for index in range(len(self.leaves)) if index not in self.taken]
 
     def ready(self, index: int) -> None:
         """Reduce the leaf of this parameter, once those of all later ones are ready."""
         self._slots[index].filled = True
-        self._ready.add(index)
+        self.taken.add(index)
         # The last parameter first: so all ranks start their buckets in one order.
-        while self._next in self._ready:
+        while self._next in self.taken:
             self._pass_on()
         self._reducer.poll()
 
@@ -170,7 +167,7 @@ class GradientSums:
         faults   of this rank
         returns  the faults of all ranks, and the gradients that were missing on all ranks together
         """
-        self._counts[:] = faults, len(self.leaves) - len(self._ready)
+        self._counts[:] = faults, len(self.leaves) - len(self.taken)
         while self._next >= 0:
             self._pass_on()
         self._control.start()
@@ -333,7 +330,7 @@ class Replicated:
     parameters : iterable of arrays
         NumPy, CuPy or PyTorch; all float32, or all float64.
     algorithm, wire, bucket_mb
-        As in the section [replication].
+        As in the section [replication]; bucket_mb 0: the best size for the hosts.
 
     Raises
     ------
@@ -347,7 +344,7 @@ class Replicated:
         parameters: Iterable[Any],
         algorithm: str = "auto",
         wire: str = "none",
-        bucket_mb: float = 25.0,
+        bucket_mb: float = 0.0,
     ):
         self._parameters: list[Any] = []
 

@@ -47,7 +47,7 @@ class Replicated(torch.nn.Module):
     transport : Transport, optional
         The ranks; None: all ranks of the MPI job, as `mpitrain.connect()`.
     algorithm, wire, bucket_mb
-        As in the section [replication] of a configuration.
+        As in the section [replication] of a configuration; bucket_mb 0: the best size for the hosts.
     broadcast_buffers : bool
         Whether each forward pass after a training step begins with rank 0's buffers.
 
@@ -69,7 +69,7 @@ class Replicated(torch.nn.Module):
         transport: Transport | None = None,
         algorithm: str = "auto",
         wire: str = "none",
-        bucket_mb: float = 25.0,
+        bucket_mb: float = 0.0,
         broadcast_buffers: bool = True,
     ):
         super().__init__()
@@ -134,7 +134,7 @@ class Replicated(torch.nn.Module):
             self._open()
         if not self._is_open:
             return
-        if self._sums.is_ready(index):
+        if index in self._sums.taken:
             self._faults.append(f"the gradient of {name} came twice")
         else:
             self._take(index, name, parameter)
@@ -174,8 +174,10 @@ class Replicated(torch.nn.Module):
             torch.mul(self._leaves[index], self._weight, out=parameter.grad)
 
     def _close(self) -> None:
+        """Compute alone from now on."""
         for hook in self._hooks:
             hook.remove()
+        self._is_averaging, self._coalesced = False, None
         self._leaves.clear()  # They lie in a window.
 
     # The names of all parameters and buffers are those of the module.
