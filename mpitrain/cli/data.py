@@ -175,8 +175,8 @@ def _prepare(
         )
     token = "none" if facts.separator < 0 else facts.separator
     click.echo(f"{facts.dtype}, vocabulary {facts.vocabulary:,}, separator {token}")
-    source = shlex.quote(f"data.source=tokens:{out / 'train.bin'}")
-    click.echo(f"next: mpitrain launch -n 2 -- train --set {visible(source)}")
+    source = shlex.quote(f"tokens:{out / 'train.bin'}")
+    click.echo(f"next: mpitrain launch -n 2 -- train --data {visible(source)}")
 
 
 def _separator(name: str | None, tokenizer: Any) -> int:

@@ -15,12 +15,16 @@ from mpitrain.cli import STOPPED
 from mpitrain.cli.job_options import (
     ALGORITHM,
     CONFIG_FILE,
+    DATA,
     DEVICE,
     DP,
+    EPOCHS,
     GEMM,
+    LR,
     PP,
     PRESET,
     SET,
+    STEPS,
     TP,
     changes,
 )
@@ -91,6 +95,10 @@ def _meant(option: str, args: list[str]) -> str:
     metavar="[=auto]",
     help="Resume the run in --out from its newest checkpoint; =auto starts a run if there is none.",
 )
+@DATA
+@STEPS
+@EPOCHS
+@LR
 @DP
 @TP
 @PP
@@ -175,6 +183,7 @@ def _configured(
     """
     from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.config.plugins import load
+    from mpitrain.errors import ConfigError
     from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import (
         check_algorithms_named,
@@ -184,6 +193,13 @@ def _configured(
     )
 
     then = None
+    names = {setting.partition("=")[0].strip() for setting in settings}
+    if "run.steps" in names:
+        if "run.epochs" in names:
+            raise ConfigError(
+                "A run has a number of steps or of epochs, but got both.", "Leave one of them out."
+            )
+        settings = [*settings, "run.epochs=0.0"]
     out = with_settings({}, settings).get("run", {}).get("out")
     tables = merged(preset(preset_name), {})
     if config_file:

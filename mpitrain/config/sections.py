@@ -93,6 +93,9 @@ class Run(Section):
         ge=0,
         description="total number of optimizer steps, including the steps before a resume",
     )
+    epochs: float = Field(
+        0.0, ge=0, description="passes over the data, which give run.steps; 0: run.steps is as set"
+    )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     init_from: str = Field(
         "",
@@ -547,7 +550,11 @@ class Optimizer(Section):
         "adamw",
         description="update rule; keys that the rule does not read must have their defaults. {rows}",
     )
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    lr: float = Field(
+        2e-3,
+        gt=0,
+        description="peak learning rate. If the key is not set, it is a 40th under run.init_from, and a 10th for adapters",
+    )
     weight_decay: float = Field(
         0.1, ge=0, description="weight decay of matrices and embeddings; biases and gains have none"
     )

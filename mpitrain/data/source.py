@@ -172,6 +172,13 @@ def amounts(source: Source | Unopened) -> dict[str, int]:
     return getattr(source, "amounts", {})
 
 
+def rows_of_epoch(source: Source | Unopened) -> float:
+    """Return the rows to train on in one epoch; 0 if the source has no counts."""
+    counts = amounts(source)
+    rows = (counts[key] for key in ("packed_rows", "conversations", "samples") if key in counts)
+    return next(rows, 0) or counts.get("tokens", 0) / source.shape[0]
+
+
 def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
     """Return the loss in bits per byte of held-out text; None if the source has no such number.
 

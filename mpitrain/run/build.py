@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from mpitrain.data import (
     file_digests,
     largest_token,
     open_source,
+    rows_of_epoch,
     source_kind,
     zeros,
 )
@@ -25,6 +27,7 @@ from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, units_of
+from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, Units
@@ -174,10 +177,8 @@ def _open(
     name = "this data source" if source else config.data.source
     data = source or _source(config, largest)
     check_data(config.model.kind, data.form, name)
-    if template := getattr(data, "template", ""):
-        own = config.data.model_copy(update={"template": template})
-        config = config.model_copy(update={"data": own})
-        resolved = resolved._replace(config=config)
+    config = _with_data(config, data)
+    resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
     models = None
     if config.run.init_from or config.lora.rank:
@@ -192,6 +193,24 @@ def _open(
     counts = _counted(transport.rank, resolved, data, room)
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _with_data(config: Config, data: Source | Unopened) -> Config:
+    """Return the configuration with what the data determine: data.template, and run.steps of run.epochs."""
+    template = getattr(data, "template", config.data.template)
+    data_keys = config.data.model_copy(update={"template": template})
+    config = config.model_copy(update={"data": data_keys})
+    if not config.run.epochs or isinstance(data, Unopened):
+        return config
+    if not (rows := rows_of_epoch(data)):
+        raise ConfigError(
+            f"run.epochs needs data that know their size, but {config.data.source} does not.",
+            "Set run.steps instead.",
+        )
+    steps = max(1, math.ceil(config.run.epochs * rows / config.batch.size))
+    if error := schedule_error(config.optimizer, steps):
+        raise error
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:

@@ -166,9 +166,10 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
 
     locks   receives the descriptor of its lock, which the caller must close
     """
-    if job.step > agreed.config.run.steps:
+    steps = job.trainer.config.run.steps
+    if job.step > steps:
         raise CheckpointError(
-            f"The checkpoint is at step {job.step}, past run.steps {agreed.config.run.steps}.",
+            f"The checkpoint is at step {job.step}, past run.steps {steps}.",
             f"Set run.steps to at least {job.step}.",
         )
     if rank > 0:

@@ -219,7 +219,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     # These keys are resolved anew at every start.
     # `_note_tokenizer` refuses another tokenizer.
     ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")
-    ignored += ("data.tokenizer",)
+    ignored += ("data.tokenizer", *(["run.steps"] if new["run.epochs"] else []))
     ignored += tuple(
         key
         for key in ("data.vocabulary", "data.validation", "data.template", "batch.micro_batches")

@@ -149,12 +149,12 @@ class CallQueue:
                 # After a failure the ranks no longer agree on the messages in flight.
                 self.error = call.error
             else:
-                call.fail(
-                    CommError(
-                        f"{call} cannot run: an earlier call of this process group has failed.",
-                        "Read the first error; then make a new group, or end the job.",
-                    )
+                refusal = CommError(
+                    f"{call} cannot run: an earlier call of this process group has failed.",
+                    "Read the first error; then make a new group, or end the job.",
                 )
+                refusal.__cause__ = self.error
+                call.fail(refusal)
             self._calls.popleft()
 
     def _work(self) -> None:

@@ -307,9 +307,7 @@ class ProcessGroup(dist.ProcessGroup):
         sent = [(on_host(tensor), rank) for tensor, rank in outgoing]
         for host, rank in sent:
             if rank == me:
-                next(own).copy_(
-                    host.reshape(-1).view(torch.uint8).view(host.dtype).reshape(host.shape)
-                )
+                bytes_of(next(own))[:] = bytes_of(host)
             else:
                 requests.append(self.transport.start_send(bytes_of(host), rank, tag))
         self._finish(call, lambda: all(request.test() for request in requests))
@@ -646,7 +644,8 @@ def copy_home(host: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the bytes of a contiguous tensor, as a view."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    # One element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def check_reducible(op: Any, *tensors: torch.Tensor) -> None:

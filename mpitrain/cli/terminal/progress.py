@@ -129,7 +129,9 @@ class Progress(Watcher):
         if record["event"] == "start" and (advice := slow_products(c)):
             print(advice, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
-            print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
+            does_decay = key in ("run.steps", "run.epochs") and c.optimizer.schedule != "constant"
+            follows = "; the learning rate follows the new total" * does_decay
+            print(f"changed since it was last run: {key} {then!r} -> {now!r}{follows}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
             print(
                 f"all {c.run.steps} steps were done before; to train on, set run.steps to more",
@@ -242,9 +244,10 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
     else:
         return ""
     epochs = steps * size / there
+    rate = f"; learning rate {config.optimizer.lr:g}" if "init_from" in record else ""
     return (
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
-        f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps"
+        f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps{rate}"
     )
 
 

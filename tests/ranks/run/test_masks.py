@@ -284,8 +284,9 @@ def test_a_run_goes_on_after_a_step_without_a_target_that_counts(tmp_path):
     lines = [{"prompt": "x" * (60 if n % 3 == 0 else 2), "answer": "yes"} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = [*TINY, f"data.source=jsonl:{tmp_path}/data.jsonl", f"run.out={tmp_path}/run"]
-    go(1, [*settings, "model.context=32", "batch.size=1", "run.steps=11", "run.eval_every=-1"])
+    go(1, [*settings, "model.context=32", "batch.size=1", "run.epochs=1.0", "run.eval_every=-1"])
     steps = [line for line in records(tmp_path) if "loss" in line]
     assert {line["loss"] is None for line in steps if line.get("empty")} == {True}
     assert 0 < sum("empty" in line for line in steps) < 5
-    assert records(tmp_path)[-1]["event"] == "end"
+    end = records(tmp_path)[-1]
+    assert (end["event"], end["step"]) == ("end", 11)  # an epoch has each of 11 conversations once

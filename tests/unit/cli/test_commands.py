@@ -122,9 +122,9 @@ def test_a_mistyped_command_gets_a_suggestion(word, wanted):
 @pytest.mark.parametrize(
     "words, wanted",
     [
-        (["--lr", "0.01"], "--set optimizer.lr=0.01"),
-        (["--lr=0.01"], "--set optimizer.lr=0.01"),
-        (["--out", "run", "--steps", "5", "--dp", "2"], "--set run.steps=5"),
+        (["--clip", "0.5"], "--set optimizer.clip=0.5"),
+        (["--clip=0.5"], "--set optimizer.clip=0.5"),
+        (["--out", "run", "--grace", "5", "--dp", "2"], "--set run.grace=5"),
         (["--batch-size", "64"], "--set batch.size=64"),
         (["--optimizer.lr", "1"], "--set optimizer.lr=1"),
         (["--weight-deccay", "1"], "--set optimizer.weight_decay=1"),
