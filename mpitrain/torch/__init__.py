@@ -5,6 +5,7 @@
 
 GroupOptions  `pg_options` of `init_process_group` and `new_group`
 hook          a communication hook of DistributedDataParallel that compresses gradients
+Replicated    a module whose gradients are averaged over all ranks; it needs no process group
 """
 
 try:
@@ -14,6 +15,7 @@ try:
     from mpitrain.torch.hook import hook as hook
     from mpitrain.torch.process_group import GroupOptions as GroupOptions
     from mpitrain.torch.process_group import create
+    from mpitrain.torch.replicated import Replicated as Replicated
     from mpitrain.torch.store import rendezvous_by_mpi
 except ImportError as error:
     raise ImportError(f"mpitrain.torch needs PyTorch ({error}): pip install torch") from error
@@ -26,7 +28,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         "pip install -U torch"
     )
 
-__all__ = ["GroupOptions", "hook"]
+__all__ = ["GroupOptions", "Replicated", "hook"]
 
 if "MPITRAIN" not in dist.Backend._plugins:
     dist.Backend.register_backend("mpitrain", create, extended_api=True, devices=["cpu", "cuda"])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from mpitrain.errors import CommError
+from mpitrain.transport.base import Transport
 
 TURN = 1e-3
 """Seconds after which a waiting thread looks again whether it may run the calls itself."""
@@ -95,8 +96,8 @@ class Call:
 class CallQueue:
     """The calls of a group that have not ended. They run one after another, in their order."""
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, transport: Transport):
+        self._recorder, self._members = transport.recorder, transport.members
         self._calls: deque[Call] = deque()
         self._driving = threading.Lock()
         self._condition, self._is_wanted = threading.Condition(), False
@@ -111,7 +112,9 @@ class CallQueue:
                 self._is_wanted = True
                 self._condition.notify()
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._work, name="process group", daemon=True
+                    )
                     self._thread.start()
 
     def wait(self, call: Call, seconds: float | None = None) -> None:
@@ -119,6 +122,8 @@ class CallQueue:
         late = None if seconds is None else time.monotonic() + seconds
         if late is not None:
             call.deadline = min(call.deadline, late)
+        recorder = self._recorder
+        wait = recorder.wait(recorder.name(call.name, self._members)) if recorder.is_on else 0
         while not call.has_ended:
             if self._driving.acquire(blocking=False):
                 try:
@@ -127,6 +132,7 @@ class CallQueue:
                     self._driving.release()
             else:
                 call.pause(TURN)
+        recorder.go_on(wait)
         if call.error is not None:
             raise call.error
 

@@ -9,6 +9,7 @@ Calls run in their order (calls.py). A message of `send` or `recv` starts at onc
 """
 
 import time
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -73,10 +74,17 @@ class GroupOptions(NamedTuple):
 
     algorithm  of all-reduces, as `replication.algorithm`
     tuning     a tuning file of `mpitrain bench fit`; "": the built-in constants
+    trace      of the default group: a directory for the traces of all ranks, which `mpitrain report`
+               reads; "": none
     """
 
     algorithm: str = "auto"
     tuning: str = ""
+    trace: str = ""
+
+
+TRACED: list[Transport] = []
+"""The transport of all ranks with its recorder, if this program keeps a trace."""
 
 
 def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
@@ -92,7 +100,11 @@ def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
         raise ConfigError(
             f"pg_options of backend mpitrain are mpitrain.torch.GroupOptions, but they are a {type(options).__name__}."
         )
-    part = transport.subset(ranks or range(transport.size))
+    if options and options.trace:
+        from mpitrain.torch.tracing import traced
+
+        TRACED[:] = [traced(transport, Path(options.trace))]
+    part = (*TRACED, transport)[0].subset(ranks or range(transport.size))
     return ProcessGroup(part, of_group.store, of_group.timeout, options or GroupOptions())
 
 
@@ -110,7 +122,7 @@ class ProcessGroup(dist.ProcessGroup):
         tuning = read_tuning(Path(options.tuning)) if options.tuning else None
         self.transport, self.group = transport, Group(transport, options.algorithm, tuning)
         self._store, self._seconds = store, timeout.total_seconds()
-        self._queue, self._number = CallQueue("process group"), 0
+        self._queue, self._number = CallQueue(transport), 0
         self._exchange_tag = transport.claim_tag()
         self._buffers: dict[int, np.ndarray] = {}
         self._bound: OrderedDict[tuple, Binding] = OrderedDict()
@@ -175,6 +187,9 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> CallWork:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                warnings.warn(
+                    "Backend mpitrain copies CUDA tensors through host memory.", stacklevel=2
+                )
                 torch.cuda.current_stream(tensor.device).synchronize()
         seconds = self._seconds
         if opts is not None and opts.timeout.total_seconds() > 0:
@@ -190,18 +205,20 @@ class ProcessGroup(dist.ProcessGroup):
     def _finish(self, call: Call, is_done: Callable[[], bool]) -> None:
         """Poll until `is_done`; a call that takes long is compared with those of the other ranks."""
         look = call.began + min(SLOW, 0.5 * (call.deadline - call.began))
+        awaited, traffic = Awaited(call, self.transport), self.transport.traffic
 
         def poll() -> bool:
             nonlocal look
             if is_done():
                 return True
+            traffic.waits_for = awaited  # Another wait of this rank may have ended meanwhile.
             if (now := time.monotonic()) > min(look, call.deadline):
                 look = now + SLOW
                 self._compare(call, now > call.deadline)
             return False
 
         if not is_done():
-            self.transport.wait_until(poll, what=Awaited(call, self.transport))
+            self.transport.wait_until(poll, what=awaited)
 
     def _compare(self, call: Call, is_late: bool) -> None:
         """Publish this rank's call, and raise an error if another rank has made a different one.

@@ -18,22 +18,28 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.transport.base import Transport
-from mpitrain.transport.mpi import connect
+from mpitrain.transport.mpi import MpiTransport, connect
 
 LONGEST_PAUSE = 5e-3
 """Seconds between two looks of a rank that waits for a key, and of rank 0 for a request."""
 
 
 @cache
-def world() -> Transport:
+def world() -> MpiTransport:
     """Connect to all ranks of the MPI job, once; collective."""
     process.yield_crowded_cores()
     closing = threading.Event()
     # Registered before `connect` registers the end of a rank, which waits for the other ranks.
     atexit.register(closing.set)
     transport = connect("multiple")  # Each group has a thread, and all of them call MPI.
+    if transport.size > 1 and transport.MPI.Query_thread() < transport.MPI.THREAD_MULTIPLE:
+        raise ConfigError(
+            "Several threads of a process group call MPI at the same time, but this MPI was started for one at a time.",
+            "Call init_process_group before mpitrain.connect(), or set mpi4py.rc.thread_level = 'multiple' first.",
+        )
     transport.admit_thread()
     tags = transport.claim_tag(), transport.claim_tag()
     if transport.size > 1 and transport.rank == 0:

@@ -124,6 +124,7 @@ TWO_MEANINGS = {
     # A section of the configuration has the name of the object that it configures.
     **dict.fromkeys(("Checkpoint", "Device", "Model", "Optimizer", "Pipeline", "Replication"), 2),
     "Plan": 2,  # of a collective and of a pipeline: plugins import both
+    "Replicated": 2,  # for arrays, and for a module of PyTorch
     "Request": 2,  # MPI's word, and the argument of a plugin's data source
 }
 
