@@ -9,6 +9,7 @@ Calls run in their order (calls.py). A message of `send` or `recv` starts at onc
 """
 
 import time
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -184,6 +185,9 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> CallWork:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                warnings.warn(
+                    "Backend mpitrain copies CUDA tensors through host memory.", stacklevel=2
+                )
                 torch.cuda.current_stream(tensor.device).synchronize()
         seconds = self._seconds
         if opts is not None and opts.timeout.total_seconds() > 0:
