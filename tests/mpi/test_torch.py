@@ -12,14 +12,18 @@ for package in ("torch", "expecttest"):
 
 JOBS = Path(__file__).parents[2] / "jobs/prove"
 RANKS = 3
-OF_PYTORCH = """
-    DistributedDataParallelCPU_grad_is_view accumulate_gradients_no_sync_allreduce_with_then_hook all_gather_coalesced_with_empty
-    all_gather_complex all_gather_group all_gather_object_subgroup all_reduce_coalesced_full_group_max all_reduce_complex_unsupported_ops
-    all_reduce_full_group_product all_reduce_group_min all_reduce_sum_async all_reduce_sum_complex all_to_all_group
-    all_to_all_single_unequal_split_full_group barrier_timeout_full_group batch_isend_irecv_gloo_tags broadcast_group
-    ddp_create_graph destroy_group gather_checks gather_group get_future isend_torch_profiler irecv reduce_group_max reduce_sum_twice
-    scatter_complex scatter_group scatter_object_list send_recv_any_source send_recv_with_tag sparse_all_reduce_sum static_graph_api_cpu
-""".split()
+NAMES = """
+    DistributedDataParallelCPU_grad_is_view accumulate_gradients_no_sync_allreduce_with_then_hook
+    all_gather_coalesced_with_empty all_gather_complex all_gather_group all_gather_object_subgroup
+    all_reduce_coalesced_full_group_max all_reduce_complex_unsupported_ops all_reduce_full_group_product
+    all_reduce_group_min all_reduce_sum_async all_reduce_sum_complex all_to_all_group
+    all_to_all_single_unequal_split_full_group barrier_timeout_full_group batch_isend_irecv_gloo_tags
+    broadcast_group ddp_create_graph destroy_group gather_checks gather_group get_future isend_torch_profiler
+    irecv reduce_group_max reduce_sum_twice scatter_complex scatter_group scatter_object_list
+    send_recv_any_source send_recv_with_tag sparse_all_reduce_sum static_graph_api_cpu
+"""
+"""Of PyTorch's tests, without "test_": some for each collective."""
+OF_PYTORCH = NAMES.split()
 TRAININGS = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "zero"]
 DRAWN = 12
 PROGRAM = f"""
