@@ -343,7 +343,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _sum_sparse(self, call: Call, tensor: torch.Tensor, op: Any) -> None:
         """Sum a sparse tensor: each rank receives the rows of all others. Ranks may have different rows."""
-        own, ranks, parts = tensor.coalesce(), range(self.size()), []
+        own, ranks, parts = tensor.coalesce(), range(self.size()), list[torch.Tensor]()
         counts = [torch.empty(1, dtype=torch.int64) for _ in ranks]
         for rows in (torch.tensor([own._nnz()]), own.indices().t(), own.values()):
             places = (
