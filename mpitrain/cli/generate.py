@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
+from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 
@@ -96,6 +96,10 @@ from mpitrain.errors import visible
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
+@click.option(
+    "--ignore-eos", is_flag=True, help="Go on after the token that ends a text, as after any other."
+)
+@BEST
 @TP
 @PP
 @OWN_DEVICE
@@ -115,6 +119,8 @@ def command(
     seed: int,
     raw: bool,
     as_json: bool,
+    ignore_eos: bool,
+    best: bool,
     **options: Any,
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
@@ -134,6 +140,7 @@ def command(
             check_writes,
             continued,
             encoded,
+            ends_of,
             last_document,
             read_prompts,
             separator_of,
@@ -142,7 +149,7 @@ def command(
         )
         from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
-        trainer, source, _ = open_run(transport, run, configured, needs_data=False)
+        trainer, source, _ = open_run(transport, run, configured, needs_data=False, best=best)
         config = trainer.config
         tokenizer = on_all_ranks(transport, lambda: tokenizer_of_run(run, config.data))
 
@@ -161,9 +168,9 @@ def command(
             return prompts
 
         prompts = from_all_ranks(transport, read)[0]
-        request = PromptRequest(
-            Sampling(temperature, top_k, top_p), seed, count, stops, past_context == "cut"
-        )
+        ends = [] if ignore_eos else ends_of(tokenizer, config.data)
+        sampling = Sampling(temperature, top_k, top_p)
+        request = PromptRequest(sampling, seed, count, stops, past_context == "cut", ends)
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
         write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks
         parts = write([text for text, _ in prompts], written)
