@@ -89,12 +89,14 @@ extern "C" __global__ void __launch_bounds__(128) swiglu(int M, int N, const Ele
     }
 }
 
-// The gradient of swiglu, written over its x.    dy: (M, N). Launch as above.
-extern "C" __global__ void __launch_bounds__(128) swiglu_backward(int M, int N, const Element* __restrict__ dy, Element* x) {
+// The gradient of swiglu.    dy: (M, N), dx: (M, 2 N). Launch as above.
+extern "C" __global__ void __launch_bounds__(128) swiglu_backward(
+    int M, int N, const Element* __restrict__ dy, const Element* __restrict__ x, Element* __restrict__ dx) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
-    Element* gates = x + (long long)row * 2 * N;
-    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(dy, N);
+    const Element* gates = x + (long long)row * 2 * N;
+    Element* to = dx + (long long)row * 2 * N;
+    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(dy, N) && in_runs<WIDE>(dx, N);
     for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
         Sum gate[WIDE], up[WIDE], d[WIDE];
         load_run(gates, c, N, vector, gate);
@@ -107,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(128) swiglu_backward(int M, int N, 
             gate[j] = d[j] * up[j] * slope;
             up[j] = d[j] * silu;
         }
-        store_run(gates, c, N, vector, gate);
-        store_run(gates + N, c, N, vector, up);
+        store_run(to, c, N, vector, gate);
+        store_run(to + N, c, N, vector, up);
     }
 }

@@ -226,11 +226,10 @@ def swiglu(kernels: Kernels, x, arena):
 
 
 def swiglu_backward(kernels: Kernels, dy, saved, arena):
-    macros = KINDS[dy.dtype].macros
-    kernels.launch(
-        "swiglu_backward", row_blocks(len(dy)), ROWS, (*dy.shape, dy, saved), macros=macros
-    )
-    return saved
+    macros, dx = KINDS[dy.dtype].macros, arena.take(saved.shape, dy.dtype)
+    arrays = *dy.shape, dy, saved, dx
+    kernels.launch("swiglu_backward", row_blocks(len(dy)), ROWS, arrays, macros=macros, fresh="dx")
+    return dx
 
 
 POSITIONED = ByDtypes(lambda x, positions: element(x) | index(positions))
@@ -251,16 +250,17 @@ def rotate(
 ):
     y = arena.take(x.shape, x.dtype) if out is None else out
     (_, length, columns), sums = x.shape, KINDS[x.dtype].sums
-    half, pairs = columns // heads // 2, x.size // 2
+    half = columns // heads // 2
+    count = x.size // (2 * half)
     table = numbers.kept(
         ("turns", theta, half, context, sums), lambda: turns(theta, half, context).astype(sums)
     )
     integers = np.dtype(np.int32) if positions is None else positions.dtype
     kernels.launch(
         "rotate",
-        blocks(pairs),
-        POINTWISE,
-        (pairs, length, heads, turned, half, direction, x, table, positions, y),
+        row_blocks(count),
+        ROWS,
+        (count, length, heads, turned, half, direction, x, table, positions, y),
         macros=POSITIONED[x.dtype, integers],
         fresh="" if y is x else "y",
     )

@@ -288,23 +288,21 @@ def swiglu(x, arena):
 
 
 def swiglu_backward(dy, saved, arena):
-    """Return dx, written over x."""
-    width = dy.shape[1]
-    scratch = arena.take((2, *block_shape(dy)), dy.dtype)
-    for block, x in blocks_of(dy, saved):
-        gate, up = x[:, :width], x[:, width:]
-        share, slope = scratch[:, : len(block)]
+    width, dx = dy.shape[1], arena.take(saved.shape, dy.dtype)
+    scratch = arena.take(block_shape(dy), dy.dtype)
+    for block, x, out in blocks_of(dy, saved, dx):
+        gate, share = x[:, :width], scratch[: len(block)]
+        dgate, dup = out[:, :width], out[:, width:]
         _logistic(gate, share)
-        np.subtract(1, share, out=slope)
-        slope *= gate
-        slope += 1
-        slope *= share
-        slope *= up
-        slope *= block
-        np.multiply(gate, share, out=up)
-        up *= block
-        gate[...] = slope
-    return saved
+        np.subtract(1, share, out=dgate)
+        dgate *= gate
+        dgate += 1
+        dgate *= share
+        dgate *= x[:, width:]
+        dgate *= block
+        np.multiply(gate, share, out=dup)
+        dup *= block
+    return dx
 
 
 @np.errstate(over="ignore")  # 1 / (1 + infinity) is 0
