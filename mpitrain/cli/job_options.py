@@ -77,6 +77,9 @@ BASE = click.option(
     metavar="DIR",
     help="The model under the adapters of the run, if it has moved: its run.init_from.",
 )
+BEST = click.option(
+    "--best", is_flag=True, help="The checkpoint with the best validation loss, not the newest."
+)
 PLUGINS = click.option(
     "--plugin",
     "plugins",

@@ -123,6 +123,16 @@ class Run(Section):
         ge=0,
         description="number of tokens that a {rows} generates after training, for at most 10 s; 0: none",
     )
+    sample_prompt: list[str] = Field(
+        [],
+        description="prompts that each evaluation continues, by at most run.sample tokens each and for at most 10 s, in place of "
+        "the text after training; of conversations, what the user says",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
+    )
     digest_every: int = Field(
         0,
         ge=0,
@@ -664,6 +674,10 @@ class Checkpoint(Section):
     )
     keep: int = Field(
         2, ge=1, description="number of newest checkpoints to keep; older ones are removed"
+    )
+    best: bool = Field(
+        False,
+        description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
     )
 
 

@@ -98,6 +98,12 @@ class Config(Section):
                 "Set data.separator to the token that ends a document, data.packing=true for conversations, "
                 "or data.attend to window.",
             )
+        every = self.run.eval_every
+        if (self.run.patience and every < 1) or (self.checkpoint.best and every < 0):
+            raise ConfigError(
+                f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",
+                "Set run.eval_every to the steps between two evaluations.",
+            )
         fields = Lora.model_fields
         idle = [
             key

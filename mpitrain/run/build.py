@@ -32,7 +32,7 @@ from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
-from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import StepCounts, Unsent, check_activations
 from mpitrain.run.resolve import (
@@ -47,7 +47,7 @@ from mpitrain.run.resolve import (
     with_micro_batches,
 )
 from mpitrain.run.run_dir import (
-    CHECKPOINTS,
+    checkpoint_of,
     configuration,
     held_out_as_before,
     is_run,
@@ -402,11 +402,16 @@ def check_has_adapters(config: Config, base: str | None) -> None:
 
 
 def open_run(
-    transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
+    transport: Transport,
+    folder: Path,
+    alone: Callable[[], Config],
+    needs_data: bool = True,
+    best: bool = False,
 ) -> Job:
     """Build the job of a run directory from its newest checkpoint, in any layout; collective.
 
     alone       returns the configuration on one rank, from `configured`
+    best        whether to take the checkpoint with the best validation loss
     needs_data  False: build a token model without opening its data source
     """
 
@@ -416,7 +421,7 @@ def open_run(
         return config.model_copy(update={"batch": config.batch.model_copy(update={"size": size})})
 
     def look(config: Config) -> RunLocation:
-        saved = newest(folder / CHECKPOINTS)
+        saved = checkpoint_of(folder, best)
         largest = noted_largest(folder, config.data.source, config.data.dtype)
         return RunLocation(str(folder), str(saved), True, largest=largest)
 

@@ -195,4 +195,6 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
         raise error
     if config.run.digest_every:
         check_synchronous(config, "run.digest_every reads the state between")
+    if config.run.patience:
+        check_synchronous(config, "run.patience ends the run between")
     check_model(config)

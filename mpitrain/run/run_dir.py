@@ -44,13 +44,13 @@ from mpitrain.data import (
     writes_text,
 )
 from mpitrain.data.tokenizer import TOKENIZER
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
-from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, steps, sweep
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, newest, step_of, steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.metrics import METRICS, cut_after, read_metrics
+from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
 from mpitrain.trace.timeline import TRACE
 
@@ -348,6 +348,27 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
             f"There is no run in {folder}: it has no {METRICS}.", "Name directories of runs."
         )
     return records
+
+
+def checkpoint_of(run: Path, best: bool) -> Path:
+    """Return the newest checkpoint of a run, or the one with the best validation loss.
+
+    raises  CheckpointError if there is none
+    """
+    if not best:
+        return newest(run / CHECKPOINTS)
+    saved = {step_of(path.name): path for path in steps(run / CHECKPOINTS)}
+    losses = {
+        record["step"]: record["val_loss"]
+        for record in metrics_of(run)
+        if record.get("step") in saved and is_number(record.get("val_loss"))
+    }
+    if not losses:
+        raise CheckpointError(
+            f"--best needs a checkpoint with a validation loss, but {run} has none.",
+            "Leave it out, or train with --set checkpoint.best=true.",
+        )
+    return saved[min(losses, key=lambda step: (losses[step], step))]
 
 
 def _tokenizer_in(folder: Path) -> bytes | None:

@@ -15,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from mpitrain.collectives.compression import Matrix
 from mpitrain.collectives.engine.arithmetic import Wire
@@ -246,7 +248,7 @@ class ProcessGroup(dist.ProcessGroup):
                 else "no rank is missing"
             )
             raise CommError(
-                f"rank {members[self.rank()]}: timeout: {call} has not ended within "
+                f"rank {members[self.rank()]}: {call} has not ended within its timeout of "
                 f"{call.deadline - call.began:g} s; {who}.",
                 "Look at what that rank does, or give init_process_group a longer `timeout`.",
             )
@@ -327,6 +329,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for tensor in tensors:
+                if tensor.is_sparse:
+                    self._sum_sparse(call, tensor, op)
+                    continue
                 bound = self._binding(call, "", tensor.numel(), tensor.dtype, op=OPERATORS[op.op])
                 bound.elements.copy_(tensor.reshape(-1))
                 self._run(call, bound.reduction)
@@ -335,6 +340,22 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call(f"all_reduce {op_name(op)} {shapes(tensors)}", run, tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _sum_sparse(self, call: Call, tensor: torch.Tensor, op: Any) -> None:
+        """Sum a sparse tensor: each rank receives the rows of all others. Ranks may have different rows."""
+        own, ranks, parts = tensor.coalesce(), range(self.size()), list[torch.Tensor]()
+        counts = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+        for rows in (torch.tensor([own._nnz()]), own.indices().t(), own.values()):
+            places = (
+                counts if not parts else [rows.new_empty([int(n), *rows.shape[1:]]) for n in counts]
+            )
+            self._exchange(
+                call, [(rows, rank) for rank in ranks], [*zip(places, ranks, strict=True)]
+            )
+            parts.append(torch.cat(places))
+        _, indices, values = parts
+        total = torch.sparse_coo_tensor(indices.t(), self._mean(values, op), tensor.shape)
+        tensor.copy_(total.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         op, root = opts.reduceOp, opts.rootRank
@@ -595,7 +616,7 @@ class ProcessGroup(dist.ProcessGroup):
                 return True
             if time.monotonic() > deadline:
                 raise CommError(
-                    f"rank {self.transport.members[self.rank()]}: timeout: {request} has not ended within {seconds:g} s.",
+                    f"rank {self.transport.members[self.rank()]}: {request} has not ended within its timeout of {seconds:g} s.",
                     "Look at what that rank does, or give init_process_group a longer `timeout`.",
                 )
             return False
@@ -610,6 +631,14 @@ class ProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: Any) -> CallWork | None:
         works, self._coalesced = self._coalesced, None
         return works[-1] if works else None  # Calls end in their order.
+
+
+# C++ calls these methods where torch.compile looks at every frame. A process group is opaque to it.
+for function in [*vars(ProcessGroup).values(), *vars(CallWork).values()]:
+    if isinstance(function, FunctionType):
+        set_code_exec_strategy(
+            function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        )
 
 
 class Binding(NamedTuple):
@@ -658,6 +687,10 @@ def check_reducible(op: Any, *tensors: torch.Tensor) -> None:
             f"Backend mpitrain reduces by {', '.join(map(op_name, OPERATORS))}, but not by {op_name(op)}."
         )
     for tensor in tensors:
+        if tensor.is_sparse and OPERATORS[op.op] != "add":
+            raise ConfigError(
+                f"Backend mpitrain reduces sparse tensors by sum or avg, but not by {op_name(op)}."
+            )
         is_bitwise = OPERATORS[op.op].startswith("bitwise")
         if tensor.dtype not in DTYPES or (is_bitwise and tensor.is_floating_point()):
             raise ConfigError(

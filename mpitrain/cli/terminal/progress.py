@@ -1,5 +1,6 @@
 """The progress of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -137,6 +138,7 @@ class Progress(Watcher):
                 f"all {c.run.steps} steps were done before; to train on, set run.steps to more",
                 flush=True,
             )
+        self._has_tokens = "conversations" in record or "tokens" in record
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = bar(c.run.steps, self._first)
 
@@ -166,10 +168,16 @@ class Progress(Watcher):
             )
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
+        loss = record["val_loss"]
+        odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens else ""
+        best = record.get("best_step", record["step"])
+        is_best = "" if best == record["step"] else f"; the best was after step {best}"
         self._line(
-            f"step {record['step']}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
-            f"accuracy {record['val_accuracy']:.1%}"
+            f"step {record['step']}: validation loss {nats(loss, record.get('val_bits_per_byte'))}{odds}, "
+            f"accuracy {record['val_accuracy']:.1%}{is_best}"
         )
+        for prompt, text in record.get("samples", ()):
+            self._line(f"  {visible(prompt)} -> {visible(text.strip())}")
 
     def on_end(self, record: dict[str, Any]) -> None:
         self._bar.close()
@@ -177,6 +185,11 @@ class Progress(Watcher):
         if event == "end":
             is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
+            if step < self._steps:
+                print(
+                    f"ended at step {step} of {self._steps}: the validation loss did not improve any more (run.patience)",
+                    flush=True,
+                )
             print(
                 f"{status('ended') if is_equal else ''}done: parameters bitwise "
                 f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
@@ -249,6 +262,10 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
         f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps{rate}"
     )
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def unmeasured(config: Config, hosts: Sequence[str]) -> str:
