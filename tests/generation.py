@@ -4,7 +4,14 @@ import numpy as np
 
 from mpitrain.data.rows import without_ends
 from mpitrain.data.source import DOCUMENT_END
-from mpitrain.run.generate import draw
+from mpitrain.run.generate import Sampling, draw, texts
+
+
+def tokens(trainer, prompt, temperature, top_k, seed, stop_requested=lambda: False):
+    """Generate tokens after one prompt until a stop is requested; collective, as `texts`."""
+    sampling = Sampling(temperature, top_k)
+    drawn = texts(trainer, [prompt], sampling, seed, stop_requested=stop_requested)
+    return (token for ((_, token),) in drawn)
 
 
 def whole_windows(trainer, prompt, count, sampling, seed=0, stops=False):

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from mpitrain.data import IGNORED
+from mpitrain.data import IGNORED, Reading, Request
+from mpitrain.data.instructions import BEGINS, COUNTS, Conversations, InstructionSource
+from mpitrain.data.token_files import ArrayTokens
 
 V, T = 11, 4
 
@@ -29,6 +31,19 @@ class MaskedTokens:
     def held_out_rows(self, rows):
         inputs, targets = self.batch(9, 0, self.held_out, range(self.held_out))
         return inputs[list(rows)], targets[list(rows)]
+
+
+def packed():
+    """Conversations in tokens, packed into rows of 24; the first and some others have no answer."""
+    rng = np.random.default_rng(5)
+    tokens, marks = rng.integers(V, size=400).astype(np.uint8), np.zeros(400, np.uint8)
+    starts = np.append(0, np.sort(rng.choice(np.arange(15, 400), 40, replace=False)))
+    for start, stop in zip(starts, [*starts[1:], 400], strict=True):
+        marks[(start + stop) // 2 : stop] = COUNTS * (start % 3 > 0)
+        marks[start] |= BEGINS
+    reading = Reading()._replace(packing=True)
+    request = Request("jsonl:none", 24, "float64", V, "", None, reading)
+    return InstructionSource(Conversations(ArrayTokens(tokens), marks), V, request, "")
 
 
 MASKED = [

@@ -76,6 +76,11 @@ def command() -> None:
     metavar="TOKEN|none",
     help="Name or number of the token behind each document (default: the tokenizer's end of text).",
 )
+@click.option(
+    "--template",
+    metavar="TEXT",
+    help="Template of conversations (default: that in the folder of the tokenizer, else that of data.template).",
+)
 @FIELD
 @MARK
 @click.option(
@@ -91,18 +96,21 @@ def prepare(
     fraction: float,
     seed: int,
     separator: str | None,
+    template: str | None,
     field: str,
     mark: str,
     workers: int | None,
 ) -> None:
     """Write the tokens of text files, lines of JSON (.jsonl) or Parquet files.
 
+    If the lines are conversations, only their answers will be trained on.
+
     An interrupted command continues if it is repeated. No file has its name before it is
     complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
     """
     from mpitrain.data.documents import Form
 
-    form = Form(fraction, seed, field, mark)
+    form = Form(fraction, seed, field, mark, template or "")
     if process.launched().size == 1:
         from mpitrain.data.prepare import processes
 
@@ -130,13 +138,26 @@ def _prepare(
     start  an `encode.Start`
     """
     from mpitrain.cli.terminal.progress import bar
+    from mpitrain.data.documents import has_conversations
     from mpitrain.data.documents import inputs as sizes
     from mpitrain.data.prepare import Options, prepare
+    from mpitrain.data.templates import PLAIN
     from mpitrain.data.tokenizer import read_tokenizer
+    from mpitrain.errors import ConfigError
+    from mpitrain.formats.chat import chat_template
 
     tokenizer = read_tokenizer(name)
-    options = Options(inputs, tokenizer, _separator(separator, tokenizer), form)
+    ends = _separator(separator, tokenizer)
     total = sum(file.nbytes for file in sizes(inputs))
+    if has_conversations(inputs[0]):
+        template = form.template or chat_template(Path(name).parent) or PLAIN
+        form, ends = form._replace(template=template), -1
+    elif form.template:
+        raise ConfigError(
+            f"--template is of conversations, but {inputs[0]} has none.",
+            "Leave it out, or name a .jsonl file of conversations first.",
+        )
+    options = Options(inputs, tokenizer, ends, form)
     try:
         with closing(bar(total, form=BAR)) as shown:
             shown.leave = False
@@ -148,13 +169,14 @@ def _prepare(
         sys.exit(STOPPED)
     for file, counts in facts.files.items():
         click.echo(
-            f"{visible(str(out / file))}: {counts.documents:,} document(s), {counts.bytes:,} bytes, "
+            f"{visible(str(out / file))}: {counts.documents:,} {'conversation' if form.template else 'document'}(s), "
+            f"{counts.bytes:,} bytes, "
             f"{counts.tokens:,} tokens, {counts.tokens / max(1, counts.bytes):.3f} per byte"
         )
-    ends = "none" if facts.separator < 0 else facts.separator
-    click.echo(f"{facts.dtype}, vocabulary {facts.vocabulary:,}, separator {ends}")
-    source = shlex.quote(f"data.source=tokens:{out / 'train.bin'}")
-    click.echo(f"next: mpitrain launch -n 2 -- train --set {visible(source)}")
+    token = "none" if facts.separator < 0 else facts.separator
+    click.echo(f"{facts.dtype}, vocabulary {facts.vocabulary:,}, separator {token}")
+    source = shlex.quote(f"tokens:{out / 'train.bin'}")
+    click.echo(f"next: mpitrain launch -n 2 -- train --data {visible(source)}")
 
 
 def _separator(name: str | None, tokenizer: Any) -> int:

@@ -8,6 +8,7 @@ import click
 
 from mpitrain.cli.job_options import (
     BASE,
+    BEST,
     OWN_DEVICE,
     PLUGINS,
     PP,
@@ -38,12 +39,15 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
     help='Evaluate on multiple-choice tasks instead: {"context", "choices", "answer"} on each line.',
 )
 @output_option("--json", "Write the numbers to this JSON file.")
+@BEST
 @TP
 @PP
 @OWN_DEVICE
 @BASE
 @PLUGINS
-def command(run: Path, tasks_file: Path | None, json_file: Path | None, **options: Any) -> None:
+def command(
+    run: Path, best: bool, tasks_file: Path | None, json_file: Path | None, **options: Any
+) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.
 
     The accuracies on tasks are those of lm-evaluation-harness. acc takes the choice with the
@@ -58,7 +62,7 @@ def command(run: Path, tasks_file: Path | None, json_file: Path | None, **option
 
         on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
         measure = _tasks if tasks_file else _held_out
-        line, numbers, is_finite = measure(transport, run, configured, tasks_file)
+        line, numbers, is_finite = measure(transport, run, configured, best, tasks_file)
         outputs = Outputs()
         if transport.rank == 0:
             click.echo(line)
@@ -76,17 +80,16 @@ def command(run: Path, tasks_file: Path | None, json_file: Path | None, **option
 
 
 def _held_out(
-    transport: Any, run: Path, configured: Any, _: Path | None
+    transport: Any, run: Path, configured: Any, best: bool, _: Path | None
 ) -> tuple[str, dict[str, Any], bool]:
     """Return the line to print, the numbers of --json, and whether the loss is finite."""
-    import numpy as np
-
     from mpitrain.cli.terminal.progress import nats
+    from mpitrain.cli.terminal.progress import perplexity as perplexity_of
     from mpitrain.data import TENTH, bits_per_byte
     from mpitrain.run.build import open_run
     from mpitrain.run.inference import evaluated_rows
 
-    job = open_run(transport, run, configured)
+    job = open_run(transport, run, configured, best=best)
     config = job.trainer.config
     evaluation = job.trainer.evaluate(job.data)
     assert evaluation is not None  # `evaluate` returns None only after a stop request
@@ -98,8 +101,7 @@ def _held_out(
     numbers: dict[str, Any] = {"run": str(run), "step": job.step, "data": where, "loss": loss}
     perplexity = ""
     if job.data.form == "tokens":
-        with np.errstate(over="ignore"):
-            numbers["perplexity"] = float(np.exp(loss))
+        numbers["perplexity"] = perplexity_of(loss)
         perplexity = f", perplexity {numbers['perplexity']:.4g}"
     numbers |= {
         "bits_per_byte": bits,
@@ -116,7 +118,7 @@ def _held_out(
 
 
 def _tasks(
-    transport: Any, run: Path, configured: Any, tasks_file: Path | None
+    transport: Any, run: Path, configured: Any, best: bool, tasks_file: Path | None
 ) -> tuple[str, dict[str, Any], bool]:
     """Return what `_held_out` returns, for a file of tasks."""
     from zlib import crc32
@@ -135,7 +137,7 @@ def _tasks(
         "file of tasks",
         lambda tasks: {"--tasks": crc32(repr(tasks).encode())},
     )
-    job = open_run(transport, run, configured, needs_data=False)
+    job = open_run(transport, run, configured, needs_data=False, best=best)
 
     def tokenizer_of_tasks() -> Any:
         kind = job.trainer.config.model.kind

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.job_options import BASE, PLUGINS, changes
+from mpitrain.cli.job_options import BASE, BEST, PLUGINS, changes
 from mpitrain.errors import visible
 from mpitrain.machine import process
 
@@ -50,6 +50,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     help="Largest size of a file of parameters, in KB, MB or GB.",
 )
 @click.option("--merge", is_flag=True, help="Add the adapters of a LoRA run to its model.")
+@BEST
 @BASE
 @PLUGINS
 def command(
@@ -59,6 +60,7 @@ def command(
     dtype: str,
     shard_bytes: int,
     merge: bool,
+    best: bool,
     base: str | None,
     plugins: list[str] | None,
 ) -> None:
@@ -73,7 +75,7 @@ def command(
 
     folder = out or run / kind
     settings = changes((), plugins=plugins)
-    exported = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "")
+    exported = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "", best)
     click.echo(
         f"{visible(str(run))} at step {exported.step} in {visible(str(folder))}: {', '.join(exported.files)}"
     )

@@ -4,16 +4,49 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
+from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
+
+SAMPLED = (
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        callback=finite,
+        default=0.8,
+        show_default=True,
+        help="Sampling temperature; 0 takes the likeliest token.",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(0, MOST),
+        default=40,
+        show_default=True,
+        help="Draw among this many likeliest tokens; 0: all.",
+    ),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        callback=finite,
+        default=1.0,
+        show_default=True,
+        help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
+    ),
+)
+"""The options that say how to draw a token, as in `Sampling`."""
+
+
+def sampling_options(command: Callable) -> Callable:
+    for option in reversed(SAMPLED):
+        command = option(command)
+    return command
 
 
 @click.command()
@@ -41,29 +74,7 @@ from mpitrain.errors import visible
     show_default=True,
     help="Number of tokens to draw.",
 )
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    callback=finite,
-    default=0.8,
-    show_default=True,
-    help="Sampling temperature; 0 takes the likeliest token.",
-)
-@click.option(
-    "--top-k",
-    type=click.IntRange(0, MOST),
-    default=40,
-    show_default=True,
-    help="Draw among this many likeliest tokens; 0: all.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    callback=finite,
-    default=1.0,
-    show_default=True,
-    help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
-)
+@sampling_options
 @click.option(
     "--stop",
     "stops",
@@ -96,6 +107,10 @@ from mpitrain.errors import visible
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
+@click.option(
+    "--ignore-eos", is_flag=True, help="Go on after the token that ends a text, as after any other."
+)
+@BEST
 @TP
 @PP
 @OWN_DEVICE
@@ -115,6 +130,8 @@ def command(
     seed: int,
     raw: bool,
     as_json: bool,
+    ignore_eos: bool,
+    best: bool,
     **options: Any,
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
@@ -134,6 +151,7 @@ def command(
             check_writes,
             continued,
             encoded,
+            ends_of,
             last_document,
             read_prompts,
             separator_of,
@@ -142,7 +160,7 @@ def command(
         )
         from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
-        trainer, source, _ = open_run(transport, run, configured, needs_data=False)
+        trainer, source, _ = open_run(transport, run, configured, needs_data=False, best=best)
         config = trainer.config
         tokenizer = on_all_ranks(transport, lambda: tokenizer_of_run(run, config.data))
 
@@ -161,9 +179,9 @@ def command(
             return prompts
 
         prompts = from_all_ranks(transport, read)[0]
-        request = PromptRequest(
-            Sampling(temperature, top_k, top_p), seed, count, stops, past_context == "cut"
-        )
+        ends = [] if ignore_eos else ends_of(tokenizer, config.data)
+        sampling = Sampling(temperature, top_k, top_p)
+        request = PromptRequest(sampling, seed, count, stops, past_context == "cut", ends)
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
         write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks
         parts = write([text for text, _ in prompts], written)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 KEYS = {
     "data": "data.source",
+    "steps": "run.steps",
+    "epochs": "run.epochs",
+    "lr": "optimizer.lr",
     "rows": "run.eval_rows",
     "dp": "layout.dp",
     "tp": "layout.tp",
@@ -46,6 +49,10 @@ PRESET = click.option(
     metavar="NAME",
     help="Start from the keys of tiny, gpt2-124m or gpt2-350m; files and settings override them.",
 )
+DATA = click.option("--data", metavar="SOURCE", help="Data to train on (default: pydocs).")
+STEPS = click.option("--steps", type=int, metavar="N", help="Steps in all (default: 400).")
+EPOCHS = click.option("--epochs", type=float, metavar="N", help="Passes over the data, not steps.")
+LR = click.option("--lr", type=float, metavar="X", help="Peak learning rate.")
 DP = click.option(
     "--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks)."
 )
@@ -69,6 +76,9 @@ BASE = click.option(
     "--base",
     metavar="DIR",
     help="The model under the adapters of the run, if it has moved: its run.init_from.",
+)
+BEST = click.option(
+    "--best", is_flag=True, help="The checkpoint with the best validation loss, not the newest."
 )
 PLUGINS = click.option(
     "--plugin",

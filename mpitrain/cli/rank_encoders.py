@@ -43,23 +43,23 @@ class RankEncoder(Encoder):
                 f"Each rank must encode its text, but rank {self._rank} could not: {reply}",
                 "Remedy this, then type the same command again.",
             )
-        train, held_out = (
-            Encoded(self._array(part["dtype"], part["counts"]["tokens"]), Counts(**part["counts"]))
-            for part in reply
-        )
+        train, held_out = map(self._encoded, reply)
         return train, held_out
 
-    def _array(self, dtype: str, count: int) -> np.ndarray:
-        array = np.empty(count, dtype)
-        self._transport.recv(array, self._rank)
-        return array
+    def _encoded(self, part: dict[str, Any]) -> Encoded:
+        """Receive the arrays of a part of a result."""
+        tokens = np.empty(part["counts"]["tokens"], part["dtype"])
+        marks = np.empty(part["marks"], np.uint8)
+        self._transport.recv(tokens, self._rank)
+        self._transport.recv(marks, self._rank)
+        return Encoded(tokens, marks, Counts(**part["counts"]))
 
     def close(self) -> None:
         """Receive a result that is still on its way, and end the loop of the other rank."""
         if self._is_busy:
             reply = _received(self._transport, self._rank)
             for part in reply if isinstance(reply, list) else ():
-                self._array(part["dtype"], part["counts"]["tokens"])
+                self._encoded(part)
         _send(self._transport, self._rank, None)
 
 
@@ -109,12 +109,17 @@ def serve(transport: Transport) -> None:
             transport,
             0,
             [
-                {"dtype": result.tokens.dtype.name, "counts": result.counts.model_dump()}
+                {
+                    "dtype": result.tokens.dtype.name,
+                    "marks": len(result.marks),
+                    "counts": result.counts.model_dump(),
+                }
                 for result in results
             ],
         )
         for result in results:
             transport.send(result.tokens, 0)
+            transport.send(result.marks, 0)
 
 
 def _send(transport: Transport, to: int, value: Any) -> None:

@@ -1,7 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import cache
@@ -15,12 +14,16 @@ from mpitrain.cli import STOPPED
 from mpitrain.cli.job_options import (
     ALGORITHM,
     CONFIG_FILE,
+    DATA,
     DEVICE,
     DP,
+    EPOCHS,
     GEMM,
+    LR,
     PP,
     PRESET,
     SET,
+    STEPS,
     TP,
     changes,
 )
@@ -29,8 +32,8 @@ from mpitrain.cli.terminal.output import be_courtesy
 from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.machine import process
 
-SAMPLE_SECONDS = 10
-"""Longest time, in seconds, to generate the sample after training: all ranks wait for it."""
+ESCAPES = 20
+"""A sample is shown only if at most one of so many characters is a byte that is no text."""
 
 
 class TrainCommand(click.Command):
@@ -91,6 +94,10 @@ def _meant(option: str, args: list[str]) -> str:
     metavar="[=auto]",
     help="Resume the run in --out from its newest checkpoint; =auto starts a run if there is none.",
 )
+@DATA
+@STEPS
+@EPOCHS
+@LR
 @DP
 @TP
 @PP
@@ -155,9 +162,11 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     with closing(JobEnd(process.environment() if is_root else {})) as ends:
         finished = train(transport, configured, resume, stop.asked, watchers, stop.note, ends)
     config = finished.job.trainer.config
+    shows_samples = config.run.sample_prompt or config.data.template
     if (
         finished.job.step < config.run.steps
         and config.run.sample
+        and not shows_samples
         and MODELS[config.model.kind].writes
         and not finished.stopped
     ):
@@ -175,6 +184,7 @@ def _configured(
     """
     from mpitrain.config import merged, preset, read_toml, with_settings
     from mpitrain.config.plugins import load
+    from mpitrain.errors import ConfigError
     from mpitrain.run.choices import parse
     from mpitrain.run.run_dir import (
         check_algorithms_named,
@@ -184,6 +194,13 @@ def _configured(
     )
 
     then = None
+    names = {setting.partition("=")[0].strip() for setting in settings}
+    if "run.steps" in names:
+        if "run.epochs" in names:
+            raise ConfigError(
+                "A run has a number of steps or of epochs, but got both.", "Leave one of them out."
+            )
+        settings = [*settings, "run.epochs=0.0"]
     out = with_settings({}, settings).get("run", {}).get("out")
     tables = merged(preset(preset_name), {})
     if config_file:
@@ -228,50 +245,18 @@ def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:
 
 def _print_sample(finished: Any, stop_requested: Callable[[], bool]) -> None:
     """Print a short generated text; token numbers if no tokenizer is known. Collective."""
-    from itertools import islice
-
     from mpitrain.cli.generate import readable
-    from mpitrain.errors import TrainingError
-    from mpitrain.run.generate import tokens
+    from mpitrain.errors import ConfigError, DataError, TrainingError
+    from mpitrain.run.generate import samples
 
-    trainer = finished.job.trainer
-    data, until = trainer.config.data, time.monotonic() + SAMPLE_SECONDS
-    tokenizer, hint = _tokenizer(data)
-    start = 0
-    if tokenizer:
-        ends = tokenizer.separator
-        start = ends if ends >= 0 else int([*tokenizer.encode("\n"), 0][0])
+    job, message = finished.job, "a sample of what it writes:\n"
     try:
-        drawn = tokens(
-            trainer,
-            [start],
-            temperature=0.8,
-            top_k=40,
-            seed=0,
-            stop_requested=lambda: time.monotonic() > until or stop_requested(),
-        )
-        sample = list(islice(drawn, trainer.config.run.sample))
-        text = (
-            b"".join(readable(tokenizer.stream(sample, [start])))
-            if tokenizer
-            else " ".join(map(str, sample)).encode()
-        )
-        message = f"a sample of what it writes{hint}:\n".encode() + text + b"\n"
-    except TrainingError as error:
-        message = f"no sample of what it writes: {error.law}\n".encode()
-    if trainer.transport.rank == 0:
-        sys.stdout.buffer.write(message)
+        texts = samples(job.trainer, finished.folder, job.source.inputs, [""], stop_requested)
+        text = b"".join(readable([texts[0].encode()]))
+        if text.count(b"\\x") * ESCAPES > len(text):
+            text, message = b"", "no sample of what it writes: most of it is no text yet"
+    except (TrainingError, ConfigError, DataError) as error:
+        text, message = b"", f"no sample of what it writes: {error.law}"
+    if job.trainer.transport.rank == 0:
+        sys.stdout.buffer.write(message.encode() + text + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _tokenizer(data: Any) -> tuple[Any, str]:
-    """Return the tokenizer of the data, or None, and a remark if it cannot be used."""
-    from mpitrain.data import tokenizer_of
-    from mpitrain.data.tokenizer import open_tokenizer
-    from mpitrain.errors import MpitrainError
-
-    try:
-        data_file = tokenizer_of([*data.mixture] or [data.source])
-        return (open_tokenizer(data_file, "Its tokenizer") if data_file else None), ""
-    except MpitrainError as error:
-        return None, f", in token numbers ({error.way_out})"

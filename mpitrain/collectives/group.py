@@ -97,7 +97,8 @@ class Group:
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of `array`, as MPI_Allreduce_init.
 
-        In all methods, op is "add" or "maximum".
+        In all methods, op is the name of a function of NumPy: "add", "multiply", "maximum",
+        "minimum", "bitwise_and", "bitwise_or" or "bitwise_xor".
         """
         choice = op, self.algorithm, self.tuning, self.arithmetic
         return self._noted(
@@ -243,8 +244,8 @@ def bind(
         The ranks.
     array : ndarray
         Contiguous, any shape. The number of elements and the dtype are the same on every rank.
-    op : {"add", "maximum"}
-        Reduction operator.
+    op : str
+        Reduction operator, as in `Group.bind`.
     algorithm : str
         As `replication.algorithm`; "auto" takes the one that `tuning` predicts to be the fastest.
     tuning : Tuning, optional

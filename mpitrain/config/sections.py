@@ -93,6 +93,9 @@ class Run(Section):
         ge=0,
         description="total number of optimizer steps, including the steps before a resume",
     )
+    epochs: float = Field(
+        0.0, ge=0, description="passes over the data, which give run.steps; 0: run.steps is as set"
+    )
     out: str = Field("", description="run directory; empty: runs/<date>-<n>")
     init_from: str = Field(
         "",
@@ -119,6 +122,16 @@ class Run(Section):
         400,
         ge=0,
         description="number of tokens that a {rows} generates after training, for at most 10 s; 0: none",
+    )
+    sample_prompt: list[str] = Field(
+        [],
+        description="prompts that each evaluation continues, by at most run.sample tokens each and for at most 10 s, in place of "
+        "the text after training; of conversations, what the user says",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
     )
     digest_every: int = Field(
         0,
@@ -212,9 +225,15 @@ class Data(Section):
         description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
     )
     template: str = Field(
-        "{role}: {content}\n\n",
-        description="one turn of a conversation of {rows} as text; the content of the role "
-        "assistant, and the text behind it, are trained on",
+        "",
+        description="a message of a conversation of {rows} as text, with {{role}} and {{content}}, or a chat template in Jinja; "
+        "the content of the role assistant, and the text behind it, are trained on. If the key is not set, the template in the "
+        "folder of run.init_from is taken, if there is one. Empty: {{role}}: {{content}} and two line breaks",
+    )
+    tokenizer: str = Field(
+        "",
+        description="tokenizer.json for the conversations of {rows}; if the key is not set, that in the folder of "
+        "run.init_from. Empty: their tokens are bytes",
     )
     packing: bool = Field(
         False,
@@ -541,7 +560,11 @@ class Optimizer(Section):
         "adamw",
         description="update rule; keys that the rule does not read must have their defaults. {rows}",
     )
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    lr: float = Field(
+        2e-3,
+        gt=0,
+        description="peak learning rate. If the key is not set, it is a 40th under run.init_from, and a 10th for adapters",
+    )
     weight_decay: float = Field(
         0.1, ge=0, description="weight decay of matrices and embeddings; biases and gains have none"
     )
@@ -651,6 +674,10 @@ class Checkpoint(Section):
     )
     keep: int = Field(
         2, ge=1, description="number of newest checkpoints to keep; older ones are removed"
+    )
+    best: bool = Field(
+        False,
+        description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
     )
 
 

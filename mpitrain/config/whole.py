@@ -98,6 +98,12 @@ class Config(Section):
                 "Set data.separator to the token that ends a document, data.packing=true for conversations, "
                 "or data.attend to window.",
             )
+        every = self.run.eval_every
+        if (self.run.patience and every < 1) or (self.checkpoint.best and every < 0):
+            raise ConfigError(
+                f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",
+                "Set run.eval_every to the steps between two evaluations.",
+            )
         fields = Lora.model_fields
         idle = [
             key
@@ -197,6 +203,7 @@ PATHS = (
     ("data", "source"),
     ("data", "validation"),
     ("data", "mixture"),
+    ("data", "tokenizer"),
     ("replication", "tuning"),
     ("device", "tiles"),
     ("pipeline", "schedule"),
@@ -265,7 +272,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
         elif isinstance(name, dict):
             table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
-            kind, colon, place = name.partition(":") if section == "data" else ("", "", name)
+            is_source = key in ("source", "validation")
+            kind, colon, place = name.partition(":") if is_source else ("", "", name)
             is_path = {  # Otherwise it is the name of a row.
                 "schedule": "/" in name or "." in name or (path.parent / name).is_file(),
                 "algorithm": ".py" in name,

@@ -18,6 +18,7 @@ from mpitrain.data.source import Source as Source
 from mpitrain.data.source import Unopened as Unopened
 from mpitrain.data.source import amounts as amounts
 from mpitrain.data.source import bits_per_byte as bits_per_byte
+from mpitrain.data.source import rows_of_epoch as rows_of_epoch
 from mpitrain.data.source import zeros as zeros
 from mpitrain.data.table import SOURCES as SOURCES
 from mpitrain.data.table import SourceKind as SourceKind
@@ -36,5 +37,6 @@ from mpitrain.data.table import writes_text as writes_text
 from mpitrain.data.token_files import TENTH as TENTH
 from mpitrain.data.token_files import as_it_is as as_it_is
 from mpitrain.data.token_files import beside as beside
+from mpitrain.data.token_files import file_digest as file_digest
 from mpitrain.data.token_files import largest_token as largest_token
 from mpitrain.data.tokens import TokenSource as TokenSource

@@ -3,11 +3,13 @@
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from mpitrain.data.instructions import is_conversation, not_one, turns_of
+from mpitrain.data.templates import open_template, rendered
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import reading
 from mpitrain.strict_json import parsed
@@ -23,11 +25,13 @@ class DocumentPiece(NamedTuple):
 
     held_out  whether it belongs to the validation set
     ends      whether the document ends with this piece
+    cuts      of a conversation, as in `Rendered`; None: it is none
     """
 
     text: str
     held_out: bool = False
     ends: bool = True
+    cuts: Sequence[int] | None = None
 
 
 class Position(NamedTuple):
@@ -56,12 +60,14 @@ class Form(NamedTuple):
     seed      of the draws of held-out documents
     field     the key of a line of JSON, or the column of Parquet, with the text
     mark      the text between two documents of a text file; empty: the file is one document
+    template  of conversations, each on a line of JSON; empty: the files have documents
     """
 
     fraction: float
     seed: int
     field: str
     mark: str
+    template: str = ""
 
     def holds_out(self, number: int, document: int) -> bool:
         """Return whether a document is held out: a draw that depends on these numbers and the seed.
@@ -105,6 +111,8 @@ def inputs(paths: Iterable[Path]) -> list[Input]:
 def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
     """Yield the chunks of an input file from `start` on, which may be the `end` of any chunk."""
     read = READERS.get(source.path.suffix.lower(), _marked if form.mark else _text)
+    if form.template:
+        read = _conversations
     with opened(source.path) as file:
         yield from read(file, source, form, start)
 
@@ -175,6 +183,34 @@ def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Itera
                 pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
         yield Chunk([piece for piece in pieces if piece.text], end)
         start = end
+
+
+def _conversations(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read lines of JSON, each a conversation."""
+    write = open_template(form.template)
+    for items, end in _items(file, b"\n", start):
+        pieces = []
+        for number, line in enumerate(items, start.documents):
+            if line.strip():
+                try:
+                    text, cuts = rendered(write, turns_of(parsed(line)))
+                except ValueError as error:
+                    raise not_one(number + 1, source.path, error) from None
+                held_out = form.holds_out(source.number, number)
+                pieces.append(DocumentPiece(text, held_out, cuts=cuts))
+        yield Chunk(pieces, end)
+        start = end
+
+
+def has_conversations(path: Path) -> bool:
+    """Return whether the first line of a file of JSON lines is a conversation."""
+    if READERS.get(path.suffix.lower()) is not _lines:
+        return False
+    with opened(path) as file:
+        first = next(filter(bytes.strip, file), b"")
+    with suppress(ValueError):
+        return is_conversation(parsed(first))
+    return False
 
 
 def _field(record: Any, field: str) -> str:

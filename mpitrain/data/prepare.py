@@ -16,7 +16,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from mpitrain.data.documents import Chunk, DocumentPiece, Form, Input, Position, chunks, inputs
-from mpitrain.data.token_files import META, Count, Counts, Prepared, prepared
+from mpitrain.data.instructions import encoded as encoded_conversation
+from mpitrain.data.templates import Rendered
+from mpitrain.data.token_files import META, Count, Counts, Prepared, mark_path, prepared
 from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import Directory, cannot_write
@@ -33,7 +35,13 @@ EVERY = 4
 
 
 class Encoded(NamedTuple):
+    """The tokens of some pieces.
+
+    marks  of conversations, (tokens,) uint8; of other documents empty
+    """
+
     tokens: np.ndarray
+    marks: np.ndarray
     counts: Counts
 
 
@@ -97,15 +105,22 @@ def encoded_pieces(encoding: Encoding, tokenizer: Tokenizer, pieces: list[Docume
 
 def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiece]) -> Encoded:
     end = np.array([encoding.separator] if encoding.separator >= 0 else [], encoding.dtype)
-    arrays, nbytes = [np.empty(0, encoding.dtype)], 0
+    arrays, marks, nbytes = [np.empty(0, encoding.dtype)], [np.empty(0, np.uint8)], 0
     for piece in pieces:
-        arrays.append(tokenizer.encode(piece.text).astype(encoding.dtype))
         nbytes += len(piece.text.encode())
+        if piece.cuts is not None:
+            tokens, mark = encoded_conversation(tokenizer, Rendered(piece.text, piece.cuts))
+            arrays.append(tokens.astype(encoding.dtype))
+            marks.append(mark)
+            continue
+        arrays.append(tokenizer.encode(piece.text).astype(encoding.dtype))
         if piece.ends:
             arrays.append(end)
     tokens = np.concatenate(arrays)
     documents = sum(piece.ends for piece in pieces)
-    return Encoded(tokens, Counts(documents=documents, tokens=len(tokens), bytes=nbytes))
+    return Encoded(
+        tokens, np.concatenate(marks), Counts(documents=documents, tokens=len(tokens), bytes=nbytes)
+    )
 
 
 class LocalEncoder(Encoder):
@@ -311,10 +326,9 @@ class _Writer:
         if journal.configuration != self._configuration or journal.input > len(self._inputs):
             return None
         is_complete = journal.input == len(self._inputs)
-        for name, counts in self._files(journal):
+        for name, nbytes in self._sizes(journal):
             facts = self._folder.facts(name + PARTIAL)
-            size = facts.st_size if facts else -1
-            if size < counts.tokens * np.dtype(self._dtype).itemsize and not is_complete:
+            if (facts.st_size if facts else -1) < nbytes and not is_complete:
                 return None
         return journal
 
@@ -326,21 +340,31 @@ class _Writer:
             if file.read() != self._options.tokenizer.data:
                 raise self._taken(TOKENIZER)
         self._folder.remove(JOURNAL)
-        for name in (TRAIN, HELD_OUT):
+        journal = Journal(configuration=self._configuration)
+        for name, _ in self._sizes(journal):
             os.close(self._folder.create(name + PARTIAL))
-        return Journal(configuration=self._configuration)
+        return journal
 
     @staticmethod
     def _files(journal: Journal) -> list[tuple[str, Counts]]:
         return [(TRAIN, journal.train), (HELD_OUT, journal.held_out)]
 
+    def _sizes(self, journal: Journal) -> list[tuple[str, int]]:
+        """Return (name, bytes) of the files that are written in order: tokens, then marks."""
+        itemsize = np.dtype(self._dtype).itemsize
+        files = self._files(journal)
+        sizes = [(name, counts.tokens * itemsize) for name, counts in files]
+        if self._options.form.template:
+            sizes += [(mark_path(Path(name)).name, counts.tokens) for name, counts in files]
+        return sizes
+
     def _encode(self, journal: Journal, start: Start) -> Journal:
         """Encode the inputs from the journal's position on, and append to the tokens it counts."""
         files = []
         try:
-            for name, counts in self._files(journal):
+            for name, nbytes in self._sizes(journal):
                 files.append(self._folder.append(name + PARTIAL))
-                os.ftruncate(files[-1], counts.tokens * np.dtype(self._dtype).itemsize)
+                os.ftruncate(files[-1], nbytes)
             options = self._options
             encoding = Encoding(options.tokenizer.data, options.separator, self._dtype)
             rest = sum(source.nbytes for source in self._inputs[journal.input :]) - journal.offset
@@ -348,8 +372,9 @@ class _Writer:
             with start(encoding, rest) as encoders:
                 work = encoded(self._chunks(journal, turns), encoders)
                 for count, (chunk, results) in enumerate(work, 1):
-                    for file, result in zip(files, results, strict=True):
-                        _write(file, result.tokens)
+                    arrays = [*(one.tokens for one in results), *(one.marks for one in results)]
+                    for file, array in zip(files, arrays, strict=False):
+                        _write(file, array)
                     journal = self._after(
                         journal, turns.pop(0), chunk, *(r.counts for r in results)
                     )
@@ -411,15 +436,18 @@ class _Writer:
             tokenizer=digest(tokenizer.data),
             files=dict(self._files(journal)[: 1 + has_held_out]),
             configuration=self._configuration,
+            template=self._options.form.template,
         )
         with folder.whole(TOKENIZER) as file:
             file.write(tokenizer.data)
-        if has_held_out and folder.facts(HELD_OUT + PARTIAL):
-            folder.rename(HELD_OUT + PARTIAL, HELD_OUT)
+        for name, nbytes in self._sizes(journal):
+            if name != TRAIN and nbytes and folder.facts(name + PARTIAL):
+                folder.rename(name + PARTIAL, name)
         folder.write_whole(META, facts.model_dump_json(indent=1) + "\n")
         folder.rename(TRAIN + PARTIAL, TRAIN)
         folder.sync()
-        folder.remove(HELD_OUT + PARTIAL)
+        for name, _ in self._sizes(journal):
+            folder.remove(name + PARTIAL)
         folder.remove(JOURNAL)
         return facts
 

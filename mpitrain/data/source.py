@@ -116,7 +116,9 @@ class Reading(NamedTuple):
     dtype      of token files without a header: auto, uint16 or uint32
     order      of the windows of a token source: random, or epochs
     separator  the token that ends a document; -1: there are no documents
-    template   one turn of a conversation as text, with {role} and {content}
+    template   of conversations: a message as text with {role} and {content}, or Jinja; empty: the
+               default
+    tokenizer  file of the tokenizer of conversations; empty: their tokens are bytes
     mixture    {name of a token source: its weight}
     packing    whether a row has as many conversations as fit
     attend     what a token attends to: all earlier tokens of its row (window), or those of its
@@ -126,7 +128,8 @@ class Reading(NamedTuple):
     dtype: str = "auto"
     order: str = "random"
     separator: int = -1
-    template: str = "{role}: {content}\n\n"
+    template: str = ""
+    tokenizer: str = ""
     mixture: Mapping[str, float] = {}
     packing: bool = False
     attend: str = "window"
@@ -167,6 +170,13 @@ class Request(NamedTuple):
 def amounts(source: Source | Unopened) -> dict[str, int]:
     """Return {name: count} of the data, such as tokens and held_out_tokens; {} if it has no counts."""
     return getattr(source, "amounts", {})
+
+
+def rows_of_epoch(source: Source | Unopened) -> float:
+    """Return the rows to train on in one epoch; 0 if the source has no counts."""
+    counts = amounts(source)
+    rows = (counts[key] for key in ("packed_rows", "conversations", "samples") if key in counts)
+    return next(rows, 0) or counts.get("tokens", 0) / source.shape[0]
 
 
 def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:

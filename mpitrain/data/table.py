@@ -13,11 +13,12 @@ from mpitrain.data.token_files import (
     TENTH,
     as_it_is,
     file_digest,
+    files_of_tokens,
     largest_token,
     token_paths,
     tokenizer_beside,
 )
-from mpitrain.data.tokenizer import BYTES_FILE
+from mpitrain.data.tokenizer import BYTES_FILE, read_tokenizer
 from mpitrain.data.tokens import (
     BYTES,
     MixtureSource,
@@ -39,7 +40,7 @@ class SourceKind(NamedTuple):
     argument       what follows the prefix in a name, as help texts write it, such as :FILE; empty:
                    nothing
     help           a remark in the help of data.source; may be empty
-    is_text        whether its tokens are the bytes of text
+    is_text        whether its tokens are the bytes of text, unless data.tokenizer is set
     is_token_file  whether it is files of tokens, which all ranks scan for the largest token
     can_validate   whether data.validation may name another file of this kind; of token files it may
                    always
@@ -84,7 +85,11 @@ def _open_mixture(request: Request) -> MixtureSource:
             )
         own = reading if row.is_token_file else reading._replace(dtype="auto")
         member = open_source(name, request.context, request.dtype, vocabulary, reading=own)
-        assert isinstance(member, TokenSource)
+        if not isinstance(member, TokenSource):
+            raise ConfigError(
+                f"data.mixture must list sources of windows, but {name} has conversations.",
+                "Leave it out, or train on it alone.",
+            )
         members[name] = member, weight
     return MixtureSource(members, request.vocabulary)
 
@@ -115,7 +120,8 @@ SOURCES: Table[str, SourceKind] = Table(
         ":FILE",
         "flat uint16 or uint32; a pattern such as train_*.bin names several",
         is_token_file=True,
-        reads=(*WINDOWS, "attend"),
+        reads=(*WINDOWS, "attend", "template", "packing"),
+        files=files_of_tokens,
     ),
     jsonl=SourceKind(
         on_use("mpitrain.data.instructions:open_jsonl"),
@@ -124,7 +130,7 @@ SOURCES: Table[str, SourceKind] = Table(
         "conversations",
         is_text=True,
         can_validate=True,
-        reads=("template", "packing", "attend"),
+        reads=("template", "tokenizer", "packing", "attend"),
     ),
     mixture=SourceKind(
         _open_mixture,
@@ -229,7 +235,7 @@ def open_source(
     """
     row = source_kind(name)
     check_validation(name, validation)
-    if row.is_text and 0 < vocabulary < BYTES:
+    if row.is_text and not reading.tokenizer and 0 < vocabulary < BYTES:
         raise ConfigError(
             f"Text has {BYTES} tokens, one for each byte, so data.vocabulary must be at least {BYTES}, but is {vocabulary}.",
             f"Leave out data.vocabulary, or name a {token_files()}.",
@@ -315,16 +321,19 @@ def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
             )
 
 
-def writes_text(name: str, mixture: Mapping[str, float]) -> bool:
+def writes_text(name: str, mixture: Mapping[str, float], tokenizer: str = "") -> bool:
     """Return whether the tokens of a source, or of all sources of a mixture, are bytes of text."""
-    return all(source_kind(one).is_text for one in mixture or (name,))
+    return not tokenizer and all(source_kind(one).is_text for one in mixture or (name,))
 
 
-def tokenizer_of(names: Iterable[str]) -> bytes | None:
+def tokenizer_of(names: Iterable[str], tokenizer: str = "") -> bytes | None:
     """Return the content of the tokenizer's file of some sources; None if one has none.
 
+    tokenizer  data.tokenizer
     raises  DataError if the sources have different tokenizers, or a file is damaged
     """
+    if tokenizer:
+        return read_tokenizer(tokenizer).data
     tokenizers: dict[bytes | None, str] = {}
     for name in names:
         if source_kind(name).is_token_file:

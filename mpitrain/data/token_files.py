@@ -367,6 +367,54 @@ def _size(path: Path) -> int:
         ) from None
 
 
+def mark_path(path: Path) -> Path:
+    """Return the file of marks beside a file of conversations: train.mask of train.bin."""
+    return path.with_suffix(".mask")
+
+
+def marks_of(paths: Sequence[Path]) -> np.ndarray:
+    """Return the marks of the tokens of some files of conversations, (tokens,) uint8.
+
+    raises  DataError if a file is missing, damaged, or has another length than its tokens
+    """
+    parts = []
+    for path in paths:
+        facts, name = prepared(path), mark_path(path)
+        try:
+            check_regular(name)
+            marks = np.frombuffer(contents(name), np.uint8)
+        except OSError as error:
+            raise DataError(
+                f"The marks {name} cannot be read: {error.strerror}.", f"Copy them beside {path}."
+            ) from None
+        wanted = facts.files[path.name].tokens if facts else 0
+        if len(marks) != wanted or not wanted or marks.max() > 3 or marks[0] < 2:
+            raise DataError(
+                f"{name} must have a mark for each of the {wanted} tokens of {path}, but it does not.",
+                "Copy it again, or prepare the data again.",
+            )
+        parts.append(marks)
+    return np.concatenate(parts)
+
+
+def template_of(place: str) -> str:
+    """Return the template of conversations that `data prepare` wrote; empty for other token files."""
+    facts = [prepared(path) for path in token_paths(place)]
+    templates = {one.template if one else "" for one in facts}
+    if len(templates) > 1:
+        raise DataError(
+            f"Files of conversations must have one template, but those of {place} have {len(templates)}.",
+            "Prepare them together.",
+        )
+    return next(iter(templates))
+
+
+def files_of_tokens(place: str) -> list[Path]:
+    """Return the files that a path or a pattern of tokens:FILE names, and their marks."""
+    paths = token_paths(place)
+    return [*paths, *map(mark_path, paths)]
+
+
 class Counts(BaseModel):
     """Counts of a file of tokens.
 
@@ -392,6 +440,7 @@ class Prepared(BaseModel):
     tokenizer      SHA-256 of tokenizer.json in the same directory
     files          {name: counts} of train.bin and val.bin
     configuration  SHA-256 of inputs and options
+    template       of conversations; empty: the files have documents
     """
 
     format: Literal["mpitrain tokens 1"] = FORMAT  # type: ignore[assignment]
@@ -401,6 +450,7 @@ class Prepared(BaseModel):
     tokenizer: str
     files: dict[str, Counts]
     configuration: str
+    template: str = ""
 
 
 def noted_dtype(path: Path) -> str:

@@ -45,6 +45,9 @@ class Tokenizer(Protocol):
         raises  DataError if the text has a lone surrogate, which has no bytes
         """
 
+    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, (N,) int64; names of special tokens are these tokens."""
+
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return the text of tokens as bytes, which may be invalid UTF-8.
 
@@ -68,6 +71,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int64)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return bytes(token for token in tokens if token < 256)
@@ -108,6 +114,14 @@ class FileTokenizer(Tokenizer):
         _utf8(text)
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int64)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self._inner.encode_special_tokens = False
+        try:
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return self._text(tokens).encode()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,12 +16,16 @@ from mpitrain.data.token_files import (
     largest_token,
     prepared,
     pydocs,
+    template_of,
     text,
     token_paths,
     tokens_of,
     windows,
 )
-from mpitrain.errors import DataError
+from mpitrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mpitrain.data.instructions import InstructionSource
 
 BYTES = 256
 """The vocabulary of text: its tokens are its bytes."""
@@ -218,7 +223,7 @@ def _of_bytes(
     )
 
 
-def open_tokens(request: Request) -> TokenSource:
+def open_tokens(request: Request) -> "TokenSource | InstructionSource":
     """Open files of tokens, which have been scanned, and the held-out file if there is one."""
     place, vocabulary, scan = request.place, request.vocabulary, request.scan
     dtype = request.reading.dtype
@@ -235,9 +240,19 @@ def open_tokens(request: Request) -> TokenSource:
                 f"Leave out data.vocabulary, or {way_out}.",
             )
     noted = [facts.vocabulary for path in token_paths(place) if (facts := prepared(path))]
+    entries = vocabulary or max(most + 1, scan.largest + 1, *noted)
+    if template := template_of(place):
+        from mpitrain.data.instructions import open_prepared
+
+        return open_prepared(request, entries, template)
+    for key in ("template", "packing"):
+        if getattr(request.reading, key) != Reading._field_defaults[key]:
+            raise ConfigError(
+                f"data.{key} is of conversations, but {place} has none.", f"Leave out data.{key}."
+            )
     return TokenSource(
         tokens_of(place, dtype),
-        vocabulary or max(most + 1, scan.largest + 1, *noted),
+        entries,
         request.context,
         place,
         scan,

@@ -372,8 +372,16 @@ def without_unread(settings: config.Optimizer) -> config.Optimizer:
     return settings.model_copy(update={key: SETTINGS[key].default for key in keys})
 
 
+TUNED, TUNED_ADAPTERS = 40, 10
+"""What the learning rate is divided by if a run starts from a model: with adamw it is then 5e-5, and
+2e-4 of adapters.
+"""
+
+
 def checked(whole: config.Config) -> config.Config:
     """Return a copy in which hyper-parameters that are not set have the rule's own defaults.
+
+    The learning rate is divided if the run starts from a model.
 
     raises  ConfigError for a key that the rule does not read, or if the rule refuses another key
     """
@@ -389,7 +397,8 @@ def checked(whole: config.Config) -> config.Config:
             f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
             + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
         )
-    if error := schedule_error(settings, whole.run.steps):
+    # The data, which give the steps of run.epochs, are not open yet.
+    if not whole.run.epochs and (error := schedule_error(settings, whole.run.steps)):
         raise error
     if isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS:
         raise ConfigError(
@@ -403,4 +412,6 @@ def checked(whole: config.Config) -> config.Config:
         for key, default in rule.defaults.items()
         if key not in settings.model_fields_set
     }
+    if whole.run.init_from and "lr" not in settings.model_fields_set:
+        own["lr"] = own.get("lr", settings.lr) / (TUNED_ADAPTERS if whole.lora.rank else TUNED)
     return whole.model_copy(update={"optimizer": settings.model_copy(update=own)})

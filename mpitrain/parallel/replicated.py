@@ -1,19 +1,19 @@
 """Replicated: averages the gradients of a training loop of one's own (as DDP's Reducer).
 
-A step sends the bytes of the all-reduces of all buckets, and one control message of 40 bytes. The
-control message counts the wrong gradients of all ranks. Each gradient is padded to a multiple of
-32 elements.
+A step sends the bytes of the all-reduces of all buckets, and one control message of 16 bytes, which
+counts the wrong and the missing gradients of all ranks. Each gradient is padded to a multiple of 32
+elements.
 
-The caller computes gradients with any library. `Replicated` copies each gradient into the flat
-buffer of its `Buckets`, the reducer that a `Trainer` uses, too. A bucket is reduced while the
-caller's backward pass still computes the gradients of earlier parameters.
+The caller computes gradients with any library, and copies each into the flat buffer of
+`GradientSums`. Its `Buckets` are the reducer that a `Trainer` uses, too. A bucket is reduced while
+the caller's backward pass still computes the gradients of earlier parameters.
 """
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -32,10 +32,232 @@ from mpitrain.ops.device import Device, device_for
 from mpitrain.parallel.buckets import Buckets, common_buckets
 from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.step_end import ControlMessage, weight_of
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
+
+NAMED = 8
+"""The largest number of faults of one rank that an error lists."""
+
+
+class TensorFacts(NamedTuple):
+    """The facts of a tensor in which all ranks agree.
+
+    name        in error messages
+    kind        of its device, "cpu" or "cuda"
+    is_trained  whether it has a gradient
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: Sequence[int]
+    is_trained: bool = True
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        frozen = "" if self.is_trained else ", without a gradient"
+        return f"{self.dtype} of shape ({shape}) on {self.kind}{frozen}"
+
+
+class GradientSums:
+    """The sums over all ranks of one gradient per parameter, in buckets of one flat buffer.
+
+    A step calls `ready` for each parameter, then `wait`. The buffer is float64 if any parameter is,
+    else float32.
+
+    leaves  by parameter: a view of the flat buffer in its shape. The caller writes the gradient to
+            it before `ready`, and reads the sum after `wait`
+    taken   the parameters that are ready in this step
+    group   all ranks; its messages are apart from those of the caller's transport
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        look: Callable[[], list[TensorFacts]],
+        algorithm: str,
+        wire: str,
+        bucket_mb: float,
+    ):
+        """Agree with all ranks, and bind the reductions; collective.
+
+        look    returns the facts of this rank's tensors, a trained one first; called once, without
+                messages
+        raises  as the constructor of `Replicated`
+        """
+        facts, config = agreed(
+            transport,
+            look,
+            {"algorithm": algorithm, "wire": wire, "bucket_mb": bucket_mb, "dense_steps": 0},
+        )
+        part = transport.split(0)
+        assert part is not None
+        self._own: Transport | None = part
+        self.device = device = device_for(config.device.kind)
+        self.arena = device.arena()
+        self._grid = Grid(
+            over_device(part, device.backend, config.device.cuda_aware),
+            Axes(dp=transport.size),
+            config.replication.algorithm,
+            arithmetic=arithmetic_of(device),
+            arena=self.arena,
+        )
+        self.group = self._grid.dp
+        try:
+            self._build(config, [one.shape for one in facts if one.is_trained])
+        except MpitrainError:
+            self._grid.close()
+            part.close()
+            raise
+        transport.tenants.add(self._close)
+
+    def _build(self, config: Config, shapes: Sequence[Sequence[int]]) -> None:
+        units = [
+            Unit(str(index), cast(Layer, _Tensor(tuple(shape))))
+            for index, shape in enumerate(shapes)
+        ]
+        replica = ReplicationContext(
+            config,
+            self._grid,
+            Storage(units, np.dtype(config.precision.stored)),
+            parse_wire(config.replication.wire),
+            self.device,
+            self.arena,
+            Plain(self.device.ops).loss(),
+        )
+        self._reducer = Buckets(replica, common_buckets(replica), self.group.bind, (), ())
+        self._slots = [self._reducer.gradients(index)["value"] for index in range(len(units))]
+        self.leaves = [slot.array for slot in self._slots]
+        self._counts = np.zeros(2)
+        self._control = self._grid.world.bind(self._counts)
+        self._step = 0
+        self._begin()
+
+    def broadcast(self) -> None:
+        """Copy the leaves of rank 0 to all ranks; collective."""
+        self.group.broadcast(self._reducer.buffer)
+
+    def _begin(self) -> None:
+        self._reducer.begin(self._step)
+        self.taken: set[int] = set()
+        self._next = len(self.leaves) - 1
+
+    def missing(self) -> list[int]:
+        return [index for index in range(len(self.leaves)) if index not in self.taken]
+
+    def ready(self, index: int) -> None:
+        """Reduce the leaf of this parameter, once those of all later ones are ready."""
+        self._slots[index].filled = True
+        self.taken.add(index)
+        # The last parameter first: so all ranks start their buckets in one order.
+        while self._next in self.taken:
+            self._pass_on()
+        self._reducer.poll()
+
+    def _pass_on(self) -> None:
+        """Report the next gradient to the buckets; a missing one counts as zeros."""
+        self._reducer.ready(self._next, is_last=True)
+        self._next -= 1
+
+    def wait(self, faults: int) -> tuple[int, int]:
+        """End the step: the leaves hold the sums; collective. Missing gradients count as zeros.
+
+        faults   of this rank
+        returns  the faults of all ranks, and the gradients that were missing on all ranks together
+        """
+        self._counts[:] = faults, len(self.leaves) - len(self.taken)
+        while self._next >= 0:
+            self._pass_on()
+        self._control.start()
+        self._reducer.wait()
+        self._grid.transport.wait_until(self._control.poll)
+        self._step += 1
+        self._begin()
+        all_faults, all_missing = map(int, self._counts)
+        return all_faults, all_missing
+
+    def refusal(self, faults: Sequence[str], way_out: str) -> CommError:
+        """Return the error about the faults of all ranks in this step; collective."""
+        assert self._own is not None
+        everyone = self._own.gather_text(faults[:NAMED])
+        listed = [f"{fault} on rank {rank}" for rank, own in enumerate(everyone) for fault in own]
+        return on_every_rank(
+            CommError(
+                f"rank {self._own.rank}: every parameter needs one gradient per step on every rank, but "
+                f"{'; '.join(listed)}.",
+                way_out,
+            )
+        )
+
+    def _close(self) -> None:
+        if self._own is None:
+            return
+        self._slots.clear()
+        self.leaves.clear()
+        del self._reducer, self._control  # They own arrays in windows.
+        self._grid.close()
+        self._own.close()
+        self._own = None
+
+
+class _Tensor:
+    """The description of a layer with one tensor, for the unit of a caller's parameter."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._shape = shape
+
+    def parameters(self) -> list[Parameter]:
+        return [Parameter("value", self._shape, zeros, decayed=False)]
+
+
+def agreed(
+    transport: Transport, look: Callable[[], list[TensorFacts]], settings: dict[str, Any]
+) -> tuple[list[TensorFacts], Config]:
+    """Return the facts and the configuration, the same on all ranks; collective.
+
+    settings  keys of [replication]
+    raises    as the constructor of `Replicated`
+    """
+    configs: list[Config] = []
+
+    def facts() -> list[Any]:
+        all_facts = look()
+        own = {**settings, "bucket_mb": float(settings["bucket_mb"])}
+        shared = {key: str(value) for key, value in own.items()}
+        if is_file(shared["algorithm"]):
+            from mpitrain.collectives.selection.own_algorithm import file_algorithm
+
+            own["algorithm"] = file_algorithm(shared["algorithm"])
+        is_wide = any(one.is_trained and one.dtype == "float64" for one in all_facts)
+        tables = {"replication": own, "device": {"kind": all_facts[0].kind}}
+        tables["precision"] = {"compute": "float64" if is_wide else "float32"}
+        configs.append(parse(tables))
+        return [shared, all_facts]
+
+    (first, shapes), *everyone = from_all_ranks(transport, facts)
+    for rank, (other, others) in enumerate(everyone, 1):
+        if other != first:
+            raise _differing("settings", first, other, rank)
+        if len(others) != len(shapes):
+            raise _differing("number of parameters", len(shapes), len(others), rank)
+        for one, another in zip(shapes, others, strict=True):
+            if one[0] != another[0]:
+                raise _differing("name of a parameter", one[0], another[0], rank)
+            if one != another:
+                raise _differing(one[0], TensorFacts(*one), TensorFacts(*another), rank)
+    return [TensorFacts(*one) for one in shapes], configs[0]
+
+
+def _differing(thing: str, first: object, other: object, rank: int) -> CommError:
+    return on_every_rank(
+        CommError(
+            f"All ranks must replicate the same parameters, but the {thing} is {first} on rank 0 and {other} on rank {rank}.",
+            "Build the same model on every rank.",
+        )
+    )
+
 
 FLOATS = ("float32", "float64")
 """The dtypes of the parameters that `Replicated` takes."""
@@ -62,70 +284,26 @@ def average_on(device: Device, ranks: int, arena: Arena) -> Average:
     return write
 
 
-def facts_of(array: Any) -> list[Any]:
-    """Return the facts in which all ranks agree: kind of device, dtype, shape."""
-    return [kind_of(array), array.dtype.name, *array.shape]
-
-
-def named(facts: list[Any]) -> str:
-    kind, dtype, *shape = facts
-    return f"{dtype} of shape ({', '.join(map(str, shape))}) on {kind}"
-
-
-def agreed(
-    transport: Transport, parameters: Iterable[Any], settings: dict[str, Any]
-) -> tuple[list[Any], Config]:
-    """Return the parameters as arrays, and the configuration, the same on all ranks; collective.
-
-    settings  keys of [replication]
-    raises    as the constructor of `Replicated`
-    """
-    arrays: list[Any] = []
-    configs: list[Config] = []
-
-    def facts() -> list[Any]:
-        if not isinstance(parameters, Iterable):
-            raise ConfigError(
-                f"Replicated needs parameters, but they are a {type(parameters).__name__}.",
-                "Pass the arrays themselves, for example list(model.parameters()).",
-            )
-        arrays[:] = [as_array(array, f"Parameter {n}") for n, array in enumerate(parameters)]
-        all_facts = [facts_of(array) for array in arrays]
-        _check(arrays, all_facts)
-        kind, dtype = all_facts[0][:2]
-        own = {**settings, "bucket_mb": float(settings["bucket_mb"])}
-        shared = {key: str(value) for key, value in own.items()}
-        if is_file(shared["algorithm"]):
-            from mpitrain.collectives.selection.own_algorithm import file_algorithm
-
-            own["algorithm"] = file_algorithm(shared["algorithm"])
-        tables = {"replication": own, "device": {"kind": kind}}
-        configs.append(parse({**tables, "precision": {"compute": dtype}}))
-        return [shared, all_facts]
-
-    (first, shapes), *everyone = from_all_ranks(transport, facts)
-    for rank, (other, others) in enumerate(everyone, 1):
-        if other != first:
-            raise _differing("settings", first, other, rank)
-        if len(others) != len(shapes):
-            raise _differing("number of parameters", len(shapes), len(others), rank)
-        for number, (one, another) in enumerate(zip(shapes, others, strict=True)):
-            if one != another:
-                raise _differing(f"parameter {number}", named(one), named(another), rank)
-    return arrays, configs[0]
-
-
-def _check(arrays: list[Any], all_facts: list[list[Any]]) -> None:
+def checked(parameters: Iterable[Any]) -> list[Any]:
+    """Return the parameters as arrays; errors as the constructor of `Replicated`."""
+    if not isinstance(parameters, Iterable):
+        raise ConfigError(
+            f"Replicated needs parameters, but they are a {type(parameters).__name__}.",
+            "Pass the arrays themselves, for example list(model.parameters()).",
+        )
+    arrays = [as_array(array, f"Parameter {n}") for n, array in enumerate(parameters)]
     if not arrays:
         raise ConfigError(
             "Replicated needs parameters, but the list is empty.",
             "A generator can be read only once: pass a list.",
         )
+    all_facts = [facts_of(array, "") for array in arrays]
+    first = all_facts[0]
     for number, (array, facts) in enumerate(zip(arrays, all_facts, strict=True)):
-        if array.dtype.name not in FLOATS or facts[:2] != all_facts[0][:2]:
+        if facts.dtype not in FLOATS or (facts.dtype, facts.kind) != (first.dtype, first.kind):
             raise ConfigError(
                 f"All parameters must be float32, or all float64, on one kind of device, but parameter {number} is "
-                f"{named(facts)} and parameter 0 {named(all_facts[0])}.",
+                f"{facts} and parameter 0 {first}.",
                 "Make one Replicated for each kind of parameter.",
             )
         if not getattr(array.flags, "writeable", True):
@@ -133,19 +311,11 @@ def _check(arrays: list[Any], all_facts: list[list[Any]]) -> None:
                 f"Rank 0's values are written to each parameter, but parameter {number} is read-only.",
                 "Pass a writable copy.",
             )
+    return arrays
 
 
-def _differing(thing: str, first: object, other: object, rank: int) -> CommError:
-    return on_every_rank(
-        CommError(
-            f"All ranks must replicate the same parameters, but the {thing} is {first} on rank 0 and {other} on rank {rank}.",
-            "Build the same model on every rank.",
-        )
-    )
-
-
-NAMED = 8
-"""The largest number of faults of one rank that an error lists."""
+def facts_of(array: Any, name: str) -> TensorFacts:
+    return TensorFacts(name, kind_of(array), array.dtype.name, array.shape)
 
 
 class Replicated:
@@ -160,7 +330,7 @@ class Replicated:
     parameters : iterable of arrays
         NumPy, CuPy or PyTorch; all float32, or all float64.
     algorithm, wire, bucket_mb
-        As in the section [replication].
+        As in the section [replication]; bucket_mb 0: the best size for the hosts.
 
     Raises
     ------
@@ -174,69 +344,27 @@ class Replicated:
         parameters: Iterable[Any],
         algorithm: str = "auto",
         wire: str = "none",
-        bucket_mb: float = 25.0,
+        bucket_mb: float = 0.0,
     ):
-        self._parameters, config = agreed(
-            transport,
-            parameters,
-            {"algorithm": algorithm, "wire": wire, "bucket_mb": bucket_mb, "dense_steps": 0},
-        )
-        self._rank = transport.rank
-        part = transport.split(0)
-        assert part is not None
-        self._own: Transport | None = part
-        device = device_for(config.device.kind)
-        self._arena = device.arena()
-        self._average = average_on(device, transport.size, self._arena)
-        self._grid = Grid(
-            over_device(part, device.backend, config.device.cuda_aware),
-            Axes(dp=transport.size),
-            config.replication.algorithm,
-            arithmetic=arithmetic_of(device),
-            arena=self._arena,
-        )
-        try:
-            self._build(config, device)
-        except MpitrainError:
-            self._grid.close()
-            part.close()
-            raise
-        transport.tenants.add(self._close)
+        self._parameters: list[Any] = []
 
-    def _build(self, config: Config, device: Device) -> None:
-        units = [
-            Unit(str(index), cast(Layer, _Tensor(tuple(array.shape))))
-            for index, array in enumerate(self._parameters)
-        ]
-        replica = ReplicationContext(
-            config,
-            self._grid,
-            Storage(units, self._parameters[0].dtype),
-            parse_wire(config.replication.wire),
-            device,
-            self._arena,
-            Plain(device.ops).loss(),
-        )
-        bind = self._grid.dp.bind
-        self._reducer = Buckets(replica, common_buckets(replica), bind, (), ())
-        self._leaves = [self._reducer.gradients(index)["value"] for index in range(len(units))]
-        self._control = ControlMessage(self._grid.world)
-        self._step = 0
+        def look() -> list[TensorFacts]:
+            self._parameters = checked(parameters)
+            return [facts_of(array, f"parameter {n}") for n, array in enumerate(self._parameters)]
+
+        self._sums = sums = GradientSums(transport, look, algorithm, wire, bucket_mb)
+        self._facts = [facts_of(array, "") for array in self._parameters]
+        self._average = average_on(sums.device, transport.size, sums.arena)
         self._begin()
-        self._broadcast()
-
-    def _broadcast(self) -> None:
-        for leaf, array in zip(self._leaves, self._parameters, strict=True):
-            copy_rows(leaf.array, array)
-        self._grid.dp.broadcast(self._reducer.buffer)
-        for leaf, array in zip(self._leaves, self._parameters, strict=True):
-            copy_rows(array, leaf.array)
+        for leaf, array in zip(sums.leaves, self._parameters, strict=True):
+            copy_rows(leaf, array)
+        sums.broadcast()
+        for leaf, array in zip(sums.leaves, self._parameters, strict=True):
+            copy_rows(array, leaf)
 
     def _begin(self) -> None:
-        self._reducer.begin(self._step)
         self._gradients: dict[int, Any] = {}
         self._faults: list[str] = []
-        self._next = len(self._parameters) - 1
 
     def ready(self, index: int, gradient: Any) -> None:
         """Pass the gradient of parameter `index`, from 0; `wait` writes the average into it."""
@@ -245,17 +373,8 @@ class Replicated:
             self._faults.append(fault)
             return
         self._gradients[index] = array
-        copy_rows(self._leaves[index].array, array)
-        self._leaves[index].filled = True
-        # The last parameter first: so all ranks start their buckets in one order.
-        while self._next in self._gradients:
-            self._pass_on()
-        self._reducer.poll()
-
-    def _pass_on(self) -> None:
-        """Report the next gradient to the buckets; a missing one counts as zeros."""
-        self._reducer.ready(self._next, is_last=True)
-        self._next -= 1
+        copy_rows(self._sums.leaves[index], array)
+        self._sums.ready(index)
 
     def _checked(self, index: int, gradient: Any) -> tuple[str, Any]:
         count = len(self._parameters)
@@ -267,9 +386,9 @@ class Replicated:
             array = as_array(gradient, f"gradient {index}")
         except ConfigError as error:
             return error.law.rstrip("."), None
-        own, facts = facts_of(self._parameters[index]), facts_of(array)
+        own, facts = self._facts[index], facts_of(array, "")
         if facts != own:
-            return f"gradient {index} is {named(facts)}, and its parameter {named(own)}", None
+            return f"gradient {index} is {facts}, and its parameter {own}", None
         if not getattr(array.flags, "writeable", True):
             return f"gradient {index} is read-only", None
         return "", array
@@ -282,48 +401,15 @@ class Replicated:
         CommError
             On every rank, if a gradient is missing, came twice, or has another shape or dtype.
         """
-        missing = [n for n in range(len(self._parameters)) if n not in self._gradients]
-        faults = self._faults + [f"gradient {n} is missing" for n in missing]
-        while self._next >= 0:
-            self._pass_on()
-        self._reducer.wait()
-        gradients = self._gradients
-        (failed,) = self._control.total(float(len(faults)))
-        self._step += 1
+        missing = [f"gradient {n} is missing" for n in self._sums.missing()]
+        gradients, faults = self._gradients, self._faults + missing
+        failed, _ = self._sums.wait(len(faults))
         self._begin()
         if failed:
-            self._refuse(faults)
-        self._arena.rewind()
-        for index, gradient in gradients.items():
-            self._average(self._leaves[index].array, gradient)
-
-    def _refuse(self, faults: list[str]) -> None:
-        assert self._own is not None
-        everyone = self._own.gather_text(faults[:NAMED])
-        listed = [f"{fault} on rank {rank}" for rank, own in enumerate(everyone) for fault in own]
-        raise on_every_rank(
-            CommError(
-                f"rank {self._rank}: every parameter needs one gradient per step on every rank, but "
-                f"{'; '.join(listed)}.",
+            raise self._sums.refusal(
+                faults,
                 "Call ready(index, gradient) once per parameter, with zeros if it has no gradient.",
             )
-        )
-
-    def _close(self) -> None:
-        if self._own is None:
-            return
-        self._leaves.clear()
-        del self._reducer, self._control  # They own arrays in windows.
-        self._grid.close()
-        self._own.close()
-        self._own = None
-
-
-class _Tensor:
-    """The description of a layer with one tensor, for the unit of a caller's parameter."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self._shape = shape
-
-    def parameters(self) -> list[Parameter]:
-        return [Parameter("value", self._shape, zeros, decayed=False)]
+        self._sums.arena.rewind()
+        for index, gradient in gradients.items():
+            self._average(self._sums.leaves[index], gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +14,11 @@ from mpitrain.data import (
     Source,
     Unopened,
     as_it_is,
+    file_digest,
     file_digests,
     largest_token,
     open_source,
+    rows_of_epoch,
     source_kind,
     zeros,
 )
@@ -24,11 +27,12 @@ from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, units_of
+from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
-from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import StepCounts, Unsent, check_activations
 from mpitrain.run.resolve import (
@@ -43,7 +47,7 @@ from mpitrain.run.resolve import (
     with_micro_batches,
 )
 from mpitrain.run.run_dir import (
-    CHECKPOINTS,
+    checkpoint_of,
     configuration,
     held_out_as_before,
     is_run,
@@ -173,6 +177,8 @@ def _open(
     name = "this data source" if source else config.data.source
     data = source or _source(config, largest)
     check_data(config.model.kind, data.form, name)
+    config = _with_data(config, data)
+    resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
     models = None
     if config.run.init_from or config.lora.rank:
@@ -187,6 +193,24 @@ def _open(
     counts = _counted(transport.rank, resolved, data, room)
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _with_data(config: Config, data: Source | Unopened) -> Config:
+    """Return the configuration with what the data determine: data.template, and run.steps of run.epochs."""
+    template = getattr(data, "template", config.data.template)
+    data_keys = config.data.model_copy(update={"template": template})
+    config = config.model_copy(update={"data": data_keys})
+    if not config.run.epochs or isinstance(data, Unopened):
+        return config
+    if not (rows := rows_of_epoch(data)):
+        raise ConfigError(
+            f"run.epochs needs data that know their size, but {config.data.source} does not.",
+            "Set run.steps instead.",
+        )
+    steps = max(1, math.ceil(config.run.epochs * rows / config.batch.size))
+    if error := schedule_error(config.optimizer, steps):
+        raise error
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
@@ -302,21 +326,16 @@ def _largest(transport: Transport, agreed: Given) -> int | None:
 
 def _files(config: Config) -> dict[str, str]:
     data = config.data
-    return file_digests([*(data.mixture or [data.source]), data.validation])
+    digests = file_digests([*(data.mixture or [data.source]), data.validation])
+    if data.tokenizer:
+        digests |= {data.tokenizer: file_digest(Path(data.tokenizer))}
+    return digests
 
 
 def _source(config: Config, largest: int | None) -> Source:
     """Open the data source.    largest: the result of `_largest`"""
     data = config.data
-    reading = Reading(
-        data.dtype,
-        data.order,
-        data.separator,
-        data.template,
-        data.mixture,
-        data.packing,
-        data.attend,
-    )
+    reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
     return open_source(
         data.source,
@@ -383,11 +402,16 @@ def check_has_adapters(config: Config, base: str | None) -> None:
 
 
 def open_run(
-    transport: Transport, folder: Path, alone: Callable[[], Config], needs_data: bool = True
+    transport: Transport,
+    folder: Path,
+    alone: Callable[[], Config],
+    needs_data: bool = True,
+    best: bool = False,
 ) -> Job:
     """Build the job of a run directory from its newest checkpoint, in any layout; collective.
 
     alone       returns the configuration on one rank, from `configured`
+    best        whether to take the checkpoint with the best validation loss
     needs_data  False: build a token model without opening its data source
     """
 
@@ -397,7 +421,7 @@ def open_run(
         return config.model_copy(update={"batch": config.batch.model_copy(update={"size": size})})
 
     def look(config: Config) -> RunLocation:
-        saved = newest(folder / CHECKPOINTS)
+        saved = checkpoint_of(folder, best)
         largest = noted_largest(folder, config.data.source, config.data.dtype)
         return RunLocation(str(folder), str(saved), True, largest=largest)
 

@@ -48,6 +48,7 @@ def keys() -> Iterator[ConfigKey]:
         "data.order": spellings("order"),
         "data.separator": spellings("separator"),
         "data.template": spellings("template"),
+        "data.tokenizer": spellings("tokenizer"),
         "data.packing": spellings("packing"),
         "data.attend": spellings("attend"),
         "data.mixture": spellings("order"),
@@ -194,4 +195,6 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
         raise error
     if config.run.digest_every:
         check_synchronous(config, "run.digest_every reads the state between")
+    if config.run.patience:
+        check_synchronous(config, "run.patience ends the run between")
     check_model(config)

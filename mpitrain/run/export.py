@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
+from mpitrain.formats.chat import template_files
 from mpitrain.formats.folder import Trained, refusing, sha256
 from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
@@ -16,10 +17,10 @@ from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters
-from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest, verify
+from mpitrain.run.checkpoint.manifest import MANIFEST, read_manifest, verify
 from mpitrain.run.generate import tokenizer_of_run
 from mpitrain.run.initial import check_base, open_base
-from mpitrain.run.run_dir import CHECKPOINTS
+from mpitrain.run.run_dir import checkpoint_of
 
 
 class Exported(NamedTuple):
@@ -44,6 +45,7 @@ def export(
     plugins: list[str],
     merge: bool = False,
     base: str = "",
+    best: bool = False,
 ) -> Exported:
     """Write the newest checkpoint of a run to a new folder.
 
@@ -53,6 +55,7 @@ def export(
     plugins      settings of run.plugins, for a run that needs them
     merge        whether to add adapters to the model under them
     base         the folder of that model, if it has moved
+    best         whether to take the checkpoint with the best validation loss
     raises       ConfigError if the format has no such model or the folder cannot be written;
                  CheckpointError if the checkpoint is damaged
     """
@@ -64,7 +67,7 @@ def export(
     config = trained_configuration(run, plugins)
     check_has_adapters(config, base)
     check_new(folder)
-    saved = newest(run / CHECKPOINTS)
+    saved = checkpoint_of(run, best)
     manifest = read_manifest(saved)
     stored = parameters(saved)
     tensors: Mapping[str, AnyTensor] = stored
@@ -80,6 +83,8 @@ def export(
     written = row.write(Trained(config, tensors, separator, dtype, manifest.base))
     if tokenizer:
         files = tokenizer_files(tokenizer, config.model.context)
+        if config.data.template:
+            files |= template_files(config.data.template)
         written = written._replace(files={**written.files, **files})
     verify(saved, manifest, 0, 1)
     names = write_folder(folder, row.weights, written, dtype, shard_bytes)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count as count_from
 from itertools import islice
@@ -13,6 +14,7 @@ import numpy as np
 from mpitrain.collectives.group import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
+from mpitrain.data.templates import USER, Turn, end_of_answer, open_template
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents
@@ -20,8 +22,11 @@ from mpitrain.models.table import MODELS, kinds
 from mpitrain.run.inference import Reader, diverged
 from mpitrain.run.trainer import Trainer
 from mpitrain.strict_json import parsed
+from mpitrain.transport.agreement import on_all_ranks
 
 JSON_LINES = ".jsonl"
+SAMPLE_SECONDS = 10
+"""Longest time, in seconds, to generate samples: all ranks wait for it."""
 
 
 NOT_FINITE = -1
@@ -52,6 +57,7 @@ class PromptRequest(NamedTuple):
     tokens  the most tokens after a prompt
     stops   texts before which a continuation ends
     cuts    as in `texts`
+    ends    tokens at which a continuation ends, such as the end of a text
     """
 
     sampling: Sampling
@@ -59,12 +65,14 @@ class PromptRequest(NamedTuple):
     tokens: int
     stops: Sequence[str] = ()
     cuts: bool = True
+    ends: Sequence[int] = ()
 
 
 class TextPiece(NamedTuple):
     """The next text of a prompt.
 
-    ended   empty if there is more text, else the reason of the end: "stop", "tokens" or "context"
+    ended   empty if there is more text, else the reason of the end: "end" of the text, "stop",
+            "tokens" or "context"; "asked" after a stop request
     tokens  all tokens of the prompt's continuation so far
     """
 
@@ -76,7 +84,7 @@ class TextPiece(NamedTuple):
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
     """Return the tokenizer of a run directory; None if the run knows only numbers of tokens."""
-    if writes_text(data.source, data.mixture):
+    if writes_text(data.source, data.mixture, data.tokenizer):
         return ByteTokenizer()
     try:
         content = contents(folder / TOKENIZER, inner=1)
@@ -88,21 +96,6 @@ def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
             "Copy it from the data of the run.",
         ) from None
     return open_tokenizer(content, str(folder / TOKENIZER))
-
-
-def tokens(
-    trainer: Trainer,
-    prompt: Sequence[int],
-    temperature: float,
-    top_k: int,
-    seed: int,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> Iterator[int]:
-    """Generate tokens after one prompt until a stop is requested; collective, as `texts`."""
-    drawn = texts(
-        trainer, [prompt], Sampling(temperature, top_k), seed, stop_requested=stop_requested
-    )
-    return (token for ((_, token),) in drawn)
 
 
 def texts(
@@ -179,8 +172,12 @@ def continued(
     prompts: Sequence[Sequence[int]],
     batch: int,
     request: PromptRequest,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[TextPiece]:
-    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective."""
+    """Continue prompts, in groups of `batch` for each replica, and yield their text; collective.
+
+    stop_requested  as in `texts`
+    """
     size, sampling, stops = batch * trainer.grid.axes.dp, request.sampling, request.stops
     for first in range(0, len(prompts), size):
         group = prompts[first : first + size]
@@ -190,14 +187,19 @@ def continued(
         def ends(
             index: int, token: int, continuations: Any = continuations, fresh: Any = fresh
         ) -> bool:
-            fresh[index] = continuations[index].add(token)
-            return continuations[index].stopped
+            is_end = token in request.ends
+            fresh[index] = b"" if is_end else continuations[index].add(token)
+            return is_end or continuations[index].stopped
 
         seed, cuts = request.seed + first, request.cuts
-        for together in texts(trainer, group, sampling, seed, request.tokens, ends, cuts=cuts):
-            for index, _ in together:
+        for together in texts(
+            trainer, group, sampling, seed, request.tokens, ends, stop_requested, cuts
+        ):
+            for index, token in together:
                 continuation, ended = continuations[index], ""
-                if continuation.stopped:
+                if token in request.ends:
+                    ended = "end"
+                elif continuation.stopped:
                     ended = "stop"
                 elif len(continuation.tokens) == request.tokens:
                     ended = "tokens"
@@ -205,6 +207,86 @@ def continued(
                     ended = "context"
                 text = fresh[index] + (continuation.rest() if ended else b"")
                 yield TextPiece(first + index, text, ended, continuation.tokens)
+
+
+def ends_of(tokenizer: Tokenizer | None, data: Data) -> list[int]:
+    """Return the tokens that end a text: data.separator, the tokenizer's end of text, and that of an answer."""
+    ends = {data.separator, tokenizer.separator if tokenizer else -1}
+    named = {tokenizer.named(end) for end in end_of_turn(data)} if tokenizer else set()
+    return sorted(token for token in ends | named if token is not None and token >= 0)
+
+
+def end_of_turn(data: Data) -> list[str]:
+    """Return the text after an answer, in a list; empty if the run has no conversations."""
+    return [end] if data.template and (end := end_of_answer(open_template(data.template))) else []
+
+
+def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Turn]) -> list[int]:
+    """Return the tokens after which the assistant answers; ConfigError if the template refuses the turns."""
+    try:
+        text = open_template(data.template)(turns, True)
+    except ValueError as error:
+        raise ConfigError(
+            f"A conversation must be one for data.template, but {error}.", "Say something else."
+        ) from None
+    if tokenizer is None:
+        raise ConfigError(
+            "Conversations are text, but the run has no tokenizer.", f"Copy its {TOKENIZER} there."
+        )
+    return tokenizer.encode_marked([text])[0].tolist()
+
+
+def samples(
+    trainer: Trainer,
+    folder: Path,
+    vocabulary: int,
+    prompts: Sequence[str],
+    stop_requested: Callable[[], bool],
+) -> list[str]:
+    """Continue each prompt by at most run.sample tokens, for SAMPLE_SECONDS in all; collective.
+
+    folder   of the run
+    prompts  of conversations, what the user says; an empty one begins with the end of a text
+    """
+    data, until = trainer.config.data, time.monotonic() + SAMPLE_SECONDS
+
+    def read() -> tuple[Tokenizer | None, list[list[int]]]:
+        tokenizer = tokenizer_of_run(folder, data)
+        return tokenizer, [
+            first_tokens(tokenizer)
+            if not prompt
+            else asked(tokenizer, data, [(USER, prompt)])
+            if data.template
+            else encoded(prompt, tokenizer, vocabulary)
+            for prompt in prompts
+        ]
+
+    tokenizer, begun = on_all_ranks(trainer.transport, read)
+    request = PromptRequest(
+        Sampling(), 0, trainer.config.run.sample, end_of_turn(data), True, ends_of(tokenizer, data)
+    )
+    texts = [b""] * len(prompts)
+    for piece in continued(
+        trainer,
+        tokenizer,
+        begun,
+        len(prompts),
+        request,
+        lambda: time.monotonic() > until or stop_requested(),
+    ):
+        texts[piece.prompt] += piece.text
+    return [text.decode(errors="backslashreplace") for text in texts]
+
+
+def first_tokens(tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens before a text without a prompt: the end of the text before, or a line break."""
+    if tokenizer is None:
+        return [0]
+    return (
+        [tokenizer.separator]
+        if tokenizer.separator >= 0
+        else tokenizer.encode("\n").tolist()[:1] or [0]
+    )
 
 
 def _fills(tokens: Sequence[int], config: Config) -> bool:

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import TrainingError, on_every_rank
-from mpitrain.files import mend
+from mpitrain.files import mend, opened
 from mpitrain.machine import process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
@@ -20,8 +21,8 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.protocol import StateBuffer, StepResult
 from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
-from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done
-from mpitrain.run.metrics import CLOSING, METRICS, MetricsFile, ResumeInfo
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, drop_old
+from mpitrain.run.metrics import CLOSING, METRICS, Best, MetricsFile, ResumeInfo
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.run.resolve import RunLocation
 from mpitrain.run.slow_ranks import SlowRanks, alike
@@ -47,6 +48,8 @@ class RunState:
     limit     the time limit of the batch job
     saved_at  the step of the newest checkpoint; None: there is none
     met_at    the last step after which the ranks saved or evaluated together
+    steps     the last step; an evaluation may end the run before run.steps
+    best      the best evaluation so far
     paused_s  seconds since this start that the hooks took between steps
     peaks     the peak activation bytes of each rank, as of `met_at`
     """
@@ -72,6 +75,7 @@ class RunState:
         self._stop_requested = stop_requested
         self.saved_at = self.first if location.saved else None
         self.met_at, self.paused_s, self.peaks = -1, 0.0, [0]
+        self.best = Best(*before.best)
         self.hooks: list[Hook] = []
         self.batch_name = self.recorder.name(ROWS)
         self._began = 0.0
@@ -362,7 +366,16 @@ class Saving(Hook):
             scalars,
             config.checkpoint.keep,
             base,
+            self._run.best.step if config.checkpoint.best else -1,
         )
+
+    def keep_best(self, step: int) -> None:
+        """Save the step of the best evaluation, and remove the checkpoint that was the best before."""
+        run, keep = self._run, self._run.config.checkpoint.keep
+        self.save(step)
+        if run.transport.rank == 0:
+            with suppress(OSError), opened(run.folder / CHECKPOINTS, inner=1) as folder:
+                drop_old(folder, keep, step)
 
 
 class Evaluating(Hook):
@@ -378,12 +391,21 @@ class Evaluating(Hook):
         is_last = step == run.steps
         is_due = (every >= 0 and is_last) or (every > 0 and step > 0 and step % every == 0)
         if not is_due or self._evaluated_at == step:
+            self._end_if_spent(step)
             return stop and not is_last
         run.met_at = step
         if stop or self._evaluate(step):
+            self._end_if_spent(step)
             return stop
         self._saving.save(step)
         return True
+
+    def _end_if_spent(self, step: int) -> None:
+        """Make this step the last one if evaluations have not improved for run.patience; collective."""
+        run = self._run
+        if 0 < run.config.run.patience <= run.best.since and step < run.steps:
+            run.steps = step
+            self._saving.save(step)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate and record the result; return False if a stop request interrupts it."""
@@ -399,17 +421,33 @@ class Evaluating(Hook):
         if result is None:
             return False
         loss, accuracy = result
-        bits = bits_per_byte(run.job.data, loss)
+        bits, seconds = bits_per_byte(run.job.data, loss), time.perf_counter() - began
+        run.best = run.best.after(loss, step)
         run.record(
             {
                 "step": step,
                 "val_loss": loss,
                 **({"val_bits_per_byte": bits} if bits is not None else {}),
                 "val_accuracy": accuracy,
-                "eval_s": time.perf_counter() - began,
+                "eval_s": seconds,
+                "best_step": run.best.step,
+                **self._samples(),
             }
         )
+        if run.config.checkpoint.best and run.best.step == step:
+            self._saving.keep_best(step)
         return True
+
+    def _samples(self) -> dict[str, Any]:
+        """Continue run.sample_prompt, and return the texts for the record; collective."""
+        run = self._run
+        if not (prompts := run.config.run.sample_prompt) or not run.config.run.sample:
+            return {}
+        from mpitrain.run.generate import samples
+
+        with run.recorder.pausing("a sample"):
+            texts = samples(run.trainer, run.folder, run.source.inputs, prompts, run.asks)
+        return {"samples": [list(pair) for pair in zip(prompts, texts, strict=True)]}
 
 
 class Tracing(Hook):

@@ -47,10 +47,12 @@ class Finished(NamedTuple):
     stopped  whether it was stopped on request
     job      the job after training; its `step` is not advanced: it is still the step at which this
              run began
+    folder   the run directory
     """
 
     stopped: bool
     job: Job
+    folder: Path
 
 
 def train(
@@ -158,7 +160,7 @@ def train(
         run.begin(agreed.location)
         if transport.recorder.is_on:
             watchdog.traces(folder, transport.recorder)
-        return Finished(_loop(run), job)
+        return Finished(_loop(run), job, folder)
 
 
 def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
@@ -166,9 +168,10 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
 
     locks   receives the descriptor of its lock, which the caller must close
     """
-    if job.step > agreed.config.run.steps:
+    steps = job.trainer.config.run.steps
+    if job.step > steps:
         raise CheckpointError(
-            f"The checkpoint is at step {job.step}, past run.steps {agreed.config.run.steps}.",
+            f"The checkpoint is at step {job.step}, past run.steps {steps}.",
             f"Set run.steps to at least {job.step}.",
         )
     if rank > 0:
@@ -183,15 +186,14 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
 def _loop(run: RunState) -> bool:
     """Run the remaining steps; return whether the run was stopped on request."""
     # A resumed run first makes an evaluation that was due at its end.
-    is_stopped = _pause(run, run.first, stop=False)
-    for index in range(run.first, run.steps):
-        if is_stopped:
-            break
+    is_stopped, index = _pause(run, run.first, stop=False), run.first
+    while not is_stopped and index < run.steps:
         with run.recorder.stepping(index):
             outcome = _step(run, index)
             for hook in run.hooks:
                 hook.step_ends(index + 1, outcome)
-        is_stopped = _pause(run, index + 1, outcome.stop)
+        index += 1
+        is_stopped = _pause(run, index, outcome.stop)
     if is_stopped:
         run.record({"event": "stopped", "step": run.saved_at, **run.limit.reason()})
     else:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +109,22 @@ def cut_after(path: Path, step: int) -> None:
     write_whole(path, "".join(line + "\n" for line, record in _lines(path) if stays(record)))
 
 
+class Best(NamedTuple):
+    """The best evaluation of a run: the first one with the lowest validation loss.
+
+    step   -1: there was none
+    since  number of evaluations after it
+    """
+
+    loss: float = math.inf
+    step: int = -1
+    since: int = 0
+
+    def after(self, loss: float, step: int) -> "Best":
+        """Return the best one after one more evaluation; a loss that is not finite is never better."""
+        return Best(loss, step) if loss < self.loss else self._replace(since=self.since + 1)
+
+
 class ResumeInfo(NamedTuple):
     """The facts about the earlier part of a run that a resumed run continues from.
 
@@ -117,6 +133,7 @@ class ResumeInfo(NamedTuple):
     skipped       number of steps with a skipped update
     in_a_row      number of consecutive such steps that end at the checkpoint
     checkpoint_s  longest time to publish a checkpoint, in seconds; 0 if there was none
+    best          the fields of the `Best` evaluation
     """
 
     wall_s: float = 0.0
@@ -124,6 +141,7 @@ class ResumeInfo(NamedTuple):
     skipped: int = 0
     in_a_row: int = 0
     checkpoint_s: float = 0.0
+    best: Sequence[Any] = Best()
 
 
 def past(folder: Path, step: int) -> ResumeInfo:
@@ -137,6 +155,12 @@ def past(folder: Path, step: int) -> ResumeInfo:
     skipped = {record.get("step") for record in records if record.get("skipped") is True}
     in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
     is_evaluated = any("val_loss" in record and record.get("step") == step for record in records)
+    best = Best()
+    for record in records:
+        if "val_loss" in record:
+            loss = record["val_loss"]
+            best = best.after(loss if is_number(loss) else math.inf, record.get("step", 0))
+    known = best if best.step >= 0 else ()  # JSON has no infinity.
     return ResumeInfo(
-        longest("wall_s"), is_evaluated, len(skipped), in_a_row, longest("checkpoint_s")
+        longest("wall_s"), is_evaluated, len(skipped), in_a_row, longest("checkpoint_s"), known
     )

@@ -9,10 +9,14 @@ from typing import Any
 
 from mpitrain.config import CONFIG, Config, Model, read_toml
 from mpitrain.data import source_kind
+from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.files import contents
 from mpitrain.formats import peft
-from mpitrain.formats.folder import names
+from mpitrain.formats.chat import chat_template
+from mpitrain.formats.folder import names, refusing
 from mpitrain.formats.table import format_of
+from mpitrain.formats.writing import byte_level
 
 OF_RUN = [
     "kind",
@@ -32,8 +36,9 @@ OF_RUN = [
 
 def determined(folder: Path) -> dict[str, Any]:
     """Return {section.key: value} of the model in a folder: of a run, or of a row of FORMATS."""
-    if CONFIG not in names(folder):
-        return dict(format_of(folder).keys(folder))
+    if CONFIG not in (present := names(folder)):
+        keys = {**format_of(folder).keys(folder), "data.template": chat_template(folder)}
+        return {**keys, "data.tokenizer": _tokenizer(folder) if TOKENIZER in present else ""}
     tables = read_toml(folder / CONFIG, inner=1)
     model, data = tables.get("model"), tables.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
@@ -43,7 +48,19 @@ def determined(folder: Path) -> dict[str, Any]:
         )
     # A run of an earlier version has the defaults of newer keys.
     keys = {f"model.{key}": model.get(key, Model.model_fields[key].default) for key in OF_RUN}
-    return {**keys, "data.vocabulary": data.get("vocabulary", 0)}
+    return {
+        **keys,
+        "data.vocabulary": data.get("vocabulary", 0),
+        "data.template": data.get("template", ""),
+        "data.tokenizer": str(folder / TOKENIZER) if TOKENIZER in present else "",
+    }
+
+
+def _tokenizer(folder: Path) -> str:
+    """Return the path of a folder's tokenizer; empty if its tokens are bytes."""
+    with refusing(folder):
+        is_bytes = contents(folder / TOKENIZER, inner=1) == byte_level()
+    return "" if is_bytes else str(folder / TOKENIZER)
 
 
 def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,8 +90,8 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the tables with the keys of a model that they lack.
 
-    keys  {section.key: value}, as `determined` returns it; data.vocabulary is taken only if
-          data.source is a file of tokens, or there is a data.mixture
+    keys  {section.key: value}, as `determined` returns it; the keys of [data] are taken only if
+          data.source reads them
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping):
@@ -82,10 +99,20 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     own = {key: keys[f"model.{key}"] for key in OF_RUN if f"model.{key}" in keys}
     joined = {**tables, "model": {**own, **model}}
     source = data.get("source")
-    is_file = isinstance(source, str) and (source_kind(source).is_token_file or data.get("mixture"))
+    kind = source_kind(source) if isinstance(source, str) else None
+    if not kind:
+        return joined
+    read = {
+        key: keys[f"data.{key}"]
+        for key in ("template", "tokenizer")
+        if kind.does_read("tokenizer") and keys.get(f"data.{key}") and key not in data
+    }
+    is_file = (
+        kind.is_token_file or data.get("mixture") or read.get("tokenizer", data.get("tokenizer"))
+    )
     if is_file and not data.get("vocabulary"):
-        joined["data"] = {**data, "vocabulary": keys["data.vocabulary"]}
-    return joined
+        read["vocabulary"] = keys["data.vocabulary"]
+    return {**joined, "data": {**data, **read}} if read else joined
 
 
 def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, Any]) -> None:

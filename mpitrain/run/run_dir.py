@@ -7,7 +7,7 @@ RUN/
     tuning.json    the tuning of the cost model, if replication.tuning names one
     tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
     tokens.json    the result of the scan of a token file, if data.source is one
-    tokenizer.json the tokenizer of files of tokens, if `data prepare` wrote them
+    tokenizer.json the tokenizer of conversations, or of the files of tokens that `data prepare` wrote
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
     trace/         the last actions of each rank, see trace/recorder.py
@@ -36,7 +36,6 @@ from mpitrain.data import (
     TENTH,
     Scan,
     Source,
-    TokenSource,
     Unopened,
     absolute,
     as_it_is,
@@ -45,13 +44,13 @@ from mpitrain.data import (
     writes_text,
 )
 from mpitrain.data.tokenizer import TOKENIZER
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
-from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, steps, sweep
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, newest, step_of, steps, sweep
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.metrics import METRICS, cut_after, read_metrics
+from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
 from mpitrain.trace.timeline import TRACE
 
@@ -218,9 +217,13 @@ def held_out_as_before(then: Data, settings: Sequence[str]) -> dict[str, Any]:
 def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
     # These keys are resolved anew at every start.
+    # `_note_tokenizer` refuses another tokenizer.
     ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")
+    ignored += ("data.tokenizer", *(["run.steps"] if new["run.epochs"] else []))
     ignored += tuple(
-        key for key in ("data.vocabulary", "data.validation", "batch.micro_batches") if not new[key]
+        key
+        for key in ("data.vocabulary", "data.validation", "data.template", "batch.micro_batches")
+        if not new[key]
     )
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
@@ -294,8 +297,8 @@ def _begin(
         run.write_whole(TUNING, tuning_text(resolved.tuning))
     if config.device.tiles:
         run.write_whole(TILES, tiles)
-    if isinstance(source, TokenSource) and source.scan:
-        run.write_whole(TOKENS, json.dumps(source.scan._asdict()) + "\n")
+    if scan := getattr(source, "scan", None):
+        run.write_whole(TOKENS, json.dumps(scan._asdict()) + "\n")
     _note_tokenizer(run, config, bool(location.saved))
     run.remove_tree(TRACE)
     if config.run.trace:
@@ -313,9 +316,9 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     """
     data = config.data
     names = [*data.mixture] or [data.source]
-    if writes_text(data.source, data.mixture):
+    if writes_text(data.source, data.mixture, data.tokenizer):
         return
-    tokenizer = tokenizer_of(names)
+    tokenizer = tokenizer_of(names, data.tokenizer)
     if config.run.init_from and not has_begun:
         of_model = _tokenizer_in(Path(config.run.init_from))
         if tokenizer and of_model and tokenizer != of_model:
@@ -345,6 +348,27 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
             f"There is no run in {folder}: it has no {METRICS}.", "Name directories of runs."
         )
     return records
+
+
+def checkpoint_of(run: Path, best: bool) -> Path:
+    """Return the newest checkpoint of a run, or the one with the best validation loss.
+
+    raises  CheckpointError if there is none
+    """
+    if not best:
+        return newest(run / CHECKPOINTS)
+    saved = {step_of(path.name): path for path in steps(run / CHECKPOINTS)}
+    losses = {
+        record["step"]: record["val_loss"]
+        for record in metrics_of(run)
+        if record.get("step") in saved and is_number(record.get("val_loss"))
+    }
+    if not losses:
+        raise CheckpointError(
+            f"--best needs a checkpoint with a validation loss, but {run} has none.",
+            "Leave it out, or train with --set checkpoint.best=true.",
+        )
+    return saved[min(losses, key=lambda step: (losses[step], step))]
 
 
 def _tokenizer_in(folder: Path) -> bytes | None:
@@ -427,8 +451,12 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.validation),
     )
     tables["data"]["mixture"] = _absolute(config.data.mixture)
-    if source.form == "tokens" and not source_kind(config.data.source).is_text:
+    if source.form == "tokens" and not (
+        source_kind(config.data.source).is_text and not config.data.tokenizer
+    ):
         tables["data"]["vocabulary"] = source.inputs
+    if config.data.tokenizer:
+        tables["data"]["tokenizer"] = TOKENIZER
     tables["pipeline"]["schedule"] = _schedule(config.pipeline.schedule)
     if config.replication.tuning:
         tables["replication"]["tuning"] = TUNING

@@ -250,6 +250,12 @@ class Transport(Protocol):
             closed before the transport of the whole job.
         """
 
+    def subset(self, ranks: Sequence[int]) -> "Transport":
+        """Return a transport of these ranks, in this order, as MPI_Comm_create_group.
+
+        Collective over these ranks alone; close it before the transport of the whole job.
+        """
+
     def gather_text(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, as an all-gather of JSON. Collective.
 
@@ -290,8 +296,8 @@ class Transport(Protocol):
         ----------
         array : ndarray
             Contiguous, with a dtype in `native_dtypes`.
-        op : {"add", "maximum"}
-            The reduction.
+        op : str
+            The reduction, as in `Group.bind`.
 
         Raises
         ------

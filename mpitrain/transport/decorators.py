@@ -1,6 +1,6 @@
 """Decorators of transports: the base, which passes every call on, and the one that keeps a trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,12 @@ class Forwarding(Transport):
 
     def split(self, color: int | None, key: int = 0) -> Transport | None:
         part = self._inner.split(color, key)
-        if part is None:
-            return None
+        return None if part is None else self._over(part)
+
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        return self._over(self._inner.subset(ranks))
+
+    def _over(self, part: Transport) -> Transport:
         over = self.over(part)
         over.admits_threads = self.admits_threads
         return over

@@ -35,11 +35,21 @@ def needs(wait: Any, left: Set[int]) -> bool:
     return known is not None and known(left)
 
 
+class NoLock:
+    """Stands in for a lock where MPI itself admits several threads at a time."""
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return True
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
 class MpiJob:
     """The MPI job of a root transport, with all that was made from it.
 
     lock           the lock of MPI's thread level "serialized": any thread may call MPI, but only one
-                   at a time. Every call of MPI holds it
+                   at a time. Every call of MPI holds it. At level "multiple" it excludes nobody
     admitted       number of threads besides the main thread that may call MPI; while it is above
                    0, no blocking wait holds the lock
     communicators  the open communicators, in the order of their creation
@@ -50,7 +60,9 @@ class MpiJob:
 
     def __init__(self, mpi: Any):
         self.MPI = mpi
-        self.lock, self.admitted = threading.RLock(), 0
+        is_free = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        self.lock: Any = NoLock() if is_free else threading.RLock()
+        self.admitted = 0
         self.communicators: list[Any] = []
         self.requests: set[Any] = set()
         self.call: Guard | None = None

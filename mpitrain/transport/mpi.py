@@ -57,27 +57,28 @@ SPIN = 5e-5
 """Seconds. A wait whose next pause is shorter only yields the processor; else it sleeps."""
 
 
-def connect() -> MpiTransport:
+def connect(thread_level: str = "serialized") -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
+
+    thread_level: "serialized", so that threads take turns to call MPI, or "multiple", which costs
+    MPI a lock on every call. The level of an MPI that is running already stays.
 
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
     go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
     works in jobs of at most 256 ranks.
     """
-    transport = join_world()
+    transport = join_world(thread_level)
     if 1 < transport.size <= LARGEST:
         departures(transport.MPI).watch(transport.job, transport.traffic)
     return transport
 
 
-def join_world() -> MpiTransport:
+def join_world(thread_level: str = "serialized") -> MpiTransport:
     """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
-        # "serialized": any thread may call MPI, one at a time. "multiple" would cost a lock on
-        # every call.
-        mpi4py.rc.thread_level = "serialized"
+        mpi4py.rc.thread_level = thread_level
     from mpi4py import MPI
 
     transport = from_communicator(MPI.COMM_WORLD)
@@ -263,7 +264,15 @@ class MpiTransport(Transport):
             16: ("c16", MPI.C_DOUBLE_COMPLEX),
         }
         self._large: dict[tuple, Any] = {}
-        self._ops = {"add": MPI.SUM, "maximum": MPI.MAX}
+        self._ops = {
+            "add": MPI.SUM,
+            "multiply": MPI.PROD,
+            "maximum": MPI.MAX,
+            "minimum": MPI.MIN,
+            "bitwise_and": MPI.BAND,
+            "bitwise_or": MPI.BOR,
+            "bitwise_xor": MPI.BXOR,
+        }
         self._next_tag = FIRST_CLAIMED_TAG
         # Split communicators do not have this attribute.
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
@@ -411,9 +420,17 @@ class MpiTransport(Transport):
     def split(self, color: int | None, key: int = 0) -> MpiTransport | None:
         with self.job.lock, self.guard("MPI_Comm_split"):
             part = self.comm.Split(self.MPI.UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        transport = MpiTransport(part, self.members[self.rank], self.job, self._root)
+        return None if color is None else self._part(part)
+
+    def subset(self, ranks: Sequence[int]) -> MpiTransport:
+        with self.job.lock, self.guard("MPI_Comm_create_group"):
+            group = self.comm.Get_group().Incl(ranks)
+            part = self.comm.Create_group(group)
+            group.Free()
+        return self._part(part)
+
+    def _part(self, comm: Any) -> MpiTransport:
+        transport = MpiTransport(comm, self.members[self.rank], self.job, self._root)
         transport.admits_threads = self.admits_threads
         self.windows.parts.add(transport)
         return transport
@@ -560,6 +577,9 @@ class MpiTransport(Transport):
 
         Otherwise this rank would wait in MPI_Finalize, and the others for its messages.
         """
+        sys.stderr = (
+            sys.__stderr__
+        )  # PyTorch's hook calls this one, and prints what it wrote later.
         sys.__excepthook__(kind, error, trace)
         if not self.MPI.Is_finalized():
             self.abort(f"ended by an exception on {self.hosts[self.rank]}")

@@ -12,7 +12,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -354,6 +354,7 @@ class ThreadTransport(Transport):
         self.rank, self.size, self.me = rank, len(members), members[rank]
         self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
         self._made: list[int] = []
+        self._subsets: Counter[tuple] = Counter()
         self.tenants = Tenants()
         self.next_meeting = 0
         self._next_tag = FIRST_CLAIMED_TAG
@@ -408,7 +409,13 @@ class ThreadTransport(Transport):
         if color is None:
             return None
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
-        ranks = [rank for _, rank in chosen]
+        return self._part(context, [rank for _, rank in chosen])
+
+    def subset(self, ranks: Sequence[int]) -> ThreadTransport:
+        self._subsets[(*ranks,)] += 1
+        return self._part((*self.context, (*ranks,), self._subsets[(*ranks,)]), ranks)
+
+    def _part(self, context: tuple, ranks: Sequence[int]) -> ThreadTransport:
         part = ThreadTransport(
             self.world,
             context,

@@ -1,5 +1,6 @@
 """The progress of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from mpitrain.cli.terminal.stop_requests import is_launched, status
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
+from mpitrain.data import source_kind
 from mpitrain.errors import visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import mkl
@@ -128,12 +130,15 @@ class Progress(Watcher):
         if record["event"] == "start" and (advice := slow_products(c)):
             print(advice, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
-            print(f"changed since it was last run: {key} {then!r} -> {now!r}", flush=True)
+            does_decay = key in ("run.steps", "run.epochs") and c.optimizer.schedule != "constant"
+            follows = "; the learning rate follows the new total" * does_decay
+            print(f"changed since it was last run: {key} {then!r} -> {now!r}{follows}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
             print(
                 f"all {c.run.steps} steps were done before; to train on, set run.steps to more",
                 flush=True,
             )
+        self._has_tokens = "conversations" in record or "tokens" in record
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         self._bar = bar(c.run.steps, self._first)
 
@@ -163,10 +168,16 @@ class Progress(Watcher):
             )
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
+        loss = record["val_loss"]
+        odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens else ""
+        best = record.get("best_step", record["step"])
+        is_best = "" if best == record["step"] else f"; the best was after step {best}"
         self._line(
-            f"step {record['step']}: validation loss {nats(record['val_loss'], record.get('val_bits_per_byte'))}, "
-            f"accuracy {record['val_accuracy']:.1%}"
+            f"step {record['step']}: validation loss {nats(loss, record.get('val_bits_per_byte'))}{odds}, "
+            f"accuracy {record['val_accuracy']:.1%}{is_best}"
         )
+        for prompt, text in record.get("samples", ()):
+            self._line(f"  {visible(prompt)} -> {visible(text.strip())}")
 
     def on_end(self, record: dict[str, Any]) -> None:
         self._bar.close()
@@ -174,6 +185,11 @@ class Progress(Watcher):
         if event == "end":
             is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
+            if step < self._steps:
+                print(
+                    f"ended at step {step} of {self._steps}: the validation loss did not improve any more (run.patience)",
+                    flush=True,
+                )
             print(
                 f"{status('ended') if is_equal else ''}done: parameters bitwise "
                 f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
@@ -230,17 +246,26 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
+        if source_kind(config.data.source).is_text:
+            extent += f", in {'tokens of ' + visible(name) if (name := config.data.tokenizer) else 'bytes'}"
         held_out = f"{record['held_out_conversations']:,} held out ({source})"
+        if count := record.get("without_answer"):
+            extent += f", {count:,} without an answer (the first is number {record['first_without_answer']:,})"
         if "packed_rows" in record:
             extent = f"{there:,} conversations packed, {extent}"
             unit, there = "rows", record["packed_rows"]
     else:
         return ""
     epochs = steps * size / there
+    rate = f"; learning rate {config.optimizer.lr:g}" if "init_from" in record else ""
     return (
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
-        f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps"
+        f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps{rate}"
     )
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def unmeasured(config: Config, hosts: Sequence[str]) -> str:

@@ -273,9 +273,10 @@ def by_kernels(kernels: Any, is_theirs: Callable[[Any], bool], arena: Arena) -> 
     from mpitrain.ops.cuda.launches import FLOATS
 
     def combining(array: Any, op: str) -> Combine:
-        if not is_theirs(array) or array.dtype.name not in FLOATS:
+        ours = {"add": wire.add_into, "maximum": wire.maximum_into}
+        if op not in ours or not is_theirs(array) or array.dtype.name not in FLOATS:
             return by_numpy(array, op)
-        return partial({"add": wire.add_into, "maximum": wire.maximum_into}[op], kernels)
+        return partial(ours[op], kernels)
 
     def scaled(name: str, dtype: str, encode: Callable, decode: Callable) -> Codec:
         def parts(coded: Any) -> tuple[Any, Any]:

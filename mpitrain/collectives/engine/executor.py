@@ -13,11 +13,17 @@ from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError, ConfigError, on_every_rank
 from mpitrain.transport.base import Request, Transport, named
 
-OPS = {"add": np.add, "maximum": np.maximum}
+OPS: dict[str, np.ufunc] = {
+    function.__name__: function
+    for function in (
+        *(np.add, np.multiply, np.maximum, np.minimum),
+        *(np.bitwise_and, np.bitwise_or, np.bitwise_xor),
+    )
+}
 """Reduction operators; NumPy's universal functions also dispatch to CuPy arrays."""
 
 Combine = Callable[[Any, Any], None]
-"""(target, received): replaces the target by the element-wise sum or maximum of both."""
+"""(target, received): replaces the target by the element-wise reduction of both."""
 
 BETWEEN_HOSTS = 60 << 10
 """Bytes of the longest message between hosts; longer transfers are cut into several messages.

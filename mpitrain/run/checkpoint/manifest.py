@@ -63,8 +63,8 @@ def tidy(run: Path) -> None:
             sweep(checkpoints)
 
 
-def put_in_place(partial: Path, target: Path, keep: int) -> None:
-    """Rename a finished checkpoint to its final name, and remove all but the newest `keep`."""
+def put_in_place(partial: Path, target: Path, keep: int, best: int) -> None:
+    """Rename a finished checkpoint to its final name, and remove old ones, as `drop_old`."""
     with opened(target.parent, inner=1) as folder:
         with folder.subdirectory(partial.name) as written:
             written.sync()
@@ -75,10 +75,21 @@ def put_in_place(partial: Path, target: Path, keep: int) -> None:
         folder.rename(partial.name, target.name)
         folder.remove_tree(replaced)
         folder.sync()
-        for old in _finished(folder)[:-keep]:
+        drop_old(folder, keep, best)
+
+
+def drop_old(folder: Directory, keep: int, best: int) -> None:
+    """Remove all checkpoints but the newest `keep`, and that of step `best`."""
+    for old in _finished(folder)[:-keep]:
+        if step_of(old) != best:
             dropped = f".{old.strip('.')}.dropped"
             folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
             folder.remove_tree(dropped)
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint by the name of its directory."""
+    return int("".join(filter(str.isdecimal, name)))
 
 
 def steps(folder: Path) -> list[Path]:
@@ -101,10 +112,7 @@ def _finished(folder: Directory) -> list[str]:
     ]
     checkpoints = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
     checkpoints |= {name: name for name in names if NAME.fullmatch(name)}
-    return [
-        checkpoints[name]
-        for name in sorted(checkpoints, key=lambda name: int(name.removeprefix("step-")))
-    ]
+    return [checkpoints[name] for name in sorted(checkpoints, key=step_of)]
 
 
 def newest(folder: Path) -> Path:

@@ -120,8 +120,9 @@ def save(
     scalars: Mapping[str, Any],
     keep: int,
     base: Mapping[str, Any] | None = None,
+    best: int = -1,
 ) -> Saved:
-    """Write a checkpoint under `folder`, and remove all but the newest `keep`; collective.
+    """Write a checkpoint under `folder`, and remove all but the newest `keep` and `best`; collective.
 
     kept     the state of this rank; buffers named "parameters" are written as whole tensors
     done     the progress of the run, from which the checkpoint has its name
@@ -129,6 +130,7 @@ def save(
              state at all, only in the same layout.
     scalars  numbers by name
     base     as in `Manifest`
+    best     the step of another checkpoint to keep
     raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
     """
     step = done.step
@@ -161,7 +163,7 @@ def save(
             [region for _, stored in everyone for region in stored],
             base=base or {},
         )
-        attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep))
+        attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep, best))
     except TrainingError:
         # All ranks raise it together, so no rank still writes.
         if is_root:
@@ -245,7 +247,9 @@ def _key(held: HeldRegion) -> str:
     )
 
 
-def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int) -> None:
+def _finish(
+    unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int, best: int
+) -> None:
     names = _model_files(shares)
     index = {
         "metadata": {"total_size": sum(joined.nbytes for joined in shares.tensors.values())},
@@ -256,7 +260,7 @@ def _finish(unfinished: Path, target: Path, shares: Shares, manifest: Manifest, 
     write_manifest(
         unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())})
     )
-    put_in_place(unfinished, target, keep)
+    put_in_place(unfinished, target, keep, best)
 
 
 def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Config
+from mpitrain.config import CONFIG, Config
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import training_program
 from mpitrain.pipeline.schedule_files import find_plan
@@ -60,6 +60,8 @@ def what_was_predicted(run: Path, timeline: Timeline, steps: range) -> Iterator[
 
     run  the run directory
     """
+    if not (run / CONFIG).exists():
+        return  # The trace of a program of the user's own.
     try:
         comparison = compare(timeline, steps, configuration(run))
     except ConfigError as error:

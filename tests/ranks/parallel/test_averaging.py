@@ -14,9 +14,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.choices import parse
-from mpitrain.run.generate import tokens
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
+from tests.generation import tokens
 from tests.runs import go, records
 from tests.saving import save
 from tests.training import TINY, by_hand, configured, stepped

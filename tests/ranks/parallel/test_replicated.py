@@ -14,7 +14,7 @@ from tests.fakes.pointers import PointerThreads
 SHAPES = [(3, 4), (5,), (), (0,), (37, 2), (1,)]
 PADDED = 32 + 32 + 32 + 0 + 96 + 32
 """Elements of SHAPES, each padded to a multiple of 32."""
-CONTROL = 5 * 8
+CONTROL = 2 * 8
 """Bytes of the control message."""
 
 
@@ -250,3 +250,165 @@ def test_gradients_in_gpu_memory_are_averaged_by_kernels(monkeypatch):
 
     run_ranks(2, train)
     assert not cupy.faults and sys.modules["cupy"] is cupy
+
+
+def torch_and_replicated():
+    return pytest.importorskip("torch"), pytest.importorskip("mpitrain.torch").Replicated
+
+
+def test_a_module_keeps_its_names_and_attributes_alone_and_within_another():
+    torch, wrapped = torch_and_replicated()
+
+    def train(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        model.note = "kept"
+        replicated = wrapped(model, transport)
+        outer = torch.nn.Sequential(torch.nn.Identity(), replicated)
+        assert replicated.note == "kept" and replicated.module is model
+        for one, prefix in ((replicated, ""), (outer, "1.")):
+            names = [prefix + name for name in model.state_dict()]
+            assert list(one.state_dict()) == names
+            assert [name for name, _ in one.named_parameters()] == names[:4]
+            other = {name: torch.full_like(t, 7) for name, t in one.state_dict().items()}
+            one.load_state_dict(other)
+            assert all((tensor == 7).all() for tensor in model.state_dict().values())
+            with pytest.raises(RuntimeError, match="Missing key"):
+                one.load_state_dict(dict(list(other.items())[1:]))
+        assert not replicated.eval().module[1].training
+        transport.close()
+        replicated(torch.ones(2, 2)).sum().backward()  # each rank alone
+
+    run_ranks(2, train)
+
+
+def test_each_backward_pass_that_reaches_the_outputs_averages():
+    torch, wrapped = torch_and_replicated()
+
+    class Hidden:
+        def __init__(self, value):
+            self.value = value
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(2, 1, False), torch.nn.Linear(2, 1, False)
+            self.form = "plain"
+
+        def forward(self, x):
+            if self.form == "checkpoint":
+                checkpoint = torch.utils.checkpoint.checkpoint
+                return self.other(x) + checkpoint(self.one, x, use_reentrant=True)
+            value = self.one(x) + self.other(x)
+            return Hidden(value) if self.form == "hidden" else value
+
+    def train(transport):
+        rank, mean = transport.rank, 1.5
+        model = Model()
+        replicated = wrapped(model, transport, bucket_mb=1e-5)
+
+        def gradients(loss):
+            for parameter in model.parameters():
+                parameter.grad = None
+            loss.backward()
+            return [None if p.grad is None else p.grad.tolist()[0] for p in model.parameters()]
+
+        x = torch.ones(1, 2, requires_grad=True)
+        for model.form in ("plain", "checkpoint", "hidden"):
+            outputs = replicated(x)
+            value = outputs.value if model.form == "hidden" else outputs
+            assert gradients(value * (rank + 1)) == [[mean, mean], [mean, mean]]
+        model.form = "plain"
+        one, other = replicated(x), replicated(2 * x)  # two forward passes, two backward passes
+        assert gradients(one * (rank + 1)) == gradients(other * (rank + 1) / 2)
+        with torch.no_grad():
+            replicated(x)
+        assert gradients(one.detach() + replicated.module(x) * rank)[0] == [rank, rank], "alone"
+        with replicated.no_sync():
+            assert gradients(replicated(x) * rank)[0] == [rank, rank]
+        replicated(x * (rank + 1)).backward()
+        assert model.one.weight.grad.tolist()[0] == [0.5 + mean] * 2
+        transport.close()
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize("kind", ("twice", "sparse", "raised"))
+def test_a_wrong_backward_pass_is_an_error_that_names_parameter_and_rank(kind):
+    torch, wrapped = torch_and_replicated()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.word, self.plain = torch.nn.Embedding(3, 1), torch.nn.Linear(1, 1)
+
+        def forward(self, x, kind):
+            self.word.sparse = kind == "sparse"
+            y = self.plain(self.word(x))
+            if kind != "twice":
+                return y
+            return y + torch.utils.checkpoint.checkpoint(self.plain, y, use_reentrant=True)
+
+    def fail(gradient):
+        raise ValueError("a fault of the caller's code")
+
+    def train(transport):
+        replicated, x = wrapped(Model(), transport), torch.tensor([0, 2])
+        y = replicated(x, kind if transport.rank == 1 else "")
+        if kind == "raised":
+            y.register_hook(fail)
+            with pytest.raises(ValueError):
+                y.sum().backward()
+            with pytest.raises(CommError, match=f"rank {transport.rank}: the last backward pass"):
+                replicated(x, "")
+            return
+        with pytest.raises(CommError) as error:
+            y.sum().backward()
+        name = {"twice": "plain.weight came twice", "sparse": "word.weight is sparse"}[kind]
+        assert error.value.agreed and f"{name} on rank 1" in str(error.value)
+        replicated.zero_grad()
+        (replicated(x, "").sum() * (transport.rank + 1)).backward()
+        assert replicated.plain.bias.grad.tolist() == [3.0], "the next step is in order again"
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize(
+    "make, kind, said",
+    [
+        (
+            lambda nn, rank: nn.Linear(2, 3 + rank),
+            CommError,
+            "the weight is float32 of shape (3, 2)",
+        ),
+        (lambda nn, rank: nn.Linear(2, 2).requires_grad_(not rank), ConfigError, "On rank 1 ("),
+        (
+            lambda nn, rank: nn.Sequential(
+                nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(not rank)
+            ),
+            CommError,
+            "1.weight",
+        ),
+        (
+            lambda nn, rank: (nn.BatchNorm1d(2), nn.GroupNorm(1, 2))[rank],
+            CommError,
+            "5 on rank 0 and 2 on rank 1",
+        ),
+        (lambda nn, rank: [nn.Linear(2, 2)], ConfigError, "torch.nn.Module, but it is a list"),
+        (lambda nn, rank: nn.LazyLinear(2), ConfigError, "weight has none yet"),
+        (lambda nn, rank: nn.Linear(2, 2, device="meta"), ConfigError, "on meta"),
+        (
+            lambda nn, rank: nn.Linear(2, 2).to(__import__("torch").complex64),
+            ConfigError,
+            "complex64",
+        ),
+    ],
+)
+def test_modules_that_ranks_cannot_share_are_an_error_on_all(make, kind, said):
+    torch, wrapped = torch_and_replicated()
+
+    def build(transport):
+        with pytest.raises(kind) as error:
+            wrapped(make(torch.nn, transport.rank), transport)
+        assert error.value.agreed and said in str(error.value)
+
+    run_ranks(2, build)

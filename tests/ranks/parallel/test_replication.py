@@ -10,8 +10,8 @@ from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.run.build import build
-from mpitrain.run.generate import tokens
 from mpitrain.transport.threads import run_ranks
+from tests.generation import tokens
 from tests.rows import replaced
 from tests.training import TINY, configured
 

@@ -15,10 +15,10 @@ from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.generate import tokens
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
+from tests.generation import tokens
 from tests.saving import save
 from tests.training import configured, held, stepped
 

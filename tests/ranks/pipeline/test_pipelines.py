@@ -16,12 +16,12 @@ from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.generate import tokens
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.tools.bench.training.steps import STAGES, stage_rows
 from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
+from tests.generation import tokens
 from tests.saving import save
 from tests.training import configured
 

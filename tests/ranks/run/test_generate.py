@@ -12,10 +12,10 @@ from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.layers.plain import Attention
 from mpitrain.models.gpt import gpt
 from mpitrain.run.build import build
-from mpitrain.run.generate import PromptRequest, Sampling, continued, texts, tokens
+from mpitrain.run.generate import PromptRequest, Sampling, continued, texts
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.generation import every_text, whole_rows, whole_windows
+from tests.generation import every_text, tokens, whole_rows, whole_windows
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]
 EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]

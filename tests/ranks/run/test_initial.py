@@ -12,6 +12,7 @@ from mpitrain.cli.bench.train import TrainingJob
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.safetensors_files import read_into
+from mpitrain.optim import checked
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import configuration
@@ -196,7 +197,11 @@ def test_a_resumed_run_does_not_need_the_folder(tmp_path, has_file):
     file.write_text(f'[run]\ninit_from = "gpt2"\nout = "{run}"\n[batch]\nsize = 12\n')
     settings = ["run.steps=4", "device.kind=cpu", "run.eval_every=-1", f"run.out={run}"]
     config = resumed(file if has_file else None, settings, "yes")
-    assert config.model.hidden == configuration(run).model.hidden
+    then = configuration(run)
+    assert config.model.hidden == then.model.hidden
+    assert then.optimizer.lr == checked(config).optimizer.lr == 5e-5
+    adapters = configured(*TINY, f"run.init_from={run}", "lora.rank=2")
+    assert checked(adapters).optimizer.lr == 2e-4
     run_ranks(1, lambda own: train(own, lambda: config, "yes", lambda: False))
     assert records(tmp_path)[-1]["event"] == "end"
 

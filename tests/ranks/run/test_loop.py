@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -20,11 +21,11 @@ from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
-from mpitrain.run.checkpoint import saving
+from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
-from mpitrain.run.run_dir import noted_largest
+from mpitrain.run.run_dir import checkpoint_of, noted_largest
 from mpitrain.run.trainer import Trainer
 from mpitrain.trace.recorder import SILENT
 from mpitrain.transport.base import Traffic
@@ -514,3 +515,99 @@ def test_code_of_a_caller_that_raises_on_one_rank_is_an_error_on_all(call, tmp_p
 
     run_ranks(3, run)
     assert not (tmp_path / "run").exists()
+
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: float("nan"), 10: 1.0, 12: 0.5}
+"""{step: its validation loss}: three evaluations after step 4 are not better."""
+BEST = ["run.eval_every=2", "run.steps=12", "run.patience=3", "checkpoint.best=true"]
+BEST += ["checkpoint.keep=1", "checkpoint.every=3", "model.heads=2"]
+
+
+def falling(monkeypatch, copies):
+    """Let evaluations find LOSSES, and copy the checkpoint of step 4 when it is complete."""
+    evaluate, place = hooks.Evaluating._evaluate, saving.put_in_place
+
+    def fake(self, step):
+        self._run.trainer.loss = LOSSES[step]
+        return evaluate(self, step)
+
+    def copying(partial, target, *arguments):
+        try:
+            place(partial, target, *arguments)
+        finally:
+            if target.name == "step-00000004" and target.exists():
+                shutil.copytree(target, copies, dirs_exist_ok=True)
+
+    monkeypatch.setattr(hooks.Evaluating, "_evaluate", fake)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, *arguments: (self.loss, 0.5))
+    monkeypatch.setattr(saving, "put_in_place", copying)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_ended(tmp_path, *more):
+    """The run ended by its patience, and has its newest checkpoint and the best one, as it was."""
+    run = tmp_path / "run"
+    assert records(tmp_path)[-1]["event"] == "end" and records(tmp_path)[-1]["step"] == 10
+    assert validated(tmp_path) == [2, 4, 6, 8, 10]
+    saved = {path.name[-2:] for path in (run / "checkpoints").iterdir()}
+    assert {"04", "10"} <= saved <= {"04", "10", *more}
+    best = checkpoint_of(run, True)
+    assert best.name == "step-00000004" and files(best) == files(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (1, []),
+        (2, ["layout.tp=2"]),
+        (2, ["layout.pp=2"]),
+        (3, ["replication.zero=1"]),
+        (5, ["replication.zero=3", "batch.size=10"]),
+    ],
+    ids=str,
+)
+def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
+    ranks, settings, book, tmp_path, monkeypatch
+):
+    falling(monkeypatch, tmp_path / "copy")
+    assert not go(ranks, [*book, *BEST, *settings])
+    assert_ended(tmp_path)
+    go(ranks, [*book, *BEST, *settings], "yes")  # There is nothing left to do.
+    assert_ended(tmp_path)
+    go(ranks, [*book, *BEST, *settings, "run.patience=4"], "yes")
+    assert (
+        records(tmp_path)[-1]["step"] == 12
+        and checkpoint_of(tmp_path / "run", True).name[-2:] == "12"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, counts",
+    [("prepare", (2, 3, 5)), ("_finish", (3, 6)), ("put_in_place", (3,)), ("drop_old", (3, 4, 6))],
+)
+def test_a_kill_at_any_save_leaves_the_best_checkpoint(name, counts, book, tmp_path, monkeypatch):
+    owner, calls = manifest if name == "drop_old" else saving, []
+    falling(monkeypatch, tmp_path / "copy")
+    real = getattr(owner, name)
+
+    def killed(*arguments):
+        calls.append(1)
+        if len(calls) in counts:
+            raise Killed
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, killed)
+    for resume in ("no", *["auto"] * (len(counts) - 1)):
+        with pytest.raises(Killed):
+            go(1, [*book, *BEST], resume)
+    go(1, [*book, *BEST], "auto")
+    assert_ended(tmp_path, "09")  # A kill while old checkpoints are removed may leave one.
+
+
+def test_best_and_patience_need_evaluations(book):
+    for settings in (["run.patience=2"], ["checkpoint.best=true", "run.eval_every=-1"]):
+        with pytest.raises(MpitrainError, match=r"run\.eval_every"):
+            go(1, [*book, *settings])

@@ -1,6 +1,7 @@
 """A target of -100 does not count: any layout trains as PyTorch does on the whole batch with its `ignore_index`."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from mpitrain.errors import CommError, DataError, TrainingError
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.masked import MASKED, MaskedTokens, T, V
+from tests.masked import MASKED, MaskedTokens, V, packed
 from tests.runs import TINY, go, records
 from tests.training import configured
 
@@ -20,12 +21,13 @@ STEPS, SIZE = 3, 7
 CLIP = 0.7
 
 
-def trained(ranks, *settings, empty=(), steps=STEPS):
+def trained(ranks, *settings, empty=(), steps=STEPS, made=None):
     """Initial tensors, (loss, norm, lr, updated, counted) of each step, the evaluation, and the tensors of rank 0."""
 
     def go(transport):
-        source = MaskedTokens(empty)
-        trainer = build(transport, configured(*MASKED, *settings), source=source).trainer
+        source = made() if made else MaskedTokens(empty)
+        context = f"model.context={source.shape[0]}"
+        trainer = build(transport, configured(*MASKED, context, *settings), source=source).trainer
         outcomes, replication = [], trainer.replication
         tensors = trainer.tensors if not trainer.grid.is_server else dict
         before = tensors()
@@ -43,7 +45,8 @@ def trained(ranks, *settings, empty=(), steps=STEPS):
 
 
 def peer_of(tensors):
-    model = torch_gpt.GPT(vocab=V, context=T, width=16, heads=2, depth=2, tied=False)
+    context = len(tensors["embedding.positions"])
+    model = torch_gpt.GPT(vocab=V, context=context, width=16, heads=2, depth=2, tied=False)
     torch_gpt.copy_weights(tensors, model.to(torch.float64))
     return model
 
@@ -86,10 +89,15 @@ def assert_tensors(tensors, model):
     assert all(np.abs(ours - true).max() <= 1e-12 for ours, true in whole)
 
 
+@cache
+def initial(made):
+    """The initial tensors of all layouts."""
+    return trained(1, steps=0, made=made)[0][0]
+
+
 @pytest.fixture(scope="module")
 def truth():
-    """The initial tensors of all layouts."""
-    return trained(1, steps=0)[0][0]
+    return initial(MaskedTokens)
 
 
 LAYOUTS = [
@@ -111,13 +119,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, settings", LAYOUTS, ids=str)
-def test_losses_norms_and_parameters_are_pytorchs_over_the_whole_batch(ranks, settings, truth):
-    (_, outcomes, evaluated, _), *_ = found = trained(ranks, *settings)
-    model, source = peer_of(truth), MaskedTokens()
+@pytest.mark.parametrize(
+    "made, ranks, settings",
+    [*((MaskedTokens, *one) for one in LAYOUTS), *((packed, *one) for one in LAYOUTS[:12])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_losses_norms_and_parameters_are_pytorchs_over_the_whole_batch(made, ranks, settings):
+    (_, outcomes, evaluated, _), *_ = found = trained(ranks, *settings, made=made)
+    model, source = peer_of(initial(made)), made()
     for step, (loss, norm, lr, updated, _) in enumerate(outcomes):
         true_loss, true_norm = gradient(model, source.batch(0, step, SIZE, range(SIZE)))
-        assert updated and true_norm > CLIP
+        assert updated and true_norm > (CLIP if made is MaskedTokens else 0)
         assert abs(loss - true_loss) <= 1e-12 and abs(norm - true_norm) <= 1e-12
         descend(model, lr)
     mean, accuracy = evaluated
@@ -272,8 +284,9 @@ def test_a_run_goes_on_after_a_step_without_a_target_that_counts(tmp_path):
     lines = [{"prompt": "x" * (60 if n % 3 == 0 else 2), "answer": "yes"} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = [*TINY, f"data.source=jsonl:{tmp_path}/data.jsonl", f"run.out={tmp_path}/run"]
-    go(1, [*settings, "model.context=32", "batch.size=1", "run.steps=11", "run.eval_every=-1"])
+    go(1, [*settings, "model.context=32", "batch.size=1", "run.epochs=1.0", "run.eval_every=-1"])
     steps = [line for line in records(tmp_path) if "loss" in line]
     assert {line["loss"] is None for line in steps if line.get("empty")} == {True}
     assert 0 < sum("empty" in line for line in steps) < 5
-    assert records(tmp_path)[-1]["event"] == "end"
+    end = records(tmp_path)[-1]
+    assert (end["event"], end["step"]) == ("end", 11)  # an epoch has each of 11 conversations once

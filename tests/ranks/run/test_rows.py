@@ -15,9 +15,9 @@ from mpitrain.models.table import MODELS, Model
 from mpitrain.run.build import build, open_run
 from mpitrain.run.build import configured as reopened
 from mpitrain.run.choices import parse
-from mpitrain.run.generate import tokens
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
+from tests.generation import tokens
 
 V = 7
 

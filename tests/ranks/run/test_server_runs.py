@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import TrainingError
-from mpitrain.run.generate import tokens
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
+from tests.generation import tokens
 from tests.ranks.parallel.test_async_servers import build, configured
 from tests.runs import TEXT, TINY, go, records, validated
 

@@ -4,6 +4,7 @@ import io
 import os
 import re
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
 from mpitrain.cli.terminal.progress import way
 from mpitrain.config import Config, with_settings
+from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
@@ -122,9 +124,9 @@ def test_a_mistyped_command_gets_a_suggestion(word, wanted):
 @pytest.mark.parametrize(
     "words, wanted",
     [
-        (["--lr", "0.01"], "--set optimizer.lr=0.01"),
-        (["--lr=0.01"], "--set optimizer.lr=0.01"),
-        (["--out", "run", "--steps", "5", "--dp", "2"], "--set run.steps=5"),
+        (["--clip", "0.5"], "--set optimizer.clip=0.5"),
+        (["--clip=0.5"], "--set optimizer.clip=0.5"),
+        (["--out", "run", "--grace", "5", "--dp", "2"], "--set run.grace=5"),
         (["--batch-size", "64"], "--set batch.size=64"),
         (["--optimizer.lr", "1"], "--set optimizer.lr=1"),
         (["--weight-deccay", "1"], "--set optimizer.weight_decay=1"),
@@ -183,8 +185,10 @@ def test_what_is_no_text_is_escaped_and_text_is_not(monkeypatch):
 class Finished:
     """What `_print_sample` needs of a finished run."""
 
+    folder = Path("none")
+
     def __init__(self, trainer):
-        self.job = Job(trainer, None, 0)
+        self.job = Job(trainer, Unopened("tokens", (8,), 256, 256), 0)
 
 
 def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch, capsys):
@@ -203,13 +207,16 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
     )
     train._print_sample(Finished(trainer), lambda: len(drawn) >= 35)
     assert len(drawn) == 35
-    monkeypatch.setattr(train, "SAMPLE_SECONDS", 0)
+    monkeypatch.setattr("mpitrain.run.generate.SAMPLE_SECONDS", 0)
     train._print_sample(Finished(trainer), lambda: False)
     assert len(drawn) == 36, "it may not keep the ranks for long"
+    sure[0, 200] = 2e6
+    train._print_sample(Finished(trainer), lambda: False)
+    assert capsys.readouterr().out.endswith("no text yet\n")
 
 
 def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
-    from mpitrain.run.generate import tokens
+    from tests.generation import tokens
     from tests.unit.run.test_checkpoint import trained
 
     monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
@@ -401,7 +408,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth():
 
 
 def test_a_diverged_model_writes_nothing():
-    from mpitrain.run.generate import tokens
+    from tests.generation import tokens
     from tests.unit.run.test_checkpoint import trained
 
     trainer = trained(steps=0)

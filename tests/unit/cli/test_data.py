@@ -26,7 +26,7 @@ def test_text_becomes_tokens_that_show_prints_again(tmp_path):
     words = ("prepare", tmp_path / "in.txt", "--tokenizer", tokenizer, "--out", tmp_path / "tokens")
     done = called(*words)
     assert done.exit_code == 0
-    train = shlex.split(done.output.splitlines()[-1])[-1].removeprefix("data.source=tokens:")
+    train = shlex.split(done.output.splitlines()[-1])[-1].removeprefix("tokens:")
     meta = json.loads((tmp_path / "tokens/meta.json").read_text())
     assert meta["files"]["train.bin"]["bytes"] + meta["files"]["val.bin"]["bytes"] == 720
     shown = called("show", train, "--rows", 2, "--tokens", 30)

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from mpitrain.config import Config
-from mpitrain.data import IGNORED, Reading, open_source
+from mpitrain.data import DOCUMENT_END, IGNORED, Reading, open_source
+from mpitrain.data.documents import Form
+from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.rows import first_fit
+from mpitrain.data.templates import PLAIN
+from mpitrain.data.tokenizer import read_tokenizer, train_tokenizer
 from mpitrain.errors import ConfigError, DataError
 
 PAIRS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
@@ -141,6 +145,63 @@ def test_the_defaults_of_the_keys_are_those_of_the_reading():
     assert Reading(*(getattr(data, key) for key in Reading._fields)) == Reading()
 
 
+IM = "{% for m in messages %}{{ '<|im|>' + m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im|>assistant: ' }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A BPE tokenizer with the special tokens of IM."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_tokenizer([f"user: {n} + 1? assistant: {n}\n\n" * 9 for n in range(40)], 300, path)
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.add_special_tokens(["<|im|>", "<|end|>"])
+    inner.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("template", ["", "{role}> {content}<|end|>", IM + ASKS], ids=str)
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_of_conversations_are_those_of_their_bytes(tmp_path, bpe, template, packing):
+    """Lines and prepared files have the same rows: the text and the answers of the rows of bytes."""
+    if template.startswith("{%"):
+        pytest.importorskip("jinja2")
+    tokenizer = read_tokenizer(str(bpe))
+    spoken = [{"messages": [{"role": "user", "content": "?"}]}, *PAIRS]
+    attend = "document" if packing else "window"
+    how = {"template": template, "packing": packing, "attend": attend}
+    lines = opened(tmp_path, spoken, 120, tokenizer=str(bpe), **how)
+    form = Form(0, 0, "text", "", template or PLAIN)
+    prepare(Options([tmp_path / "data.jsonl"], tokenizer, -1, form), tmp_path, processes(1))
+    files = open_source(
+        f"tokens:{tmp_path}/train.bin",
+        120,
+        "float32",
+        reading=Reading()._replace(packing=packing, attend=attend),
+    )
+    assert files.template == lines.template == (template or PLAIN)
+    assert lines.amounts == files.amounts and lines.amounts["conversations"] == 12
+    found = [source.batch(0, 0, lines.samples, range(lines.samples)) for source in (lines, files)]
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    inputs, targets = found[0]
+    assert (targets == DOCUMENT_END).sum() == 12 * packing
+    counted = [row[row >= 0].tolist() for row in targets]
+    ends = {"": "\n\n"}.get(template, "<|end|>")
+    assert sorted(b"".join(map(tokenizer.decode, counted)).decode().split(ends)[:-1]) == sorted(
+        str(n + 1) for n in range(11)
+    )
+    text = b"".join(tokenizer.decode(row[row > 0].tolist()) for row in inputs).decode()
+    assert all(f"{pair['prompt']}" in text for pair in PAIRS[:-1])
+    special = {tokenizer.named("<|end|>")} if template else set()
+    assert special <= set(inputs.ravel().tolist())
+    assert (lines.amounts["without_answer"], lines.amounts["first_without_answer"]) == (1, 1)
+    with pytest.raises(DataError, match=r"tokens, but data\.vocabulary"):
+        open_source(
+            f"jsonl:{tmp_path}/data.jsonl", 120, "float32", 299, reading=Reading(tokenizer=str(bpe))
+        )
+
+
 GOOD = json.dumps(PAIRS[0])
 
 
@@ -182,7 +243,7 @@ def test_answers_behind_the_context_are_refused(tmp_path):
         opened(tmp_path, PAIRS, 4)
 
 
-@pytest.mark.parametrize("template", ["", "{role}", "{content}{content}", "{content}{role}"])
+@pytest.mark.parametrize("template", ["text", "{role}", "{content}{content}", "{content}{role}"])
 def test_a_template_without_one_content_is_refused(tmp_path, template):
     with pytest.raises(ConfigError, match=r"data\.template"):
         opened(tmp_path, PAIRS, template=template)

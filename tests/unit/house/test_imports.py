@@ -35,6 +35,7 @@ ENGINE = [
     "parallel",
     "pipeline",
     "run",
+    "torch",
 ]
 TOOLS = ["text_table", "plan", "bench", "doctor", "certify", "report", "textbook"]
 FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
@@ -123,6 +124,7 @@ TWO_MEANINGS = {
     # A section of the configuration has the name of the object that it configures.
     **dict.fromkeys(("Checkpoint", "Device", "Model", "Optimizer", "Pipeline", "Replication"), 2),
     "Plan": 2,  # of a collective and of a pipeline: plugins import both
+    "Replicated": 2,  # for arrays, and for a module of PyTorch
     "Request": 2,  # MPI's word, and the argument of a plugin's data source
 }
 

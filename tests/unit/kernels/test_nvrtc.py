@@ -91,7 +91,10 @@ def types(element: str) -> dict[str, object]:
 def attention_way(capability, head):
     """How attention is launched on a device, for aligned arrays of 16-bit elements."""
     kernels = Kernels(SimpleNamespace(capability=capability, takes_plain=True))
-    return choose(kernels, np.empty((1, 1, 3 * head), np.float16), 1, True)
+    q, kv = (np.empty((1, 1, parts * head), np.float16) for parts in (1, 2))
+    way = choose(kernels, q, kv, 1, q)
+    assert way.macros[0].defines["CHUNKED"] == 1, "NumPy's arrays begin at multiples of 16 bytes"
+    return way
 
 
 def jobs():

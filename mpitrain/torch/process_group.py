@@ -1,0 +1,707 @@
+"""The backend "mpitrain": a process group of PyTorch over our groups and messages.
+
+Reductions, all-gathers and broadcasts run as the bound collectives of `collectives.group`. Each is
+bound once to a buffer of the process group, in shared memory within a host, for a number of
+elements, a dtype and an operator. A call copies its tensors into the buffer and the result back.
+All other collectives are exchanges: all messages of a call at once.
+
+Calls run in their order (calls.py). A message of `send` or `recv` starts at once.
+"""
+
+import time
+import warnings
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from mpitrain.collectives.compression import Matrix
+from mpitrain.collectives.engine.arithmetic import Wire
+from mpitrain.collectives.engine.executor import Execution, Reduction
+from mpitrain.collectives.group import Group
+from mpitrain.collectives.plans.exchanges import barrier
+from mpitrain.collectives.selection.tuning import read_tuning
+from mpitrain.errors import CommError, ConfigError
+from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
+from mpitrain.torch.store import world
+from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport
+
+Op = dist.ReduceOp
+OPERATORS = {
+    Op.SUM: "add",
+    Op.AVG: "add",
+    Op.PRODUCT: "multiply",
+    Op.MIN: "minimum",
+    Op.MAX: "maximum",
+    Op.BAND: "bitwise_and",
+    Op.BOR: "bitwise_or",
+    Op.BXOR: "bitwise_xor",
+}
+"""{operator of PyTorch: ours}; an average is a sum, divided afterwards."""
+
+DTYPES = {
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    **{
+        getattr(torch, name): np.dtype(name)
+        for name in (
+            *("float16", "float32", "float64", "bool"),
+            *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        )
+    },
+}
+"""{dtype of PyTorch that can be reduced: NumPy's}."""
+
+BINDINGS = 256
+"""Most collectives that a process group keeps bound; the oldest goes first."""
+
+SLOW = 2.0
+"""Seconds in a call after which a rank compares it with the calls of the others."""
+
+Tensors = list[torch.Tensor]
+
+
+class GroupOptions(NamedTuple):
+    """Settings of a process group, as `pg_options` of `init_process_group` and `new_group`.
+
+    algorithm  of all-reduces, as `replication.algorithm`
+    tuning     a tuning file of `mpitrain bench fit`; "": the built-in constants
+    trace      of the default group: a directory for the traces of all ranks, which `mpitrain report`
+               reads; "": none
+    """
+
+    algorithm: str = "auto"
+    tuning: str = ""
+    trace: str = ""
+
+
+TRACED: list[Transport] = []
+"""The transport of all ranks with its recorder, if this program keeps a trace."""
+
+
+def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
+    """Make the process group that PyTorch asks for; collective over its ranks."""
+    transport, ranks = world(), of_group.global_ranks_in_group
+    if not ranks and (of_group.group_rank, of_group.group_size) != (transport.rank, transport.size):
+        raise ConfigError(
+            f"The ranks of backend mpitrain are those of the MPI job, but this is rank {of_group.group_rank} of "
+            f"{of_group.group_size} for PyTorch and rank {transport.rank} of {transport.size} for MPI.",
+            "Start the ranks with mpirun, srun or `mpitrain launch`, and leave out rank and world_size.",
+        )
+    if not isinstance(options, GroupOptions | None):
+        raise ConfigError(
+            f"pg_options of backend mpitrain are mpitrain.torch.GroupOptions, but they are a {type(options).__name__}."
+        )
+    if options and options.trace:
+        from mpitrain.torch.tracing import traced
+
+        TRACED[:] = [traced(transport, Path(options.trace))]
+    part = (*TRACED, transport)[0].subset(ranks or range(transport.size))
+    return ProcessGroup(part, of_group.store, of_group.timeout, options or GroupOptions())
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A process group over a transport, which it owns; collective over the transport's ranks.
+
+    store    where ranks that wait long compare their calls
+    timeout  the longest that a call may take
+    """
+
+    def __init__(
+        self, transport: Transport, store: dist.Store, timeout: timedelta, options: GroupOptions
+    ):
+        super().__init__(transport.rank, transport.size)
+        tuning = read_tuning(Path(options.tuning)) if options.tuning else None
+        self.transport, self.group = transport, Group(transport, options.algorithm, tuning)
+        self._store, self._seconds = store, timeout.total_seconds()
+        self._queue, self._number = CallQueue(transport), 0
+        self._exchange_tag = transport.claim_tag()
+        self._buffers: dict[int, np.ndarray] = {}
+        self._bound: OrderedDict[tuple, Binding] = OrderedDict()
+        self._lossy: dict[tuple, Binding] = {}
+        self._barrier = Execution(
+            transport,
+            np.empty(0, np.uint8),
+            "add",
+            barrier(transport.rank, transport.size),
+            transport.claim_tag(),
+        )
+        self._hashes = np.empty(2, np.int64)
+        self._agreement = Group(transport, "recursive-doubling").bind(self._hashes, "maximum")
+        self._coalesced: list[CallWork] | None = None
+        self._name = self._description = ""
+
+    # What PyTorch asks of every process group
+
+    def getBackendName(self) -> str:
+        return "mpitrain"
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:
+        self._description = text
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> "ProcessGroup":
+        return self
+
+    supports_splitting = supports_coalescing = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """End the calls that are left, and free communicator and windows; collective."""
+        self._queue.drain()
+        self._bound.clear()
+        self._lossy.clear()
+        self._buffers.clear()
+        self.transport.close()
+
+    def abort(self) -> None:
+        """Forget the group; a later call fails."""
+        self._queue.error = self._queue.error or CommError("The process group was aborted.")
+
+    # Calls: how a method becomes one
+
+    def _call(
+        self, name: str, run: Callable[[Call], object], tensors: Sequence, opts: Any = None
+    ) -> CallWork:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                warnings.warn(
+                    "Backend mpitrain copies CUDA tensors through host memory.", stacklevel=2
+                )
+                torch.cuda.current_stream(tensor.device).synchronize()
+        seconds = self._seconds
+        if opts is not None and opts.timeout.total_seconds() > 0:
+            seconds = opts.timeout.total_seconds()
+        call = Call(self._number, name, run, tensors, seconds)
+        self._number += 1
+        self._queue.add(call, getattr(opts, "asyncOp", True))
+        work = CallWork(self._queue, call)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _finish(self, call: Call, is_done: Callable[[], bool]) -> None:
+        """Poll until `is_done`; a call that takes long is compared with those of the other ranks."""
+        look = call.began + min(SLOW, 0.5 * (call.deadline - call.began))
+        awaited, traffic = Awaited(call, self.transport), self.transport.traffic
+
+        def poll() -> bool:
+            nonlocal look
+            if is_done():
+                return True
+            traffic.waits_for = awaited  # Another wait of this rank may have ended meanwhile.
+            if (now := time.monotonic()) > min(look, call.deadline):
+                look = now + SLOW
+                self._compare(call, now > call.deadline)
+            return False
+
+        if not is_done():
+            self.transport.wait_until(poll, what=awaited)
+
+    def _compare(self, call: Call, is_late: bool) -> None:
+        """Publish this rank's call, and raise an error if another rank has made a different one.
+
+        is_late  also raise one if the call has reached its time limit
+        """
+        members = self.transport.members
+        self._store.set(f"call/{self.rank()}", f"{call.number} {call.name}")
+        absent = []
+        for rank, member in enumerate(members):
+            key = f"call/{rank}"
+            number, _, name = (
+                self._store.get(key).decode() if self._store.check([key]) else "-1 "
+            ).partition(" ")
+            if int(number) == call.number and name != call.name:
+                raise CommError(
+                    f"rank {members[self.rank()]}: all ranks make the same calls in one order, but call {call.number} of "
+                    f"this process group is {call.name} here, and {name} on rank {member}.",
+                    "Let all ranks call with tensors of the same shape and dtype.",
+                )
+            if int(number) < call.number:
+                absent.append(member)
+        if is_late:
+            who = (
+                f"rank {', '.join(map(str, absent))} has not made it"
+                if absent
+                else "no rank is missing"
+            )
+            raise CommError(
+                f"rank {members[self.rank()]}: {call} has not ended within its timeout of "
+                f"{call.deadline - call.began:g} s; {who}.",
+                "Look at what that rank does, or give init_process_group a longer `timeout`.",
+            )
+
+    def _binding(
+        self, call: Call, kind: str, count: int, dtype: torch.dtype, **how: Any
+    ) -> "Binding":
+        """Return the collective `kind` of this many elements, bound at the first such call."""
+        key = kind, count, dtype, *how.values()
+        if key in self._bound:
+            self._bound.move_to_end(key)
+            return self._bound[key]
+        self._agree(call, key)
+        numbers, elements = self._buffer(count, dtype)
+        reduction = getattr(self.group, f"bind_{kind}" if kind else "bind")(numbers, **how)
+        if len(self._bound) >= BINDINGS:
+            self._bound.popitem(last=False)
+        self._bound[key] = Binding(elements, reduction)
+        return self._bound[key]
+
+    def _agree(self, call: Call, key: tuple) -> None:
+        """Raise an error unless all ranks are about to bind the same: binding itself has no time limit."""
+        own = zlib.crc32(repr(key).encode())
+        self._hashes[:] = own, -own
+        self._agreement.start()
+        self._finish(call, self._agreement.poll)
+        if self._hashes[0] != -self._hashes[1]:
+            self._finish(call, lambda: self._compare(call, False) or False)
+
+    def _buffer(self, count: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
+        """Return the first elements of a buffer of this group, for NumPy and for PyTorch.
+
+        The calls of a group take turns, so those of nearly one size share a buffer.
+        """
+        numbers = DTYPES[dtype]
+        nbytes = count * numbers.itemsize
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        if size not in self._buffers:
+            self._buffers[size] = self.transport.allocate(size, np.uint8)
+        raw = self._buffers[size][:nbytes]
+        return raw.view(numbers), torch.from_numpy(raw).view(dtype)
+
+    def _run(self, call: Call, reduction: Reduction) -> None:
+        reduction.start()
+        self._finish(call, reduction.poll)
+
+    def _exchange(
+        self,
+        call: Call,
+        outgoing: Sequence[tuple[torch.Tensor, int]],
+        incoming: Sequence[tuple[torch.Tensor, int]],
+    ) -> None:
+        """Send tensors to ranks and receive tensors from ranks, all at once; also to oneself."""
+        me, tag = self.rank(), self._exchange_tag
+        landed = [(tensor, on_host(tensor), rank) for tensor, rank in incoming]
+        own = iter([host for _, host, rank in landed if rank == me])
+        requests = [
+            self.transport.start_recv(bytes_of(host), rank, tag)
+            for _, host, rank in landed
+            if rank != me
+        ]
+        sent = [(on_host(tensor), rank) for tensor, rank in outgoing]
+        for host, rank in sent:
+            if rank == me:
+                bytes_of(next(own))[:] = bytes_of(host)
+            else:
+                requests.append(self.transport.start_send(bytes_of(host), rank, tag))
+        self._finish(call, lambda: all(request.test() for request in requests))
+        for tensor, host, _ in landed:
+            copy_home(host, tensor)
+
+    # Reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
+        opts = opts or dist.AllreduceOptions()
+        op = opts.reduceOp
+        check_reducible(op, *tensors)
+
+        def run(call: Call) -> None:
+            for tensor in tensors:
+                if tensor.is_sparse:
+                    self._sum_sparse(call, tensor, op)
+                    continue
+                bound = self._binding(call, "", tensor.numel(), tensor.dtype, op=OPERATORS[op.op])
+                bound.elements.copy_(tensor.reshape(-1))
+                self._run(call, bound.reduction)
+                tensor.copy_(self._mean(bound.elements, op).view(tensor.shape))
+
+        return self._call(f"all_reduce {op_name(op)} {shapes(tensors)}", run, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def _sum_sparse(self, call: Call, tensor: torch.Tensor, op: Any) -> None:
+        """Sum a sparse tensor: each rank receives the rows of all others. Ranks may have different rows."""
+        own, ranks, parts = tensor.coalesce(), range(self.size()), list[torch.Tensor]()
+        counts = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+        for rows in (torch.tensor([own._nnz()]), own.indices().t(), own.values()):
+            places = (
+                counts if not parts else [rows.new_empty([int(n), *rows.shape[1:]]) for n in counts]
+            )
+            self._exchange(
+                call, [(rows, rank) for rank in ranks], [*zip(places, ranks, strict=True)]
+            )
+            parts.append(torch.cat(places))
+        _, indices, values = parts
+        total = torch.sparse_coo_tensor(indices.t(), self._mean(values, op), tensor.shape)
+        tensor.copy_(total.coalesce())
+
+    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
+        op, root = opts.reduceOp, opts.rootRank
+        check_reducible(op, *tensors)
+
+        def run(call: Call) -> None:
+            for tensor in tensors:
+                bound = self._binding(
+                    call, "reduce", tensor.numel(), tensor.dtype, op=OPERATORS[op.op], root=root
+                )
+                bound.elements.copy_(tensor.reshape(-1))
+                self._run(call, bound.reduction)
+                if root == self.rank():
+                    tensor.copy_(self._mean(bound.elements, op).view(tensor.shape))
+
+        return self._call(f"reduce {op_name(op)} to {root} {shapes(tensors)}", run, tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
+        opts = opts or dist.ReduceScatterOptions()
+        op = opts.reduceOp
+        check_reducible(op, *outputs)
+        parts = [[*parts] for parts in inputs]
+        return self._call(
+            f"reduce_scatter {op_name(op)} {' '.join(map(shapes, parts))}",
+            lambda call: [
+                self._reduce_scatter(call, *each, op) for each in zip(outputs, parts, strict=True)
+            ],
+            outputs,
+            opts,
+        )
+
+    def _reduce_scatter(
+        self, call: Call, output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any
+    ) -> None:
+        """Reduce the parts of all ranks; the output of rank r is part r. Parts may differ in size."""
+        sizes = [part.numel() for part in parts]
+        first = sum(sizes[: self.rank()])
+        are_equal = len({*sizes}) == 1
+        kind = "reduce_scatter" if are_equal else ""
+        bound = self._binding(call, kind, sum(sizes), output.dtype, op=OPERATORS[op.op])
+        for part, place in zip(parts, bound.elements.split(sizes), strict=True):
+            place.copy_(part.reshape(-1))
+        self._run(call, bound.reduction)
+        own = bound.elements[first : first + output.numel()]
+        output.copy_(self._mean(own, op).view(output.shape))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
+    ) -> CallWork:
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, wholes: Tensors, opts: Any = None
+    ) -> CallWork:
+        inputs = [[*whole.reshape(-1).chunk(self.size())] for whole in wholes]
+        return self.reduce_scatter(outputs, inputs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def average_lossy(
+        self, total: torch.Tensor, bucket: int, wire: Wire, matrices: Sequence[Matrix]
+    ) -> CallWork:
+        """Average a float32 tensor, 1-D, over the ranks, with messages in a wire format.
+
+        bucket  its number: what the wire format did not send stays with it for the next call
+        """
+        key = bucket, total.numel(), wire, *matrices
+
+        def run(call: Call) -> None:
+            if key not in self._lossy:
+                self._agree(call, key)
+                numbers, elements = self._buffer(total.numel(), total.dtype)
+                self._lossy[key] = Binding(elements, self.group.bind_lossy(numbers, wire, matrices))
+            elements, reduction = self._lossy[key]
+            elements.copy_(total)
+            self._run(call, reduction)
+            torch.div(elements, self.size(), out=total)
+
+        return self._call(f"average in {wire.name} {shapes([total])}", run, [total])
+
+    def _mean(self, total: torch.Tensor, op: Any) -> torch.Tensor:
+        if op.op != Op.AVG:
+            return total
+        rounding = None if total.is_floating_point() else "trunc"
+        return torch.div(total, self.size(), rounding_mode=rounding)
+
+    # Copies
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
+        root = opts.rootRank
+
+        def run(call: Call) -> None:
+            for tensor in tensors:
+                host = on_host(tensor)
+                raw = bytes_of(host)
+                bound = self._binding(call, "broadcast", raw.size, torch.uint8, root=root)
+                if root == self.rank():
+                    bound.elements.copy_(torch.from_numpy(raw))
+                self._run(call, bound.reduction)
+                if root != self.rank():
+                    torch.from_numpy(raw).copy_(bound.elements)
+                    copy_home(host, tensor)
+
+        return self._call(f"broadcast from {root} {shapes(tensors)}", run, tensors, opts)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
+        return self._gathering([[*places] for places in outputs], inputs, outputs, opts)
+
+    def _gathering(
+        self, outputs: list[Tensors], inputs: Tensors, result: list, opts: Any
+    ) -> CallWork:
+        return self._call(
+            f"all_gather {' '.join(map(shapes, outputs))}",
+            lambda call: [
+                self._all_gather(call, *each) for each in zip(outputs, inputs, strict=True)
+            ],
+            result,
+            opts,
+        )
+
+    def _all_gather(self, call: Call, places: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+        """Fill place r with the tensor of rank r. Tensors may differ in size."""
+        if len({place.numel() for place in places}) > 1:
+            self._exchange(
+                call,
+                [(own, rank) for rank in range(self.size())],
+                [(place, rank) for rank, place in enumerate(places)],
+            )
+            return
+        raw = bytes_of(on_host(own))
+        bound = self._binding(call, "all_gather", raw.size * self.size(), torch.uint8)
+        chunks = bound.elements.split(raw.size) if raw.size else [bound.elements] * self.size()
+        chunks[self.rank()].copy_(torch.from_numpy(raw))
+        self._run(call, bound.reduction)
+        for place, chunk in zip(places, chunks, strict=True):
+            place.copy_(chunk.view(own.dtype).view(place.shape))
+
+    def all_gather_single(
+        self, output: torch.Tensor, own: torch.Tensor, opts: Any = None
+    ) -> CallWork:
+        return self.all_gather_single_coalesced([output], [own], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CallWork:
+        places = [[*output.view(-1).chunk(self.size())] for output in outputs]
+        return self._gathering(places, inputs, outputs, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> CallWork:
+        """Fill outputs[r][i] with inputs[i] of rank r."""
+        return self.allgather([[*parts] for parts in zip(*outputs, strict=True)], inputs, opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
+        root, (own,) = opts.rootRank, inputs
+        places = [*enumerate(outputs[0])] if root == self.rank() else []
+        return self._call(
+            f"gather to {root}",
+            lambda call: self._exchange(
+                call, [(own, root)], [(place, rank) for rank, place in places]
+            ),
+            outputs,
+            opts,
+        )
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
+        root, (place,) = opts.rootRank, outputs
+        parts = [*enumerate(inputs[0])] if root == self.rank() else []
+        return self._call(
+            f"scatter from {root}",
+            lambda call: self._exchange(
+                call, [(part, rank) for rank, part in parts], [(place, root)]
+            ),
+            outputs,
+            opts,
+        )
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
+        places, parts = [*outputs], [*inputs]
+        return self._call(
+            "all_to_all",
+            lambda call: self._exchange(
+                call,
+                [(part, rank) for rank, part in enumerate(parts)],
+                [(place, rank) for rank, place in enumerate(places)],
+            ),
+            outputs,
+            opts,
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> CallWork:
+        """Send rows of a tensor to each rank; sizes are numbers of rows, equal if none are given."""
+        n = self.size()
+        places, parts = (
+            tensor.split([*(sizes or [len(tensor) // n] * n)])
+            for tensor, sizes in ((output, output_sizes), (whole, input_sizes))
+        )
+        return self.alltoall(places, parts, opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> CallWork:
+        return self._call("barrier", lambda call: self._run(call, self._barrier), [], opts)
+
+    # Messages
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> MessageWork:
+        (tensor,) = tensors
+        self._check_tag(tag)
+        host = on_host(tensor)
+        request = self.transport.start_send(bytes_of(host), to, tag)
+        return MessageWork(request, self._await, lambda: None, [host])
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MessageWork:
+        return self._receive(
+            tensors, tag, lambda array: self.transport.start_recv(array, source, tag)
+        )
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MessageWork:
+        return self._receive(tensors, tag, lambda array: self.transport.start_recv_any(array, tag))
+
+    def _receive(
+        self, tensors: Tensors, tag: int, start: Callable[[np.ndarray], Any]
+    ) -> MessageWork:
+        (tensor,) = tensors
+        self._check_tag(tag)
+        host = on_host(tensor)
+
+        def finish() -> None:
+            copy_home(host, tensor)
+
+        return MessageWork(start(bytes_of(host)), self._await, finish, tensors)
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag < FIRST_CLAIMED_TAG:
+            raise CommError(
+                f"rank {self.rank()}: tags are 0 to {FIRST_CLAIMED_TAG - 1}, but this message has {tag}."
+            )
+
+    def _await(self, request: Any, seconds: float | None) -> None:
+        seconds = seconds or self._seconds
+        deadline = time.monotonic() + seconds
+
+        def poll() -> bool:
+            if request.test():
+                return True
+            if time.monotonic() > deadline:
+                raise CommError(
+                    f"rank {self.transport.members[self.rank()]}: {request} has not ended within its timeout of {seconds:g} s.",
+                    "Look at what that rank does, or give init_process_group a longer `timeout`.",
+                )
+            return False
+
+        self.transport.wait_until(poll, what=request)
+
+    # Coalescing: works of a `with` block of PyTorch become one
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> CallWork | None:
+        works, self._coalesced = self._coalesced, None
+        return works[-1] if works else None  # Calls end in their order.
+
+
+# C++ calls these methods where torch.compile looks at every frame. A process group is opaque to it.
+for function in [*vars(ProcessGroup).values(), *vars(CallWork).values()]:
+    if isinstance(function, FunctionType):
+        set_code_exec_strategy(
+            function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        )
+
+
+class Binding(NamedTuple):
+    """A bound collective. elements: its buffer, 1-D."""
+
+    elements: torch.Tensor
+    reduction: Reduction
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for in a call, for the reports of deadlocks and ended ranks."""
+
+    call: Call
+    transport: Transport
+
+    def needs(self, left: Any) -> bool:
+        return any(member in left for member in self.transport.members)
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if it is one block of host memory, else a copy that is."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.cpu().contiguous()
+
+
+def copy_home(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy what `on_host` returned to the tensor, if it is a copy."""
+    if host.data_ptr() != tensor.data_ptr():
+        tensor.copy_(host)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a contiguous tensor, as a view."""
+    # One element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def check_reducible(op: Any, *tensors: torch.Tensor) -> None:
+    if op.op not in OPERATORS:
+        raise ConfigError(
+            f"Backend mpitrain reduces by {', '.join(map(op_name, OPERATORS))}, but not by {op_name(op)}."
+        )
+    for tensor in tensors:
+        if tensor.is_sparse and OPERATORS[op.op] != "add":
+            raise ConfigError(
+                f"Backend mpitrain reduces sparse tensors by sum or avg, but not by {op_name(op)}."
+            )
+        is_bitwise = OPERATORS[op.op].startswith("bitwise")
+        if tensor.dtype not in DTYPES or (is_bitwise and tensor.is_floating_point()):
+            raise ConfigError(
+                f"Backend mpitrain cannot reduce {tensor.dtype} by {op_name(op)}.",
+                "Convert the tensor first, for example to torch.float32.",
+            )
+
+
+def op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2].lower()
+
+
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return " ".join(f"{str(t.dtype)[6:]}{[*t.shape]}" for t in tensors)

@@ -1,0 +1,165 @@
+"""Conversations as transformers writes them: the same text from the same template, there and back."""
+# ruff: noqa: E501
+
+import json
+
+import pytest
+
+from mpitrain.data.templates import PLAIN, as_jinja, end_of_answer, open_template, rendered
+from mpitrain.data.tokenizer import ByteTokenizer
+from mpitrain.errors import ConfigError
+from mpitrain.formats.chat import chat_template, template_files
+from mpitrain.formats.writing import tokenizer_files
+
+pytest.importorskip("jinja2")
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+IM = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+ALTERNATE = (
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+)
+# The templates of public models, some shortened by their cases of tools.
+TEMPLATES = {
+    "ChatML": f"{{% for message in messages %}}{IM}{{% endfor %}}{ASKS}",
+    "Qwen 1.5": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful assistant<|im_end|>\n' }}{% endif %}" + IM + "{% endfor %}" + ASKS,
+    "Qwen 2.5, without tools": "{%- if messages[0]['role'] == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0]['content'] "
+    "+ '<|im_end|>\\n' }}\n{%- else %}\n    {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}\n{%- endif %}\n"
+    '{%- for message in messages %}\n    {%- if (message.role == "user") or (message.role == "system" and not loop.first) '
+    "or (message.role == \"assistant\" and not message.tool_calls) %}\n        {{- '<|im_start|>' + message.role + '\\n' + "
+    "message.content + '<|im_end|>' + '\\n' }}\n    {%- endif %}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+    "    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n",
+    "Llama 2": "{% for message in messages %}"
+    + ALTERNATE
+    + "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + "
+    "message['content'].strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() "
+    "+ ' ' + eos_token }}{% endif %}{% endfor %}",
+    "Llama 3": "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "Mistral 7B": "{{ bos_token }}{% for message in messages %}"
+    + ALTERNATE
+    + "{% if message['role'] == 'user' %}{{ '[INST] ' + "
+    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}",
+    "Mixtral": "{{ bos_token }}{% for message in messages %}"
+    + ALTERNATE
+    + "{% if message['role'] == 'user' %}{{ '[INST] ' + "
+    "message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token + ' ' }}{% endif %}{% endfor %}",
+    "Zephyr": "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == "
+    "'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n{% if loop.last and "
+    "add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+    "Gemma": "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = "
+    "message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}",
+    "Phi 3": "{% for message in messages %}{{'<|' + message['role'] + '|>' + '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    "Vicuna": "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}",
+    "Alpaca": "{% for message in messages %}{% if message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'].strip() + "
+    "'\n\n' }}{% elif message['role'] == 'assistant' %}{{ '### Response:\n' + message['content'].strip() + eos_token + '\n\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}",
+    "OpenChat 3.5": "{{ bos_token }}{% for message in messages %}{{ 'GPT4 Correct ' + message['role'].title() + ': ' + "
+    "message['content'] + '<|end_of_turn|>'}}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}",
+    "SmolLM 2": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM<|im_end|>\n' }}{% endif %}"
+    + IM
+    + "{% endfor %}"
+    + ASKS,
+    "StableLM 2": "{% for message in messages %}{% if message['role'] in ['user', 'assistant', 'system'] %}{{ '<|' + message['role'] "
+    "+ '|>\n' + message['content'] + '<|endoftext|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|assistant|>\n' }}{% endif %}",
+    "DeepSeek LLM": "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}{% elif "
+    "message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}{% elif message['role'] == 'system' %}"
+    "{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    "Falcon": "{% for message in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}{{ message['role'].capitalize() + ': ' + "
+    "message['content'] | trim }}{% endfor %}{% if add_generation_prompt %}{{ '\nAssistant:' }}{% endif %}",
+    "OLMo": "{{ eos_token }}{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] }}\n"
+    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+    "Granite 3": "{%- for message in messages %}\n    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + "
+    "message['content'] + '<|end_of_text|>\n' }}\n  {%- if loop.last and add_generation_prompt %}\n    {{- '<|start_of_role|>"
+    "assistant<|end_of_role|>' }}\n  {%- endif %}\n{%- endfor %}",
+    "Yi": "{% if messages[0]['role'] == 'system' %}{% set system_message = messages[0]['content'] %}{% endif %}{% if system_message is "
+    "defined %}{{ system_message }}{% endif %}{% for message in messages %}{% set content = message['content'] %}{% if "
+    "message['role'] == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n<|im_start|>assistant\n' }}{% elif "
+    "message['role'] == 'assistant' %}{{ content + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}",
+    "ours": PLAIN,
+    "ours, with quotes": "<\"{role}'>\\{content}</é😀\n",
+}
+TURNS = [
+    ("user", "What's 2 + 3?\n"),
+    ("assistant", '5 "é😀"'),
+    ("user", "<b>"),
+    ("assistant", "ok."),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    for name, content in tokenizer_files(ByteTokenizer(), 64).items():
+        (path / name).write_bytes(content)
+    settings = json.loads((path / "tokenizer_config.json").read_bytes())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, **NAMES}))
+    return path
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_gives_the_text_of_transformers(folder, name):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = as_jinja(TEMPLATES[name])
+    (folder / "chat_template.jinja").write_text(theirs.chat_template)
+    template = open_template(TEMPLATES[name] if name.startswith("ours") else chat_template(folder))
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    for count in (1, 2, 3, 4):
+        for asks in (False, True):
+            wanted = theirs.apply_chat_template(
+                messages[:count], tokenize=False, add_generation_prompt=asks
+            )
+            assert template(TURNS[:count], asks) == wanted
+    pieces = rendered(template, TURNS).pieces
+    assert "".join(pieces) == template(TURNS, False) and len(pieces) == 5
+    assert ['5 "é😀"' in pieces[1], "ok." in pieces[3]] == [True, True]
+    assert not any(answer in "".join(pieces[::2]) for answer in ("ok.", 'é😀"'))
+    assert end_of_answer(template) in pieces[1] and "?" not in end_of_answer(template)
+    exported = template_files(chat_template(folder))["chat_template.jinja"].decode()
+    theirs.chat_template = exported
+    assert theirs.apply_chat_template(messages, tokenize=False) == "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{% for m in messages %}", "line 1"),
+        ("{% generation %}{{ messages }}{% endgeneration %}", "generation"),
+    ],
+)
+def test_a_template_outside_of_the_subset_is_refused_by_name(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        open_template(text)
+
+
+def test_messages_that_a_template_refuses_are_named():
+    with pytest.raises(ValueError, match="roles must alternate"):
+        rendered(open_template(TEMPLATES["Llama 2"]), TURNS[1:])
+    thinking = "{% for m in messages %}{{ loop.last }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"first 2 message\(s\)"):
+        rendered(open_template(thinking), TURNS)
+
+
+def test_a_template_can_run_no_code():
+    with pytest.raises(ValueError, match="unsafe"):
+        open_template(
+            "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
+        )(TURNS, False)
