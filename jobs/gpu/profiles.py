@@ -99,7 +99,8 @@ def main(kind: str, *words: str) -> None:
     for name, numbers in profiles(text[start:]).items():
         emit(
             f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
-            f"L2 {numbers.get('l2', 0):.0f}%, tensor cores {numbers.get('tensor', 0):.0f}%, {numbers.get('registers', 0):.0f} registers, "
+            f"L2 {numbers.get('l2', 0):.0f}%, "
+            f"tensor cores {numbers.get('tensor', 0):.0f}%, {numbers.get('registers', 0):.0f} registers, "
             f"{numbers.get('occupancy', 0):.0f}% of warps, {blocks(numbers):.0f} blocks on a multiprocessor, "
             f"{numbers.get('no_instruction', 0):.2f} warps wait for instructions per issue",
             micro(numbers.get("seconds", 0)),

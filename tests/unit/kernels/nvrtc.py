@@ -86,15 +86,21 @@ class Compiled(NamedTuple):
 
         NVRTC contracts a product and a sum into `fma`, as do `mul` and `add` without `.rn` in ptxas.
         """
-        lines = re.findall(r"^[\s{]*(?:@\S+\s+)?([a-z][\w.:]*)\s+([^;]+);", self._body(kernel), re.MULTILINE)
+        lines = re.findall(
+            r"^[\s{]*(?:@\S+\s+)?([a-z][\w.:]*)\s+([^;]+);", self._body(kernel), re.MULTILINE
+        )
         reached: set[str] = set()
         found: set[str] = set()
-        for _ in lines:  # until nothing new is reached: a register may be set further down, in a loop
+        for (
+            _
+        ) in lines:  # until nothing new is reached: a register may be set further down, in a loop
             before = len(reached)
             for name, operands in lines:
                 target, sources = (
                     re.findall(r"%\w+", part)
-                    for part in re.fullmatch(r"(\{[^}]*\}|[^,]*),?(.*)", operands, re.DOTALL).groups()
+                    for part in re.fullmatch(
+                        r"(\{[^}]*\}|[^,]*),?(.*)", operands, re.DOTALL
+                    ).groups()
                 )
                 if f"{kernel}_param_{parameter}]" in operands:
                     reached |= {*target}
