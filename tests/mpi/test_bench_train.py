@@ -140,7 +140,7 @@ def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path, capsy
     path = tmp_path / "train.json"
     job = [word for word in TINY_STEPS if word != "--set"]
     work = TrainingJob([*job, "device.kind=cuda-sim", "device.gemm=library"], 2, 1)
-    run_ranks(1, measure_sides, work, [], False, ("torch",), False, (path, None))
+    run_ranks(1, measure_sides, work, [], False, [("torch", "gloo")], False, (path, None))
     assert "cuda-sim, products by NumPy" in capsys.readouterr().out
     ours, peer = json.loads(path.read_text())["sides"]
     assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
