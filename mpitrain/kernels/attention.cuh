@@ -1,13 +1,16 @@
-// Causal attention with online softmax, on the ordinary arithmetic units (Dao 2023, FlashAttention-2).
+// Attention with online softmax, on the ordinary arithmetic units (Dao 2023, FlashAttention-2).
 //
-// y = softmax(q k^T / sqrt(D), causal) v for each batch and head; the T x T matrix is never stored.
-// qkv: (B, T, 3 C), queries, keys and values side by side, each with its H heads of D = HEAD channels side by side;
-// y, dy: (B, T, C); dqkv like qkv; log_sums: (B, H, T), log of each row's sum of exponentials, all that backward needs.
+// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset; the Q x T matrix is
+// never stored. q, y, dy: (B, Q, H D), heads of D = HEAD channels side by side; kv: (B, T, 2 G D), G = H / GROUP heads of keys,
+// then of values. q_pitch and kv_pitch: elements from one row to the next, q_rows and kv_rows: rows from one sequence
+// to the next, also of dq and dkv, which are like q and kv; y and dy have no gaps. log_sums: (B, H, Q), log of
+// each row's sum of exponentials, all that backward needs.
 //
 // A block takes TILE queries (or, for dk and dv, TILE keys) of one head and goes through the other side tile by tile.
 // SIDE x SIDE threads; thread (ty, tx) computes 4 x 4 of a TILE x TILE product: rows 4 ty + i, columns tx + SIDE j.
 // Tiles lie in dynamic shared memory, rows padded by four: reading fours along D, neighbouring threads meet no bank twice.
-// Launch: grid (ceil(T / TILE), H, B), block (SIDE x SIDE). Any T >= 1; HEAD is a macro, any number from 1.
+// Launch: grid (ceil(Q / TILE), H, B), for dk and dv (ceil(T / TILE), G, B), block (SIDE x SIDE). Any Q, T >= 1; HEAD is a
+// macro, any number from 1.
 // `Mask` multiplies each probability: by 1 in attention.cu, by 0 or 1 / (1 - rate) in attention_dropout.cu.
 #pragma once
 #include "documents.cuh"
@@ -117,24 +120,28 @@ __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], co
 
 // Attention without dropout.
 struct NoMask {
+    __device__ __forceinline__ void next_head() {}
     __device__ __forceinline__ void draw(int t, int s0, int tx) {}
     __device__ __forceinline__ Sum at(int i, int j) const { return 1; }
 };
 
 // shared: queries, keys or values: TILE x PITCH each; weights: TILE x ROW.
 template <class Mask>
-__device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, Element* __restrict__ y,
-                                       Sum* __restrict__ log_sums, const int* __restrict__ starts, unsigned char* shared) {
+__device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale, const Element* __restrict__ queries,
+                                       const Element* __restrict__ kv, Element* __restrict__ y, Sum* __restrict__ log_sums,
+                                       const int* __restrict__ starts, unsigned char* shared) {
+    const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
     const Documents documents(starts, T);
     Sum *qs = reinterpret_cast<Sum*>(shared), *kvs = qs + TILE * PITCH, *ps = kvs + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
-    const long long C = (long long)H * HEAD, at = (long long)b * T * 3 * C + h * HEAD;
-    const Rows q = {qkv + at, 3 * C, T}, k = {qkv + at + C, 3 * C, T}, v = {qkv + at + 2 * C, 3 * C, T};
+    const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, k = {kv + sizes.k(b, h), sizes.kv_pitch, T};
+    const Rows v = {k.first + C / GROUP, sizes.kv_pitch, T};
 
     Four<Sum> out[4][GROUPS] = {};
     Sum maximum[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY}, sum[4] = {};
+    const int last_tile = GENERAL ? sizes.last_key(t0 + TILE - 1) : t0;    // or a key in it
     q.load(qs, t0);
-    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= t0; s0 += TILE) {
+    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
         __syncthreads();    // the last tile's values and weights are done with
         k.load(kvs, s0);
         __syncthreads();
@@ -143,12 +150,12 @@ __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const
         mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int t = t0 + 4 * ty + i, first = documents.first_key(t);
+            const int t = t0 + 4 * ty + i, first = documents.first_key(t), last = sizes.last_key(t);
             Sum largest = maximum[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int s = s0 + tx + SIDE * j;
-                scores[i][j] = s <= t && s >= first ? scores[i][j] * scale : MINUS_INFINITY;
+                scores[i][j] = s <= last && s >= first ? scores[i][j] * scale : MINUS_INFINITY;
                 largest = larger(largest, scores[i][j]);
             }
 #pragma unroll
@@ -182,30 +189,30 @@ __device__ __forceinline__ void attend(Mask mask, int T, int H, Sum scale, const
     for (int i = 0; i < 4; ++i) {
         inverse[i] = Sum(1) / sum[i];
         const int t = t0 + 4 * ty + i;
-        if (tx == 0 && t < T) log_sums[((long long)b * H + h) * T + t] = maximum[i] + log(sum[i]);
+        if (tx == 0 && t < Q) log_sums[sizes.row(b, h) + t] = maximum[i] + log(sum[i]);
     }
-    store_rows(out, inverse, y + (long long)b * T * C + h * HEAD, C, t0, T, ty, tx);
+    store_rows(out, inverse, y + sizes.y(b, h), C, t0, Q, ty, tx);
 }
 
-// One tile of weights p = exp(score - log_sum) times the mask and of dscores = p (mask dy v^T - dot) scale; 0 after the causal
-// diagonal, and before the query's document. Queries from T on have q = 0 and dy = 0: their dscores are 0, and their weights meet
+// One tile of weights p = exp(score - log_sum) times the mask and of dscores = p (mask dy v^T - dot) scale; 0 for keys that the
+// query does not see. Queries from Q on have q = 0 and dy = 0: their dscores are 0, and their weights meet
 // zeros.
 template <class Mask>
 __device__ __forceinline__ void weights_and_slopes(
     Mask mask, Sum (&p)[4][4], Sum (&ds)[4][4], const Sum* qs, const Sum* ks, const Sum* vs, const Sum* dys, const Sum* log_sums,
-    const Sum* dots, const Documents& documents, Sum scale, int t0, int s0, int T, int ty, int tx) {
+    const Sum* dots, const Documents& documents, const Sizes& sizes, Sum scale, int t0, int s0, int ty, int tx) {
     Sum scores[4][4] = {}, products[4][4] = {};
     add_rows_by_rows(scores, qs, ks, ty, tx);
     add_rows_by_rows(products, dys, vs, ty, tx);
     mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int t = t0 + 4 * ty + i, first = documents.first_key(t);
-        const Sum log_sum = t < T ? log_sums[t] : Sum(0), dot = t < T ? dots[t] : Sum(0);
+        const int t = t0 + 4 * ty + i, first = documents.first_key(t), last = sizes.last_key(t);
+        const Sum log_sum = t < sizes.Q ? log_sums[t] : Sum(0), dot = t < sizes.Q ? dots[t] : Sum(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int s = s0 + tx + SIDE * j;
-            const bool seen = s <= t && s >= first;
+            const bool seen = s <= last && s >= first;
             p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
             ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale;
             p[i][j] *= mask.at(i, j);
@@ -220,73 +227,80 @@ __device__ __forceinline__ void put(Sum* tile, const Sum (&values)[4][4], int ty
         for (int j = 0; j < 4; ++j) tile[(4 * ty + i) * ROW + tx + SIDE * j] = values[i][j];
 }
 
-// dk and dv of TILE keys, from all queries that see them. shared: keys, values, queries, dy: TILE x PITCH
+// dk and dv of TILE keys, from all queries of the group's heads that see them. shared: keys, values, queries, dy: TILE x PITCH
 // each; weights, then slopes: TILE x ROW.
 template <class Mask>
 __device__ __forceinline__ void backward_kv(
-    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, const int* __restrict__ starts,
-    unsigned char* shared) {
+    Mask mask, const Sizes& sizes, Sum scale, const Element* __restrict__ queries, const Element* __restrict__ kv,
+    const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dkv,
+    const int* __restrict__ starts, unsigned char* shared) {
+    const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
     const Documents documents(starts, T);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
-    const int s0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
-    const long long C = (long long)H * HEAD, at = (long long)b * T * 3 * C + h * HEAD, row = ((long long)b * H + h) * T;
-    const Rows q = {qkv + at, 3 * C, T}, k = {qkv + at + C, 3 * C, T}, v = {qkv + at + 2 * C, 3 * C, T};
-    const Rows d = {dy + (long long)b * T * C + h * HEAD, C, T};
+    const int s0 = blockIdx.x * TILE, h0 = blockIdx.y * GROUP, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
+    const Rows k = {kv + sizes.k(b, h0), sizes.kv_pitch, T}, v = {k.first + C / GROUP, sizes.kv_pitch, T};
 
     Four<Sum> dk[4][GROUPS] = {}, dv[4][GROUPS] = {};
     k.load(ks, s0);
     v.load(vs, s0);
-    const int end = documents.first_query(s0, s0 + TILE);
-    for (int t0 = s0; t0 < end; t0 += TILE) {
-        __syncthreads();    // the last tile's queries, dy and slopes are done with
-        q.load(qs, t0);
-        d.load(dys, t0);
-        __syncthreads();
-        Sum p[4][4], ds[4][4];
-        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, documents, scale, t0, s0, T, ty, tx);
-        put(ps, p, ty, tx);
-        __syncthreads();
-        add_columns_by_columns(dv, ps, dys, ty, tx);
-        __syncthreads();    // the weights are done with
-        put(ps, ds, ty, tx);
-        __syncthreads();
-        add_columns_by_columns(dk, ps, qs, ty, tx);
+    const int begin = GENERAL ? max(0, s0 - sizes.offset) / TILE * TILE : s0;
+    const int end = DOCUMENTS ? documents.first_query(s0, s0 + TILE) : Q;
+    for (int h = h0; h < h0 + GROUP; ++h) {
+        const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, d = {dy + sizes.y(b, h), C, Q};
+        const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
+        for (int t0 = begin; t0 < end; t0 += TILE) {
+            __syncthreads();    // the last tile's queries, dy and slopes are done with
+            q.load(qs, t0);
+            d.load(dys, t0);
+            __syncthreads();
+            Sum p[4][4], ds[4][4];
+            weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, documents, sizes, scale, t0, s0, ty, tx);
+            put(ps, p, ty, tx);
+            __syncthreads();
+            add_columns_by_columns(dv, ps, dys, ty, tx);
+            __syncthreads();    // the weights are done with
+            put(ps, ds, ty, tx);
+            __syncthreads();
+            add_columns_by_columns(dk, ps, qs, ty, tx);
+        }
+        mask.next_head();
     }
     const Sum one[4] = {1, 1, 1, 1};
-    store_rows(dk, one, dqkv + at + C, 3 * C, s0, T, ty, tx);
-    store_rows(dv, one, dqkv + at + 2 * C, 3 * C, s0, T, ty, tx);
+    store_rows(dk, one, dkv + sizes.k(b, h0), sizes.kv_pitch, s0, T, ty, tx);
+    store_rows(dv, one, dkv + sizes.v(b, h0), sizes.kv_pitch, s0, T, ty, tx);
 }
 
 // dq of TILE queries, from all keys they see. shared: as for backward_kv.
 template <class Mask>
 __device__ __forceinline__ void backward_q(
-    Mask mask, int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dqkv, const int* __restrict__ starts,
-    unsigned char* shared) {
+    Mask mask, const Sizes& sizes, Sum scale, const Element* __restrict__ queries, const Element* __restrict__ kv,
+    const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dq,
+    const int* __restrict__ starts, unsigned char* shared) {
+    const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
     const Documents documents(starts, T);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
-    const long long C = (long long)H * HEAD, at = (long long)b * T * 3 * C + h * HEAD, row = ((long long)b * H + h) * T;
-    const Rows q = {qkv + at, 3 * C, T}, k = {qkv + at + C, 3 * C, T}, v = {qkv + at + 2 * C, 3 * C, T};
-    const Rows d = {dy + (long long)b * T * C + h * HEAD, C, T};
+    const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, k = {kv + sizes.k(b, h), sizes.kv_pitch, T};
+    const Rows v = {k.first + C / GROUP, sizes.kv_pitch, T}, d = {dy + sizes.y(b, h), C, Q};
+    const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
 
-    Four<Sum> dq[4][GROUPS] = {};
+    Four<Sum> sums[4][GROUPS] = {};
+    const int last_tile = GENERAL ? sizes.last_key(t0 + TILE - 1) : t0;    // or a key in it
     q.load(qs, t0);
     d.load(dys, t0);
-    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= t0; s0 += TILE) {
+    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
         __syncthreads();    // the last tile's keys, values and slopes are done with
         k.load(ks, s0);
         v.load(vs, s0);
         __syncthreads();
         Sum p[4][4], ds[4][4];
-        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, log_sums + row, dots + row, documents, scale, t0, s0, T, ty, tx);
+        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, documents, sizes, scale, t0, s0, ty, tx);
         put(ps, ds, ty, tx);
         __syncthreads();
-        add_rows_by_columns(dq, ps, ks, ty, tx);
+        add_rows_by_columns(sums, ps, ks, ty, tx);
     }
     const Sum one[4] = {1, 1, 1, 1};
-    store_rows(dq, one, dqkv + at, 3 * C, t0, T, ty, tx);
+    store_rows(sums, one, dq + sizes.q(b, h), sizes.q_pitch, t0, Q, ty, tx);
 }

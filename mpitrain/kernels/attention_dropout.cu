@@ -1,4 +1,4 @@
-// Causal attention with dropout of its probabilities: attention.cuh, with the masks of mpitrain/ops/random_bits.py.
+// Attention with dropout of its probabilities: attention.cuh, with the masks of mpitrain/ops/random_bits.py.
 //
 // Head h of sequence b has number first + b every + h. A probability becomes 0 where its 16 bits are below `threshold`, else it
 // is multiplied by `kept`, 1 / (1 - rate). numbers: the step, in device memory.
@@ -15,6 +15,8 @@ struct DropMask {
     unsigned threshold;
     Sum scale;
     unsigned kept;    // bit 4 i + j
+
+    __device__ __forceinline__ void next_head() { ++head; }
 
     // Four neighbouring threads need the same four blocks, one column of each: thread l draws block l, and they exchange columns.
     __device__ __forceinline__ void draw(int t, int s0, int tx) {
@@ -36,38 +38,45 @@ struct DropMask {
     __device__ __forceinline__ Sum at(int i, int j) const { return kept >> (4 * i + j) & 1 ? scale : Sum(0); }
 };
 
-__device__ __forceinline__ DropMask mask_of(int T, int threshold, Sum kept, long long first, long long every, long long seed,
-                                            long long layer, const long long* numbers) {
+// each: heads of a block
+__device__ __forceinline__ DropMask mask_of(int each, int T, int threshold, Sum kept, long long first, long long every,
+                                            long long seed, long long layer, const long long* numbers) {
     const Stream stream = {(unsigned long long)seed, (unsigned long long)layer, (unsigned long long)*numbers};
-    const long long head = first + blockIdx.z * every + blockIdx.y;
+    const long long head = first + blockIdx.z * every + blockIdx.y * each;
     return {stream, head, (T + STRIP - 1) / STRIP, (T + 3) / 4, unsigned(threshold), kept, 0};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout(
-    int T, int H, Sum scale, const Element* __restrict__ qkv, Element* __restrict__ y, Sum* __restrict__ log_sums,
+    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, Element* __restrict__ y, Sum* __restrict__ log_sums,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    attend(mask, T, H, scale, qkv, y, log_sums, starts, dynamic_shared);
+    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const DropMask mask = mask_of(1, T, threshold, kept, first, every, seed, layer, numbers);
+    attend(mask, sizes, scale, q, kv, y, log_sums, starts, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_kv(
-    int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
-    const Sum* __restrict__ dots, Element* dqkv,
+    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
+    const Sum* __restrict__ dots, Element* dkv,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    backward_kv(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, starts, dynamic_shared);
+    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const DropMask mask = mask_of(GROUP, T, threshold, kept, first, every, seed, layer, numbers);
+    backward_kv(mask, sizes, scale, q, kv, dy, log_sums, dots, dkv, starts, dynamic_shared);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_q(
-    int T, int H, Sum scale, const Element* __restrict__ qkv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
-    const Sum* __restrict__ dots, Element* dqkv,
+extern "C" __global__ void __launch_bounds__(THREADS, DOCUMENTS ? 1 : 2) attention_dropout_backward_q(
+    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
+    const Sum* __restrict__ dots, Element* dq,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const DropMask mask = mask_of(T, threshold, kept, first, every, seed, layer, numbers);
-    backward_q(mask, T, H, scale, qkv, dy, log_sums, dots, dqkv, starts, dynamic_shared);
+    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const DropMask mask = mask_of(1, T, threshold, kept, first, every, seed, layer, numbers);
+    backward_q(mask, sizes, scale, q, kv, dy, log_sums, dots, dq, starts, dynamic_shared);
 }

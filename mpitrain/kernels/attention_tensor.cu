@@ -1,9 +1,9 @@
-// Causal attention with online softmax on tensor cores: float16 or bfloat16 elements, float32 sums (Dao 2023,
+// Attention with online softmax on tensor cores: float16 or bfloat16 elements, float32 sums (Dao 2023,
 // FlashAttention-2). Arrays and meaning as in attention.cuh; log_sums are in base 2 here, of scores times log2(e).
 // A block has OWNED queries and goes through the keys and values that they see. The steps on the diagonal are the last, in a
 // loop of their own: the loop before them does not mask. With documents a first loop goes through the keys that only some
-// of the queries see. The blocks with most keys come first in each head, so that short ones fill the end. Any T >= 1.
-// Launch: grid (ceil(T / OWNED), H, B), block (THREADS). Dynamic shared memory: queries (OWNED x HEAD) as an Own
+// of the queries see. The blocks with most keys come first in each head, so that short ones fill the end. Any Q, T >= 1.
+// Launch: grid (ceil(Q / OWNED), H, B), block (THREADS). Dynamic shared memory: queries (OWNED x HEAD) as an Own
 // tile, two stages of keys and values.
 #include "attention_tensor.cuh"
 
@@ -46,17 +46,19 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
 
 // scale: log2(e) / sqrt(D)
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
-    int T, int H, float scale, const Element* __restrict__ qkv, Element* __restrict__ y, float* __restrict__ log_sums,
+    int queries, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, Element* __restrict__ y, float* __restrict__ log_sums,
     const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element* qs = reinterpret_cast<Element*>(dynamic_shared);
-    const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
-    const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
-    const int end = min(t0 + OWNED, T), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen
-    const long long at = (long long)b * T * 3 * C + h * HEAD;
+    const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
+    const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
+    const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
+    const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
     const Documents documents(starts, T);
     int s0 = documents.first_key(t0) / STEP * STEP;
-    const RowCopies k(qkv + at + C, 3 * C, s0), v(qkv + at + 2 * C, 3 * C, s0);
+    const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, qs + Own::ELEMENTS};
 
     Softmax rows;
@@ -65,22 +67,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows.maximum[f][i] = NO_SCORE, rows.sum[f][i] = 0.0f;
-    RowCopies(qkv + at, 3 * C, t0).fetch<OWNED>(qs, t0, T);
-    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to t0
+    RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
+    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to all_see
     // To STEP keys. masks: some of them may come after a query, or belong to an earlier document.
     auto attend = [&](int s0, bool masks) {
-        const Element *ks = keys.arrive(s0, !masks || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
+        const Element *ks = keys.arrive(s0, (!GENERAL && !masks) || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
         if (masks && s0 >= warp_end) return;
         Steps p;
         multiply_rows(p, qs, m, ks);
-        if (masks && t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
+        if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
         if (masks && s0 < seen_by_all) hide<true>(p, t0 + m, s0, documents);
         weigh(p, rows, out, scale);
         add_weighted(out, p, vs);
     };
     keys.fetch(s0, true);
     for (; ROOMY && s0 < seen_by_all; s0 += STEP) attend(s0, true);
-    for (; ROOMY && s0 < t0; s0 += STEP) attend(s0, false);
+    for (; ROOMY && s0 < all_see; s0 += STEP) attend(s0, false);
     for (; s0 < end; s0 += STEP) attend(s0, true);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
@@ -91,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             const int row = first + lane / 4 + 8 * i;
-            if (lane % 4 == 0 && row < T) log_sums[((long long)b * H + h) * T + row] = rows.maximum[f][i] * scale + log2f(sum);
+            if (lane % 4 == 0 && row < Q) log_sums[sizes.row(b, h) + row] = rows.maximum[f][i] * scale + log2f(sum);
         }
-        store_rows(out[f], 1.0f / rows.sum[f][0], 1.0f / rows.sum[f][1], y + (long long)b * T * C + h * HEAD, C, first, T);
+        store_rows(out[f], 1.0f / rows.sum[f][0], 1.0f / rows.sum[f][1], y + sizes.y(b, h), C, first, Q);
     }
 }

@@ -123,9 +123,9 @@ __device__ __forceinline__ void multiply_rows(Steps& out, const Element* own, in
     }
 }
 
-// Scores of keys after their query become minus infinity. The fragments' first row and column are tokens row0 and column0; a
-// row is a query if QUERIES_ARE_ROWS, else a key.
-template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& scores, int row0, int column0) {
+// Scores of keys after the last that their query sees become minus infinity. The fragments' first row and column are row0 and
+// column0: the last key that a query sees, if QUERIES_ARE_ROWS that of a row, and a key. There are T keys.
+template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& scores, int row0, int column0, int T) {
     const int lane = threadIdx.x % 32, apart = row0 + lane / 4 - (column0 + lane % 4 * 2);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
@@ -135,7 +135,8 @@ template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& sco
             for (int e = 0; e < 4; ++e) {
                 const int past = 8 * j + e % 2 - (16 * f + e / 2 * 8);
                 const bool seen = QUERIES_ARE_ROWS ? past <= apart : apart <= past;
-                if (!seen) scores[f][j][e] = MINUS_INFINITY;
+                const bool exists = !GENERAL || !QUERIES_ARE_ROWS || column0 + lane % 4 * 2 + 8 * j + e % 2 < T;
+                if (!seen || !exists) scores[f][j][e] = MINUS_INFINITY;
             }
 }
 

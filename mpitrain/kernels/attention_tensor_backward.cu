@@ -1,4 +1,4 @@
-// The gradient of causal attention on tensor cores; arrays and meaning as in attention.cuh, log_sums as attention_tensor.cu
+// The gradient of attention on tensor cores; arrays and meaning as in attention.cuh, log_sums as attention_tensor.cu
 // leaves them.
 //
 // Two kernels, of 4 and 3 products: each computes the weights again and sums in a fixed order. One kernel of 5 products would
@@ -7,9 +7,8 @@
 // cores are faster at.
 //
 // As in the forward, the steps on the diagonal have a loop of their own where registers are enough for two loops. Rows beyond
-// T are copied as zeros, statistics included: of queries these add 0, and keys that do not exist are after every query that
-// does.
-// Launch: grid (ceil(T / OWNED), H, B), block (THREADS). Any T >= 1. scale: 1 / sqrt(D)
+// Q or T are copied as zeros, statistics included: of queries these add 0, and no query sees keys that do not exist.
+// Launch: grid (ceil(Q / OWNED), H, B), for dk and dv (ceil(T / OWNED), G, B), block (THREADS). Any Q, T >= 1. scale: 1 / sqrt(D)
 #include "attention_tensor.cuh"
 
 #define LOG2_E 1.4426950408889634f
@@ -29,74 +28,83 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
             }
 }
 
-// dk and dv of OWNED keys. Dynamic shared memory: keys, values (OWNED x HEAD each) as Own tiles, two stages of queries and dy.
+// dk and dv of OWNED keys, from the queries of the group's heads in turn. Dynamic shared memory: keys, values (OWNED x HEAD
+// each) as Own tiles, two stages of queries and dy.
 extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_tensor_backward_kv(
-    int T, int H, float scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv,
-    const int* __restrict__ starts) {
+    int queries, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy,
+    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dkv, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *ks = reinterpret_cast<Element*>(dynamic_shared), *vs = ks + Own::ELEMENTS;
-    const int s0 = blockIdx.x * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
+    const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const int s0 = blockIdx.x * OWNED, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
-    const long long at = (long long)b * T * 3 * C + h * HEAD, row = ((long long)b * H + h) * T;
     const Documents documents(starts, T);
-    RowCopies(qkv + at + C, 3 * C, s0).fetch<OWNED>(ks, s0, T);
-    RowCopies(qkv + at + 2 * C, 3 * C, s0).fetch<OWNED>(vs, s0, T);
-    const int end = documents.first_query(s0, s0 + OWNED);
+    RowCopies(kv + sizes.k(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(ks, s0, T);
+    RowCopies(kv + sizes.v(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(vs, s0, T);
+    const int begin = GENERAL ? max(0, s0 - sizes.offset) : s0;
+    const int end = DOCUMENTS ? documents.first_query(s0, s0 + OWNED) : Q;
     const int all_keys_end = documents.first_query(s0, s0 + 1);    // of the queries that see all
-    const RowCopies q(qkv + at, 3 * C, s0), d(dy + (long long)b * T * C + h * HEAD, C, s0);
-    const float* statistic = (threadIdx.x % 2 ? dots : log_sums) + row + s0 + threadIdx.x / 2;
-    Passing<true> queries = {q, d, statistic, T, vs + Own::ELEMENTS};
-
+    // With documents two loops would need more registers.
+    const int masked_end = DOCUMENTS ? end : min(s0 + OWNED - sizes.offset, end);
     Channels dk = {}, dv = {};
-    // Adds the terms of STEP queries. masks: not every one of them may see all keys.
-    auto add = [&](int t0, bool masks) {
-        const Element *qs = queries.arrive(t0, t0 + STEP < end), *dys = qs + Other::ELEMENTS;
-        if (masks && (s0 + m >= T || t0 + STEP <= s0 + m)) return;    // no keys, or all after these queries
-        const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
-        Steps p, ds;
-        multiply_rows(p, ks, m, qs);
-        if (masks && (!DOCUMENTS || t0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, t0);
-        if (DOCUMENTS && masks && t0 + STEP > all_keys_end) hide<false>(p, s0 + m, t0, documents);
-        multiply_rows(ds, vs, m, dys);
-        weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
-        add_weighted(dv, p, dys);
-        add_weighted(dk, ds, qs);
-    };
-    int t0 = s0;
-    queries.fetch(t0, true);
-    const int masked_end = DOCUMENTS ? end : min(s0 + OWNED, end);    // with documents two loops would need more registers
-    for (; t0 < masked_end; t0 += STEP) add(t0, true);
-    for (; !DOCUMENTS && t0 < end; t0 += STEP) add(t0, false);
-    Element* dks = dqkv + at + C;
+    for (int i = 0; i < GROUP; ++i) {
+        const int h = blockIdx.y * GROUP + i;
+        const RowCopies own_q(q + sizes.q(b, h), sizes.q_pitch, begin), d(dy + sizes.y(b, h), C, begin);
+        const float* statistic = (threadIdx.x % 2 ? dots : log_sums) + sizes.row(b, h) + begin + threadIdx.x / 2;
+        Passing<true> passing = {own_q, d, statistic, Q, vs + Own::ELEMENTS};
+        if (GROUP > 1) __syncthreads();    // all have left the stages
+        // Adds the terms of STEP queries. masks: not every one of them may see all keys.
+        auto add = [&](int t0, bool masks) {
+            const Element *qs = passing.arrive(t0, t0 + STEP < end), *dys = qs + Other::ELEMENTS;
+            const int at0 = t0 + sizes.offset;    // the last key that query t0 sees
+            if (masks && (s0 + m >= T || at0 + STEP <= s0 + m)) return;    // no keys, or all after these queries
+            const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
+            Steps p, ds;
+            multiply_rows(p, ks, m, qs);
+            if (masks && (!DOCUMENTS || t0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
+            if (DOCUMENTS && masks && t0 + STEP > all_keys_end) hide<false>(p, s0 + m, t0, documents);
+            multiply_rows(ds, vs, m, dys);
+            weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
+            add_weighted(dv, p, dys);
+            add_weighted(dk, ds, qs);
+        };
+        int t0 = begin;
+        passing.fetch(t0, t0 < end);
+        for (; t0 < masked_end; t0 += STEP) add(t0, true);
+        for (; !DOCUMENTS && t0 < end; t0 += STEP) add(t0, false);
+    }
+    Element *dks = dkv + sizes.k(b, blockIdx.y * GROUP), *dvs = dkv + sizes.v(b, blockIdx.y * GROUP);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
-        store_rows(dk[f], scale, scale, dks, 3 * C, s0 + m + 16 * f, T);
-        store_rows(dv[f], 1.0f, 1.0f, dks + C, 3 * C, s0 + m + 16 * f, T);
+        store_rows(dk[f], scale, scale, dks, sizes.kv_pitch, s0 + m + 16 * f, T);
+        store_rows(dv[f], 1.0f, 1.0f, dvs, sizes.kv_pitch, s0 + m + 16 * f, T);
     }
 }
 
 // dq of OWNED queries, in the order of the forward. Dynamic shared memory: queries, dy (OWNED x HEAD each) as Own tiles, two
 // stages of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backward_q(
-    int T, int H, float scale, const Element* __restrict__ qkv, const Element* __restrict__ dy,
-    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dqkv,
-    const int* __restrict__ starts) {
+    int queries, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
+    const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy,
+    const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dq, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *qs = reinterpret_cast<Element*>(dynamic_shared), *dys = qs + Own::ELEMENTS;
-    const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, C = H * HEAD;
-    const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
-    const int end = min(t0 + OWNED, T), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen
-    const long long at = (long long)b * T * 3 * C + h * HEAD, row = ((long long)b * H + h) * T;
+    const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
+    const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
+    const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
+    const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
+    const long long row = sizes.row(b, h);
     const Documents documents(starts, T);
     int s0 = documents.first_key(t0) / STEP * STEP;
-    const RowCopies k(qkv + at + C, 3 * C, s0), v(qkv + at + 2 * C, 3 * C, s0);
+    const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, dys + Own::ELEMENTS};
 
-    Channels dq = {};
-    RowCopies(qkv + at, 3 * C, t0).fetch<OWNED>(qs, t0, T);
-    RowCopies(dy + (long long)b * T * C + h * HEAD, C, t0).fetch<OWNED>(dys, t0, T);
-    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to t0
+    Channels sums = {};
+    RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
+    RowCopies(dy + sizes.y(b, h), C, t0).fetch<OWNED>(dys, t0, Q);
+    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to all_see
     keys.fetch(s0, true);
     Statistics statistics[FRAGMENTS][2];    // of rows g and g + 8
 #pragma unroll
@@ -104,23 +112,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int t = t0 + m + lane / 4 + 16 * f + 8 * i;
-            statistics[f][i] = t < T ? make_float2(log_sums[row + t], dots[row + t]) : make_float2(0.0f, 0.0f);
+            statistics[f][i] = t < Q ? make_float2(log_sums[row + t], dots[row + t]) : make_float2(0.0f, 0.0f);
         }
     // Adds the terms of STEP keys. masks: not every query may see all of them.
     auto add = [&](int s0, bool masks) {
-        const Element *ks = keys.arrive(s0, !masks || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
+        const Element *ks = keys.arrive(s0, (!GENERAL && !masks) || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
         if (masks && s0 >= warp_end) return;
         Steps p, ds;
         multiply_rows(p, qs, m, ks);
-        if (masks && t0 + m + 1 < s0 + STEP) mask<true>(p, t0 + m, s0);
+        if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
         if (masks && s0 < seen_by_all) hide<true>(p, t0 + m, s0, documents);
         multiply_rows(ds, dys, m, vs);
         weigh(p, ds, scale * LOG2_E, [&](int f, int, int e) { return statistics[f][e / 2]; });
-        add_weighted(dq, ds, ks);
+        add_weighted(sums, ds, ks);
     };
     for (; ROOMY && s0 < seen_by_all; s0 += STEP) add(s0, true);
-    for (; ROOMY && s0 < t0; s0 += STEP) add(s0, false);
+    for (; ROOMY && s0 < all_see; s0 += STEP) add(s0, false);
     for (; s0 < end; s0 += STEP) add(s0, true);
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) store_rows(dq[f], scale, scale, dqkv + at, 3 * C, t0 + m + 16 * f, T);
+    for (int f = 0; f < FRAGMENTS; ++f) store_rows(sums[f], scale, scale, dq + sizes.q(b, h), sizes.q_pitch, t0 + m + 16 * f, Q);
 }

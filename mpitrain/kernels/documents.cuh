@@ -1,9 +1,18 @@
-// Documents in the rows of attention: no query sees a key of an earlier document. See `starts` of attention in ops/reference.
-// The macro DOCUMENTS is 1 where a launch has them, else `starts` is not read.
+// Which keys a query sees, and where rows lie: see attention in ops/reference. Macros, so that a launch without these things
+// pays for none:
+// DOCUMENTS is 1 where rows have several documents, else `starts` is not read; no query sees a key of an earlier document.
+// GENERAL is 0 for causal attention of sequences with themselves, whose q and kv lie side by side in rows of H + 2 G heads.
+// GROUP is the number of query heads that share a head of keys and values.
 #pragma once
 
 #ifndef DOCUMENTS
 #define DOCUMENTS 0
+#endif
+#ifndef GENERAL
+#define GENERAL 0
+#endif
+#ifndef GROUP
+#define GROUP 1
 #endif
 
 // The documents of one sequence. starts: (T,), ascending; of each token, the first token of its document.
@@ -28,4 +37,24 @@ struct Documents {
         }
         return end;
     }
+};
+
+// The sizes of a launch. A query sees the keys up to last_key.
+struct Sizes {
+    int Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows;
+
+    __device__ __forceinline__ Sizes(int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows)
+        : Q(GENERAL ? Q : T), T(T), offset(GENERAL ? offset : 0), H(H), q_pitch(GENERAL ? q_pitch : side_by_side(H)),
+          kv_pitch(GENERAL ? kv_pitch : side_by_side(H)), q_rows(GENERAL ? q_rows : T), kv_rows(GENERAL ? kv_rows : T) {}
+
+    static __device__ __forceinline__ int side_by_side(int H) { return (H + 2 * (H / GROUP)) * HEAD; }
+
+    __device__ __forceinline__ int last_key(int t) const { return GENERAL ? min(t + offset, T - 1) : t; }
+
+    // Where rows of head h of sequence b begin: of q; of the keys (of the values G heads later); of y, dy; of log_sums.
+    __device__ __forceinline__ long long q(int b, int h) const { return (long long)b * q_rows * q_pitch + h * HEAD; }
+    __device__ __forceinline__ long long k(int b, int h) const { return (long long)b * kv_rows * kv_pitch + h / GROUP * HEAD; }
+    __device__ __forceinline__ long long v(int b, int h) const { return k(b, h) + H / GROUP * HEAD; }
+    __device__ __forceinline__ long long y(int b, int h) const { return (long long)b * Q * (H * HEAD) + h * HEAD; }
+    __device__ __forceinline__ long long row(int b, int h) const { return ((long long)b * H + h) * Q; }
 };

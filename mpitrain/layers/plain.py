@@ -329,44 +329,63 @@ class Embedding:
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, 3C) -> (B, T, C), without parameters.
+    """Causal multi-head attention, (B, T, (H + 2 G) D) -> (B, T, H D), without parameters.
 
-    heads  number of heads on this rank, from head `first` on
-    every  number of heads on all ranks
-    drop   dropout of the probabilities, or None
-    now    of the layer factory; a query sees no key of another document of `now.documents`
+    heads     number of query heads on this rank, H, from head `first` on
+    kv_heads  number of key and value heads on this rank, G
+    every     number of query heads on all ranks
+    drop      dropout of the probabilities, or None
+    now       of the layer factory; a query sees no key of another document of `now.documents`
     """
 
     output_is_free = False
 
-    def __init__(self, ops: Ops, heads: int, drop: Dropout | None = None, now: Now | None = None):
-        self.ops, self.heads, self.drop, self.now = ops, heads, drop, now or Now()
+    def __init__(
+        self,
+        ops: Ops,
+        heads: int,
+        kv_heads: int | None = None,
+        drop: Dropout | None = None,
+        now: Now | None = None,
+    ):
+        self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
+        self.drop, self.now = drop, now or Now()
         self.first, self.every = 0, heads
 
     def parameters(self):
         return []
 
     def output_shape(self, shape):
-        return (*shape[:-1], shape[-1] // 3)
+        return (*shape[:-1], self._width(shape))
+
+    def _width(self, shape):
+        """Return the columns of the queries, H D, for the shape of x."""
+        return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
 
     def forward(self, w, x, arena):
-        documents = self.now.documents
+        width, documents = self._width(x.shape), self.now.documents
+        q, kv = x[..., :width], x[..., width:]
         starts = () if documents is None else (documents.starts,)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
             mask = drop.key, now.step, first, self.every, drop.rate
-            return self.ops.attention_dropout(x, self.heads, *mask, arena, *starts)
-        return self.ops.attention(x, self.heads, arena, *starts)
+            return self.ops.attention_dropout(q, kv, self.heads, *mask, arena, *starts)
+        return self.ops.attention(q, kv, self.heads, arena, *starts)
 
     def forward_next(self, w, x, past, arena):
-        keys, values = past.arrays(self.heads, x.shape[-1] // 3 // self.heads, x.dtype)
-        return self.ops.attention_next(x, keys, values, past.lengths, self.heads, arena)
+        width = self._width(x.shape)
+        keys, values = past.arrays(self.kv_heads, width // self.heads, x.dtype)
+        q, kv = x[..., :width], x[..., width:]
+        return self.ops.attention_next(q, kv, keys, values, past.lengths, self.heads, arena)
 
     def backward_input(self, w, dy, saved, arena):
-        ops = self.ops
+        ops, width = self.ops, dy.shape[-1]
         backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
-        return backward(dy, saved, arena), None
+        columns = width // self.heads * (self.heads + 2 * self.kv_heads)
+        dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
+        backward(dy, saved, dx[..., :width], dx[..., width:], arena)
+        return dx, None
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -505,23 +524,19 @@ class Plain:
     def attention(
         self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0
     ) -> Layer:
-        """Return causal attention, (B, T, 3 width) to (B, T, width).
+        """Return causal attention, from the output of `qkv` to (B, T, width).
 
         dropout  rate of dropout of the probabilities
-        raises   ConfigError if heads does not divide width, or differs from kv_heads
+        raises   ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
-        if kv_heads not in (None, heads):
-            raise ConfigError(
-                f"This attention has a key and value head for each head, but of {heads} heads "
-                f"there are {kv_heads}.",
-                "Leave kv_heads out, or use an attention layer of your own after `qkv`.",
-            )
+        shared = heads if kv_heads is None else kv_heads
+        divided(heads, shared, f"key and value heads do not divide {heads} heads")
         self.made.add("attention")
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._attention(self._source, heads, drop, self.now)
+        attention = self._attention(self._source, heads, shared, drop, self.now)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(

@@ -128,7 +128,8 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
     def rounding(name: str, row: Operation) -> Callable:
         body, line = getattr(wide, name), operands(row.operands)
         results, parameters = line.results, [*(one.name for one in line.takes), "arena"]
-        if row.rounds not in (*parameters, *results, "mirror", "nothing"):
+        names = row.rounds.split()
+        if not {*names} <= {*parameters, *results, "mirror", "nothing"}:
             raise ConfigError(
                 f"In half precision an operation rounds one of its operands or nothing, but `{name}` "
                 f"rounds {row.rounds!r}.",
@@ -142,10 +143,11 @@ def rounded(dtype: str, attention: str = "auto", passes: str = "numpy") -> Round
             result = body(*arguments, **named)
             values = result if len(results) > 1 else [result] if results else []
             by_name = dict(zip(parameters, arguments, strict=False)) | named
-            array = (by_name | dict(zip(results, values, strict=True))).get(row.rounds)
-            if array is not None:
-                for block in row_blocks(array):
-                    put(array[block], by_name["arena"])
+            by_name |= dict(zip(results, values, strict=True))
+            for one in names:
+                if (array := by_name.get(one)) is not None:
+                    for block in row_blocks(array):
+                        put(array[block], by_name["arena"])
             return result
 
         return run

@@ -27,7 +27,7 @@ class Operation(NamedTuple):
 
     help       one phrase
     operands   arguments and results of an example call, with shapes: see `operands`
-    rounds     the result or argument that half precision rounds on the host, or "nothing"
+    rounds     the results or arguments that half precision rounds on the host, as words, or "nothing"
     host       the operation on NumPy arrays
     launches   kernel launches of the example, if no sum of a product is split; 0 without `cuda`
     cuda       the operation on kernels, or the name of the file in `ops/cuda` that has it; it takes
@@ -115,21 +115,21 @@ embedding_backward_table | gradient of an embedding's table | 1 | nothing
 embedding_backward_positions | gradient of an embedding's positions | 1 | nothing
     dx:B,T,C dpositions:T,C accumulate=1 -> dpositions
 [attention]
-attention | causal attention | 1 | y | 2BTTHD
-    qkv:B,T,3HD heads=H -> y:B,T,HD saved
+attention | attention, causal unless asked otherwise | 1 | y | 2BTTHD
+    q:B,T,HD kv:B,T,2ED heads=H -> y:B,T,HD saved
 attention_next | attention of new tokens over stored keys and values | 1 | y | 4BTTHD
-    qkv:B,T,3HD keys:B,H,2T,D values:B,H,2T,D past<T:B heads=H -> y:B,T,HD keys values
-attention_backward | gradient of attention | 3 | dqkv | 4BTTHD
-    dy:B,T,HD saved@attention|B,T,4HD -> dqkv:B,T,3HD
+    q:B,T,HD kv:B,T,2ED keys:B,E,2T,D values:B,E,2T,D past<T:B heads=H -> y:B,T,HD keys values
+attention_backward | gradient of attention | 3 | dq dkv | 4BTTHD
+    dy:B,T,DH saved@attention|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv
 [layers: numbers]
 dropout | random zeros, plus a residual | 1 | y
     x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C
 [attention: numbers]
-attention_dropout | causal attention with random zeros | 1 | y | 2BTTHD
-    qkv:B,T,3HD heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved
+attention_dropout | attention with random zeros | 1 | y | 2BTTHD
+    q:B,T,HD kv:B,T,2ED heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved
 [attention]
-attention_dropout_backward | gradient of attention_dropout | 3 | dqkv | 4BTTHD
-    dy:B,T,HD saved@attention_dropout|B,T,4HD -> dqkv:B,T,3HD
+attention_dropout_backward | gradient of attention_dropout | 3 | dq dkv | 4BTTHD
+    dy:B,T,DH saved@attention_dropout|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv
 [layers: multiply]
 conv2d | a convolution of images with a bias | 2 | y | BIJSSFG
     x:B,I,J,F w:G,SSF b:G side=S -> y:B,I,J,G saved
@@ -221,7 +221,7 @@ newton_schulz | nearly the nearest semi-orthogonal matrix | 9 | nothing
         operands
 
 B, T, C     batch, tokens, channels
-H, D        heads, channels of a head
+H, E, D     query heads, heads of keys and values, channels of a head
 M, K, N     rows, inputs, outputs
 V           vocabulary
 L           length of a flat array

@@ -10,6 +10,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from tests.cases.layers import reference
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.packed import Packed
 
 DROP = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, 4, 0.3
 
@@ -26,18 +27,20 @@ def check_documents(
     d: int,
     dtype: str = "float32",
     drops: bool = False,
+    g: int | None = None,
 ) -> None:
     """Compare attention within documents, forward and backward."""
-    ops, arena, starts = bodies.cuda(kernels), Arena(), starts_of(rows)
+    arena, starts = Arena(), starts_of(rows)
     shape = starts.shape
-    qkv, dy = (stored(numbers(n, *shape, n * h * d), dtype) for n in (3, 1))
+    qkv, dy = (stored(numbers(n, *shape, n * d), dtype) for n in (h + 2 * (g or h), h))
     name, given = ("attention_dropout", DROP) if drops else ("attention", ())
-    y, saved = getattr(ops, name)(qkv, h, *given, arena, starts)
-    true_y, true_saved = getattr(reference, name)(values(qkv), h, *given, None, starts)
+    ops, truth = (Packed(each, name, g) for each in (bodies.cuda(kernels), reference))
+    y, saved = ops.attention(qkv, h, *given, arena, starts)
+    true_y, true_saved = truth.attention(values(qkv), h, *given, None, starts)
     assert_close(y, true_y, dtype, "y")
     assert_close(
         ops.attention_backward(dy, saved, arena),
-        reference.attention_backward(values(dy), true_saved, None),
+        truth.attention_backward(values(dy), true_saved, None),
         dtype,
         "dqkv",
     )
@@ -57,6 +60,7 @@ def ordinary() -> Iterator[Callable]:
         yield partial(check_documents, rows=rows, h=2, d=4)
     for dtype in ("float64", "bfloat16"):
         yield partial(check_documents, rows=[[7, 33]], h=1, d=8, dtype=dtype)
+    yield partial(check_documents, rows=[[40, 30]], h=2, g=1, d=4)
 
 
 def dropped() -> Iterator[Callable]:
@@ -77,4 +81,5 @@ def tensor() -> Iterator[Callable]:
     ):
         yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16")
     yield partial(check_documents, rows=[[50, 50]], h=1, d=80, dtype="bfloat16")
+    yield partial(check_documents, rows=[[100, 60]], h=2, g=1, d=16, dtype="float16")
     yield partial(check_documents, rows=[[100, 31]], h=2, d=64, dtype="float16")

@@ -11,6 +11,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import sum_rows
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.packed import Packed
 
 reference = bodies.reference()
 
@@ -280,82 +281,89 @@ def check_part_of_table(kernels: Kernels, v: int, first: int, positions: bool) -
 
 
 def check_attention(
-    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
+    kernels: Kernels,
+    b: int,
+    t: int,
+    h: int,
+    d: int,
+    dtype: str = "float32",
+    shifted: bool = False,
+    g: int | None = None,
+    queries: int | None = None,
+    offset: int = 0,
+    rate: float = 0.0,
 ) -> None:
-    """Attention forward and backward."""
-    ops, arena = bodies.cuda(kernels), Arena()
-    qkv, dy = (
-        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
-        stored(numbers(2, b, t, h * d), dtype, shifted),
+    """Attention forward and backward: g heads of keys and values, the last `queries` rows, an offset; with a rate dropout, of
+    some heads of a batch's sequences.
+    """
+    name = "attention_dropout" if rate else "attention"
+    given = ((5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, rate) if rate else ()
+    ops, truth = (
+        Packed(each, name, g, queries, offset=offset) for each in (bodies.cuda(kernels), reference)
     )
-    y, saved = ops.attention(qkv, h, arena)
-    true_y, true_saved = reference.attention(values(qkv), h, None)
+    qkv, dy = (
+        stored(numbers(1, b, t, (h + 2 * (g or h)) * d), dtype, shifted),
+        stored(numbers(2, b, queries or t, h * d), dtype, shifted),
+    )
+    arena = Arena()
+    y, saved = ops.attention(qkv, h, *given, arena)
+    true_y, true_saved = truth.attention(values(qkv), h, *given, None)
     assert_close(y, true_y, dtype, "y")
     assert_close(
         ops.attention_backward(dy, saved, arena),
-        reference.attention_backward(values(dy), true_saved, None),
+        truth.attention_backward(values(dy), true_saved, None),
         dtype,
         "dqkv",
     )
 
 
 def check_next(
-    kernels: Kernels, past: tuple[int, ...], t: int, h: int, d: int, dtype: str = "float32"
+    kernels: Kernels,
+    past: tuple[int, ...],
+    t: int,
+    h: int,
+    d: int,
+    dtype: str = "float32",
+    g: int | None = None,
 ) -> None:
     """Compare attention of new tokens, after different numbers of stored tokens; the rest of the
     cache must not change.
     """
     ops, b, room = bodies.cuda(kernels), len(past), max(past, default=0) + t + 2
-    qkv = stored(numbers(1, b, t, 3 * h * d), dtype)
-    caches = [stored(numbers(seed, b, h, room, d), dtype) for seed in (2, 3)]
+    groups = g or h
+    qkv = stored(numbers(1, b, t, (h + 2 * groups) * d), dtype)
+    caches = [stored(numbers(seed, b, groups, room, d), dtype) for seed in (2, 3)]
     truths = [values(cache) for cache in caches]
-    firsts = np.array(past, np.int64)
-    y = ops.attention_next(qkv, *caches, firsts, h, Arena())
-    assert_close(y, reference.attention_next(values(qkv), *truths, firsts, h, None), dtype, "y")
+    firsts, width = np.array(past, np.int64), h * d
+    y, truth = (
+        each.attention_next(x[..., :width], x[..., width:], *stores, firsts, h, Arena())
+        for each, x, stores in ((ops, qkv, caches), (reference, values(qkv), truths))
+    )
+    assert_close(y, truth, dtype, "y")
     for cache, truth in zip(caches, truths, strict=True):
         np.testing.assert_array_equal(values(cache), truth)
-
-
-def check_dropped_attention(
-    kernels: Kernels, b: int, t: int, h: int, d: int, dtype: str = "float32", shifted: bool = False
-) -> None:
-    """Attention with dropout of its probabilities, of some heads of a batch's sequences."""
-    ops, arena = bodies.cuda(kernels), Arena()
-    qkv, dy = (
-        stored(numbers(1, b, t, 3 * h * d), dtype, shifted),
-        stored(numbers(2, b, t, h * d), dtype, shifted),
-    )
-    given = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, 0.3
-    y, saved = ops.attention_dropout(qkv, h, *given, arena)
-    true_y, true_saved = reference.attention_dropout(values(qkv), h, *given, None)
-    assert_close(y, true_y, dtype, "y")
-    assert_close(
-        ops.attention_dropout_backward(dy, saved, arena),
-        reference.attention_dropout_backward(values(dy), true_saved, None),
-        dtype,
-        "dqkv",
-    )
 
 
 def dropped_attentions() -> Iterator[Callable]:
     """attention_dropout."""
     for b, t, h in ((1, 1, 1), (2, 5, 3), (0, 5, 1), (1, 33, 2), (2, 130, 2)):
-        yield partial(check_dropped_attention, b=b, t=t, h=h, d=4, shifted=t == 33)
+        yield partial(check_attention, b=b, t=t, h=h, d=4, shifted=t == 33, rate=0.3)
     for dtype in ("float64", "bfloat16"):
-        yield partial(check_dropped_attention, b=1, t=40, h=2, d=16, dtype=dtype)
+        yield partial(check_attention, b=1, t=40, h=2, d=16, dtype=dtype, rate=0.3)
+    yield partial(check_attention, b=2, t=70, h=4, g=2, d=4, rate=0.3, offset=70)
 
 
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     """Attention of no sequences is none, and so is its gradient."""
-    ops, qkv = bodies.cuda(kernels), stored(numbers(1, 0, 5, 3 * d), dtype)
+    ops, qkv = Packed(bodies.cuda(kernels)), stored(numbers(1, 0, 5, 3 * d), dtype)
     y, saved = ops.attention(qkv, 1, Arena())
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
 
 def check_attention_repeats(kernels: Kernels) -> None:
     """In another order of threads each sum is the same to the last bit."""
-    ops, arena = bodies.cuda(kernels), Arena()
-    qkv, dy = stored(numbers(1, 1, 200, 96), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    ops, arena = Packed(bodies.cuda(kernels), kv_heads=1), Arena()
+    qkv, dy = stored(numbers(1, 1, 200, 64), "float16"), stored(numbers(2, 1, 200, 32), "float16")
     found = set()
     for _ in range(2):
         y, saved = ops.attention(qkv, 2, arena)
@@ -365,7 +373,7 @@ def check_attention_repeats(kernels: Kernels) -> None:
 
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
-    ops, qkv = bodies.cuda(kernels), stored(numbers(1, 1, 70, 3 * d), dtype)
+    ops, qkv = Packed(bodies.cuda(kernels)), stored(numbers(1, 1, 70, 3 * d), dtype)
     y = ops.attention(qkv, 1, Arena())[0].copy()
     for t in (0, 31, 32, 63, 64):
         later = qkv.copy()
@@ -505,6 +513,18 @@ def embeddings() -> Iterator[Callable]:
         yield partial(check_part_of_table, v=v, first=first, positions=first == 9)
 
 
+GROUPED = [
+    (70, 4, 2, None, 0),  # heads that share keys and values
+    (33, 3, 1, None, 33),  # and no mask
+    (65, 2, 2, None, 64),
+    (97, 2, 1, 40, 57),  # the last rows of a sequence
+    (97, 2, 2, 33, 20),  # keys that no query sees
+    (40, 2, 2, 5, 0),
+    (200, 2, 1, 150, 31),
+]
+"""Tokens, heads, heads of keys and values, queries, offset."""
+
+
 def attentions() -> Iterator[Callable]:
     """attention."""
     for b, t, h, d in (
@@ -521,6 +541,8 @@ def attentions() -> Iterator[Callable]:
     yield partial(check_attention, b=1, t=37, h=2, d=8, shifted=True)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
+    for t, h, g, queries, offset in GROUPED:
+        yield partial(check_attention, b=2, t=t, h=h, g=g, d=4, queries=queries, offset=offset)
     yield partial(check_no_sequences, dtype="float32", d=4)
     yield check_masking
 
@@ -540,6 +562,8 @@ def next_attentions() -> Iterator[Callable]:
         yield partial(check_next, past=past, t=t, h=h, d=d)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_next, past=(9, 40), t=2, h=2, d=8, dtype=dtype)
+    for g in (1, 2):
+        yield partial(check_next, past=(9, 40), t=3, h=4, g=g, d=8)
 
 
 def tensor_attentions() -> Iterator[Callable]:
@@ -556,6 +580,21 @@ def tensor_attentions() -> Iterator[Callable]:
     ):
         yield partial(check_attention, b=b, t=t, h=h, d=16, dtype="float16")
     yield partial(check_attention, b=1, t=140, h=2, d=16, dtype="bfloat16", shifted=True)
+    for t, h, g, queries, offset in (*GROUPED, (300, 2, 1, 170, 130), (256, 2, 2, 130, 256)):
+        yield partial(
+            check_attention,
+            b=1 + (t < 100),
+            t=t,
+            h=h,
+            g=g,
+            d=16,
+            queries=queries,
+            offset=offset,
+            dtype="float16",
+        )
+    yield partial(
+        check_attention, b=1, t=150, h=2, g=1, d=80, queries=140, offset=140, dtype="float16"
+    )
     yield partial(
         check_attention, b=1, t=131, h=2, d=64, dtype="float16"
     )  # several copies to a thread

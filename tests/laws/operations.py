@@ -17,14 +17,14 @@ from mpitrain.ops.operands import Operand, Sizes, dims, operands
 PRIVATE = ("saved", "pending")
 """Results whose content is private to a backend."""
 IMAGES = {"I": 5, "J": 7, "F": 3, "G": 2, "S": 3, "P": 2}
-PRIME = {"M": 7, "K": 5, "N": 3, "C": 11, "V": 13, "B": 2, "T": 5, "H": 2, "D": 3, "L": 101}
+PRIME = {"M": 7, "K": 5, "N": 3, "C": 11, "V": 13, "B": 2, "T": 5, "H": 2, "E": 1, "D": 3, "L": 101}
 PRIME |= IMAGES
 SIZES: tuple[Sizes, ...] = (
     dict.fromkeys(PRIME, 1),
     PRIME,
     {**PRIME, "M": 0, "B": 0, "L": 0},
-    {"M": 130, "K": 40, "N": 515, "C": 515, "V": 300, "B": 2, "T": 67, "H": 3, "D": 8, "L": 70_001}
-    | {"I": 9, "J": 11, "F": 8, "G": 20, "S": 5, "P": 3},
+    {"M": 130, "K": 40, "N": 515, "C": 515, "V": 300, "B": 2, "T": 67, "H": 4, "D": 8, "L": 70_001}
+    | {"E": 2, "I": 9, "J": 11, "F": 8, "G": 20, "S": 5, "P": 3},
 )
 TOLERANCE = {"float64": 1e-11, "float32": 3e-5}
 

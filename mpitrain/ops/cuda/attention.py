@@ -1,10 +1,12 @@
-"""Causal attention in tiles (FlashAttention-2, Dao 2023). `saved` is (qkv, y, log_sums, heads, drop,
-starts).
+"""Attention in tiles (FlashAttention-2, Dao 2023). `saved` is (q, kv, y, log_sums, heads, drop,
+starts, offset).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
 cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
 the arguments of dropout. `starts` is None, or the first token of each token's document, (B, T) int32.
+Groups of heads that share keys and values, documents, and offsets or other pitches than those of a
+layer are macros: a launch without them runs a kernel that has no registers for them.
 """
 
 from math import e, log2
@@ -12,12 +14,12 @@ from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
-from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.launches import (
     KINDS,
     ROWS,
     c_type,
     element,
+    in_chunks,
     index,
     most_shared,
     row_blocks,
@@ -47,14 +49,15 @@ class AttentionKernels(NamedTuple):
     macros: tuple[Macros, Macros]
 
 
-def attention(kernels: Kernels, qkv, heads, arena, starts=None):
-    return _attended(kernels, qkv, heads, (), starts, arena)
+def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
+    return _attended(kernels, q, kv, heads, (), starts, offset, arena)
 
 
 def attention_dropout(
     kernels: Kernels,
     numbers: LaunchNumbers,
-    qkv,
+    q,
+    kv,
     heads,
     key,
     step,
@@ -63,72 +66,62 @@ def attention_dropout(
     rate,
     arena,
     starts=None,
+    offset=0,
 ):
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
-    return _attended(kernels, qkv, heads, drop, starts, arena)
+    return _attended(kernels, q, kv, heads, drop, starts, offset, arena)
 
 
-def _attended(kernels: Kernels, qkv: Any, heads: int, drop: tuple, starts: Any, arena: Any) -> Any:
-    batch, length, width = _shape(qkv)
-    y, log_sums = (
-        arena.take((batch, length, width), qkv.dtype),
-        arena.take((batch, heads, length), KINDS[qkv.dtype].sums),
-    )
-    chosen = choose(
-        kernels,
-        qkv,
-        heads,
-        qkv.itemsize == 2 and address(qkv) % 16 == 0,
-        bool(drop),
-        starts is not None,
-    )
-    arrays = qkv, y, log_sums, *drop, starts
-    _launch(kernels, chosen, "", chosen.scale, qkv, heads, arrays, "y log_sums")
-    return y, (qkv, y, log_sums, heads, drop, starts)
+def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
+    drop, starts, offset, arena = how
+    batch, count, _ = q.shape
+    y = arena.take(q.shape, q.dtype)
+    log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
+    chosen = choose(kernels, q, kv, heads, y, bool(drop), starts is not None, offset)
+    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, offset, (y, log_sums, *drop, starts))
+    return y, (q, kv, y, log_sums, heads, drop, starts, offset)
 
 
-def attention_backward(kernels: Kernels, dy, saved, arena):
-    """Return dqkv; the weights are recomputed tile by tile.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, y, log_sums, heads, drop, starts = saved
-    batch, length, width = _shape(qkv)
-    dots, dqkv = arena.take(log_sums.shape, log_sums.dtype), arena.take(qkv.shape, qkv.dtype)
-    is_chunked = qkv.itemsize == 2 and (address(qkv) | address(dy)) % 16 == 0
-    chosen = choose(kernels, qkv, heads, is_chunked, bool(drop), starts is not None)
+def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
+    """Write dq and dkv, which have the strides of q and kv; the weights are recomputed tile by
+    tile.    dy: (B, Q, H D)
+    """
+    q, kv, y, log_sums, heads, drop, starts, offset = saved
+    pairs = (q, dq), (kv, dkv)
+    assert not q.size or all(x.strides[:2] == dx.strides[:2] for x, dx in pairs)
+    batch, count, width = q.shape
+    dots = arena.take(log_sums.shape, log_sums.dtype)
+    chosen = choose(kernels, q, kv, heads, dy, bool(drop), starts is not None, offset)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
         ROWS,
-        (batch, length, heads, width // heads, y, dy, dots),
-        macros=KINDS[qkv.dtype].macros,
+        (batch, count, heads, width // heads, y, dy, dots),
+        macros=KINDS[q.dtype].macros,
         fresh="dots",
     )
-    for half in ("_backward_kv", "_backward_q"):
-        _launch(
-            kernels,
-            chosen,
-            half,
-            (width // heads) ** -0.5,
-            qkv,
-            heads,
-            (qkv, dy, log_sums, dots, dqkv, *drop, starts),
-        )
-    return dqkv
+    scale, facts = (width // heads) ** -0.5, (dy, log_sums, dots)
+    for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
+        arrays = *facts, gradient, *drop, starts
+        _launch(kernels, chosen, half, scale, q, kv, heads, offset, arrays)
 
 
-def attention_next(kernels: Kernels, qkv, keys, values, past, heads, arena):
+def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena):
     """Return y of new tokens, and store their keys and values; one warp per query and head.
 
-    qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)
+    q, y: (B, T, H D); kv: (B, T, 2 G D); keys, values: (B, G, W, D); past: (B,)
     """
-    batch, length, width = _shape(qkv)
-    head, y = width // heads, arena.take((batch, length, width), qkv.dtype)
+    batch, length, _ = q.shape
+    (_, groups, room, head), y = keys.shape, arena.take(q.shape, q.dtype)
+    sizes = batch, length, heads, groups, room, _pitch(q), _pitch(kv)
     kernels.launch(
         "attention_next",
         row_blocks(batch * length * heads),
         ROWS,
-        (batch, length, heads, keys.shape[2], head**-0.5, qkv, past, keys, values, y),
-        macros=kernels.macros(**element(qkv), **index(past), HEAD=head),
+        (*sizes, head**-0.5, q, kv, past, keys, values, y),
+        macros=kernels.macros(**element(q), **index(past), HEAD=head),
         fresh="y",
+        strided="q kv",
     )
     return y
 
@@ -138,24 +131,29 @@ attention_dropout_backward = attention_backward
 
 def choose(
     kernels: Kernels,
-    qkv: Any,
+    q: Any,
+    kv: Any,
     heads: int,
-    is_chunked: bool,
+    other: Any,
     drops: bool = False,
     has_documents: bool = False,
+    offset: int = 0,
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
-    is_chunked     whether elements have 16 bits and all rows that are read begin at multiples of 16
-                   bytes
+    other          what else they read, y or dy
     drops          whether the probabilities have dropout
     has_documents  whether rows have several documents
     raises         KernelError if the heads are too wide for the device
     """
-    key = ("attention", qkv.dtype, qkv.shape, heads, is_chunked, drops, has_documents)
+    is_chunked = q.itemsize == 2 and bool(in_chunks(q, kv, other))
+    is_general = offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
+    shape = q.shape[1:], kv.shape[2], heads
+    key = ("attention", q.dtype, shape, is_chunked, drops, has_documents, is_general)
     chosen = kernels.plans.get(key)
     if chosen is None:
-        chosen = kernels.plans[key] = _choose(kernels, qkv, heads, is_chunked, drops, has_documents)
+        defines = {"DOCUMENTS": has_documents, "GENERAL": is_general}
+        chosen = kernels.plans[key] = _choose(kernels, q, kv, heads, is_chunked, drops, defines)
     return chosen
 
 
@@ -165,15 +163,22 @@ def has_tensor_kernel(head: int) -> bool:
 
 
 def _choose(
-    kernels: Kernels, qkv: Any, heads: int, is_chunked: bool, drops: bool, has_documents: bool
+    kernels: Kernels,
+    q: Any,
+    kv: Any,
+    heads: int,
+    is_chunked: bool,
+    drops: bool,
+    defines: dict[str, bool],
 ) -> AttentionKernels:
-    _, length, width = _shape(qkv)
+    _, length, width = q.shape
     head, capability = width // heads, kernels.engine.capability
-    limit, common = most_shared(kernels), {**element(qkv), "HEAD": head}
-    if has_documents:
-        common["DOCUMENTS"] = 1
+    limit, common = most_shared(kernels), {**element(q), "HEAD": head}
+    common |= {name: 1 for name, is_set in defines.items() if is_set}
+    if (shared_by := 2 * width // kv.shape[2]) > 1:
+        common["GROUP"] = shared_by
     if (
-        c_type(qkv) in ("__half", "__nv_bfloat16")
+        c_type(q) in ("__half", "__nv_bfloat16")
         and capability >= 80
         and has_tensor_kernel(head)
         and not drops
@@ -196,7 +201,7 @@ def _choose(
             (forward[steps[0]], backward[steps[1]]),
             (macros[0], macros[1]),
         )
-    pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(qkv) == "float64" else 4
+    pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(q) == "float64" else 4
     for tile in (64, 32) if length > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
@@ -225,9 +230,16 @@ def _step(shared: dict[int, int], limit: int) -> int:
     )
 
 
-def _shape(qkv: Any) -> tuple[int, int, int]:
-    batch, length, triple = qkv.shape
-    return batch, length, triple // 3
+def _are_side_by_side(q: Any, kv: Any) -> bool:
+    """Return whether q and kv have the strides of views into rows that hold both and nothing else."""
+    pitch = (q.shape[2] + kv.shape[2]) * q.itemsize
+    return q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
+
+
+def _pitch(rows: Any) -> int:
+    """Return the elements from one row of (B, T, columns) to the next."""
+    step: int = rows.strides[1] // rows.itemsize
+    return step
 
 
 def _launch(
@@ -235,19 +247,29 @@ def _launch(
     chosen: AttentionKernels,
     half: str,
     scale: float,
-    qkv: Any,
+    q: Any,
+    kv: Any,
     heads: int,
+    offset: int,
     arrays: tuple,
-    fresh: str = "",
 ) -> None:
-    is_backward = half != ""
-    batch, length, _ = qkv.shape
+    """Launch the forward or a half of the backward.
+
+    arrays  those after q and kv
+    """
+    (batch, count, width), length = q.shape, kv.shape[1]
+    of_keys = half == "_backward_kv"
+    owned, own_heads = (length, heads * kv.shape[2] // (2 * width)) if of_keys else (count, heads)
+    pitches = _pitch(q), _pitch(kv)
+    rows = (x.strides[0] // (x.strides[1] or 1) for x in (q, kv))
+    sizes = count, length, offset, heads, *pitches, *rows
     kernels.launch(
         chosen.prefix + half,
-        (-(-length // chosen.tile), heads, batch),
+        (-(-owned // chosen.tile), own_heads, batch),
         (chosen.threads,),
-        (length, heads, scale, *arrays),
-        chosen.shared[is_backward],
-        chosen.macros[is_backward],
-        fresh,
+        (*sizes, scale, q, kv, *arrays),
+        chosen.shared[half != ""],
+        chosen.macros[half != ""],
+        "" if half else "y log_sums",
+        f"q kv {'dkv' if of_keys else 'dq'}" if half else "q kv",
     )

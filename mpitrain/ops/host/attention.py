@@ -1,9 +1,10 @@
-"""Causal attention on the host. memory.attention chooses saved exponentials or tiles. Incremental
+"""Attention on the host. memory.attention chooses saved exponentials or tiles. Incremental
 decoding attends from new tokens to stored keys and values.
 
-B batch, T tokens, C channels. `saved` is the state of the body that ran, and knows its backward.
+B batch, T tokens. `saved` is the state of the body that ran, and knows its backward.
 `starts` is the first token of each token's document, (B, T), or None: a row is one document.
-H heads, D = C / H; W tokens that a cache has room for; Q queries of a block.
+H query heads are G groups of R, D channels of a head; W tokens that a cache has room for; Q queries of
+a block.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host.attention_whole import split_heads
 from mpitrain.ops.host.blocks import rounds
 from mpitrain.ops.random_bits import AttentionMask
 
@@ -22,41 +24,41 @@ QUERIES = 64
 """Queries per block: smaller blocks skip more of the masked half, but make slower products."""
 
 
-def attention_backward(dy, saved, arena):
-    return saved.backward(dy, arena)
+def attention_backward(dy, saved, dq, dkv, arena):
+    saved.backward(dy, dq, dkv, arena)
 
 
-def attention_next(qkv, keys, values, past, heads, arena):
+def attention_next(q, kv, keys, values, past, heads, arena):
     """Return y, and store the new keys and values.
 
     If each sequence has a single new token, all sequences are computed at once. Several new tokens
     are computed sequence by sequence, in blocks of queries.
 
-    qkv: (B, T, 3C); keys, values: (B, H, W, D); past: (B,); y: (B, T, C)
+    q, y: (B, T, H D); kv: (B, T, 2 G D); keys, values: (B, G, W, D); past: (B,)
     """
-    batch, length, packed = qkv.shape
-    y = arena.take((batch, length, packed // 3), qkv.dtype)
+    (batch, length, _), groups = q.shape, keys.shape[1]
+    y = arena.take(q.shape, q.dtype)
     firsts = past.tolist()
     if not y.size:
         return y
-    q, k, v = qkv.reshape(batch, length, 3, heads, -1).transpose(2, 0, 3, 1, 4)
-    out = y.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+    k, v = split_heads(kv, 2, groups)
+    queries, out = (split_heads(x, groups, heads // groups).swapaxes(0, 1) for x in (q, y))
     for b, first in enumerate(firsts):
         keys[b, :, first : first + length] = k[b]
         values[b, :, first : first + length] = v[b]
     if length == 1:
-        _attend(q, keys, values, firsts, out, arena)
+        _attend(queries, keys, values, firsts, out, arena)
         return y
-    for b in rounds(batch, qkv):
+    for b in rounds(batch, q):
         for start in range(0, length, QUERIES):
             rows = slice(start, min(start + QUERIES, length))
             sequence = slice(b, b + 1)
             _attend(
-                q[sequence, :, rows],
+                queries[sequence, :, :, rows],
                 keys[sequence],
                 values[sequence],
                 [firsts[b] + start],
-                out[sequence, :, rows],
+                out[sequence, :, :, rows],
                 arena,
             )
     return y
@@ -66,21 +68,23 @@ def _attend(q, keys, values, firsts, out, arena):
     """Fill out with the attention of some queries of each sequence.
 
     firsts      position of the first query, for each sequence
-    q, out      (B, H, Q, D)
-    keys, values  (B, H, W, D)
+    q, out      (B, G, R, Q, D)
+    keys, values  (B, G, W, D), each read once
     """
-    batch, heads, count, width = q.shape
+    batch, groups, each, count, width = q.shape
     seen = max(firsts) + count
-    exp = arena.take((batch * heads * count * keys.shape[2],), q.dtype)
-    exp = exp[: batch * heads * count * seen].reshape(batch, heads, count, seen)
-    np.matmul(q * width**-0.5, keys[:, :, :seen].swapaxes(2, 3), out=exp)
+    exp = arena.take((q.size // width * keys.shape[2],), q.dtype)
+    exp = exp[: q.size // width * seen].reshape(batch, groups, each * count, seen)
+    scaled = (q * width**-0.5).reshape(batch, groups, each * count, width)
+    np.matmul(scaled, keys[:, :, :seen].swapaxes(2, 3), out=exp)
     if count > 1 or min(firsts) < max(firsts):
-        ends = np.add.outer(firsts, np.arange(count))[:, None, :, None]
+        ends = np.tile(np.add.outer(firsts, np.arange(count)), each)[:, None, :, None]
         np.copyto(exp, -np.inf, where=np.arange(seen) > ends)
     exp -= np.maximum.reduce(exp, -1, keepdims=True)
     np.exp(exp, out=exp)
     sums = np.add.reduce(exp, -1, keepdims=True)
-    np.divide(np.matmul(exp, values[:, :, :seen]), sums, out=out)
+    total = np.matmul(exp, values[:, :, :seen])
+    np.divide(total.reshape(q.shape), sums.reshape(*q.shape[:4], 1), out=out)
 
 
 class Forwards(NamedTuple):
@@ -91,21 +95,25 @@ class Forwards(NamedTuple):
 
 
 def _forwards(attended: Callable[..., Any]) -> Forwards:
-    """Return the forward functions of a body: (qkv, heads, masks or None, arena, starts) -> (y, saved)."""
+    """Return the forward functions of a body: (q, kv, heads, masks or None, arena, starts, offset)
+    -> (y, saved).
+    """
 
-    def attention(qkv, heads, arena, starts=None):
-        return attended(qkv, heads, None, arena, starts)
+    def attention(q, kv, heads, arena, starts=None, offset=0):
+        return attended(q, kv, heads, None, arena, starts, offset)
 
-    def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
-        masks = AttentionMask(key, step, first, every, rate, qkv.shape[1])
-        return attended(qkv, heads, masks, arena, starts)
+    def attention_dropout(
+        q, kv, heads, key, step, first, every, rate, arena, starts=None, offset=0
+    ):
+        masks = AttentionMask(key, step, first, every, rate, q.shape[1])
+        return attended(q, kv, heads, masks, arena, starts, offset)
 
     return Forwards(attention, attention_dropout)
 
 
-def _by_length(qkv, *arguments):
-    body = attention_tiled if qkv.shape[1] >= TILED_FROM else attention_whole
-    return body.attended(qkv, *arguments)
+def _by_length(q, kv, *arguments):
+    body = attention_tiled if kv.shape[1] >= TILED_FROM else attention_whole
+    return body.attended(q, kv, *arguments)
 
 
 FORWARDS = {

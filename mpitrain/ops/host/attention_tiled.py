@@ -9,7 +9,8 @@ Some products take one more channel, which saves a pass over the tiles. In the f
 that their exponentials are the weights, and -dot to the gradient of the weights, where dot is the
 sum of dy y over a row.
 
-B batch, T tokens, C channels, H heads, D = C / H. A tile has Q queries and K keys.
+B batch, T tokens, D channels of a head; H query heads share G heads of keys and values. A tile has
+Q queries and K keys.
 """
 
 from functools import partial
@@ -25,19 +26,21 @@ from mpitrain.ops.random_bits import AttentionMask
 class TiledState(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
-    qkv: (B, T, 3C); y: (B, T, C); log_sums: (B, H, T); drop: masks of dropout, or None
+    q, y: (B, T, H D); kv: (B, T, 2 G D); log_sums: (B, H, T); drop: masks of dropout, or None
     starts  (B, T) first token of each token's document, or None
     """
 
-    qkv: np.ndarray
+    q: np.ndarray
+    kv: np.ndarray
     y: np.ndarray
     log_sums: np.ndarray
     tile: TileLimits
     drop: AttentionMask | None
     starts: np.ndarray | None
+    offset: int
 
-    def backward(self, dy, arena):
-        return backward(dy, *self, arena)
+    def backward(self, dy, dq, dkv, arena):
+        backward(dy, *self, dq, dkv, arena)
 
 
 class ForwardTile(NamedTuple):
@@ -84,30 +87,33 @@ class ForwardTile(NamedTuple):
         )
 
 
-def attended(qkv, heads, drop, arena, starts=None, tile=None):
-    batch, length, packed = qkv.shape
-    width, dtype = packed // 3 // heads, qkv.dtype
+def attended(queries, kv, heads, drop, arena, starts=None, offset=0, tile=None):
+    (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
+    width = columns // heads
+    groups = kv.shape[2] // (2 * width)
     tile = tile or tile_for(width)
-    y = arena.take((batch, length, packed // 3), dtype)
-    log_sums = arena.take((batch, heads, length), dtype)
+    y = arena.take(queries.shape, dtype)
+    log_sums = arena.take((batch, heads, count), dtype)
     q, kt = (
-        arena.take((length, width + 1), dtype),
+        arena.take((count, width + 1), dtype),
         take_columns(1, width + 1, length, dtype, arena)[0],
     )
-    v, out = arena.take((2, length, width), dtype)
-    sums = arena.take((length,), dtype)
-    every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None)
+    v, out = arena.take((length, width), dtype), arena.take((count, width), dtype)
+    sums = arena.take((count,), dtype)
+    every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None, offset)
     kt[width] = 1
-    inputs, (ys,) = split_heads(qkv, 3, heads), split_heads(y, 1, heads)
-    for sequence in rounds(batch, qkv):
-        (every_q, every_k, every_v), every_y = inputs[:, sequence], ys[sequence]
+    (every_q,), (ys,) = split_heads(queries, 1, heads), split_heads(y, 1, heads)
+    every_kv = split_heads(kv, 2, groups)
+    for sequence in rounds(batch, queries):
+        own_q, (every_k, every_v), every_y = every_q[sequence], every_kv[:, sequence], ys[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
-        for head in rounds(heads, qkv):
-            np.multiply(every_q[head], width**-0.5, out=q[:, :width])
+        for head in rounds(heads, queries):
+            np.multiply(own_q[head], width**-0.5, out=q[:, :width])
             q[:, width] = 0
-            kt[:width] = every_k[head].T
-            v[...] = every_v[head]
+            if head % (heads // groups) == 0:
+                kt[:width] = every_k[head * groups // heads].T
+                v[...] = every_v[head * groups // heads]
             fill = partial(drop.fill, sequence, head) if drop else None
             with np.errstate(over="ignore", invalid="ignore"):
                 _sum_values(tiles, fill)
@@ -119,24 +125,24 @@ def attended(qkv, heads, drop, arena, starts=None, tile=None):
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
             np.subtract(sums, q[:, width], out=log_sums[sequence, head])
-    return y, TiledState(qkv, y, log_sums, tile, drop, starts)
+    return y, TiledState(queries, kv, y, log_sums, tile, drop, starts, offset)
 
 
-def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
+def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
     """Return the views of all tiles of a head, in the order of their queries."""
-    length, dtype = len(q), q.dtype
-    short, long = min(tile.short, length), min(tile.long, length)
+    length, dtype = len(v), q.dtype
+    short, long = min(tile.short, len(q)), min(tile.long, length)
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
     part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
     mask, tiles = causal_mask(short, dtype), []
-    for first in range(0, length, short):
-        rows = slice(first, min(first + short, length))
-        count = rows.stop - first
-        for start in range(0, rows.stop, long):
-            keys = slice(start, min(start + long, rows.stop))
+    for first in range(0, len(q), short):
+        rows = slice(first, min(first + short, len(q)))
+        count, seen, diagonal = rows.stop - first, min(rows.stop + offset, length), first + offset
+        for start in range(0, seen, long):
+            keys = slice(start, min(start + long, seen))
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
-            late = max(first, start)
+            late = max(diagonal, start)
             tiles.append(
                 ForwardTile(
                     q[rows],
@@ -144,7 +150,7 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops):
                     v[keys],
                     own,
                     own[:, late - start :],
-                    mask[:count, late - first : max(0, keys.stop - first)],
+                    mask[:count, late - diagonal : max(0, keys.stop - diagonal)],
                     ones[: keys.stop - start],
                     start == 0,
                     out[rows],
@@ -248,24 +254,27 @@ BY_QUERY = (
 """The arrays of a tile with a row for each query, or for each of the first queries."""
 
 
-def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
-    batch, heads, length = log_sums.shape
-    width, dtype = dy.shape[2] // heads, qkv.dtype
+def backward(dy, queries, kv, y, log_sums, tile, drop, starts, offset, dqueries, dkv, arena):
+    (batch, heads, count), length, dtype = log_sums.shape, kv.shape[1], queries.dtype
+    width = dy.shape[2] // heads
+    groups = kv.shape[2] // (2 * width)
     scale = width**-0.5
-    dqkv = arena.take(qkv.shape, dtype)
-    q, d = arena.take((2, length, width + 1), dtype)
+    q, d = arena.take((2, count, width + 1), dtype)
     kt, vt = take_columns(2, width + 1, length, dtype, arena)
-    k, dq, dk, dv = arena.take((4, length, width), dtype)
+    k, dk, dv = arena.take((3, length, width), dtype)
+    dq = arena.take((count, width), dtype)
     # With dropout the mask comes between the product and -dot, so the channel is 0.
-    minus_dots = arena.take((length, 1), dtype) if drop else d[:, width:]
+    minus_dots = arena.take((count, 1), dtype) if drop else d[:, width:]
     views = q, d, kt, vt, k, dq, dk, dv, minus_dots
-    every = tiles = _backward_tiles(*views, tile, arena, drop is not None)
+    every = tiles = _backward_tiles(*views, tile, arena, drop is not None, offset)
     kt[width] = vt[width] = 1
-    inputs, results = split_heads(qkv, 3, heads), split_heads(dqkv, 3, heads)
+    dk[count + offset :] = dv[count + offset :] = 0  # No query sees these keys.
+    inputs, results = split_heads(kv, 2, groups), split_heads(dkv, 2, groups)
+    (every_qs,), (every_dqs,) = split_heads(queries, 1, heads), split_heads(dqueries, 1, heads)
     (ys,), (ds,) = split_heads(y, 1, heads), split_heads(dy, 1, heads)
     for sequence in rounds(batch, dy):
-        every_q, every_k, every_v = inputs[:, sequence]
-        every_dq, every_dk, every_dv = results[:, sequence]
+        every_q, every_dq = every_qs[sequence], every_dqs[sequence]
+        (every_k, every_v), (every_dk, every_dv) = inputs[:, sequence], results[:, sequence]
         every_y, every_d = ys[sequence], ds[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
@@ -278,31 +287,38 @@ def backward(dy, qkv, y, log_sums, tile, drop, starts, arena):
             minus_dots *= -1
             if drop:
                 d[:, width] = 0
-            kt[:width], vt[:width] = every_k[head].T, every_v[head].T
-            k[...] = every_k[head]
+            group, number = divmod(head, heads // groups)
+            if number == 0:
+                kt[:width], vt[:width] = every_k[group].T, every_v[group].T
+                k[...] = every_k[group]
             dq.fill(0)
             _add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
             np.multiply(dq, scale, out=every_dq[head])
-            every_dk[head], every_dv[head] = dk, dv
-    return dqkv
+            if number == 0:
+                every_dk[group], every_dv[group] = dk, dv
+            else:
+                every_dk[group] += dk
+                every_dv[group] += dv
 
 
-def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops):
+def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops, offset):
     """Return the views of all tiles of a head, in the order of their keys."""
     (length, width), dtype = k.shape, k.dtype
-    short, long = min(tile.short, length), min(tile.long, length)
+    short, long = min(tile.short, length), min(tile.long, len(q))
     weights, dscores = arena.take((2, short * long), dtype)
     dropped = arena.take((short * long,), dtype) if drops else weights
-    part = arena.take((long, width), dtype)
+    part = arena.take((max(short, long), width), dtype)
     mask, tiles = causal_mask(short, dtype), []
     for first in range(0, length, short):
         keys = slice(first, min(first + short, length))
         count = keys.stop - first
-        for start in range(first, length, long):
-            rows = slice(start, min(start + long, length))
+        for start in range(max(0, first - offset), len(q), long):
+            rows = slice(start, min(start + long, len(q)))
             shape, size = (rows.stop - start, count), (rows.stop - start) * count
             own = weights[:size].reshape(shape)
-            late = count if start == first else 0
+            # Queries before the diagonal's end see only some keys.
+            above = start + offset - first
+            late = max(0, min(count - above, rows.stop - start))
             tiles.append(
                 BackwardTile(
                     q[rows],
@@ -315,8 +331,8 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops)
                     own,
                     dscores[:size].reshape(shape),
                     own[:late],
-                    mask[:late, :count],
-                    start == first,
+                    mask[above : above + late, :count],
+                    start == max(0, first - offset),
                     dq[rows],
                     part[: rows.stop - start],
                     dk[keys],

@@ -1,8 +1,9 @@
 """Causal attention with saved exponentials, for short sequences.
 
-A block of queries of one sequence skips the keys after it. B batch, T tokens, C channels, H heads,
-D = C / H. A block has Q queries; its last query sees K keys. Queries, keys and values are
-strided views of (B, T, 3C) that BLAS reads in place. `saved` takes about B H T^2 / 2 elements.
+A block of queries of one sequence skips the keys after it. B batch, T tokens, D channels of a head.
+H query heads are G groups of R; a group shares keys and values. A block has Q queries; its last
+query sees K keys. Queries, keys and values are strided views that BLAS reads in place. `saved`
+takes about B H T^2 / 2 elements.
 With documents a block skips the keys before the document of its first query.
 """
 
@@ -24,78 +25,88 @@ SAFE = (1e-25, 1e25)
 class QueryBlock(NamedTuple):
     """A block of queries: its `rows`, the exponentials of its scores, and 1 / their row sums.
 
-    exp: (B, H, Q, K); inverse: (B, H, Q, 1)
+    exp: (B, G, R, Q, K); inverse: (B, G, R, Q, 1)
+    masked  number of the last keys that only some of the queries see
     """
 
     rows: slice
+    masked: int
     exp: np.ndarray
     inverse: np.ndarray
 
 
 class WholeState(NamedTuple):
-    """The state for the backward: the packed input (B, T, 3C), and every block of queries.
+    """The state for the backward: q (B, T, H D), kv (B, T, 2 G D), and every block of queries.
 
     drop    masks of dropout, or None
     starts  (B, T) first token of each token's document, or None
     """
 
-    qkv: np.ndarray
+    q: np.ndarray
+    kv: np.ndarray
     heads: int
     blocks: list[QueryBlock]
     drop: AttentionMask | None
     starts: np.ndarray | None
 
-    def backward(self, dy, arena):
-        return _backward(dy, self, arena)
+    def backward(self, dy, dq, dkv, arena):
+        _backward(dy, self, dq, dkv, arena)
 
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
-def attended(qkv, heads, drop, arena, starts=None):
-    batch, length, packed = qkv.shape
-    width = packed // 3 // heads
-    y = arena.take((batch, length, packed // 3), qkv.dtype)
+def attended(q, kv, heads, drop, arena, starts=None, offset=0):
+    (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
+    width = columns // heads
+    groups = kv.shape[2] // (2 * width)
+    each = heads // groups
+    y = arena.take(q.shape, dtype)
     blocks = []
-    for start in range(0, length, QUERIES):
-        stop = min(start + QUERIES, length)
-        exp = arena.take((batch, heads, stop - start, stop), qkv.dtype)
-        blocks.append(
-            QueryBlock(slice(start, stop), exp, arena.take((*exp.shape[:3], 1), qkv.dtype))
-        )
-    last = min(length, QUERIES)
-    mask = causal_mask(last, qkv.dtype)
-    ones = constant(length, 1, qkv.dtype)
-    every_scaled = arena.take((heads, last, width), qkv.dtype)
+    for start in range(0, count, QUERIES):
+        stop = min(start + QUERIES, count)
+        seen = min(stop + offset, length)
+        exp = arena.take((batch, groups, each, stop - start, seen), dtype)
+        inverse = arena.take((*exp.shape[:4], 1), dtype)
+        masked = max(0, seen - start - offset)
+        blocks.append(QueryBlock(slice(start, stop), masked, exp, inverse))
+    last = min(count, QUERIES)
+    mask = causal_mask(last, dtype)
+    ones = constant(length, 1, dtype)
+    every_scaled = arena.take((groups, each, last, width), dtype)
     scratch = _scratch(blocks, arena) if drop else None
-    every_q, every_k, every_v = split_heads(qkv, 3, heads)
-    (every_out,) = split_heads(y, 1, heads)
-    for sequence in rounds(batch, qkv):
-        q, k, v, out = every_q[sequence], every_k[sequence], every_v[sequence], every_out[sequence]
-        for rows, every_exp, every_inverse in blocks:
+    queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
+    results = split_heads(y, groups, each)
+    for sequence in rounds(batch, q):
+        own_q, out = queries[:, sequence], results[:, sequence]
+        k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
+        for rows, masked, every_exp, every_inverse in blocks:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            keys, firsts = slice(0, rows.stop), None
+            keys, firsts = slice(0, exp.shape[3]), None
             if starts is not None:
-                keys, firsts, exp, masks = _within(starts[sequence, rows], rows, exp, masks)
-            scaled = np.multiply(q[:, rows], width**-0.5, out=every_scaled[:, : exp.shape[1]])
-            _exponentials(scaled, k[:, keys], mask, ones[keys], exp, inverse, firsts)
+                keys, firsts, exp, masks = _within(starts[sequence, rows], keys.stop, exp, masks)
+            scaled = np.multiply(
+                own_q[:, :, rows], width**-0.5, out=every_scaled[:, :, : exp.shape[2]]
+            )
+            _exponentials(scaled, k[:, :, keys], mask, masked, ones[keys], exp, inverse, firsts)
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
-            np.multiply(np.matmul(exp, v[:, keys], out=scaled), inverse, out=out[:, rows])
-    return y, WholeState(qkv, heads, blocks, drop, starts)
+            np.multiply(np.matmul(exp, v[:, :, keys], out=scaled), inverse, out=out[:, :, rows])
+    return y, WholeState(q, kv, heads, blocks, drop, starts)
 
 
-def _within(starts, rows, *arrays):
+def _within(starts, stop, *arrays):
     """Return the keys from the document of a block's first query on, and the arrays of these keys.
 
-    starts   (Q,), of the queries `rows`
-    arrays   (H, Q, K) or None
-    returns  keys, the first visible of these for each query (Q,), then the arrays (H, Q, fewer)
+    starts   (Q,), of the block's queries
+    stop     the end of the keys that they see
+    arrays   (G, R, Q, K) or None
+    returns  keys, the first visible of these for each query (Q,), then the arrays (G, R, Q, fewer)
     """
     first = int(starts[0])
     cut = (None if one is None else one[..., first:] for one in arrays)
-    return slice(first, rows.stop), starts - first, *cut
+    return slice(first, stop), starts - first, *cut
 
 
 def _scratch(blocks, arena):
@@ -105,78 +116,87 @@ def _scratch(blocks, arena):
 
 
 def _masks(drop, sequence, rows, exp, scratch):
-    """Return the masks of a block, in scratch.    exp: (H, Q, K), as the result"""
-    masks = scratch[: exp.size].reshape(exp.shape)
+    """Return the masks of a block, in scratch.    exp: (G, R, Q, K), as the result"""
+    masks = scratch[: exp.size].reshape(-1, *exp.shape[2:])
     for head in rounds(len(masks), masks):
-        drop.fill(sequence, head, rows, slice(0, rows.stop), masks[head])
-    return masks
+        drop.fill(sequence, head, rows, slice(0, exp.shape[3]), masks[head])
+    return masks.reshape(exp.shape)
 
 
-def _backward(dy, saved, arena):
-    qkv, heads, blocks, drop, starts = saved
-    batch, length, channels = dy.shape
-    width = channels // heads
-    dqkv = arena.take(qkv.shape, qkv.dtype)
-    last = min(length, QUERIES)
-    every_ds, every_scaled = arena.take((2, heads, last, width), qkv.dtype)
-    part = arena.take((heads, length, width), qkv.dtype)
-    every_dot = arena.take((heads, last, 1), qkv.dtype)
-    dscores = [arena.take(block.exp.shape[1:], qkv.dtype) for block in blocks]
+def _backward(dy, saved, dq, dkv, arena):
+    q, kv, heads, blocks, drop, starts = saved
+    (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
+    width = columns // heads
+    groups = kv.shape[2] // (2 * width)
+    each, last = heads // groups, min(total, QUERIES)
+    flat_ds, flat_scaled = arena.take((2, heads * last * width), dtype)
+    part = arena.take((groups, length, width), dtype)
+    every_dot = arena.take((groups, each, last, 1), dtype)
+    dscores = [arena.take(block.exp.shape[1:], dtype) for block in blocks]
     scratch = _scratch(blocks, arena) if drop else None
-    every_q, every_k, every_v = split_heads(qkv, 3, heads)
-    every_dq, every_dk, every_dv = split_heads(dqkv, 3, heads)
-    (every_d,) = split_heads(dy, 1, heads)
+    queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
+    every_dq, (every_dk, every_dv) = split_heads(dq, groups, each), split_heads(dkv, 2, groups)
+    every_d = split_heads(dy, groups, each)
+    seen = blocks[-1].exp.shape[4] if blocks else 0
     backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
-    for sequence in rounds(batch, qkv):
-        q, k, v, d = every_q[sequence], every_k[sequence], every_v[sequence], every_d[sequence]
-        dq, dk, dv = every_dq[sequence], every_dk[sequence], every_dv[sequence]
-        for (rows, every_exp, every_inverse), dscore in backwards:
+    for sequence in rounds(batch, q):
+        own_q, d, own_dq = queries[:, sequence], every_d[:, sequence], every_dq[:, sequence]
+        k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
+        dk, dv = every_dk[sequence], every_dv[sequence]
+        if seen < length:
+            dk[:, seen:] = dv[:, seen:] = 0
+        for (rows, _, every_exp, every_inverse), dscore in backwards:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
-            keys, is_last, count = slice(0, rows.stop), rows.stop == length, exp.shape[1]
+            keys, is_last, count = slice(0, exp.shape[3]), rows.stop == total, exp.shape[2]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
             if starts is not None:
                 keys, _, exp, dscore, masks = _within(
-                    starts[sequence, rows], rows, exp, dscore, masks
+                    starts[sequence, rows], keys.stop, exp, dscore, masks
                 )
                 if is_last:
                     dk[:, : keys.start] = dv[:, : keys.start] = 0
-            ds, scaled, dot = every_ds[:, :count], every_scaled[:, :count], every_dot[:, :count]
+            # Groups must be contiguous: the products for keys and values join their queries.
+            size, shape = heads * count * width, (groups, each, count, width)
+            ds, scaled = flat_ds[:size].reshape(shape), flat_scaled[:size].reshape(shape)
+            dot = every_dot[:, :, :count]
             # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
-            np.multiply(d[:, rows], inverse, out=ds)
+            np.multiply(d[:, :, rows], inverse, out=ds)
             np.multiply(ds, width**-0.5, out=scaled)
-            np.matmul(scaled, v[:, keys].swapaxes(1, 2), out=dscore)
+            np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
             weights = exp
             if masks is not None:
                 dscore *= masks
                 weights = np.multiply(exp, masks, out=masks)
-            _write_or_add(weights.swapaxes(1, 2), ds, dv[:, keys], is_last, part)
+            _write_or_add(weights, ds, dv[:, keys], is_last, part)
             np.vecdot(exp, dscore, out=dot[..., 0])
             dot *= inverse
             dscore -= dot
             dscore *= exp
-            np.matmul(dscore, k[:, keys], out=dq[:, rows])
-            _write_or_add(dscore.swapaxes(1, 2), q[:, rows], dk[:, keys], is_last, part)
-    return dqkv
+            np.matmul(dscore, k[:, :, keys], out=own_dq[:, :, rows])
+            block_q = own_q[:, :, rows]
+            if each > 1:
+                np.copyto(scaled, block_q)
+                block_q = scaled
+            _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
 
 
-def _exponentials(q, k, mask, ones, exp, inverse, firsts):
+def _exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
     """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
     maximum as for the exponentials. So scores are shifted by their row maximum only where overflow
     or underflow requires it.
 
-    q        (H, Q, D), scaled
-    k        (H, K, D)
-    mask     (Q or more, Q or more), -inf above the diagonal, for the last Q keys
+    q        (G, R, Q, D), scaled
+    k        (G, 1, K, D)
+    mask     (Q or more, Q or more), -inf above the diagonal, for the last `masked` keys
     ones     (K,)
-    exp      (H, Q, K)
-    inverse  (H, Q, 1)
+    exp      (G, R, Q, K)
+    inverse  (G, R, Q, 1)
     firsts   (Q,) the first visible key of each query, or None: it sees all keys
     """
-    count = q.shape[1]
-    diagonal, mask = exp[..., -count:], mask[:count, :count]
-    np.matmul(q, k.swapaxes(1, 2), out=exp)
+    diagonal, mask = exp[..., exp.shape[3] - masked :], mask[: q.shape[2], :masked]
+    np.matmul(q, k.swapaxes(2, 3), out=exp)
     diagonal += mask
     if firsts is not None:
         hide(exp, firsts)
@@ -185,7 +205,7 @@ def _exponentials(q, k, mask, ones, exp, inverse, firsts):
     # A method of the array would call these through a function in Python.
     least, most = np.minimum.reduce(inverse, None), np.maximum.reduce(inverse, None)
     if not (SAFE[0] < least and most < SAFE[1]):
-        np.matmul(q, k.swapaxes(1, 2), out=exp)
+        np.matmul(q, k.swapaxes(2, 3), out=exp)
         diagonal += mask
         if firsts is not None:
             hide(exp, firsts)
@@ -196,12 +216,14 @@ def _exponentials(q, k, mask, ones, exp, inverse, firsts):
 
 
 def _write_or_add(a, b, out, first, part):
-    """Write a b to out if `first`, or add it.
+    """Write the sum of a^T b over the heads of each group to out if `first`, or add it.
 
     The last block of queries sees every key and writes. The blocks before it add to the keys that
     they see.
-    a: (H, K, Q); b: (H, Q, D); out: (H, K, D); part: scratch (H, T, D)
+    a: (G, R, Q, K); b: (G, R, Q, D); out: (G, K, D); part: scratch (G, T, D)
     """
+    a = a.reshape(len(a), -1, a.shape[3]).swapaxes(1, 2)
+    b = b.reshape(len(b), -1, b.shape[3])
     if first:
         np.matmul(a, b, out=out)
     else:

@@ -1,4 +1,8 @@
-"""The definition of causal attention, with and without dropout, and of its incremental form."""
+"""The definition of attention, with and without dropout, and of its incremental form.
+
+B sequences, Q queries, T keys, D channels of a head. H query heads share G heads of keys and
+values: each group of H / G heads in turn has one (Ainslie et al. 2023, GQA).
+"""
 
 import numpy as np
 
@@ -6,95 +10,109 @@ from mpitrain.ops.random_bits import attention_number, scale, threshold
 from mpitrain.ops.reference.layers import random_bits
 
 
-def attention(qkv, heads, arena, starts=None):
-    """Return (y, saved) with y = softmax(q k^T / sqrt(D), causal) v for each head (Vaswani et al.
-    2017).
+def attention(q, kv, heads, arena, starts=None, offset=0):
+    """Return (y, saved) with y = softmax(q k^T / sqrt(D)) v for each head (Vaswani et al. 2017).
 
-    A query sees the keys from its document's first token on.
+    Query t sees the keys up to offset + t, from its document's first token on. Rows may be views
+    into longer rows.
 
-    qkv     (B, T, 3C): queries, keys and values side by side, each with its heads side by side
-    starts  (B, T) int32: of each token, the first token of its document; ascending in a row, none
-            after its token. None: a row is one document
-    y       (B, T, C)
+    q       (B, Q, H D): the heads side by side
+    kv      (B, T, 2 G D): the heads of keys side by side, then those of values
+    starts  (B, T) int32, with as many queries as keys: of each token, the first token of its
+            document; ascending in a row, none after its token. None: a row is one document
+    offset  at least 0. 0: causal attention within a sequence; T - 1 or more: each query sees all keys
+    y       (B, Q, H D)
     """
-    return attended(qkv, heads, 1, starts)
+    return attended(q, kv, heads, 1, starts, offset)
 
 
-def attended(qkv, heads, mask, starts=None):
-    """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, T, T)."""
-    q, k, v = _heads(qkv, heads)
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1], dtype=qkv.dtype)
-    is_seen = np.tri(qkv.shape[1], dtype=bool)
+def attended(q, kv, heads, mask, starts=None, offset=0):
+    """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, Q, T)."""
+    (every_q,), (k, v) = _heads(q, 1, heads), _heads(kv, 2, _groups(q, kv, heads))
+    k, v = (np.repeat(x, heads // x.shape[1], 1) for x in (k, v))
+    scores = every_q @ k.swapaxes(-1, -2) / np.sqrt(k.shape[-1], dtype=q.dtype)
+    is_seen = np.tri(q.shape[1], kv.shape[1], offset, dtype=bool)
     if starts is not None:
-        is_seen = is_seen & (np.arange(qkv.shape[1]) >= starts[:, None, :, None])
+        is_seen = is_seen & (np.arange(kv.shape[1]) >= starts[:, None, :, None])
     scores = np.where(is_seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    y = (weights * mask @ v).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
-    return y, (qkv, weights, mask)
+    y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
+    return y, (q, kv, weights, mask)
 
 
-def attention_next(qkv, keys, values, past, heads, arena):
+def attention_next(q, kv, keys, values, past, heads, arena):
     """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
 
     New token t of sequence b has the position past[b] + t. Its key and value are stored there, and
     it sees all positions up to its own.
 
-    qkv           (B, T, 3C), of the new tokens
-    keys, values  (B, H, W, D), finite; they receive the new keys and values
+    q, kv         (B, T, H D) and (B, T, 2 G D), of the new tokens
+    keys, values  (B, G, W, D), finite; they receive the new keys and values
     past          (B,) int64, with past + T <= W
-    y             (B, T, C)
+    y             (B, T, H D)
     """
-    every_q, every_k, every_v = _heads(qkv, heads)
+    groups = keys.shape[1]
+    (every_q,), (every_k, every_v) = _heads(q, 1, heads), _heads(kv, 2, groups)
     y = np.empty_like(every_q)
     for b, first in enumerate(past):
-        for t, q in enumerate(every_q[b].swapaxes(0, 1)):
+        for t, query in enumerate(every_q[b].swapaxes(0, 1)):
             end = first + t + 1
             keys[b, :, end - 1], values[b, :, end - 1] = every_k[b, :, t], every_v[b, :, t]
-            scores = (keys[b, :, :end] @ q[..., None])[..., 0]
-            scores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
+            seen, summed = (np.repeat(x[b, :, :end], heads // groups, 0) for x in (keys, values))
+            scores = (seen @ query[..., None])[..., 0]
+            scores /= np.sqrt(query.shape[-1], dtype=q.dtype)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
-            y[b, :, t] = (weights[:, None] @ values[b, :, :end])[:, 0]
-    return y.swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+            y[b, :, t] = (weights[:, None] @ summed)[:, 0]
+    return y.swapaxes(1, 2).reshape(q.shape)
 
 
-def attention_backward(dy, saved, arena):
-    """Return dqkv.    dy: (B, T, C); dqkv: (B, T, 3C)"""
-    qkv, weights, mask = saved
-    heads = weights.shape[1]
-    q, k, v = _heads(qkv, heads)
-    d = dy.reshape(*dy.shape[:2], heads, v.shape[-1]).swapaxes(1, 2)
+def attention_backward(dy, saved, dq, dkv, arena):
+    """Write dq and dkv, of the shapes and strides of q and kv.    dy: (B, Q, H D)
+
+    The gradients of keys and values are sums over the query heads of their group.
+    """
+    q, kv, weights, mask = saved
+    heads, groups = weights.shape[1], _groups(q, kv, weights.shape[1])
+    (every_q,), (k, v), (d,) = _heads(q, 1, heads), _heads(kv, 2, groups), _heads(dy, 1, heads)
+    k, v = (np.repeat(x, heads // groups, 1) for x in (k, v))
     dweights = d @ v.swapaxes(-1, -2) * mask
     dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
-    dscores /= np.sqrt(q.shape[-1], dtype=qkv.dtype)
-    dqkv = np.empty_like(qkv)
-    dq, dk, dv = _heads(dqkv, heads)
-    dq[...] = dscores @ k
-    dk[...] = dscores.swapaxes(-1, -2) @ q
-    dv[...] = (weights * mask).swapaxes(-1, -2) @ d
-    return dqkv
+    dscores /= np.sqrt(k.shape[-1], dtype=q.dtype)
+    _heads(dq, 1, heads)[0][...] = dscores @ k
+    for out, each in zip(
+        _heads(dkv, 2, groups),
+        (dscores.swapaxes(-1, -2) @ every_q, (weights * mask).swapaxes(-1, -2) @ d),
+        strict=True,
+    ):
+        out[...] = each.reshape(len(each), groups, heads // groups, *each.shape[2:]).sum(2)
 
 
-def attention_dropout(qkv, heads, key, step, first, every, rate, arena, starts=None):
-    """Return (y, saved) of causal attention with dropout of its probabilities.
+def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, starts=None, offset=0):
+    """Return (y, saved) of attention with dropout of its probabilities.
 
-    Head h of sequence b has the number first + b every + h. `attention_number` numbers the
-    probabilities of a head.
-    qkv: (B, T, 3C); y: (B, T, C); key: (seed, layer)
+    There are as many queries as keys. Head h of sequence b has the number first + b every + h.
+    `attention_number` numbers the probabilities of a head.
+    key  (seed, layer)
     """
-    batch, length, _ = qkv.shape
+    batch, length, _ = q.shape
     number = (first + np.arange(batch)[:, None] * every + np.arange(heads))[..., None, None]
     queries, keys = np.arange(length)[:, None], np.arange(length)
     bits = random_bits(key, step, attention_number(number, queries, keys, length))
-    mask = (bits >= threshold(rate)) * np.asarray(scale(rate), qkv.dtype)
-    return attended(qkv, heads, mask, starts)
+    mask = (bits >= threshold(rate)) * np.asarray(scale(rate), q.dtype)
+    return attended(q, kv, heads, mask, starts, offset)
 
 
 attention_dropout_backward = attention_backward
 
 
-def _heads(packed, heads):
-    """Return views of q, k, v, each (B, H, T, D), into (B, T, 3C)."""
-    batch, length, width = packed.shape
-    return packed.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)
+def _groups(q, kv, heads):
+    """Return G."""
+    return kv.shape[-1] * heads // (2 * q.shape[-1])
+
+
+def _heads(packed, parts, heads):
+    """Return `parts` views (B, heads, T, D) into (B, T, parts heads D)."""
+    width = packed.shape[2] // (parts * heads)
+    return packed.reshape(*packed.shape[:2], parts, heads, width).transpose(2, 0, 3, 1, 4)

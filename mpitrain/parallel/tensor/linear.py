@@ -37,8 +37,7 @@ from typing import Any, Protocol
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.base import Fusion, Gradients, Now, Parameter, Weights
-from mpitrain.layers.dropout import Dropout
+from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
 from mpitrain.machine.arena import Arena
@@ -314,11 +313,10 @@ class Head(Column):
 class HeadAttention(Attention):
     """Causal attention of this rank's heads, over whole sequences."""
 
-    def __init__(
-        self, layers: Layers, heads: int, drop: Dropout | None = None, now: Now | None = None
-    ):
+    def __init__(self, layers: Layers, heads: int, kv_heads: int, *rest: Any):
         run = own_run(layers.rows.group, heads, "heads")
-        super().__init__(layers.ops, len(run), drop, now)
+        own = own_run(layers.rows.group, kv_heads, "key and value heads")
+        super().__init__(layers.ops, len(run), len(own), *rest)
         self._rows, self.first, self.every = layers.rows, run.start, heads
 
     def output_shape(self, shape):

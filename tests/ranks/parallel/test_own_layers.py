@@ -160,7 +160,7 @@ def test_as_many_shared_heads_as_heads_are_the_layer_without_them():
     [
         (lambda plain: plain.qkv(12, 6, None, 4), "4 key and value heads do not divide 6"),
         (lambda plain: plain.qkv(12, 6, None, 0), "0 key and value heads"),
-        (lambda plain: plain.attention(12, 6, 2), "of 6 heads there are 2"),
+        (lambda plain: plain.attention(12, 6, 4), "4 key and value heads do not divide 6"),
     ],
 )
 def test_shared_heads_that_cannot_be_are_refused(make, law):

@@ -53,7 +53,6 @@ PATIENCE = 60
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 PADDING = "the tile is padded by a four of zeros there, which load_run, store_run and the sums leave alone"
-WHOLE_TILES = "both sides are multiples of the tile, so one more changes nothing"
 OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n; i += N * 256LL * gridDim.x) {"
 EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
 UNUSED_COPY = "it starts a copy of rows that the loop never comes to"
@@ -69,31 +68,24 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("attention.cuh", "if (d > HEAD) break;"): PADDING,
     (
         "attention.cuh",
-        "for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= 1 + t0; s0 += TILE) {",
-    ): WHOLE_TILES,
-    (
-        "attention.cuh",
-        "for (int t0 = s0; t0 <= end; t0 += TILE) {",
+        "for (int t0 = begin; t0 <= end; t0 += TILE) {",
     ): "one more tile, of queries that do not exist, adds 0",
     (
         "attention_tensor_backward.cu",
-        "const Element *qs = queries.arrive(t0, t0 + STEP <= end), *dys = qs + Other::ELEMENTS;",
+        "const Element *qs = passing.arrive(t0, t0 + STEP <= end), *dys = qs + Other::ELEMENTS;",
     ): UNUSED_COPY,
+    ("attention_tensor_backward.cu", "passing.fetch(t0, t0 <= end);"): UNUSED_COPY,
     (
         "attention_tensor_backward.cu",
-        "if (masks && (s0 + m > T || t0 + STEP <= s0 + m)) return;    // no keys, or all after these queries",
+        "if (masks && (s0 + m > T || at0 + STEP <= s0 + m)) return;    // no keys, or all after these queries",
     ): NO_ROWS,
     **{
         (f"attention_tensor{half}.cu", line): why
         for half, step in (("", "attend"), ("_backward", "add"))
         for line, why in (
             (
-                "const int end = min(t0 + OWNED, T), "
-                "warp_end = t0 + m <= T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
-                NO_ROWS,
-            ),
-            (
-                "const int end = (t0 + OWNED), warp_end = t0 + m < T ? t0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+                "const int end = (at0 + OWNED), "
+                "warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen",
                 NO_KEYS,
             ),
             (
@@ -109,16 +101,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                 "it hides no key of a step that all queries see",
             ),
             (
-                "const Element *ks = keys.arrive(s0, !masks || s0 + STEP <= end), *vs = ks + Other::ELEMENTS;",
+                "const Element *ks = keys.arrive(s0, (!GENERAL && !masks) || s0 + STEP <= end), "
+                "*vs = ks + Other::ELEMENTS;",
                 UNUSED_COPY,
             ),
         )
     },
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,
-    (
-        "gemm_tensor.cu",
-        "if (step <= end) {",
-    ): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
     (
         "gemm.cu",

@@ -277,29 +277,30 @@ def test_every_access_to_aligned_arrays_moves_16_bytes(launches, bulk, dtype):
 def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
     """200 tokens are blocks of 128 and 72 rows, which see 128 and 200 keys, and 200 and 72 queries."""
     heads, row = 2, 2 * 16 * 2  # bytes of a token in all heads
-    qkv, dy = (
-        stored(numbers(1, 1, 200, 3 * 32), "float16"),
-        stored(numbers(2, 1, 200, 32), "float16"),
-    )
-    forward = moved("attention_tensor", lambda ops: ops.attention(qkv, heads, Arena()))
-    assert (forward.read["qkv"], forward.written["y"]) == (row * (200 + 2 * 328), row * 200)
-    saved = qkv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, (), None
+    q, dy, dq = (stored(numbers(seed, 1, 200, 32), "float16") for seed in (1, 2, 3))
+    kv, dkv = (stored(numbers(seed, 1, 200, 64), "float16") for seed in (4, 5))
+    forward = moved("attention_tensor", lambda ops: ops.attention(q, kv, heads, Arena()))
+    assert (forward.read["q"], forward.read["kv"]) == (row * 200, row * 2 * 328)
+    assert forward.written["y"] == row * 200
+    saved = q, kv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, (), None, 0
     for_keys, for_queries = (
         moved(
             f"attention_tensor_backward_{half}",
-            lambda ops: ops.attention_backward(dy, saved, Arena()),
+            lambda ops: ops.attention_backward(dy, saved, dq, dkv, Arena()),
         )
         for half in ("kv", "q")
     )
     assert for_keys.read == {
-        "qkv": row * (2 * 200 + 272),
+        "q": row * 272,
+        "kv": row * 2 * 200,
         "dy": row * 272,
         "log_sums": 4 * heads * 272,
         "dots": 4 * heads * 272,
-        "dqkv": 0,
+        "dkv": 0,
     }
-    assert (for_queries.read["qkv"], for_queries.read["dy"]) == (row * (200 + 2 * 328), row * 200)
-    assert (for_keys.written["dqkv"], for_queries.written["dqkv"]) == (row * 400, row * 200)
+    read = for_queries.read
+    assert (read["q"], read["kv"], read["dy"]) == (row * 200, row * 2 * 328, row * 200)
+    assert (for_keys.written["dkv"], for_queries.written["dq"]) == (row * 400, row * 200)
 
 
 def test_what_is_counted_is_what_a_kernel_moves():
@@ -324,6 +325,7 @@ def test_each_operation_moves_the_bytes_of_its_row():
         "B": 4,
         "T": 16,
         "H": 2,
+        "E": 2,
         "D": 8,
         "L": 2056,
     } | IMAGES

@@ -1,5 +1,7 @@
 """Attention on the host: every body equals the definition, and tiles do no more work than they need."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,8 @@ from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
+from tests.cases.layers import GROUPED
+from tests.cases.packed import Packed
 from tests.laws.operations import TOLERANCE, OperationLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
@@ -39,24 +43,32 @@ CASES = [
 
 
 def tiled(tile):
-    return lambda qkv, heads, arena: attention_tiled.attended(qkv, heads, None, arena, tile=tile)
+    return lambda q, kv, heads, arena, starts=None, offset=0: attention_tiled.attended(
+        q, kv, heads, None, arena, starts, offset, tile
+    )
+
+
+def over_packed(forward, **shape):
+    """A body of the host that takes queries, keys and values in one array."""
+    ops = SimpleNamespace(attention=forward, attention_backward=chosen.attention_backward)
+    return Packed(ops, **shape)
 
 
 def drawn(seed, *shape, dtype="float64"):
     return np.random.default_rng(seed).standard_normal(shape).astype("f4").astype(dtype)
 
 
-def assert_equals_the_definition(forward, qkv, dy, heads, tolerance):
+def assert_equals_the_definition(forward, qkv, dy, heads, tolerance, **shape):
     """A body of any dtype against the definition in float64."""
-    arena = Arena()
-    y, saved = forward(qkv, heads, arena)
+    arena, own, definition = Arena(), over_packed(forward, **shape), Packed(reference, **shape)
+    y, saved = own.attention(qkv, heads, arena)
     wide, wide_dy = qkv.astype("float64"), dy.astype("float64")
-    true_y, true_saved = reference.attention(wide, heads, None)
+    true_y, true_saved = definition.attention(wide, heads, None)
     for found, truth in (
         (y, true_y),
         (
-            chosen.attention_backward(dy, saved, arena),
-            reference.attention_backward(wide_dy, true_saved, None),
+            own.attention_backward(dy, saved, arena),
+            definition.attention_backward(wide_dy, true_saved, None),
         ),
     ):
         assert found.shape == truth.shape and found.dtype == qkv.dtype
@@ -79,6 +91,34 @@ def test_tiles_of_any_size_equal_the_definition(shape, tile):
         assert_equals_the_definition(tiled(tile), qkv, dy, h, tolerance)
 
 
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "queries", "offset"), GROUPED, ids=str)
+def test_shared_heads_and_offsets_equal_the_definition(tokens, heads, kv_heads, queries, offset):
+    qkv = drawn(1, 2, tokens, (heads + 2 * (kv_heads or heads)) * 3)
+    dy = drawn(2, 2, queries or tokens, heads * 3)
+    shape = {"kv_heads": kv_heads, "queries": queries, "offset": offset}
+    for forward in (chosen.FORWARDS["whole"].attention, *map(tiled, TILES[1:]), tiled(None)):
+        assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
+
+
+def test_the_definition_shares_heads_as_if_they_were_repeated():
+    """Keys and values repeated for each query head of a group; their gradients are sums."""
+    heads, groups, width = 6, 2, 4
+    q, k, v = (drawn(n, 2, 9, count * width) for n, count in enumerate((heads, groups, groups)))
+    dy = drawn(3, 2, 9, heads * width)
+    each = heads // groups
+    repeated = [
+        np.repeat(x.reshape(2, 9, groups, width), each, 2).reshape(2, 9, -1) for x in (k, v)
+    ]
+    own, truth = Packed(reference, kv_heads=groups), Packed(reference)
+    y, saved = own.attention(np.concatenate([q, k, v], 2), heads, None)
+    true_y, true_saved = truth.attention(np.concatenate([q, *repeated], 2), heads, None)
+    assert np.abs(y - true_y).max() <= 1e-14
+    dq, *dkv = np.split(truth.attention_backward(dy, true_saved, None), 3, 2)
+    summed = [x.reshape(2, 9, groups, each, width).sum(3).reshape(2, 9, -1) for x in dkv]
+    found = own.attention_backward(dy, saved, None)
+    assert np.abs(found - np.concatenate([dq, *summed], 2)).max() <= 1e-14
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
@@ -98,8 +138,9 @@ def test_a_shift_changes_nothing_but_rounding(monkeypatch):
     qkv, dy, found = drawn(1, 2, 131, 3 * 14), drawn(2, 2, 131, 14), []
     for safe in (attention_tiled.SAFE, (np.inf, 0)):
         monkeypatch.setattr(attention_tiled, "SAFE", safe)
-        y, saved = tiled(TileLimits(16, 48))(qkv, 2, Arena())
-        found.append((y, saved.log_sums, saved.backward(dy, Arena())))
+        body = over_packed(tiled(TileLimits(16, 48)))
+        y, saved = body.attention(qkv, 2, Arena())
+        found.append((y, saved[2].log_sums, body.attention_backward(dy, saved, Arena())))
     for plain, shifted in zip(*found, strict=True):
         assert not np.array_equal(plain, shifted)
         np.testing.assert_allclose(shifted, plain, rtol=0, atol=1e-13)
@@ -127,7 +168,8 @@ class Counting:
 def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
     counting, h, d = Counting(), 2, 8
     monkeypatch.setattr(attention_tiled, "np", counting)
-    _, saved = tiled(None)(drawn(1, 1, t, 3 * h * d), h, Arena())
+    body = over_packed(tiled(None))
+    _, saved = body.attention(drawn(1, 1, t, 3 * h * d), h, Arena())
     blocks = [min(64, t - first) for first in range(0, t, 64)]
     visible = sum(
         rows * (first + rows) for first, rows in zip(range(0, t, 64), blocks, strict=True)
@@ -135,7 +177,7 @@ def test_tiles_compute_the_half_below_the_diagonal_once(t, monkeypatch):
     assert visible <= t * (t + 64) / 2
     assert counting.exponentials == h * visible
     assert counting.multiplications == h * visible * (2 * d + 2)
-    saved.backward(drawn(2, 1, t, h * d), Arena())
+    body.attention_backward(drawn(2, 1, t, h * d), saved, Arena())
     # Blocks of keys begin at the first token, so the last one may be smaller.
     again = sum(keys * (t - first) for first, keys in zip(range(0, t, 64), blocks, strict=True))
     assert counting.exponentials == h * (visible + again)
@@ -147,9 +189,10 @@ def test_tiles_save_the_output_and_one_number_a_row():
     for t in (1024, 2048):
         arena = Arena()
         qkv, dy = drawn(1, 2, t, 3 * 16, dtype="float32"), drawn(2, 2, t, 16, dtype="float32")
-        y, saved = tiled(None)(qkv, 4, arena)
+        body = over_packed(tiled(None))
+        y, saved = body.attention(qkv, 4, arena)
         assert arena.live == padded(y.nbytes) + padded(2 * 4 * t * 4)
-        saved.backward(dy, arena)
+        body.attention_backward(dy, saved, arena)
         peaks.append(arena.peak)
     assert peaks[1] < 2.1 * peaks[0]
     assert peaks[1] < 2048 * 2048 / 2 * 4  # less than the half of one head's scores
@@ -159,8 +202,9 @@ def test_the_bodies_write_no_input():
     qkv, dy = drawn(1, 2, 70, 3 * 6), drawn(2, 2, 70, 6)
     before = qkv.copy(), dy.copy()
     for name in ("whole", "tiled"):
-        _, saved = chosen.FORWARDS[name].attention(qkv, 2, Arena())
-        saved.backward(dy, Arena())
+        body = over_packed(chosen.FORWARDS[name].attention)
+        _, saved = body.attention(qkv, 2, Arena())
+        body.attention_backward(dy, saved, Arena())
         assert np.array_equal(qkv, before[0]) and np.array_equal(dy, before[1])
 
 
@@ -169,18 +213,18 @@ def test_auto_takes_tiles_from_a_number_of_tokens_on():
     for t, name in ((edge - 1, "whole"), (edge, "tiled")):
         qkv = drawn(1, 1, t, 3 * 8, dtype="float32")
         bodies_of_it = device_for("cpu").ops, chosen.FORWARDS[name]
-        own, truth = (one.attention(qkv, 2, Arena()) for one in bodies_of_it)
-        assert type(own[1]) is type(truth[1]) and np.array_equal(own[0], truth[0])
+        own, truth = (over_packed(one.attention).attention(qkv, 2, Arena()) for one in bodies_of_it)
+        assert type(own[1][2]) is type(truth[1][2]) and np.array_equal(own[0], truth[0])
     assert edge > Config().model.context  # the default job has its bits from before
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tiles_in_half_precision_have_rounded_results(dtype):
     qkv, dy = drawn(1, 1, 70, 3 * 16, dtype="float32"), drawn(2, 1, 70, 16, dtype="float32")
-    half, full = rounded(dtype, "tiled").ops, bodies.host("tiled")
+    half, full = Packed(rounded(dtype, "tiled").ops), Packed(bodies.host("tiled"))
     y, saved = half.attention(qkv, 2, Arena())
     exact, _ = full.attention(qkv, 2, Arena())
-    assert saved.y is y and not np.array_equal(y, exact)
+    assert saved[2].y is y and not np.array_equal(y, exact)
     dqkv = half.attention_backward(dy, saved, Arena())
     truth = full.attention_backward(dy, full.attention(qkv, 2, Arena())[1], Arena())
     for found, value in ((y, exact), (dqkv, truth)):
@@ -201,13 +245,20 @@ def test_kernels_compute_in_tiles_alone():
 def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
     batch, length, heads, width = shape
     given = (5, 3), 2, 2**20 + 3, heads + 2, 0.3
-    qkv, dy = (drawn(n, batch, length, n * heads * width) for n in (3, 1))
-    truth, saved = reference.attention_dropout(qkv, heads, *given, None)
-    gradient = reference.attention_dropout_backward(dy, saved, None)
-    drop = AttentionMask(*given, length)
-    for y, state in (
-        attention_tiled.attended(qkv, heads, drop, Arena(), tile=tile),
-        attention_whole.attended(qkv, heads, drop, Arena()),
-    ):
-        assert np.all(np.abs(y - truth) <= TOLERANCE["float64"])
-        assert np.all(np.abs(state.backward(dy, Arena()) - gradient) <= TOLERANCE["float64"])
+    for kv_heads in {heads, 1}:
+        qkv = drawn(3, batch, length, (heads + 2 * kv_heads) * width)
+        dy = drawn(1, batch, length, heads * width)
+        definition = Packed(reference, "attention_dropout", kv_heads)
+        truth, saved = definition.attention(qkv, heads, *given, None)
+        gradient = definition.attention_backward(dy, saved, None)
+        drop = AttentionMask(*given, length)
+        for module, *end in ((attention_tiled, None, 0, tile), (attention_whole,)):
+
+            def dropped(q, kv, heads, arena, run=module.attended, drop=drop, end=end):
+                return run(q, kv, heads, drop, arena, *end)
+
+            body = over_packed(dropped, kv_heads=kv_heads)
+            y, state = body.attention(qkv, heads, Arena())
+            assert np.all(np.abs(y - truth) <= TOLERANCE["float64"])
+            found = body.attention_backward(dy, state, Arena())
+            assert np.all(np.abs(found - gradient) <= TOLERANCE["float64"])

@@ -114,10 +114,11 @@ def test_flops_are_those_of_the_products():
     assert count.recomputed == 2 * 5 * 3 * 7
     before = count.flops
     qkv = memory.made((2, 11, 3 * 12), "float32")
-    y, saved = ops.attention(qkv, 3, arena)
+    q, kv = qkv[..., :12], qkv[..., 12:]
+    y, saved = ops.attention(q, kv, 3, arena)
     assert count.flops - before == 2 * 2 * 2 * 11 * 11 * 12
     before = count.flops
-    ops.attention_backward(y, saved, arena)
+    ops.attention_backward(y, saved, q, kv, arena)
     assert count.flops - before == 2 * 4 * 2 * 11 * 11 * 12
 
 
@@ -129,10 +130,12 @@ def test_products_are_dims_of_the_operands(name):
 
 def test_sizes_are_read_from_the_arguments():
     memory = WeightlessMemory()
-    dy, qkv = memory.made((2, 5, 12), "float32"), memory.made((2, 5, 36), "float32")
-    assert sizes_of(OPERATIONS["attention"], (qkv, 3)) == {"H": 3, "B": 2, "T": 5, "D": 4}
-    found = sizes_of(OPERATIONS["attention_backward"], (dy, (qkv, 3, [])))
+    q, kv = memory.made((2, 5, 12), "float32"), memory.made((2, 5, 8), "float32")
+    found = sizes_of(OPERATIONS["attention"], (q, kv, 3))
+    assert found == {"H": 3, "E": 1, "B": 2, "T": 5, "D": 4}
+    found = sizes_of(OPERATIONS["attention_backward"], (q, (q, kv, 3, []), q, kv))
     assert (found["B"], found["T"], found["H"] * found["D"]) == (2, 5, 12)
+    assert found["E"] * found["D"] == 4
 
 
 CALLS = {

@@ -1,16 +1,19 @@
 """Attention with documents in a row: each document has the numbers that it has alone."""
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
+from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from tests.cases.documents import starts_of
+from tests.cases.packed import Packed
 
 reference = bodies.reference()
 HEADS, WIDTH = 2, 3
@@ -27,28 +30,28 @@ def drawn(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def alone(body, qkv, dy, rows):
+def alone(qkv, dy, rows):
     """Return y and dqkv of each document by itself, at its tokens."""
-    y, dqkv = np.empty_like(dy), np.empty_like(qkv)
+    y, dqkv, body = np.empty_like(dy), np.empty_like(qkv), Packed(reference)
     for row, lengths in enumerate(rows):
         for start, stop in pairwise(np.cumsum([0, *lengths])):
             mine = np.index_exp[row : row + 1, start:stop]
-            y[mine], saved = body(qkv[mine], HEADS, Arena())
-            dqkv[mine] = (
-                reference.attention_backward(dy[mine], saved, None)
-                if isinstance(saved, tuple) and len(saved) == 3
-                else saved.backward(dy[mine], Arena())
-            )
+            y[mine], saved = body.attention(qkv[mine], HEADS, None)
+            dqkv[mine] = body.attention_backward(dy[mine], saved, None)
     return y, dqkv
 
 
-def bodies_with(tile):
-    return {
-        "whole": lambda qkv, heads, *rest: attention_whole.attended(qkv, heads, None, *rest),
-        "tiled": lambda qkv, heads, arena, starts=None: attention_tiled.attended(
-            qkv, heads, None, arena, starts, tile
-        ),
-    }
+def bodies_with(tile, drop=None):
+    """The bodies of the host, each with queries, keys and values in one array."""
+
+    def of(module, *end):
+        def attention(q, kv, heads, arena, starts=None):
+            return module.attended(q, kv, heads, drop, arena, starts, *end)
+
+        backward = host_attention.attention_backward
+        return Packed(SimpleNamespace(attention=attention, attention_backward=backward))
+
+    return {"whole": of(attention_whole), "tiled": of(attention_tiled, 0, tile)}
 
 
 @pytest.mark.parametrize(
@@ -57,12 +60,10 @@ def bodies_with(tile):
 def test_each_document_of_a_row_is_that_document_alone(length, tile):
     rows = ROWS[length]
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
-    truth = alone(reference.attention, qkv, dy, rows)
-    y, saved = reference.attention(qkv, HEADS, None, starts_of(rows))
-    found = {"reference": (y, reference.attention_backward(dy, saved, None))}
-    for name, body in bodies_with(tile).items():
-        y, saved = body(qkv, HEADS, Arena(), starts_of(rows))
-        found[name] = y, saved.backward(dy, Arena())
+    truth, found = alone(qkv, dy, rows), {}
+    for name, body in (bodies_with(tile) | {"reference": Packed(reference)}).items():
+        y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
+        found[name] = y, body.attention_backward(dy, saved, Arena())
     for name, own in found.items():
         for one, other in zip(own, truth, strict=True):
             assert np.abs(one - other).max() <= 1e-12, name
@@ -77,25 +78,24 @@ def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile):
     rows = ROWS[length]
     given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
-    truth, saved = reference.attention_dropout(qkv, HEADS, *given, None, starts_of(rows))
-    gradient = reference.attention_dropout_backward(dy, saved, None)
-    drop = AttentionMask(*given, length)
-    for y, state in (
-        attention_tiled.attended(qkv, HEADS, drop, Arena(), starts_of(rows), tile),
-        attention_whole.attended(qkv, HEADS, drop, Arena(), starts_of(rows)),
-    ):
+    definition = Packed(reference, "attention_dropout")
+    truth, saved = definition.attention(qkv, HEADS, *given, None, starts_of(rows))
+    gradient = definition.attention_backward(dy, saved, None)
+    for body in bodies_with(tile, AttentionMask(*given, length)).values():
+        y, state = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         assert np.abs(y - truth).max() <= 1e-12
-        assert np.abs(state.backward(dy, Arena()) - gradient).max() <= 1e-12
+        assert np.abs(body.attention_backward(dy, state, Arena()) - gradient).max() <= 1e-12
 
 
 def test_scores_beyond_exponentials_are_shifted_within_documents():
     rows, length = [[60, 71]], 131
     qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
     qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
-    truth = alone(reference.attention, qkv, dy, rows)
+    truth = alone(qkv, dy, rows)
     for body in bodies_with(TileLimits(16, 48)).values():
-        y, saved = body(qkv, HEADS, Arena(), starts_of(rows))
-        for one, other in zip((y, saved.backward(dy, Arena())), truth, strict=True):
+        y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
+        found = y, body.attention_backward(dy, saved, Arena())
+        for one, other in zip(found, truth, strict=True):
             assert np.abs(one - other).max() <= 1e-11 * max(1, np.abs(other).max())
 
 
@@ -105,8 +105,8 @@ def test_a_row_of_one_document_has_the_bits_of_a_row_without(name):
     body, found = bodies_with(TileLimits(16, 48))[name], []
     for starts in (None, starts_of([[131]] * 2)):
         arena = Arena()
-        y, saved = body(qkv, HEADS, arena, starts)
-        found.append((y.tobytes(), saved.backward(dy, arena).tobytes(), arena.peak))
+        y, saved = body.attention(qkv, HEADS, arena, starts)
+        found.append((y.tobytes(), body.attention_backward(dy, saved, arena).tobytes(), arena.peak))
     assert found[0] == found[1]
 
 
@@ -126,9 +126,9 @@ class Counting:
 
 @pytest.mark.parametrize("module", [attention_whole, attention_tiled])
 def test_products_between_documents_are_not_computed(module, monkeypatch):
-    qkv, found = drawn(1, 1, 512, 3 * HEADS * WIDTH), []
+    q, kv, found = drawn(1, 1, 512, HEADS * WIDTH), drawn(2, 1, 512, 2 * HEADS * WIDTH), []
     for lengths in ([512], [64] * 8):
         monkeypatch.setattr(module, "np", counting := Counting())
-        module.attended(qkv, HEADS, None, Arena(), starts_of([lengths]))
+        module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]))
         found.append(counting.multiplications)
     assert found[1] < found[0] / 3

@@ -7,6 +7,7 @@ from mpitrain.data import IGNORED
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
+from tests.cases.packed import Packed
 from tests.laws.transport import laws_of
 from tests.laws.vocabulary import Split, VocabularyLaws
 
@@ -169,7 +170,7 @@ def test_embedding_has_the_gradient_of_its_forward(ops, b, t, v, c):
 @pytest.mark.parametrize(("b", "t", "heads", "d"), ATTENTION_SHAPES)
 def test_attention_has_the_gradient_of_its_forward(b, t, heads, d):
     """Of the definition, which every body on the host equals."""
-    arena, ops = Arena(), reference
+    arena, ops = Arena(), Packed(reference)
     qkv, dy = numbers(1, b, t, 3 * heads * d), numbers(2, b, t, heads * d)
     _, saved = ops.attention(qkv, heads, arena)
     dqkv = ops.attention_backward(dy, saved, arena)
@@ -177,7 +178,7 @@ def test_attention_has_the_gradient_of_its_forward(b, t, heads, d):
 
 
 def test_attention_sees_no_later_token():
-    arena, ops = Arena(), reference
+    arena, ops = Arena(), Packed(reference)
     qkv = numbers(1, 1, 200, 6)
     y, _ = ops.attention(qkv, 2, arena)
     for t in (0, 63, 64, 127, 128, 150):

@@ -11,6 +11,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.bodies import TYPES, rounded
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.parallel.replication.step_end import DynamicLossScale
+from tests.cases.packed import Packed
 from tests.cases.training import STEPS, step_of
 
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -79,8 +80,9 @@ def test_outputs_are_rounded_and_gradients_of_parameters_are_not(dtype):
     y, saved = ops.layer_norm(x, b, b, 1e-5, arena)
     dx, _ = ops.layer_norm_backward_input(dy, b, saved, arena)
     assert is_short(y, dx)
-    y, saved = ops.attention(qkv, 3, arena)
-    assert is_short(y, ops.attention_backward(numbers(2, 35, 12), saved, arena))
+    packed = Packed(ops)
+    y, saved = packed.attention(qkv, 3, arena)
+    assert is_short(y, packed.attention_backward(numbers(2, 35, 12), saved, arena))
     x_of_tokens, _ = ops.embedding(np.zeros((2, 3), int), w, numbers(3, 12), arena)
     loss, dlogits = ops.cross_entropy(numbers(70, 12), np.arange(70) % 12, 0.3, arena)
     ops.add(x, dy, total := np.empty_like(x), arena)

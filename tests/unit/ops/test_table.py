@@ -67,7 +67,7 @@ def test_the_operands_of_a_row_are_the_parameters_up_to_the_arena():
     for name, row in OPERATIONS.items():
         names, line = parameters(row.host), operands(row.operands)
         assert names[: names.index("arena")] == [one.name for one in line.takes], name
-        assert row.rounds in (*names, *line.results, "nothing"), name
+        assert {*row.rounds.split()} <= {*names, *line.results, "nothing"}, name
         assert (row.cuda is None) == (row.launches == 0) and row.help, name
 
 

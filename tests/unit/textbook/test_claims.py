@@ -34,7 +34,7 @@ CONDITIONAL = {
     "large-batch",
     "loss-scaling",
 }
-FALSE = {"more-micro-batches", "fewer-stages", "1f1b-bubble"}
+FALSE = {"more-micro-batches", "fewer-stages"}
 LONG = {"async-gains", "bounded-staleness", "large-batch", "prefetch", "zero-bytes", "zero-3-bytes"}
 """These take seconds: jobs/prove/claims.sh measures them, and all others again under load."""
 

@@ -25,7 +25,7 @@ TURNS, RUNS = 15, 300
 """Timed turns, and runs in a turn; the fastest turn counts."""
 SIZE = 64
 """Elements of a row; no kernel runs, so the number does not matter."""
-SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "D": SIZE // 4}
+SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "E": 4, "D": SIZE // 4}
 SIZES |= {"I": 8, "J": 8, "F": 16, "G": 16, "S": 3, "P": 2}
 """Sizes of the examples of `mpitrain.ops.table`."""
 

@@ -318,10 +318,13 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
         kept: dict[str, Any] = {}
 
         def forward(packed=packed, kept=kept) -> None:
-            kept["y"], kept["saved"] = ops.attention(packed, heads, arena)
+            q, kv = packed[..., :width], packed[..., width:]
+            kept["y"], kept["saved"] = ops.attention(q, kv, heads, arena)
 
         def backward(pull=pull, kept=kept) -> None:
-            kept["dqkv"] = ops.attention_backward(pull, kept["saved"], arena)
+            dqkv = kept["dqkv"] = arena.take((batch, tokens, 3 * width), pull.dtype)
+            dq, dkv = dqkv[..., :width], dqkv[..., width:]
+            ops.attention_backward(pull, kept["saved"], dq, dkv, arena)
 
         true_qkv, true_dy = (
             array[compared].astype(dtype).astype(np.float32) for array in (qkv, dy)
@@ -331,10 +334,15 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
             return backend.to_host(kept[name][compared]).astype(np.float32)
 
         def true_y(x=true_qkv) -> np.ndarray:
-            return reference.attention(x, heads, None)[0]
+            return reference.attention(x[..., :width], x[..., width:], heads, None)[0]
 
         def truth(x=true_qkv, dy=true_dy) -> np.ndarray:
-            return reference.attention_backward(dy, reference.attention(x, heads, None)[1], None)
+            (_, saved), found = (
+                reference.attention(x[..., :width], x[..., width:], heads, None),
+                np.empty_like(x),
+            )
+            reference.attention_backward(dy, saved, found[..., :width], found[..., width:], None)
+            return found
 
         tolerance = {"float32": WRONG, "bfloat16": 2e-2}[dtype]
         yield OperationCall(

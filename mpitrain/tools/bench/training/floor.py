@@ -105,9 +105,9 @@ def attention_products(
 
 
 def _attention(arguments: Sequence[Any], result: Any) -> list[Operands]:
-    (batch, length, packed), heads = arguments[0].shape, arguments[1]
-    dtype = arguments[0].dtype.str
-    return attention_products(batch, length, heads, packed // 3 // heads, dtype)
+    q, _, heads = arguments[:3]
+    batch, length, columns = q.shape
+    return attention_products(batch, length, heads, columns // heads, q.dtype.str)
 
 
 FORWARDS = ("linear", "logits", "linear_gelu", "linear_relu")
