@@ -56,7 +56,13 @@ def sides(tmp_path_factory):
     calls = {
         "against": [*TINY, *tied, *(word for key in AGAINST for word in ("--against", key))],
         **{peer: [*TINY, *tied, *sets(replication__zero=n)] for n, peer in enumerate(PEERS)},
-        "1f1b": [*TINY, "--pp", "2", *BOTH, *sets(pipeline__schedule="1f1b", batch__micro_batches=2)],
+        "1f1b": [
+            *TINY,
+            "--pp",
+            "2",
+            *BOTH,
+            *sets(pipeline__schedule="1f1b", batch__micro_batches=2),
+        ],
         "tp": [*TINY, "--alone", "--tp", "2", *BOTH, *tied],
         "shapes": ["--blocks", "2", "--steps", "1", "--shapes", ",".join(SHAPES), *SMALL],
         "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
