@@ -38,13 +38,14 @@ def rendered(data, columns):
 def on_a_terminal(words, columns=80, seen=lambda data, job: None, *, rows=24, **more):
     """(exit code, bytes) of a program whose streams are a terminal of so many columns, but for those named in `more`.
 
-    seen    called with all bytes and the process whenever more have come
+    seen    called with all bytes and the process whenever more have come; what is written to `job.keyboard` is typed
     """
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (rows, columns))
     job = subprocess.Popen(
         [*map(str, words)], **{"stdin": slave, "stdout": slave, "stderr": slave} | more
     )
+    job.keyboard = master
     os.close(slave)
     data, until = b"", time.monotonic() + SECONDS
     while True:

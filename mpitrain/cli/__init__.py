@@ -49,6 +49,7 @@ COMMANDS = {
         "eval", "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."
     ),
     "generate": Listed("generate", "Generate text with the newest checkpoint of RUN_DIR."),
+    "chat": Listed("chat", "Talk with a model that was trained on conversations, in the terminal."),
     "export": Listed(
         "export", "Write the newest checkpoint of RUN_DIR as a folder that other programs load."
     ),

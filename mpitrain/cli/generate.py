@@ -4,7 +4,7 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,39 @@ import click
 from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
+
+SAMPLED = (
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        callback=finite,
+        default=0.8,
+        show_default=True,
+        help="Sampling temperature; 0 takes the likeliest token.",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(0, MOST),
+        default=40,
+        show_default=True,
+        help="Draw among this many likeliest tokens; 0: all.",
+    ),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        callback=finite,
+        default=1.0,
+        show_default=True,
+        help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
+    ),
+)
+"""The options that say how to draw a token, as in `Sampling`."""
+
+
+def sampling_options(command: Callable) -> Callable:
+    for option in reversed(SAMPLED):
+        command = option(command)
+    return command
 
 
 @click.command()
@@ -41,29 +74,7 @@ from mpitrain.errors import visible
     show_default=True,
     help="Number of tokens to draw.",
 )
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    callback=finite,
-    default=0.8,
-    show_default=True,
-    help="Sampling temperature; 0 takes the likeliest token.",
-)
-@click.option(
-    "--top-k",
-    type=click.IntRange(0, MOST),
-    default=40,
-    show_default=True,
-    help="Draw among this many likeliest tokens; 0: all.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    callback=finite,
-    default=1.0,
-    show_default=True,
-    help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
-)
+@sampling_options
 @click.option(
     "--stop",
     "stops",

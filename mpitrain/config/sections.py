@@ -690,7 +690,7 @@ class Checkpoint(Section):
     )
     best: bool = Field(
         False,
-        description="keep the checkpoint with the best validation loss, too, for --best of eval, generate and export",
+        description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
     )
 
 

@@ -1,0 +1,83 @@
+"""`mpitrain chat` on a terminal: streamed characters of several bytes, a history that leaves, Ctrl-C and Ctrl-D."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.run.build import configured, open_run
+from mpitrain.run.chat import Chat
+from mpitrain.run.generate import PromptRequest, Sampling
+from mpitrain.transport.threads import run_ranks
+from tests.runs import TINY, go
+from tests.terminals import on_a_terminal, rendered
+
+ANSWER = "größe 😀"
+SHAPE = ["model.width=32", "model.context=48", "batch.size=8", "run.steps=120", "optimizer.lr=0.01"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that answers every question alike."""
+    folder = tmp_path_factory.mktemp("chat")
+    lines = [{"prompt": f"q{n}", "answer": ANSWER} for n in range(20)]
+    spoken = [
+        {"role": role, "content": line[key]}
+        for line in lines
+        for role, key in (("user", "prompt"), ("assistant", "answer"))
+    ]
+    lines += [{"messages": spoken[2 * n : 2 * n + 4]} for n in range(18)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = [
+        f"data.source=jsonl:{folder}/data.jsonl",
+        "data.template=<{role}>{content}|\n",
+        "run.eval_every=-1",
+    ]
+    go(1, [*TINY, *SHAPE, *data, f"run.out={folder}/run"])
+    return folder / "run"
+
+
+def test_a_conversation_on_a_terminal(run):
+    typed = ["q1\n", "q2\n", signal.SIGINT, "q3\n", "/reset\n", "q4\n", "x" * 50 + "\n", "\x04"]
+
+    def seen(data, job):
+        if typed and data.endswith(b"> "):
+            following = typed.pop(0)
+            if isinstance(following, str):
+                os.write(job.keyboard, following.encode())
+            else:
+                job.send_signal(following)
+
+    words = [sys.executable, "-m", "mpitrain", "chat", run, "--temperature", 0]
+    code, data = on_a_terminal(words, 80, seen)
+    shown = rendered(data, 80)
+    assert code == 0 and not typed, shown
+    assert [line for line in shown if line == ANSWER] == [ANSWER] * 4, shown
+    assert sum("oldest turns" in line for line in shown) == 1, shown
+    assert sum("at most 36 tokens" in line for line in shown) == 1, shown
+
+
+def test_a_stop_ends_an_answer_and_keeps_it(run):
+    def talk(transport):
+        trainer = open_run(transport, run, lambda: configured(run, []), needs_data=False).trainer
+        chat, asked = Chat(trainer, run, PromptRequest(Sampling(0), 0, 400), None), []
+        first = b"".join(chat.answered("q1", lambda: asked.append(1) or len(asked) == 4))
+        chat.reset()
+        return first, b"".join(chat.answered("q1", lambda: False))
+
+    for first, whole in run_ranks(2, talk):
+        assert first == ANSWER.encode()[:4] and whole == ANSWER.encode()
+
+
+def test_a_run_without_conversations_is_no_partner(tmp_path):
+    go(1, [*TINY, "run.eval_every=-1", "run.steps=1", f"run.out={tmp_path}/run"])
+
+    def talk(transport):
+        opened = open_run(transport, tmp_path / "run", lambda: configured(tmp_path / "run", []))
+        with pytest.raises(ConfigError, match="mpitrain generate"):
+            Chat(opened.trainer, tmp_path / "run", PromptRequest(Sampling(), 0, 4), None)
+
+    run_ranks(2, talk)
