@@ -309,6 +309,13 @@ class Model(Section):
         "no optimizer state, and no rank sends it but with replication.zero 3",
     )
 
+    @property
+    def hidden_units(self) -> int:
+        """Hidden units of each MLP of a gpt or llama."""
+        if self.hidden or self.kind != "llama":
+            return self.hidden or 4 * self.width
+        return -(-8 * self.width // 192) * 64
+
 
 class Lora(Section):
     rank: int = Field(
