@@ -21,7 +21,7 @@ device=${1:-cuda} folder=$(realpath -m "${2:-${OUT:-runs/gpu-table}}") wheels=$(
 mkdir -p "$folder"
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=sm,self OMPI_MCA_osc=^ucx
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=^tcp,openib,ofi,uct,usnic OMPI_MCA_osc=^ucx
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 if [[ -d $wheels ]]; then
     site=$(mktemp -d) && trap 'rm -rf "$site"' EXIT

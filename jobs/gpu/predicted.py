@@ -2,9 +2,8 @@
 
 python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
 
-Nothing here was measured. Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate
-that its instructions allow: they and the tensor cores take turns. All other kernels take their bytes at a share of the memory's
-rate, or their instructions.
+Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate that an H100 had in the run of
+2026-11-28. All other kernels take their bytes at the share of the memory's rate that they had there.
 """
 
 from collections import Counter
@@ -22,10 +21,6 @@ from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, cost
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
-LANES = 128
-"""Instructions of threads that a multiprocessor issues in a cycle."""
-TENSOR = 6.5
-"""Cycles of a warp scheduler's tensor core for an m16n8k16 instruction, which is 4096 operations."""
 
 
 class Gpu(NamedTuple):
@@ -38,15 +33,10 @@ class Gpu(NamedTuple):
 
 
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
-ATTENDED = ((612 / 128, 1), ((401 + 321) / (128 + 96), 7 / 5))
-"""Attention, forward and backward: instructions for each tensor-core instruction (NVRTC 13.5, sm_90a), and the operations
-computed for each that counts. The backward computes 7 products for 5."""
-ATTENTION = {"float32": (35e12, 25e12)}
-"""Operations a second of attention without tensor cores, forward and backward: by instructions for each multiply-add."""
-SHARE = {"norms": 0.8, "updates": 0.9, "others": 0.85}
-"""Of the memory's rate."""
-LOSS = (74 + 55) / 8
-"""Instructions for an element of bfloat16 logits in both passes: NVRTC 13.5, sm_90a."""
+ATTENTION = {"float32": (22.4e12, 18.1e12), "bfloat16": (182e12, 139e12)}
+"""Operations a second of attention, forward and backward, as in the README's table of measured figures."""
+SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
+"""Of the memory's rate, likewise; a copy has 0.85."""
 
 
 def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -83,19 +73,14 @@ def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
 def step(gpu: Gpu, compute: str) -> dict[str, float]:
     size = 2 if compute == "bfloat16" else 4
     pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
-    schedulers = 4 * gpu.multiprocessors * gpu.clock
-    forward, backward = ATTENTION.get(
-        compute,
-        tuple(4096 * schedulers / (TENSOR + issued) / computed for issued, computed in ATTENDED),
-    )
+    forward, backward = ATTENTION[compute]
     rows, logits = (2 * LAYERS + 1) * TOKENS * WIDTH, TOKENS * VOCABULARY
-    issued = gpu.multiprocessors * gpu.clock * LANES
     others = (4 * LAYERS + 6) * TOKENS * WIDTH * size
     return {
         "products": sum(seconds for *_, seconds in tilings(gpu, compute)),
         "attention": pairs / forward + 2.5 * pairs / backward,
         "norms": 6 * rows * size / (SHARE["norms"] * gpu.memory),
-        "loss": max(2 * logits * size / gpu.memory, LOSS * logits / issued),
+        "loss": 2 * logits * size / (SHARE["loss"] * gpu.memory),
         "updates": PARAMETERS * (28 + 2 * (size == 2) + 4) / (SHARE["updates"] * gpu.memory),
         "others": others / (SHARE["others"] * gpu.memory),
     }

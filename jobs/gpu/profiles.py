@@ -1,7 +1,7 @@
 """Part of both GPU jobs: what ncu says of each kernel: time, share of peak, registers, blocks on a multiprocessor, stalls.
 
 python3 jobs/gpu/profiles.py DEVICE                    a result for each kernel of a step
-python3 jobs/gpu/profiles.py DEVICE product            the same of one product, the cube in bfloat16
+python3 jobs/gpu/profiles.py DEVICE product            the same of one product, the cube in bfloat16, in two tiles
 python3 jobs/gpu/profiles.py DEVICE [product] launch   what is profiled, each once
 """
 
@@ -10,6 +10,7 @@ import io
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 from table import emit, micro
 
@@ -17,6 +18,7 @@ METRICS = {
     "gpu__time_duration.sum": "seconds",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm",
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "l2",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
     "launch__registers_per_thread": "registers",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor",
@@ -44,6 +46,7 @@ SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
 def launch(kind: str, is_product: bool) -> None:
     from workload import FORMS, PRODUCTS
 
+    from mpitrain.ops.cuda import product, tiles
     from mpitrain.ops.device import device_for
     from mpitrain.tools.bench.kernels import gemm
     from mpitrain.tools.bench.kernels import operations as bench
@@ -51,7 +54,9 @@ def launch(kind: str, is_product: bool) -> None:
     device = device_for(kind)
     if is_product:
         (shape, (form, *_)), *_ = PRODUCTS[kind]
-        gemm.case_of(device, shape, "bfloat16", gemm.PRODUCTS[form]).by(device.multiply)()
+        case = gemm.case_of(device, shape, "bfloat16", gemm.PRODUCTS[form])
+        for tile in (tiles.TENSOR_TILES[5], tiles.TENSOR_TILES[0]):  # the largest, and a square one
+            case.by(partial(product.gemm, tiling=tiles.Tiling(tile, 1)))()
         device.backend.synchronize()
         return
     for shape, _ in PRODUCTS[kind][:3]:
@@ -94,6 +99,7 @@ def main(kind: str, *words: str) -> None:
     for name, numbers in profiles(text[start:]).items():
         emit(
             f"profile of {name[:60]}: {numbers.get('sm', 0):.0f}% of peak, memory {numbers.get('memory', 0):.0f}%, "
+            f"L2 {numbers.get('l2', 0):.0f}%, "
             f"tensor cores {numbers.get('tensor', 0):.0f}%, {numbers.get('registers', 0):.0f} registers, "
             f"{numbers.get('occupancy', 0):.0f}% of warps, {blocks(numbers):.0f} blocks on a multiprocessor, "
             f"{numbers.get('no_instruction', 0):.2f} warps wait for instructions per issue",

@@ -66,6 +66,7 @@ def command(
         request = PromptRequest(Sampling(temperature, top_k, top_p), seed, count)
         chat = Chat(job.trainer, run, request, system)
         is_root = transport.rank == 0
+        transport.admit_thread()  # So the other ranks sleep while they wait for a line.
         while True:
             said = from_all_ranks(transport, lambda: _line() if is_root else None)[0]
             if said in (None, EXIT):

@@ -2,10 +2,6 @@
 #include "element.cuh"
 #include "philox.cuh"
 
-// A product that no addition absorbs: the sum with a residual then has the bits of two passes.
-__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
-
 // x, residual, y: (M, C) row-major; residual may be null, and y be x. Element (m, c) has number first + m columns + c; its
 // mask is 0 where its 16 bits are below `threshold`, else 1. One thread a block of 16 numbers, which may lie over a row's ends.
 // numbers: the step, in device memory. Launch: grid (any, any), block (256):
@@ -29,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(256) dropout(
                 if (residual) load_run(residual + at, 0, 16, true, rs);
     #pragma unroll
                 for (int j = 0; j < 16; ++j) {
-                    xs[j] = times(xs[j], bits.of(j) < unsigned(threshold) ? Sum(0) : scale);
-                    if (residual) xs[j] += rs[j];
+                    xs[j] *= bits.of(j) < unsigned(threshold) ? Sum(0) : scale;
+                    if (residual) xs[j] = plus(xs[j], rs[j]);
                 }
                 store_run(y + at, 0, 16, true, xs);
                 continue;
@@ -38,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(256) dropout(
     #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 if (c + j < 0 || c + j >= C) continue;
-                Sum value = times(Sum(wide(x[at + j])), bits.of(j) < unsigned(threshold) ? Sum(0) : scale);
-                if (residual) value += wide(residual[at + j]);
+                Sum value = Sum(wide(x[at + j])) * (bits.of(j) < unsigned(threshold) ? Sum(0) : scale);
+                if (residual) value = plus(value, wide(residual[at + j]));
                 y[at + j] = narrow<Element>(value);
             }
         }

@@ -24,6 +24,10 @@ __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float
 __device__ __forceinline__ float wide(signed char x) { return float(x); }    // int8 numbers on the wire
 __device__ __forceinline__ float wide(unsigned char x) { return float(x); }    // codes of a weight
 
+// A sum that takes in no product, which a compiler would not round: it has the bits of a pass of its own.
+__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
+
 template <class T> struct Narrow;
 template <> struct Narrow<float> { __device__ static float from(double x) { return float(x); } };
 template <> struct Narrow<double> { __device__ static double from(double x) { return x; } };

@@ -74,12 +74,12 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     int M, int N, int K, Sum alpha, const Element* __restrict__ A, int lda, long long stride_a, const Element* __restrict__ B,
     int ldb, long long stride_b, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
-    const Result* residual, Result* saved, int activation, Sum* row_sums, int splits, Sum* workspace) {
+    const Result* residual, Result* saved, Sum* row_sums, int splits, Sum* workspace) {
     __shared__ __align__(16) Sum As[2][TILE_K][TILE_M + PAD];
     __shared__ __align__(16) Sum Bs[2][TILE_K][TILE_N + PAD];
 
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
-    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n);
+    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n, 2048 / TILE_M);
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mt = warp / WARPS_N * WARP_M + lane / 8 * 4, nt = warp % WARPS_N * WARP_N + lane % 8 * 4;
@@ -133,23 +133,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
         buffer ^= 1;
     }
 
-    const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
+    const Epilogue epilogue = {alpha, beta, bias, residual, saved};
     const bool c_in_fours = epilogue.in_runs_of<4>(C, ldc, stride_c);
-    Sum* raw = splits > 1 ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
+    Sum* raw = SPLIT ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
 #pragma unroll
     for (int i = 0; i < THREAD_M; ++i) {
         const int m = m0 + mt + i / 4 * 16 + i % 4;
         if (m >= M) continue;
+        const long long row = batch * stride_c + (long long)m * ldc;
 #pragma unroll
         for (int g = 0; g < GROUPS_N; ++g) {
             const int n = n0 + nt + 32 * g;
             const Sum four[4] = {sums[i][4 * g], sums[i][4 * g + 1], sums[i][4 * g + 2], sums[i][4 * g + 3]};
-            if (raw) store_run(raw + (long long)m * N, n, N, false, four);
-            else epilogue.store(four, C, batch * stride_c + (long long)m * ldc, n, N, c_in_fours);
+            if (SPLIT) store_run(raw + (long long)m * N, n, N, false, four);
+            else epilogue.store(four, epilogue.read<4>(C, row, n, N, c_in_fours), C, row, n, N, c_in_fours);
         }
     }
     if (sums_a_row && m0 + threadIdx.x < M) {
         const int m = m0 + threadIdx.x;
-        (raw ? raw + (long long)M * N : row_sums)[m] = row_sum;
+        (SPLIT ? raw + (long long)M * N : row_sums)[m] = row_sum;
     }
 }

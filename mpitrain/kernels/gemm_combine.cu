@@ -9,11 +9,11 @@ constexpr int WIDE = RUN<Result>;
 
 extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     int M, int N, Sum alpha, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
-    const Result* residual, Result* saved, int activation, Sum* row_sums, int splits,
+    const Result* residual, Result* saved, Sum* row_sums, int splits,
     const Sum* __restrict__ workspace) {
     const long long part = (long long)M * (N + ROW_SUMS);
     workspace += blockIdx.z * splits * part;
-    const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
+    const Epilogue epilogue = {alpha, beta, bias, residual, saved};
     const bool parts_in_runs = in_runs<WIDE>(workspace, N, part);
     const bool c_in_runs = epilogue.in_runs_of<WIDE>(C, ldc, stride_c);
     // From a thread's run to its next one it is always as many rows and runs: no division within the loop.
@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     unsigned run = thread % runs;
     for (unsigned m = thread / runs; m < M; m += down) {
         const int n = run * WIDE;
+        const long long row = blockIdx.z * stride_c + (long long)m * ldc;
+        const Epilogue::Read<WIDE> read = epilogue.read<WIDE>(C, row, n, N, c_in_runs);
         Sum sums[WIDE] = {};
         for (int split = 0; split < splits; ++split) {
             Sum more[WIDE];
@@ -29,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
 #pragma unroll
             for (int j = 0; j < WIDE; ++j) sums[j] += more[j];
         }
-        epilogue.store(sums, C, blockIdx.z * stride_c + (long long)m * ldc, n, N, c_in_runs);
+        epilogue.store(sums, read, C, row, n, N, c_in_runs);
         run += right;
         if (run >= runs) {
             run -= runs;

@@ -4,9 +4,10 @@
 
 struct Tile { int m, n; };    // counted in tiles
 
-// Blocks with neighbouring numbers take tiles from 8 rows of tiles, column by column: what they read stays in L2.
-__device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n) {
-    const int group = 8 * tiles_n, first = block / group * 8, height = min(tiles_m - first, 8);
+// Blocks with neighbouring numbers take tiles from `rows` rows of tiles, column by column: what they read stays in L2. The blocks
+// that a large GPU runs at once cover a square of C if these are 2048 rows of it.
+__device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n, int rows) {
+    const int group = rows * tiles_n, first = block / group * rows, height = min(tiles_m - first, rows);
     return {first + block % group % height, block % group / height};
 }
 
@@ -14,48 +15,52 @@ __device__ __forceinline__ int tiles_over(int count, int size) { return (count +
 
 // The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
-// bias, saved and residual may be null; saved and residual have the shape and pitch of C. With beta = 0 C is not read, but by
-// ACTIVATION_GELU_BACKWARD, where activation(z) is z times GELU's derivative at what C holds.
+// saved and residual have the shape and pitch of C. What of this there is, macros say: what is not asked for takes no
+// instructions. BETA, BIAS, SAVED, RESIDUAL: 0 or 1. ACTIVATION: activation.cuh; with ACTIVATION_GELU_BACKWARD activation(z) is z
+// times GELU's derivative at what C holds. SPLIT: 1 if sums go to the workspace, for the epilogue of gemm_combine.cu.
 struct Epilogue {
+    static constexpr bool READS_C = BETA || ACTIVATION == ACTIVATION_GELU_BACKWARD;
     Sum alpha, beta;
     const Element* bias;
     const Result* residual;
     Result* saved;
-    int activation;
 
     // Whether these rows of C can be moved in runs of this length.
     template <int RUN> __device__ __forceinline__ bool in_runs_of(const Result* c, int pitch, long long stride) const {
-        return in_runs<RUN>(c, pitch, stride) && (!saved || in_runs<RUN>(saved, pitch)) &&
-               (!residual || in_runs<RUN>(residual, pitch));
+        return in_runs<RUN>(c, pitch, stride) && (!SAVED || in_runs<RUN>(saved, pitch)) &&
+               (!RESIDUAL || in_runs<RUN>(residual, pitch));
+    }
+
+    // What a run needs beside its sums, as stored: several such loads can be under way.
+    template <int RUN> struct Read { Run<Result, RUN> c, residual; };
+
+    template <int RUN>
+    __device__ __forceinline__ Read<RUN> read(const Result* c, long long row, int n, int N, bool vector) const {
+        Read<RUN> read;
+        if (READS_C) read.c = stored_run<RUN>(c + row, n, N, vector);
+        if (RESIDUAL) read.residual = stored_run<RUN>(residual + row, n, N, vector);
+        return read;
     }
 
     template <int RUN>
-    __device__ __forceinline__ void store(const Sum (&sums)[RUN], Result* c, long long row, int n, int N, bool vector) const {
-        Sum z[RUN], addend[RUN];
+    __device__ __forceinline__ void store(
+        const Sum (&sums)[RUN], const Read<RUN>& read, Result* c, long long row, int n, int N, bool vector) const {
+        Sum z[RUN], held[RUN], addend[RUN];
+        if (READS_C) widened(read.c, held);
+        if (BIAS) load_run(bias, n, N, in_runs<RUN>(bias, 0), addend);
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) z[i] = alpha * sums[i];
-        if (beta != Sum(0)) {
-            load_run(c + row, n, N, vector, addend);
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) z[i] += beta * addend[i];
+        for (int i = 0; i < RUN; ++i) {
+            z[i] = alpha * sums[i];
+            if (BETA) z[i] += beta * held[i];
+            if (BIAS) z[i] += addend[i];
         }
-        if (bias) {
-            load_run(bias, n, N, in_runs<RUN>(bias, 0), addend);
+        if (SAVED) store_run(saved + row, n, N, vector, z);
+        if (RESIDUAL) widened(read.residual, addend);
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) z[i] += addend[i];
-        }
-        if (saved) store_run(saved + row, n, N, vector, z);
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) z[i] = activate(z[i], activation);
-        if (activation == ACTIVATION_GELU_BACKWARD) {
-            load_run(c + row, n, N, vector, addend);
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) z[i] *= activation_slope(addend[i], ACTIVATION_GELU);
-        }
-        if (residual) {
-            load_run(residual + row, n, N, vector, addend);
-#pragma unroll
-            for (int i = 0; i < RUN; ++i) z[i] += addend[i];
+        for (int i = 0; i < RUN; ++i) {
+            z[i] = activate(z[i], ACTIVATION);
+            if (ACTIVATION == ACTIVATION_GELU_BACKWARD) z[i] *= activation_slope(held[i], ACTIVATION_GELU);
+            if (RESIDUAL) z[i] = plus(z[i], addend[i]);
         }
         store_run(c + row, n, N, vector, z);
     }

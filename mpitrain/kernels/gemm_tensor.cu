@@ -13,14 +13,14 @@
 #include "tensor_tile.cuh"
 
 constexpr int WARPS_N = TILE_N / WARP_N, THREADS = TILE_M / WARP_M * WARPS_N * 32;
-constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, SLICES = TILE_K / 16;
 // Row sums are products with a column of ones. Of the warps with the same rows, each sums up so many fragments.
 constexpr int SUMMED = (FRAGMENTS_M + WARPS_N - 1) / WARPS_N;
 // As many blocks share a multiprocessor's registers as leave each thread 64 beside its sums, but no more than four.
 constexpr int ROOM = 65536 / (THREADS * (WARP_M * WARP_N / 32 + 64));
 constexpr int BLOCKS = __CUDA_ARCH__ < 800 || ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 
-static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && TILE_K % 16 == 0, "whole fragments fill a warp's part");
+static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && TILE_K % 32 == 0, "whole fragments fill a warp's part, by turns in two buffers");
 
 // A piece of A and one of B, each in the order in which the operand is stored.
 using CopiesA = Copies<!TRANSPOSED_A, TILE_M, TILE_K, THREADS>;
@@ -33,7 +33,8 @@ constexpr int STAGE = PieceA::ELEMENTS + PieceB::ELEMENTS;
 constexpr int OUT_PITCH = WARP_N + 8, OUT_FLOATS = 16 * OUT_PITCH;
 constexpr int WIDE = RUN<Result>;
 // Lanes that move one row, of a width that they divide. Two lanes move 32 bytes or more: a whole sector.
-constexpr int ROW_LANES = WARP_N % 32 == 0 ? WARP_N / WIDE : 2;
+constexpr int ROW_LANES = WARP_N % 32 == 0 ? WARP_N / WIDE : 2, RUNS = WARP_N / (ROW_LANES * WIDE);
+constexpr int ROWS_AT_ONCE = 32 / ROW_LANES, ROUNDS = 16 / ROWS_AT_ONCE;
 static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
 
 // A lane's part of a row on its way out. Of two fours, neighbouring lanes read different ones first: eight lanes meet no bank
@@ -49,13 +50,13 @@ __device__ __forceinline__ void load_out(const float* part, int lane, float (&ou
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
     const Element* __restrict__ B, int ldb, long long stride_b, float beta, Result* C, int ldc, long long stride_c,
-    const Element* __restrict__ bias, const Result* residual, Result* saved, int activation, float* row_sums,
-    int splits, float* workspace) {
+    const Element* __restrict__ bias, const Result* residual, Result* saved, float* row_sums, int splits,
+    float* workspace) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element* stages = reinterpret_cast<Element*>(dynamic_shared);
 
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
-    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n);
+    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n, 2048 / TILE_M);
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mw = warp / WARPS_N * WARP_M, nw = warp % WARPS_N * WARP_N;
@@ -64,87 +65,114 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     B += batch * stride_b;
     const int steps = tiles_over(K, TILE_K);
     const int first = int((long long)steps * split / splits), end = int((long long)steps * (split + 1) / splits);
-    CopiesA next_a(A, lda, m0, M, first * TILE_K, K);
-    CopiesB next_b(B, ldb, n0, N, first * TILE_K, K);
-    auto fetch = [&](int step, int stage) {    // an empty group past the end keeps the count of groups under way right
-        if (step < end) {
-            next_a.fetch(stages + stage * STAGE, lda, CHUNKED);
-            next_b.fetch(stages + stage * STAGE + PieceA::ELEMENTS, ldb, CHUNKED);
+    const int k_end = min(K, end * TILE_K);    // behind it copies bring zeros, and read nothing
+    CopiesA next_a(A, lda, m0, M, first * TILE_K, k_end);
+    CopiesB next_b(B, ldb, n0, N, first * TILE_K, k_end);
+    auto fetch = [&](int stage, int part, int parts) {
+        next_a.fetch(stages + stage * STAGE, lda, CHUNKED, part, parts);
+        next_b.fetch(stages + stage * STAGE + PieceA::ELEMENTS, ldb, CHUNKED, part, parts);
+        if (part + 1 == parts) copy_async_commit();
+    };
+    unsigned a[2][FRAGMENTS_M][4], b[2][FRAGMENTS_N / 2][2][2];    // of a slice of K, and of the next one
+    auto load = [&](int stage, int k, int buffer) {
+        const Element *a_piece = stages + stage * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS_M; ++i) {
+            if (TRANSPOSED_A) PieceA::a_from_rows_of_k(a[buffer][i], a_piece, mw + 16 * i, k);
+            else PieceA::a_from_rows_of_m(a[buffer][i], a_piece, mw + 16 * i, k);
         }
-        copy_async_commit();
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N / 2; ++j) {
+            if (TRANSPOSED_B) PieceB::b_from_rows_of_n(b[buffer][j], b_piece, k, nw + 16 * j);
+            else PieceB::b_from_rows_of_k(b[buffer][j], b_piece, k, nw + 16 * j);
+        }
     };
 
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
     const bool sums_rows = ROW_SUMS && tile.n == 0;    // in the first tile of each row of tiles
     float row_sums_of[SUMMED][4] = {};
 
-    for (int step = 0; step < STAGES - 1; ++step) fetch(first + step, step);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) fetch(s, 0, 1);
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+    load(0, 0, 0);
     int stage = 0, free = STAGES - 1;    // the stage that is computed with, and the one that is filled next
     for (int step = first; step < end; ++step) {
-        copy_async_wait<STAGES - 2>();
-        __syncthreads();    // this step's copies are seen by all, and all have left the stage that is filled next
-        fetch(step + STAGES - 1, free);
-        const Element *a_piece = stages + stage * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
-        free = stage;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        // Each slice loads the next one, and starts a share of the copies: tensor cores wait for neither.
 #pragma unroll
-        for (int k = 0; k < TILE_K; k += 16) {
-            unsigned a[FRAGMENTS_M][4], b[FRAGMENTS_N / 2][2][2];
-#pragma unroll
-            for (int i = 0; i < FRAGMENTS_M; ++i) {
-                if (TRANSPOSED_A) PieceA::a_from_rows_of_k(a[i], a_piece, mw + 16 * i, k);
-                else PieceA::a_from_rows_of_m(a[i], a_piece, mw + 16 * i, k);
-            }
-#pragma unroll
-            for (int j = 0; j < FRAGMENTS_N / 2; ++j) {
-                if (TRANSPOSED_B) PieceB::b_from_rows_of_n(b[j], b_piece, k, nw + 16 * j);
-                else PieceB::b_from_rows_of_k(b[j], b_piece, k, nw + 16 * j);
+        for (int slice = 0; slice < SLICES; ++slice) {
+            fetch(free, slice, SLICES);
+            if (slice + 1 < SLICES) {
+                load(stage, 16 * (slice + 1), (slice + 1) % 2);
+            } else {
+                free = stage;
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                copy_async_wait<STAGES - 2>();
+                __syncthreads();    // the next stage is seen by all, and all have left the one that is filled then
+                load(stage, 0, 0);
             }
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-                for (int j = 0; j < FRAGMENTS_N; ++j) mma_m16n8k16(sums[i][j], a[i], b[j / 2][j % 2], Element{});
+                for (int j = 0; j < FRAGMENTS_N; ++j)
+                    mma_m16n8k16(sums[i][j], a[slice % 2][i], b[slice % 2][j / 2][j % 2], Element{});
             if (sums_rows) {
                 const unsigned ones[2] = {packed(1.0f, 1.0f), packed(1.0f, 1.0f)};
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS_M; ++i)
-                    if (i % WARPS_N == warp % WARPS_N) mma_m16n8k16(row_sums_of[i / WARPS_N], a[i], ones, Element{});
+                    if (i % WARPS_N == warp % WARPS_N)
+                        mma_m16n8k16(row_sums_of[i / WARPS_N], a[slice % 2][i], ones, Element{});
             }
         }
     }
 
+    copy_async_wait<0>();
     __syncthreads();    // the pieces are done with: their memory is free for what goes out
-    const Epilogue epilogue = {alpha, beta, bias, residual, saved, activation};
+    const Epilogue epilogue = {alpha, beta, bias, residual, saved};
     const bool vector = epilogue.in_runs_of<WIDE>(C, ldc, stride_c);
-    float* raw = splits > 1 ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
+    float* raw = SPLIT ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
     const bool raw_vector = in_runs<WIDE>(raw, N);
     float* out = reinterpret_cast<float*>(dynamic_shared) + warp * OUT_FLOATS;
-#pragma unroll
+#pragma unroll 1    // unrolled, its instructions come from memory, not from their caches
     for (int i = 0; i < FRAGMENTS_M; ++i) {
+        const int m_first = m0 + mw + 16 * i + lane / ROW_LANES, n_first = n0 + nw + lane % ROW_LANES * WIDE;
+        Epilogue::Read<WIDE> read[ROUNDS][RUNS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int c = 0; c < RUNS; ++c) {
+                const int m = m_first + r * ROWS_AT_ONCE, n = n_first + c * ROW_LANES * WIDE;
+                if (!SPLIT && m < M) read[r][c] = epilogue.read<WIDE>(C, batch * stride_c + (long long)m * ldc, n, N, vector);
+            }
         __syncwarp();    // the rows before are out
 #pragma unroll
-        for (int j = 0; j < FRAGMENTS_N; ++j)
+        for (int fragment = 0; fragment < FRAGMENTS_M; ++fragment) {
+            if (fragment != i) continue;    // registers have no index
 #pragma unroll
-            for (int half = 0; half < 2; ++half)    // lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1
-                *reinterpret_cast<float2*>(out + (lane / 4 + 8 * half) * OUT_PITCH + 8 * j + lane % 4 * 2) =
-                    make_float2(sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+            for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)    // lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1
+                    *reinterpret_cast<float2*>(out + (lane / 4 + 8 * half) * OUT_PITCH + 8 * j + lane % 4 * 2) =
+                        make_float2(sums[fragment][j][2 * half], sums[fragment][j][2 * half + 1]);
+        }
         __syncwarp();
 #pragma unroll
-        for (int r = 0; r < 16; r += 32 / ROW_LANES) {
-            const int row = r + lane / ROW_LANES, m = m0 + mw + 16 * i + row;
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int row = r * ROWS_AT_ONCE + lane / ROW_LANES, m = m_first + r * ROWS_AT_ONCE;
             if (m >= M) continue;
 #pragma unroll
-            for (int c = 0; c < WARP_N; c += ROW_LANES * WIDE) {
-                const int column = c + lane % ROW_LANES * WIDE, n = n0 + nw + column;
+            for (int c = 0; c < RUNS; ++c) {
+                const int column = (c * ROW_LANES + lane % ROW_LANES) * WIDE, n = n0 + nw + column;
                 float run[WIDE];
                 load_out(out + row * OUT_PITCH + column, lane, run);
-                if (raw) store_run(raw + (long long)m * N, n, N, raw_vector, run);
-                else epilogue.store(run, C, batch * stride_c + (long long)m * ldc, n, N, vector);
+                if (SPLIT) store_run(raw + (long long)m * N, n, N, raw_vector, run);
+                else epilogue.store(run, read[r][c], C, batch * stride_c + (long long)m * ldc, n, N, vector);
             }
         }
     }
     if (!sums_rows || lane % 4 != 0) return;
-    float* summed = raw ? raw + (long long)M * N : row_sums;
+    float* summed = SPLIT ? raw + (long long)M * N : row_sums;
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {
         const int fragment = i * WARPS_N + warp % WARPS_N, m = m0 + mw + 16 * fragment + lane / 4;

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) {
             d[i] = row_scale * (d[i] - sum - normal[i] * dot);
-            if (residual) d[i] += added[i];
+            if (residual) d[i] = plus(d[i], added[i]);
         }
         store_run(dx + (long long)row * C, c, C, vector, d);
     }
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
             if (residual) {
                 load_run(residual + at, c, C, vector, dys);
 #pragma unroll
-                for (int i = 0; i < WIDE; ++i) d[i] += dys[i];
+                for (int i = 0; i < WIDE; ++i) d[i] = plus(d[i], dys[i]);
             }
             store_run(dx + at, c, C, vector, d);
         }

@@ -44,12 +44,15 @@ extern "C" __global__ void __launch_bounds__(128) add_bias(
     const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(y, C) && in_runs<WIDE>(residual, C);
     const bool vector_bias = in_runs<WIDE>(b, 0);
     for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
-        Sum ys[WIDE], bs[WIDE] = {}, rs[WIDE] = {};
+        Sum ys[WIDE], bs[WIDE] = {}, rs[WIDE];
         load_run(x + at, c, C, vector, ys);
         if (b) load_run(b, c, C, vector_bias, bs);
         if (residual) load_run(residual + at, c, C, vector, rs);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) ys[j] = (ys[j] + bs[j]) + rs[j];
+        for (int j = 0; j < WIDE; ++j) {
+            ys[j] += bs[j];
+            if (residual) ys[j] = plus(ys[j], rs[j]);
+        }
         store_run(y + at, c, C, vector, ys);
     }
 }

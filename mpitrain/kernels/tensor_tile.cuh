@@ -68,22 +68,23 @@ template <bool K_IS_CONTIGUOUS, int WIDTH, int DEPTH_K, int THREADS> struct Copi
         columns_left = (K_IS_CONTIGUOUS ? K : W) - column0;
     }
 
-    // Starts to copy the next tile. Without `chunks` elements are copied one by one: slower, not wrong.
-    __device__ __forceinline__ void fetch(Element* tile, long long pitch, bool chunks) {
+    // Starts to copy a part of the next tile; all parts of it, in turn. Without `chunks` elements are copied one by one: slower,
+    // not wrong.
+    __device__ __forceinline__ void fetch(Element* tile, long long pitch, bool chunks, int part, int parts) {
+        constexpr int DOWN = ROWS / AT_ONCE, ALL = DOWN * (COLUMNS / ACROSS);
         Element* to = tile + row() * Tile::PITCH + column();
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += ACROSS) {
-            const int left = max(0, min(CHUNK, columns_left - c));
-#pragma unroll
-            for (int r = 0; r < ROWS / AT_ONCE; ++r) {
-                const int there = r * AT_ONCE < rows_left ? left : 0;
-                const Element* from = next + r * down + c;
-                Element* chunk = to + r * AT_ONCE * Tile::PITCH + c;
-                if (chunks) copy_async_16(chunk, from, there * int(sizeof(Element)));
-                else
-                    for (int j = 0; j < CHUNK; ++j) chunk[j] = j < there ? from[j] : narrow<Element>(0.0f);
-            }
+        for (int i = 0; i < ALL; ++i) {
+            if (i < ALL * part / parts || i >= ALL * (part + 1) / parts) continue;
+            const int r = i % DOWN, c = i / DOWN * ACROSS;
+            const int there = r * AT_ONCE < rows_left ? max(0, min(CHUNK, columns_left - c)) : 0;
+            const Element* from = next + r * down + c;
+            Element* chunk = to + r * AT_ONCE * Tile::PITCH + c;
+            if (chunks) copy_async_16(chunk, from, there * int(sizeof(Element)));
+            else
+                for (int j = 0; j < CHUNK; ++j) chunk[j] = j < there ? from[j] : narrow<Element>(0.0f);
         }
+        if (part + 1 < parts) return;
         next += K_IS_CONTIGUOUS ? DEPTH_K : DEPTH_K * pitch;
         (K_IS_CONTIGUOUS ? columns_left : rows_left) -= DEPTH_K;
     }

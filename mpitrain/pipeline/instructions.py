@@ -186,6 +186,20 @@ def _fused(instructions: Sequence[Compute], first: int) -> Iterator[Compute]:
                 is_done = False
 
 
+def with_whole_backwards(plan: Plan) -> Plan:
+    """Replace each B by BW, and leave out each W: the schedule as textbooks draw it."""
+    return plan._replace(
+        by_stage=tuple(
+            tuple(
+                Backward(*i) if isinstance(i, BackwardInput) else i
+                for i in instructions
+                if not isinstance(i, BackwardWeight)
+            )
+            for instructions in plan.by_stage
+        )
+    )
+
+
 def forward_alone(stage_of: Sequence[int]) -> Plan:
     """Return the plan of an inference: the forwards of one micro-batch through all chunks."""
     return Plan(

@@ -97,6 +97,12 @@ def amount(name: str, default: float, text: str) -> Callable:
 @amount("--overhead-ms", 0, "Host time of a stage before each instruction.")
 @amount("--saved-mb", 0, "Memory per micro-batch from a stage's forward to its input half.")
 @amount("--pending-mb", 0, "Memory per micro-batch from the input half to the weight half.")
+@click.option(
+    "--whole-backward",
+    "is_whole",
+    is_flag=True,
+    help="Run the halves of a backward as one, as textbooks draw it. `train` does not.",
+)
 @output_option("--json", "Write the schedule to this file, as --schedule reads it.")
 @output_option("--plot", "Draw the chart to this file. Needs mpitrain[report].")
 def schedule(
@@ -107,6 +113,7 @@ def schedule(
     json_file: Path | None,
     plot_file: Path | None,
     is_eager: bool,
+    is_whole: bool,
     **amounts: float,
 ) -> None:
     """Simulate a pipeline, and print its chart, its bubble and the memory of each stage.
@@ -125,11 +132,11 @@ def schedule(
     if process.launched().rank > 0:
         return  # only rank 0 prints
     from mpitrain.errors import ConfigError
-    from mpitrain.pipeline.instructions import with_messages
+    from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
     from mpitrain.tools.plan import several
-    from mpitrain.tools.plan.schedule import chart, draw, stream, summary
+    from mpitrain.tools.plan.schedule import chart, draw, halves_of, stream, summary
 
     takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
     if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
@@ -143,6 +150,11 @@ def schedule(
         raise ConfigError(
             f"A file has the order of one step, but {name} goes on over the ends of steps.",
             "Leave out --json, or write that of 1f1b.",
+        )
+    if is_whole and name in STREAMS:
+        raise ConfigError(
+            f"Whole backwards are for the schedules of a step, but {name} goes on over the ends of steps.",
+            "Leave out --whole-backward, or draw 1f1b.",
         )
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
 
@@ -160,10 +172,11 @@ def schedule(
         caption = f"{preview.title}; idle in the steady state {100 * preview.idle(cost(1)):.1f}%"
     else:
         plan, notes = find_plan(name, stages, micro_batches, chunks), []
+        order, plan = plan, with_whole_backwards(plan) if is_whole else plan
         costs = [cost(len(plan.by_stage) / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs, *messages)
         title = [f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"]
-        facts = summary(plan, simulation, costs)
+        facts = [*summary(plan, simulation, costs), *halves_of(order, is_whole)]
         numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
     check_files(0, [json_file], plot_file)

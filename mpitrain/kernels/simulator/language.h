@@ -136,8 +136,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fmaf_rn(float a, float b, float c) { return fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { volatile float sum = a + b; return sum; }      // never contracted
-inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
-inline double __dmul_rn(double a, double b) { volatile double product = a * b; return product; }
+inline double __dadd_rn(double a, double b) { volatile double sum = a + b; return sum; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)(a) * b >> 64; }
 inline int __float2int_rn(float x) { return int(nearbyint(x)); }
 inline float __int_as_float(int i) { return __builtin_bit_cast(float, i); }

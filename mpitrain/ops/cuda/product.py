@@ -38,7 +38,7 @@ class ProductLaunch(NamedTuple):
 
     It is computed once per shape, because the computation costs as much as the launch.
     steps     row and batch strides of a, b and c, in elements
-    types     macros of the kernel that combines splits
+    types     macros of the kernel that combines splits, with the epilogue
     parts     elements of the workspace of splits, in dtype `sums`
     combined  grid of that kernel
     """
@@ -88,7 +88,7 @@ def gemm(
     table       chooses the tiling of the shape, unless `tiling` is given
     raises      KernelError if the shapes do not fit
     """
-    reads_c = beta != 0 or activation == "gelu backward"
+    asked = beta != 0, bias is None, saved is None, residual is None, activation
     key = (
         a.dtype,
         c.dtype,
@@ -101,7 +101,7 @@ def gemm(
         transposed_a,
         transposed_b,
         row_sums is None,
-        reads_c,
+        asked,
         table,
         tiling,
         a.itemsize == 2 and (address(a) | address(b)) % 16 == 0,
@@ -109,13 +109,13 @@ def gemm(
     plan = kernels.plans.get(key)
     if plan is None:
         plan = kernels.plans[key] = _plan(
-            kernels, a, b, c, transposed_a, transposed_b, row_sums, reads_c, table, tiling
+            kernels, a, b, c, transposed_a, transposed_b, row_sums, asked, table, tiling
         )
     _check_like(c, saved, residual)
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
     operands = m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta
-    epilogue = bias, residual, saved, ACTIVATIONS[activation], row_sums
+    epilogue = bias, residual, saved, row_sums
     if plan.splits == 1:
         kernels.launch(
             plan.kernel,
@@ -133,7 +133,7 @@ def gemm(
         plan.kernel,
         plan.grid,
         plan.block,
-        (*operands, None, ldc, stride_c, None, None, None, 0, None, plan.splits, workspace),
+        (*operands, None, ldc, stride_c, None, None, None, None, plan.splits, workspace),
         plan.shared,
         plan.macros,
         "workspace",
@@ -159,7 +159,7 @@ def _plan(
     transposed_a: bool,
     transposed_b: bool,
     row_sums: Any,
-    reads_c: bool,
+    asked: tuple,
     table: MeasuredTiles,
     tiling: Tiling | None,
 ) -> ProductLaunch:
@@ -173,11 +173,14 @@ def _plan(
     stored = "NT"[transposed_a] + "NT"[transposed_b]
     tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
+    epilogue = _epilogue(*asked)
     chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
     macros = kernels.macros(
         **types,
         **tile._asdict(),
         **chunked,
+        **(epilogue if splits == 1 else NO_EPILOGUE),
+        SPLIT=int(splits > 1),
         TRANSPOSED_A=int(transposed_a),
         TRANSPOSED_B=int(transposed_b),
     )
@@ -190,15 +193,32 @@ def _plan(
         (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits),
         (tile.threads,),
         macros,
-        kernels.macros(**types),
-        _fresh(reads_c),
+        kernels.macros(**types, **epilogue),
+        _fresh(epilogue),
         batches * splits * m * (n + types["ROW_SUMS"]),
         np.dtype(sum_type(a)),
         _combined(c, row_sums),
     )
 
 
-def _fresh(reads_c: bool) -> str:
+def _epilogue(
+    adds_c: bool, no_bias: bool, no_saved: bool, no_residual: bool, activation: str | None
+) -> dict[str, int]:
+    """Return the macros of an epilogue: its kernel contains what is asked for, and nothing else."""
+    return {
+        "BETA": int(adds_c),
+        "BIAS": int(not no_bias),
+        "SAVED": int(not no_saved),
+        "RESIDUAL": int(not no_residual),
+        "ACTIVATION": ACTIVATIONS[activation],
+    }
+
+
+NO_EPILOGUE = _epilogue(False, True, True, True, None)
+
+
+def _fresh(epilogue: dict[str, int]) -> str:
+    reads_c = epilogue["BETA"] or epilogue["ACTIVATION"] == ACTIVATIONS["gelu backward"]
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 
@@ -239,7 +259,6 @@ def library(
         )
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
-    reads_c = beta != 0 or activation == "gelu backward"
     is_bare = (
         bias is None
         and residual is None
@@ -254,29 +273,16 @@ def library(
     elif not (is_bare and beta == 1):
         product.fill(0)  # sums of no products
     if not is_bare:
-        types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0}
+        epilogue = _epilogue(beta != 0, bias is None, saved is None, residual is None, activation)
+        types = element(a) | {"Result": c_type(c), "ROW_SUMS": 0} | epilogue
         kernels.launch(
             "gemm_combine",
             _combined(c, None),
             COMBINE,
-            (
-                m,
-                n,
-                alpha,
-                beta,
-                c,
-                *_steps(c),
-                bias,
-                residual,
-                saved,
-                ACTIVATIONS[activation],
-                None,
-                1,
-                product,
-            ),
+            (m, n, alpha, beta, c, *_steps(c), bias, residual, saved, None, 1, product),
             0,
             kernels.macros(**types),
-            _fresh(reads_c),
+            _fresh(epilogue),
             STRIDED_COMBINE,
         )
 

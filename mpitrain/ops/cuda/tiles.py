@@ -121,18 +121,19 @@ class TensorTile(NamedTuple):
     def step(self) -> float:
         """Cycles of a multiprocessor for one element of K of a block.
 
-        Tensor cores and shared memory work at the same time, and the slower one decides.
+        Tensor cores, shared memory and the L2 cache work at the same time, and the slowest one decides.
         """
-        times = self.loading, self.TILE_M * self.TILE_N / TENSOR_RATE
+        copying = 2 * (self.TILE_M + self.TILE_N) / L2_RATE
+        times = self.loading, self.TILE_M * self.TILE_N / TENSOR_RATE, copying
         return max(times) + EXPOSED * min(times)
 
     @property
     def alone(self) -> float:
         """The factor on the time of a block that has a multiprocessor for itself.
 
-        Its few warps, at most two for each scheduler, cannot hide all waits.
+        One warp for each scheduler cannot hide all waits. With two, only barriers stop all warps at once.
         """
-        return 1.3
+        return 1.1 if self.threads >= 256 else 1.6
 
 
 TILES = (
@@ -148,10 +149,10 @@ TENSOR_TILES = (
     TensorTile(32, 32, 32, 16, 16, 3),
     TensorTile(128, 128, 32, 64, 64, 4),
     TensorTile(192, 96, 32, 96, 48, 4),
-    TensorTile(128, 256, 32, 64, 64, 3),
+    TensorTile(256, 128, 64, 64, 64, 3),
+    TensorTile(128, 256, 64, 64, 64, 3),
     TensorTile(256, 128, 32, 64, 64, 3),
-    TensorTile(128, 128, 64, 64, 32, 3),
-    TensorTile(128, 128, 32, 64, 32, 4),
+    TensorTile(128, 256, 32, 64, 64, 3),
 )
 ONLY_MEASURED = TILES[3:]  # they take a measurement: `cost` finds them a few percent apart
 MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
@@ -160,15 +161,17 @@ NEAR = 2.0
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 SHORTEST = 256  # no split of a sum over K is shorter
-# The cost of a block's start and end, in steps of TILE_K. Other blocks of the multiprocessor can
-# hide it. Deep steps count as DEEPEST elements of K at most.
-FILLING, DEEPEST = 3, 96
+# Cycles of a block's start, with its first copies, and of its end for each element that a thread has
+# of the tile. Other blocks of the multiprocessor can hide them. Both are on paper.
+START, END = 1500, 35
 # `cost` counts (m + EDGE) * (n + EDGE) multiplications for a step in K of an m x n tile of `gemm`.
-EDGE = 16
+EDGE = 27
 # Multiply-adds per cycle of the tensor cores of a multiprocessor. On an H100, each of its four
 # schedulers issues a product of 16 x 8 x 16 every 6.5 cycles.
 TENSOR_RATE = 1260
-# Tensor cores and shared memory work in parallel. This fraction of the shorter time is not hidden.
+# Bytes per cycle that a multiprocessor gets from the L2 cache while all others do.
+L2_RATE = 23.5
+# Tensor cores, shared memory and the L2 cache work in parallel. This fraction of the shortest time is not hidden.
 EXPOSED = 0.25
 BYTES = 20  # bytes of memory traffic per cycle and multiprocessor
 LAUNCH = 5000  # cycles that one more kernel takes
@@ -309,8 +312,8 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     waves = count(rounds, resident)
     lonely = rounds if resident == 1 else rounds % resident == 1
     depth = count(k, tile.TILE_K * splits) * tile.TILE_K
-    filling = waves * min(FILLING * tile.TILE_K, DEEPEST)
-    multiplying = ((rounds + lonely * (tile.alone - 1)) * depth + filling) * tile.step
+    multiplying = (rounds + lonely * (tile.alone - 1)) * depth * tile.step
+    multiplying += waves * (START + END * tile.TILE_M * tile.TILE_N / tile.threads)
     if splits == 1:
         return multiplying
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES

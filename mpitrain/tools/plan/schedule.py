@@ -194,6 +194,20 @@ def holds(plan: Plan, costs: Sequence[Cost]) -> list[str]:
     return lines
 
 
+def halves_of(plan: Plan, is_whole: bool) -> list[str]:
+    """Return a line that says whether `train` runs the chart's backwards.
+
+    plan  as `train` runs it
+    """
+    if not any(isinstance(i, BackwardWeight) for order in plan.by_stage for i in order):
+        return []
+    if is_whole:
+        return ["backwards are whole, as in textbooks; `train` cuts them into B and W"]
+    return [
+        "backwards are cut into B and W, as in `train`; --whole-backward draws them as textbooks do"
+    ]
+
+
 def listed(numbers: Iterable[float]) -> str:
     return ", ".join(f"{number:.4g}" for number in numbers)
 

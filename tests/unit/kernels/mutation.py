@@ -108,10 +108,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         )
     },
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,
-    (
-        "gemm_tensor.cu",
-        "if (step <= end) {",
-    ): "it starts a copy of a piece that the loop never comes to",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
     (
         "gemm.cu",

@@ -81,6 +81,37 @@ class Compiled(NamedTuple):
         ]
         return [lines[place] for place in divisions if comes_back(place)]
 
+    def arithmetic_on(self, kernel: str, parameter: int) -> set[str]:
+        """The first floating-point instructions that take what lies behind a pointer parameter.
+
+        NVRTC contracts a product and a sum into `fma`, as do `mul` and `add` without `.rn` in ptxas.
+        """
+        lines = re.findall(
+            r"^[\s{]*(?:@\S+\s+)?([a-z][\w.:]*)\s+([^;]+);", self._body(kernel), re.MULTILINE
+        )
+        reached: set[str] = set()
+        found: set[str] = set()
+        for (
+            _
+        ) in lines:  # until nothing new is reached: a register may be set further down, in a loop
+            before = len(reached)
+            for name, operands in lines:
+                target, sources = (
+                    re.findall(r"%\w+", part)
+                    for part in re.fullmatch(
+                        r"(\{[^}]*\}|[^,]*),?(.*)", operands, re.DOTALL
+                    ).groups()
+                )
+                if f"{kernel}_param_{parameter}]" in operands:
+                    reached |= {*target}
+                elif reached & {*sources} and re.match(r"(add|sub|mul|fma)\..*f(32|64)$", name):
+                    found.add(name)
+                elif reached & {*sources} and not name.startswith(("st", "setp", "bra")):
+                    reached |= {*target}
+            if len(reached) == before:
+                break
+        return found
+
     def _body(self, kernel: str) -> str:
         return self.ptx.partition(f".entry {kernel}(")[2].partition(".entry ")[0]
 

@@ -257,7 +257,6 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
             "bias": None,
             "residual": None,
             "saved": None,
-            "activation": 0,
             "row_sums": None,
             "splits": 1,
             "workspace": None,

@@ -36,8 +36,12 @@ F forward, B input half of backward, W weight half, dots idle
 makespan 16 ms, of which a stage computes 12: bubble 25.0%
 peak live, by stage: 3, 2, 1 micro-batches
 of these, with a pending weight half: at most 1, 1, 1
+backwards are cut into B and W, as in `train`; --whole-backward draws them as textbooks do
 """
     )
+    whole = shown("schedule", "--stages", 3, "--micro-batches", 4, "--whole-backward")
+    assert ": bubble 33.3%" in whole and "\nbackwards are whole, as in textbooks;" in whole
+    assert "\nstage 2  ..... F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- ...........\n" in whole
 
 
 def test_the_pipeline_page_has_every_schedules_bubble_and_peak():
@@ -309,6 +313,7 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
             ["--schedule", "async", "--micro-batches", 3],
             "A stream has at least as many micro-batches in a step as stages, but these are 3 and 4.",
         ),
+        (["--schedule", "async", "--whole-backward"], "async goes on over the ends of steps."),
         (["--schedule", "x" * 5000], "The schedule must be one of naive"),
         (
             ["--forward-ms", "nan"],

@@ -101,7 +101,7 @@ def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     [
         # Every sum is on every rank.
         ("ring", 3, -1, (("a0+a1+a2", "b0+b1+b2", "c0+c1+c2"),) * 3),
-        ("ddp", 2, -1, (("w-(g0+g1)",) * 3 + ("g0+g1",) * 3,) * 2),
+        ("ddp", 2, -1, (("w-(g0+g1)/2",) * 3 + ("(g0+g1)/2",) * 3,) * 2),
         # A slow worker pushes a stale gradient.
         ("async-server", 3, 3, (("w-(g0+h0)", ""), ("w", "g1"), ("w-(g0+g1+h0)", ""))),
     ],
@@ -113,8 +113,8 @@ def test_a_frame_has_these_contents(name, ranks, frame, cells):
 @pytest.mark.parametrize(
     ("name", "frame", "columns", "cells"),
     [
-        # A bucket is on its way while an earlier unit computes.
-        ("ddp", 2, slice(3, 6), {("", "g1", "g1→"), ("", "g0", "g0→")}),
+        # A bucket is on its way while an earlier unit computes. The loss has divided by the 2 rows.
+        ("ddp", 2, slice(3, 6), {("", "g1/2", "g1/2→"), ("", "g0/2", "g0/2→")}),
         # ZeRO 3 makes one unit whole before its forward.
         ("zero3", 1, slice(6), {("w", "w", "w", "", "w", ""), ("w", "w", "", "w", "", "w")}),
         # Workers of local SGD differ until their average.
@@ -123,10 +123,32 @@ def test_a_frame_has_these_contents(name, ranks, frame, cells):
         # A row-parallel layer adds the summands of its ranks.
         ("row", 1, slice(8, 9), {("x0+3x1",), ("2x2+x3",)}),
         ("row", 2, slice(8, 9), {("x0+3x1+2x2+x3",)}),
+        # The 1F1B of textbooks has whole backwards; train cuts them, but not on stage 0.
+        ("1f1b", -1, slice(5), {("F0", "F1", ".", ".", "BW0"), (".", "F0", "BW0", "BW0", "F1")}),
+        (
+            "1f1b-cut",
+            -1,
+            slice(5),
+            {("F0", "F1", ".", "BW0", "BW0"), (".", "F0", "B0", "W0", "F1")},
+        ),
     ],
 )
 def test_columns_of_a_frame_have_these_contents_on_two_ranks(name, frame, columns, cells):
     assert {row[columns] for row in recorded(name, 2).frames[frame].cells} == cells
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words", "value"),
+    [
+        ("1f1b", 3, "(p-1) / (m+p-1)", 2 / 6),
+        ("1f1b-cut", 3, "2 (p-1) / (3m + 2 (p-1))", 4 / 16),
+        ("ddp", 4, "2 (n-1)/n S", 2 * 3 / 4 * 3 * 1024),
+        ("server", 3, "W times the part of S that a server holds, or S, a worker", 2 * 3 * 512),
+    ],
+)
+def test_a_printed_formula_is_worth_the_number_beside_it(name, ranks, words, value):
+    by_words = {each.words: each.value for each in recorded(name, ranks).formulas}
+    assert by_words[words] == pytest.approx(value)
 
 
 @pytest.mark.parametrize("name", ["ring", "star"])

@@ -5,7 +5,7 @@ A forward, and each half of a backward, takes 1 unit of time unless a setting sa
 
 from collections.abc import Sequence
 
-from mpitrain.pipeline.instructions import with_messages
+from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.simulate import Cost, Simulation, peak, simulate, staleness
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
@@ -23,12 +23,15 @@ def simulated(
     chunks: int | None = None,
     receive: float = 0,
     overhead: float = 0,
+    is_whole: bool = False,
 ) -> Simulation:
     """Simulate one step.
 
-    costs  by chunk; empty: the 3 units of a stage are divided evenly among its chunks
+    costs     by chunk; empty: the 3 units of a stage are divided evenly among its chunks
+    is_whole  whether a backward is one instruction, as in textbooks
     """
     plan = plan_of(schedule, stages, micro_batches, chunks)
+    plan = with_whole_backwards(plan) if is_whole else plan
     share = len(plan.by_stage) / len(plan.stage_of)
     every = costs or [Cost(share, share, share)] * len(plan.stage_of)
     return simulate(with_messages(plan), every, receive=receive, overhead=overhead)
@@ -76,13 +79,10 @@ def gpipe_formula(stages: int, slowest: float) -> Figures:
     )
 
 
-def as_gpipe(weight: float) -> Figures:
-    """Compare the idle time of 1F1B with that of GPipe.
-
-    weight  time of a backward's weight half; both halves together take 2 units
-    """
-    cost = Cost(1, 2 - weight, weight)
-    idle_1f1b, idle_gpipe = (simulated(name, 4, 8, [cost] * 4).bubble for name in ("1f1b", "gpipe"))
+def as_gpipe(stages: int, is_whole: bool) -> Figures:
+    idle_1f1b, idle_gpipe = (
+        simulated(name, stages, 8, is_whole=is_whole).bubble for name in ("1f1b", "gpipe")
+    )
     return Figures(
         abs(idle_1f1b - idle_gpipe),
         {"% idle, 1F1B": 100 * idle_1f1b, "% idle, GPipe": 100 * idle_gpipe},
@@ -189,10 +189,11 @@ CLAIMS = {
         1e-9,
         as_gpipe,
         (
-            usual("gradients are sent before a weight half of {weight} of 2 units", weight=1.0),
-            other("gradients are sent before a weight half of {weight} of 2 units", weight=0.0),
+            usual("{stages} stages, whole backwards", stages=3, is_whole=True),
+            usual("{stages} stages, whole backwards", stages=8, is_whole=True),
+            other("{stages} stages, backwards cut into B and W", stages=4, is_whole=False),
         ),
-        "mpitrain plan schedule --schedule 1f1b",
+        "mpitrain plan schedule --schedule 1f1b --whole-backward",
     ),
     "1f1b-memory": Claim(
         "1F1B saves the activations of at most p micro-batches.",

@@ -159,6 +159,7 @@ TOPICS = {
                 "Every rank has a buffer of {n} chunks, and all ranks need the sum.",
                 "In step 1 all ranks send their buffer to rank 0, which adds them.",
                 "In step 2 rank 0 sends the sum to all ranks.",
+                "In training a0 is a gradient that the loss has divided by the rows, so the sum is the mean.",
                 "The link of rank 0 carries everything: it sends (n-1) S, a worker only S.",
             ),
         ),

@@ -1,8 +1,12 @@
 """Topics of pipelines: stages of symbols run a schedule, and its chart fills slot by slot."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpitrain.errors import Sentence
 from mpitrain.parallel.weight_stashing import pipedream
@@ -16,8 +20,9 @@ from mpitrain.pipeline.instructions import (
     Forward,
     Plan,
     training_program,
+    with_whole_backwards,
 )
-from mpitrain.pipeline.schedule_files import LETTERS, find_plan
+from mpitrain.pipeline.schedule_files import LETTERS, find_plan, write_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate, staleness, versions
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
@@ -41,7 +46,7 @@ IDLE = "."
 
 LEGEND = (
     "F0: forward of micro-batch 0; B: input half of its backward; W: weight half; BW: both; . idle. "
-    "F, B and W take a slot each."
+    "F, B and W take a slot each, BW two."
 )
 LEGEND_OF_VERSIONS = (
     "F0v1: forward of micro-batch 0, with the weights after 1 update; B: input half of its backward; "
@@ -59,6 +64,8 @@ class ShownSchedule(NamedTuple):
     steps      number of training steps
     words      fraction of idle slots, as a formula in words
     idle       fraction of idle slots, as a function of (stages, micro-batches)
+    is_whole   whether a backward is one instruction, as in textbooks; `train` cuts it where the
+               schedule does
     """
 
     schedule: str
@@ -68,6 +75,7 @@ class ShownSchedule(NamedTuple):
     steps: int
     words: str
     idle: Callable[[int, int], float]
+    is_whole: bool = False
 
 
 class _Done(NamedTuple):
@@ -87,8 +95,14 @@ class _Stage(NamedTuple):
 
 def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
     p, m = setting.ranks, _micro_batches(shown, setting.ranks)
-    stages: list[_Stage] = run_ranks(p, _run, shown)
     plan = find_plan(shown.schedule, p, shown.steps * m, 1)
+    plan = with_whole_backwards(plan) if shown.is_whole else plan
+    with tempfile.TemporaryDirectory() as folder:
+        name = shown.schedule
+        if shown.is_whole:
+            name = f"{folder}/whole.json"
+            write_plan(Path(name), plan)
+        stages: list[_Stage] = run_ranks(p, _run, shown, name)
     program = training_program(plan)
     timeline = simulate(program, [Cost()] * p).timeline
     executed = Plan(
@@ -141,7 +155,8 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
         frames,
         formulas,
         [SourceLines.of(shown.rule), SourceLines.of(execute)],
-        f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}",
+        f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}"
+        + " --whole-backward" * shown.is_whole,
         ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
         pictured=(slots,),
     )
@@ -154,7 +169,7 @@ def _micro_batches(shown: ShownSchedule, stages: int) -> int:
     return MICRO_BATCHES if shown.steps == 1 else max(FEWEST, stages)
 
 
-def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
+def _run(transport: Transport, shown: ShownSchedule, schedule: str) -> _Stage:
     m = _micro_batches(shown, transport.size)
     symbols = toy.basis(shown.steps, m, has_inputs=True)
     numbers = {
@@ -167,19 +182,17 @@ def _run(transport: Transport, shown: ShownSchedule) -> _Stage:
     used: dict[int, int] = {}
 
     def seen(layer_pass: toy.Pass) -> None:
-        micro = numbers[symbols.read(layer_pass.rows)]
+        micro = numbers[symbols.read(np.sign(layer_pass.rows))]
         if layer_pass.kind == "forward":
             # Each update has subtracted the gradient of one micro-batch.
-            used[micro] = int(
-                -layer_pass.array[symbols.names.index("w") + 1 :][: symbols.size - 1].sum()
-            )
+            used[micro] = int(np.count_nonzero(layer_pass.array[1 : symbols.size]))
             done.append(_Done("F", micro, used[micro]))
         else:
             done.append(_Done("B" if layer_pass.kind == "input" else "W", micro, used[micro]))
 
     config = toy.configured(
         f"layout.pp={transport.size}",
-        f"pipeline.schedule={shown.schedule}",
+        f"pipeline.schedule={schedule}",
         f"batch.size={m}",
         f"batch.micro_batches={m}",
         f"run.steps={shown.steps}",
@@ -318,8 +331,26 @@ TOPICS = {
             (
                 "A stage runs a backward as soon as one is ready, before the next forward.",
                 "So it saves at most p micro-batches, however many a step has.",
-                "With whole backwards the bubble equals GPipe's. Here a backward has two halves, B and W.",
+                "A backward is whole here, as in textbooks. So the bubble is that of GPipe.",
+                "`train` cuts a backward into two halves: see 1f1b-cut.",
+            ),
+            schedules.one_f_one_b,
+            ("min(p, m)", min),
+            1,
+            "(p-1) / (m+p-1)",
+            lambda p, m: (p - 1) / (m + p - 1),
+            is_whole=True,
+        ),
+    ),
+    "1f1b-cut": _topic(
+        "1F1B as train runs it: a backward is cut into two halves",
+        ShownSchedule(
+            "1f1b",
+            (
+                "The order is that of 1F1B, but a backward has two halves, B and W.",
                 "B comes first, since another stage waits for its result. This shortens the bubble.",
+                "No stage waits for B of stage 0, so stage 0 runs both halves at once.",
+                "A stage saves as many micro-batches as with whole backwards.",
             ),
             schedules.one_f_one_b,
             ("min(p, m)", min),

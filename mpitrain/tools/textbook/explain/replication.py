@@ -1,5 +1,6 @@
 """Topics of replication: a training step on symbols in each mode, from what its ranks stored after each event."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters
 from mpitrain.parallel.mode import Sample
 from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.parallel.servers import PushAndPull, PushedGradients, ServedUpdate
 from mpitrain.parallel.zero import (
     GatheredAfterUpdate,
@@ -78,6 +80,8 @@ class ShownMode(NamedTuple):
     micros     micro-batches of a step
     kinds      kinds of passes (forward, halves of backward) that have frames of their own
     groups     groups of columns, in order
+    sent       bytes that the busiest rank sends in a step, as a function of n ranks and the bytes S
+               of all gradients; control messages and headers are left out
     memory     bytes of parameters, gradients and optimizer state on a rank: formula in words, and
                as a function of P elements, n ranks and the elements of a unit; None: not shown
     """
@@ -85,6 +89,7 @@ class ShownMode(NamedTuple):
     settings: Sequence[str]
     sentences: Sequence[str]
     sources: Sequence[Any]
+    sent: Callable[[int, float], float]
     units: int = 3
     is_split: bool = False
     servers: int = 0
@@ -106,6 +111,7 @@ class _RankRun(NamedTuple):
 
 WITH_STATE = ("parameters", "gradients", "optimizer state")
 MOMENTUM = "optimizer.name=momentum"
+DIVIDED = "The loss divides by the rows of the batch, before any message. So the sum is the mean."
 ONE_UNIT = "replication.bucket_mb=0.000001"
 
 
@@ -120,12 +126,20 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
         for region in range(workers if shown.is_split else 1)
     ]
     frames = _frames([run.entries for run in runs], shown, bool(setting.link))
+    size = 8 * runs[0].elements
+    sent = shown.sent(n, size)
+    rest = runs[0].formula - sent
     formulas = [
         CountedFormula(
-            "bytes that the busiest rank sends in a step, control message included",
-            max(run.nbytes for run in runs),
+            Sentence(
+                "bytes that the busiest rank sends in a step, without {rest:,.0f} of control messages and headers; "
+                "S is {size:,}",
+                rest=rest,
+                size=size,
+            ),
+            max(run.nbytes for run in runs) - rest,
             runs[0].words,
-            runs[0].formula,
+            sent,
         )
     ]
     if shown.memory:
@@ -412,6 +426,10 @@ class Watch:
         return tuple(contents)
 
 
+def _of_ring(n: int, size: float) -> float:
+    return 2 * (n - 1) / n * size
+
+
 def _topic(title: str, shown: ShownMode, least: int = 1) -> Topic:
     return Topic(
         title,
@@ -432,9 +450,11 @@ TOPICS = {
                 "The backward goes from the last unit to the first.",
                 "A bucket is a run of units. Its all-reduce starts when its gradients are complete.",
                 "The other units compute their backward meanwhile: this is the overlap.",
+                DIVIDED,
                 "All ranks then make the same update, and no parameter is sent.",
             ),
-            (Buckets, ring.all_reduce),
+            (weight_of, Buckets, ring.all_reduce),
+            _of_ring,
         ),
     ),
     "master": _topic(
@@ -448,6 +468,10 @@ TOPICS = {
                 "Only rank 0 has optimizer state, and its links carry the most.",
             ),
             (BroadcastAndUpdate, BroadcastParameters),
+            # An input has VECTOR elements, a target one, and the gradient of logits VECTOR.
+            lambda n, size: (
+                math.ceil(math.log2(n)) * size + (n - 1) * 8 * (toy.VECTOR + 1 + toy.VECTOR)
+            ),
         ),
     ),
     "server": _topic(
@@ -458,9 +482,11 @@ TOPICS = {
                 "The last rank is a server: it has the parameters and computes no rows.",
                 "Each of {w} workers pushes the gradient of a unit as soon as it is complete.",
                 "The server waits for all workers, adds in the order of ranks, and updates.",
+                DIVIDED,
                 "It sends the new parameters to all workers: W S bytes through one link.",
             ),
-            (PushedGradients, ServedUpdate, PushAndPull),
+            (weight_of, PushedGradients, ServedUpdate, PushAndPull),
+            lambda n, size: (n - 1) * size,
             servers=1,
         ),
     ),
@@ -475,6 +501,7 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks.",
             ),
             (scattered_once, GatheredAfterUpdate),
+            _of_ring,
             units=0,
             groups=WITH_STATE,
             memory=("(8+8) P + 8 P/n", lambda p, n, unit: 16 * p + 8 * p / n),
@@ -491,6 +518,7 @@ TOPICS = {
                 "An all-gather sends the updated shards to all ranks, as in stage 1.",
             ),
             (ShardedGradients, GatheredAfterUpdate),
+            _of_ring,
             units=2,
             is_split=True,
             groups=WITH_STATE,
@@ -511,6 +539,7 @@ TOPICS = {
                 "After its backward, a reduce-scatter leaves each rank the sum of its shard.",
             ),
             (GatheredOnUse, ShardedGradients),
+            lambda n, size: (n - 1) / n * (3 * size - 2 * size / 3),
             units=3,
             is_split=True,
             kinds=("forward", "weight"),
@@ -531,6 +560,7 @@ TOPICS = {
                 "Only the last micro-batch starts reductions: the bytes sent do not grow.",
             ),
             (Stage, Buckets),
+            _of_ring,
             units=2,
             micros=2,
         ),
@@ -545,6 +575,7 @@ TOPICS = {
                 "Between averages no message is sent, but the workers drift apart.",
             ),
             (PeriodicAverage,),
+            lambda n, size: _of_ring(n, size) / 2,
             units=1,
             steps=2,
             kinds=(),
@@ -560,6 +591,7 @@ TOPICS = {
                 "At the end of the run an all-reduce takes the average of all workers.",
             ),
             (NeighbourAverage, distances),
+            lambda n, size: size + _of_ring(n, size) / 2,
             units=1,
             steps=2,
             kinds=(),

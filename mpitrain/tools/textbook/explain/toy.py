@@ -7,7 +7,7 @@ added there, each once. Coefficients are exact in float64.
 The layers of the model pass rows on unchanged, and the gradient of a row is a symbol, the same in
 all units. So the contents of a buffer show which rows reached it. Trainer, pipeline and replication
 are the package's own. The optimizer is gradient descent with learning rate 1: parameters become
-`w-g0-g1`.
+`w-(g0+g1)/2`, since the loss divides by the rows of an update.
 """
 
 from collections.abc import Callable, Sequence
@@ -182,11 +182,9 @@ class SymbolLoss:
     """A loss of 0. Its gradient for a row is a symbol, and the target is the symbol's number."""
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
-        """Return 0, and the vector of a symbol for each row. It is not divided by the number of
-        rows.
-        """
+        """Return 0, and for each row the vector of a symbol times `scale`, as every loss does."""
         gradient = np.zeros_like(logits)
-        gradient[np.arange(len(targets)), targets] = 1
+        gradient[np.arange(len(targets)), targets] = scale
         return 0.0, gradient
 
     def value(self, logits: Any, targets: Any, arena: Any) -> float:
