@@ -64,6 +64,4 @@ def test_a_program_of_which_one_rank_fails_ends_on_all_ranks_with_its_code(
     program = f"from mpi4py import MPI; rank = MPI.COMM_WORLD.rank\nif rank == 1:\n    {ends}\nMPI.COMM_WORLD.recv(source=1)\n"
     (tmp_path / "own.py").write_text(program)
     done = mpitrain("launch", "-n", 2, "--", "own.py", cwd=tmp_path)
-    assert done.returncode == code and re.fullmatch(
-        said, done.stderr, re.DOTALL
-    ), done.stderr
+    assert done.returncode == code and re.fullmatch(said, done.stderr, re.DOTALL), done.stderr
