@@ -32,6 +32,7 @@ def mpi_session(
     patience: Callable[[], float] = lambda: STALL_SECONDS,
     does_trace: Callable[[], bool] = lambda: False,
     grace: Callable[[], float] = lambda: 0.0,
+    thread_level: str = "serialized",
 ) -> "Iterator[Transport]":
     """Connect the ranks, yield the transport, and pass a barrier before any rank exits.
 
@@ -44,6 +45,7 @@ def mpi_session(
     patience     returns the seconds in which the ranks must connect; its errors are ignored too
     does_trace   returns whether to record a trace, from before the first message; errors as above
     grace        returns the seconds from the end of the block to the end of this process; 0: no limit
+    thread_level of MPI, as for `connect`
     """
     process.limit_blas_threads()
     process.yield_crowded_cores()
@@ -67,7 +69,7 @@ def mpi_session(
     # The timer of faulthandler needs no GIL, and exits with code 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     with (recorder or SILENT).pausing(CONNECTING):
-        transport: Transport = join_world()
+        transport: Transport = join_world(thread_level)
     if recorder:
         transport = Recorded(transport, recorder)
     faulthandler.cancel_dump_traceback_later()

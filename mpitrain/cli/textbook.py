@@ -151,16 +151,16 @@ def claims(
     html_file: Path | None,
     json_file: Path | None,
     language: str,
-) -> None:
+) -> int:
     """Measure sentences of textbooks, and print in which settings they are true.
 
     Without a NAME it measures all claims, in about a minute. Each claim is an experiment with this
     package: it simulates schedules, counts the bytes that ranks send, or counts memory. The verdict
     is for the settings to which the sentence refers. The lines below "elsewhere" show another
-    setting, in which the opposite is true.
+    setting, in which the opposite is true. The exit code is 1 if a claim cannot be measured.
     """
     if process.launched().rank > 0:
-        return  # only rank 0 prints
+        return 0  # only rank 0 prints
     process.limit_blas_threads()
     from mpitrain.machine.compiling import has_compiler
     from mpitrain.tools.textbook.claims.claim import judge
@@ -176,15 +176,23 @@ def claims(
     if lists:
         for name in names or CLAIMS:
             click.echo(f"{name:24}{text(CLAIMS[name].sentence, language)}")
-        return
+        return 0
     check_files(0, [html_file, json_file])
-    judged = []
-    missing = [name for name in CLAIMS if CLAIMS[name].compiled and not has_compiler()]
-    for name in dict.fromkeys(names or [name for name in CLAIMS if name not in missing]):
-        judged.append(judge(name, CLAIMS[name]))
+    judged, missing, failed = [], list[str](), list[str]()
+    for name in dict.fromkeys(names or CLAIMS):
+        if CLAIMS[name].compiled and not has_compiler():
+            missing.append(name)
+            continue
+        try:
+            judged.append(judge(name, CLAIMS[name]))
+        except Exception as error:  # The other claims and the files do not depend on this one.
+            failed.append(name)
+            reason = visible(f"{type(error).__name__}: {error}")
+            click.echo(text("not measured: {name}: {reason}", language, name=name, reason=reason))
+            continue
         click.echo("\n".join([*lines(judged[-1], language), ""]))
     click.echo(summary(judged, language))
-    if missing and not names:
+    if missing:
         click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
     outputs = Outputs()
     if html_file:
@@ -195,6 +203,7 @@ def claims(
             records = [record(claim, language) for claim in judged]
             write_whole(json_file, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     outputs.settle()
+    return 1 if failed else 0
 
 
 @click.command("exercise")

@@ -10,10 +10,13 @@ once and name each wait.
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 import json
+import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,7 +127,11 @@ class World:
         if self.end is not None or not self.live or self.live != len(self.waits):
             return
         if not any(wait.ready() for wait in self.waits.values()):
-            rows = sorted(f"rank {wait.rank} waits in {wait.what}" for wait in self.waits.values())
+            stacks = sys._current_frames()
+            rows = sorted(
+                f"rank {wait.rank} waits in {wait.what}{_written(stacks[thread])}"
+                for thread, wait in self.waits.items()
+            )
             rows += [f"rank {rank} has ended" for rank in sorted(self.lost)]
             self.finish("every rank waits and no message can move.\n" + "\n".join(rows))
 
@@ -162,6 +169,25 @@ class World:
                 if not is_agreed:
                     self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
             self.find_deadlock()
+
+
+def _written(frame: FrameType | None) -> str:
+    """Return the call into this package that its user wrote, such as `, for Group.all_reduce in line
+    3 of a.py`; empty if that call is a transport's own, or if no user wrote one.
+
+    frame  the innermost frame of a thread that waits
+    """
+    package, inner = __name__.split(".")[0], None
+    while frame and frame.f_globals.get("__name__") == threading.__name__:
+        frame = frame.f_back
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        inner, frame = frame, frame.f_back
+    if frame is None or inner is None or frame.f_globals.get("__name__") == threading.__name__:
+        return ""
+    if inner.f_globals["__name__"].startswith(f"{package}.transport."):
+        return ""
+    file = os.path.basename(frame.f_code.co_filename)
+    return f", for {inner.f_code.co_qualname} in line {frame.f_lineno} of {file}"
 
 
 class Unmet:

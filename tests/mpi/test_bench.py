@@ -53,8 +53,10 @@ OPS = {"all-reduce": "allreduce", "send-receive": "sendrecv"}
 DTYPES = ("float64", "float16", "bfloat16", "int32")
 SIZES = ["--min-bytes", "12", "--max-bytes", "48K", "--factor", "64", "--iterations", "3"]
 LINKS = ["--iterations", "3", "--json", "links.json", "--csv", "links.csv"]
+OF_PYTORCH = [operation for operation in FACTORS if find_spec("torch")]
 THREE = {
     **{operation: [operation, *SIZES, "--json", f"{operation}.json"] for operation in FACTORS},
+    **{f"torch {name}": [name, "--algorithm", "gloo,mpitrain", *SIZES] for name in OF_PYTORCH},
     **{
         dtype: ["allreduce", "--algorithm", "ring,shared,auto", "--dtype", dtype, *SIZES]
         for dtype in DTYPES
@@ -110,6 +112,14 @@ def test_a_collective_is_measured_checked_and_written(operation, three):
         )
         assert row["busbw_GBs"] == pytest.approx(row["algbw_GBs"] * FACTORS[operation])
         assert row["algbw_GBs"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
+
+
+@pytest.mark.skipif(not OF_PYTORCH, reason="PyTorch is not installed")
+def test_collectives_of_pytorch_are_measured_and_checked(three):
+    for name in OF_PYTORCH:
+        printed = three[1][f"torch {name}"]
+        assert "wrong elements 0" in printed
+        assert printed.count("  gloo  ") == printed.count("  mpitrain  ") == 3, name
 
 
 def test_every_dtype_is_measured(three):

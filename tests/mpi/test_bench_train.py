@@ -38,6 +38,7 @@ PEERS = [
     "torch FSDP2, gloo",
 ]
 """By replication.zero."""
+BOTH = ["--peer-backend", "gloo", "--peer-backend", "mpitrain"]
 AGAINST = ("replication.algorithm=star", "replication.overlap=false")
 SHAPES = {
     "context-4096": PEERS[0],
@@ -55,8 +56,14 @@ def sides(tmp_path_factory):
     calls = {
         "against": [*TINY, *tied, *(word for key in AGAINST for word in ("--against", key))],
         **{peer: [*TINY, *tied, *sets(replication__zero=n)] for n, peer in enumerate(PEERS)},
-        "1f1b": [*TINY, "--pp", "2", *sets(pipeline__schedule="1f1b", batch__micro_batches=2)],
-        "tp": [*TINY, "--alone", "--tp", "2", *tied],
+        "1f1b": [
+            *TINY,
+            "--pp",
+            "2",
+            *BOTH,
+            *sets(pipeline__schedule="1f1b", batch__micro_batches=2),
+        ],
+        "tp": [*TINY, "--alone", "--tp", "2", *BOTH, *tied],
         "shapes": ["--blocks", "2", "--steps", "1", "--shapes", ",".join(SHAPES), *SMALL],
         "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
     }
@@ -100,14 +107,15 @@ def test_each_stage_of_zero_has_its_peer(peer, sides):
 
 
 def test_stages_have_the_schedule_of_pytorch(sides):
-    assert measured(sides, "1f1b") == ["mpitrain", "torch Schedule1F1B, gloo"]
+    theirs = [f"torch Schedule1F1B, {backend}" for backend in BOTH[1::2]]
+    assert measured(sides, "1f1b") == ["mpitrain", *theirs]
     assert "2 stages by 1f1b, 2 micro" in sides["1f1b"][0]
 
 
 def test_slices_have_a_peer_and_one_rank_alone(sides):
-    names = ["mpitrain", "one rank of mpitrain", "torch tensor parallel, gloo"]
-    assert measured(sides, "tp") == names
-    _, alone, theirs = sides["tp"][1]["sides"]
+    theirs = [f"torch tensor parallel, {backend}" for backend in BOTH[1::2]]
+    assert measured(sides, "tp") == ["mpitrain", "one rank of mpitrain", *theirs]
+    _, alone, theirs, _ = sides["tp"][1]["sides"]
     assert len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
 
 
@@ -140,7 +148,7 @@ def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path, capsy
     path = tmp_path / "train.json"
     job = [word for word in TINY_STEPS if word != "--set"]
     work = TrainingJob([*job, "device.kind=cuda-sim", "device.gemm=library"], 2, 1)
-    run_ranks(1, measure_sides, work, [], False, ("torch",), False, (path, None))
+    run_ranks(1, measure_sides, work, [], False, [("torch", "gloo")], False, (path, None))
     assert "cuda-sim, products by NumPy" in capsys.readouterr().out
     ours, peer = json.loads(path.read_text())["sides"]
     assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(

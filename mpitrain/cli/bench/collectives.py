@@ -1,6 +1,7 @@
 """`mpitrain bench`: the group of its commands, the command of each collective, and `bench fit`."""
 
 import sys
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ COLLECTIVE = with_options(
         "--algorithm",
         default="all",
         metavar="A,B|all",
-        help="Algorithms to measure; all: every algorithm that can run here.",
+        help="Algorithms to measure; all: every algorithm that can run here. PyTorch's calls over a backend only "
+        "if named: gloo, nccl, mpitrain.",
     ),
     sized("--min-bytes", "4K", "Smallest array."),
     sized("--max-bytes", "64M", "Largest array."),
@@ -127,7 +129,8 @@ def collective(name: str, operation: str, is_hidden: bool = False) -> click.Comm
     )
     @COLLECTIVE
     def measure(**options: Any) -> None:
-        with mpi_session(kind=lambda: options["device"]) as transport:
+        level = "multiple" if "mpitrain" in options["algorithm"].split(",") else "serialized"
+        with mpi_session(kind=lambda: options["device"], thread_level=level) as transport:
             wrong = measure_collective(transport, operation, options)
         exit_with(wrong)
 
@@ -183,7 +186,7 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
     from mpitrain.collectives.selection.cost_model import MEMORY
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
-    from mpitrain.tools.bench.collectives.operations import names
+    from mpitrain.tools.bench.collectives.operations import TORCH, names
     from mpitrain.tools.bench.collectives.sweep import LEASED, SweepRequest, dtype_of, sizes
 
     is_sum = operation == "allreduce"
@@ -191,10 +194,21 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
     if is_sum:
         algorithms = [file_algorithm(name) if is_file(name) else name for name in algorithms]
     for algorithm in algorithms:
-        check_name(f"{operation} algorithm", algorithm, names(operation))
+        check_name(f"{operation} algorithm", algorithm, (*names(operation), *TORCH))
     places = options["buffers"].split(",")
     for place in places:
         check_name(f"buffers of {operation}", place, (*MEMORY, LEASED) if is_sum else MEMORY)
+    if theirs := [algorithm for algorithm in algorithms if algorithm in TORCH]:
+        if not find_spec("torch"):
+            raise ConfigError(
+                f"Algorithm {theirs[0]} is a backend of PyTorch, which is not installed.",
+                "Install it with `pip install torch`, or leave it out.",
+            )
+        if LEASED in places or (options["device"] != "cuda" and "nccl" in theirs):
+            raise ConfigError(
+                f"PyTorch's {theirs[0]} does not reduce leased buffers, and nccl no arrays in host memory.",
+                "Leave out --buffers leased; for nccl set --device cuda.",
+            )
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
     if wires and LEASED in places:
         raise ConfigError(

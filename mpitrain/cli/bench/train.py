@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,8 +125,17 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
     "peers",
     type=click.Choice(PEERS),
     multiple=True,
-    help="Also measure PyTorch over gloo, in turns, with its counterpart of the first job's "
+    help="Also measure PyTorch, in turns, with its counterpart of the first job's "
     "replication; torch-compiled is DDP under torch.compile (repeatable).",
+)
+@click.option(
+    "--peer-backend",
+    "backends",
+    type=click.Choice(["gloo", "mpitrain"]),
+    multiple=True,
+    default=["gloo"],
+    show_default=True,
+    help="Backend of torch.distributed for each --peer (repeatable).",
 )
 @click.option(
     "--floor",
@@ -155,6 +165,7 @@ def command(
     memory: bool,
     alone: bool,
     peers: tuple[str, ...],
+    backends: tuple[str, ...],
     floor: bool,
     shapes: str | None,
     row_seconds: float | None,
@@ -184,14 +195,15 @@ def command(
     if has_shapes and (others or alone or csv_file or preset):
         raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
     job = TrainingJob(changes(settings, **options), blocks, steps, preset)
-    with mpi_session(kind=lambda: job.configured(1).device.kind) as transport:
+    rivals = [*product(peers or (PEERS if has_shapes else ()), backends)]
+    level = "multiple" if rivals and "mpitrain" in backends else "serialized"
+    with mpi_session(kind=lambda: job.configured(1).device.kind, thread_level=level) as transport:
         if shapes is not None:
-            rivals = [*dict.fromkeys(peers or PEERS)]
             measure_shapes(transport, job, shapes, rivals, row_seconds or ROW_SECONDS, json_file)
         elif memory:
             measure_memory(transport, job)
         else:
-            measure_sides(transport, job, list(others), alone, peers, floor, (json_file, csv_file))
+            measure_sides(transport, job, list(others), alone, rivals, floor, (json_file, csv_file))
 
 
 def measure_sides(
@@ -199,12 +211,13 @@ def measure_sides(
     work: TrainingJob,
     others: list[str],
     alone: bool,
-    peers: Sequence[str],
+    peers: Sequence[tuple[str, str]],
     floor: bool,
     files: tuple[Path | None, Path | None],
 ) -> None:
     """Measure the job in turns with the other sides. Collective.
 
+    peers  keys of PEERS and backends of PyTorch
     files  JSON file and CSV file
     """
     from mpitrain.cli.terminal.progress import way
@@ -246,7 +259,7 @@ def measure_sides(
         single = on_all_ranks(transport, lambda: own and build(own, third, source=job.source))
         name = "one rank of mpitrain"
         sides.append(Ours(single, name) if single else LookingOn(name))
-    rivals = [peer_of(transport, job, peer) for peer in dict.fromkeys(peers)]
+    rivals = [peer_of(transport, job, *peer) for peer in dict.fromkeys(peers)]
     sides += rivals
     compared = len(sides)
     if floor:
@@ -325,13 +338,14 @@ def measure_shapes(
     transport: Any,
     work: TrainingJob,
     names: str,
-    peers: Sequence[str],
+    peers: Sequence[tuple[str, str]],
     seconds: float,
     json_file: Path | None,
 ) -> None:
     """Measure and print shapes one by one. Collective.
 
     names    of shapes, separated by commas
+    peers    keys of PEERS and backends of PyTorch
     seconds  upper limit of the time of a shape's turns
     """
     from mpitrain.errors import ConfigError, on_every_rank

@@ -397,7 +397,7 @@ def test_a_wrong_backward_pass_is_an_error_that_names_parameter_and_rank(kind):
         (lambda nn, rank: nn.LazyLinear(2), ConfigError, "weight has none yet"),
         (lambda nn, rank: nn.Linear(2, 2, device="meta"), ConfigError, "on meta"),
         (
-            lambda nn, rank: nn.Linear(2, 2).to(__import__("torch").complex64),
+            lambda nn, rank: nn.Linear(2, 2, dtype=__import__("torch").complex64),
             ConfigError,
             "complex64",
         ),

@@ -8,6 +8,7 @@ import pytest
 from mpitrain.collectives import compression
 from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import parse_wire
+from mpitrain.collectives.group import Group
 from mpitrain.errors import CommError, TrainingError, on_every_rank
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
@@ -46,6 +47,11 @@ ENDED = {
         3,
         lambda transport: transport.barrier() if transport.rank else transport.recv(np.zeros(1), 1),
         "rank 2 waits in barrier",
+    ),
+    "reduce without one rank, which is named by the call that the user wrote": (
+        3,
+        lambda transport: transport.rank and Group(transport).all_reduce(np.zeros(2)),
+        r"rank 1 waits in .*, for Group.all_reduce in line \d+ of test_threads.py\n *rank 2 waits in .*, for Group",
     ),
     "enter different collective calls": (
         2,

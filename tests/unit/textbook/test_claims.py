@@ -173,6 +173,24 @@ def test_each_command_of_a_claim_has_valid_options():
             assert key in {each.name for each in keys()}
 
 
+def test_a_claim_that_cannot_be_measured_does_not_keep_the_others_from_their_files(
+    tmp_path, no_compiler, monkeypatch
+):
+    def fails(**values):
+        raise OSError("no room")
+
+    (needy,) = (name for name, claim in CLAIMS.items() if claim.compiled)
+    broken = {**CLAIMS, "ring-bytes": CLAIMS["ring-bytes"]._replace(experiment=fails)}
+    monkeypatch.setattr("mpitrain.tools.textbook.claims.table.CLAIMS", broken)
+    words = ["claims", needy, "ring-bytes", "gpipe-bubble", "--json", str(tmp_path / "a.json")]
+    found = CliRunner().invoke(commands, [*words, "--language", "en"], standalone_mode=False)
+    assert found.return_value == 1, found.output
+    for line in ("not measured: ring-bytes: OSError: no room", f"without g++ or zig: {needy}"):
+        assert line in found.output
+    written = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert [each["name"] for each in written] == ["gpipe-bubble"]
+
+
 def test_the_command_writes_the_claims_it_prints(tmp_path):
     files = ["--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "claims.json")]
     found = CliRunner().invoke(commands, ["claims", "gpipe-bubble", "fewer-stages", *files])

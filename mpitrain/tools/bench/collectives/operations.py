@@ -1,6 +1,6 @@
 """Benchmarked collectives: how each is bound, its input, its expected result and its bus bandwidth.
 
-MPI's own collectives are bound to the same arrays, and checked and timed like ours.
+Collectives of MPI itself and of PyTorch are bound to the same arrays, and checked and timed like ours.
 """
 
 import zlib
@@ -26,6 +26,8 @@ PERIOD = 13
 """Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
 DRAWN = 100_003
 """Period of the random numbers of a test gradient."""
+TORCH = ("gloo", "nccl", "mpitrain")
+"""Backends of PyTorch whose collectives can be measured, too; only if asked for."""
 REDUCING = ("reduce", "reduce-scatter")
 """MPI's collectives that reduce, and so accept only dtypes that MPI can reduce."""
 ROUNDED = {"float16": 2**-11, "bfloat16": 2**-8}
@@ -185,9 +187,11 @@ def lossy(wire: Wire) -> BenchedCollective:
     )
 
 
-class NativeCollective(NamedTuple):
+class ForeignCollective(NamedTuple):
+    """A collective of MPI itself ("native") or of PyTorch."""
+
     run: Callable[[], None]
-    algorithm: str = "native"
+    algorithm: str
 
 
 def names(operation: str) -> tuple[str, ...]:
@@ -196,16 +200,23 @@ def names(operation: str) -> tuple[str, ...]:
 
 
 def operation_of(operation: str, algorithm: str) -> BenchedCollective:
-    """Return the collective to measure; for "native", its `bind` binds the MPI library's collective.
+    """Return the collective to measure; its `bind` binds that of the MPI library for "native", and
+    that of PyTorch for a name of TORCH.
 
-    MPI's reduce-scatter puts its result in the second array: there `is_in_other` is True.
+    Their reduce-scatter puts its result in the second array: there `is_in_other` is True.
     """
     ours = OPERATIONS[operation]
-    if operation not in NATIVE or algorithm != "native":
+    if algorithm not in TORCH and (operation not in NATIVE or algorithm != "native"):
         return ours
 
     def bind(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
-        return NativeCollective(transport.bind_native(operation, buffers.array, buffers.other))
+        if algorithm == "native":
+            run = transport.bind_native(operation, buffers.array, buffers.other)
+        else:
+            from mpitrain.tools.bench import torch_groups
+
+            run = torch_groups.bind(algorithm, operation, transport, *buffers)
+        return ForeignCollective(run, algorithm)
 
     if operation != "reduce-scatter":
         return ours._replace(bind=bind)

@@ -108,15 +108,16 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     return peer
 
 
-def peer_of(transport: Transport, job: Job, name: str) -> Any:
+def peer_of(transport: Transport, job: Job, name: str, backend: str) -> Any:
     """Build a peer with the weights of a job, as a side of the comparison. Collective.
 
+    backend  of PyTorch, for its messages
     raises  ConfigError on every rank, as `peer_class`
     """
     trainer = job.trainer
     dp = trainer.grid.axes.dp
     peer = on_all_ranks(transport, lambda: peer_class(name, trainer.config, dp))
-    return peer(transport, trainer.config, job.source.inputs, trainer.tensors())
+    return peer(transport, trainer.config, job.source.inputs, trainer.tensors(), backend)
 
 
 def imported(name: str) -> ModuleType:

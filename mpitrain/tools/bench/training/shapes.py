@@ -133,7 +133,7 @@ def measure_shape(
     transport: Transport,
     name: str,
     config: Config,
-    peers: Sequence[str],
+    peers: Sequence[tuple[str, str]],
     blocks: int,
     steps: int,
     seconds: float,
@@ -141,7 +141,7 @@ def measure_shape(
     """Measure one shape. Collective.
 
     config   of the shape, with its `settings`
-    peers    keys of PEERS; a peer that does not support the shape is left out, with a note
+    peers    keys of PEERS and backends of PyTorch; a peer that does not support the shape is left out, with a note
     steps    largest number of steps in a turn
     seconds  upper limit of the time of all turns
     raises   ConfigError on every rank if the shape does not fit into memory or into `seconds`
@@ -152,9 +152,9 @@ def measure_shape(
     sides.append(Ours(job))
     try:
         on_all_ranks(transport, lambda: check_fits(transport, job, 3 + len(peers)))
-        for key in peers:
+        for key, backend in peers:
             try:
-                sides.append(peer_of(transport, job, key))
+                sides.append(peer_of(transport, job, key, backend))
             except ConfigError as error:
                 notes.append(f"{name}, without {key}: {error.law}")
         by_kind = ByKind(transport, job)

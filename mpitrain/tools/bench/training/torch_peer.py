@@ -1,4 +1,4 @@
-"""The PyTorch peer of `bench train`: the same GPT, trained over gloo in the counterpart of our layout.
+"""The PyTorch peer of `bench train`: the same GPT, trained over a backend of PyTorch in the counterpart of our layout.
 
 The module also has PyTorch's attention for `bench kernels`. Both run on the CPU or on a GPU.
 Float32 products have full precision: TF32 is off. Legend: B batch, T tokens, C channels.
@@ -17,7 +17,8 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -27,6 +28,7 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import blas_threads, launched
 from mpitrain.optim import RULES, learning_rate
+from mpitrain.tools.bench.torch_groups import process_group
 from mpitrain.tools.bench.training.torch_gpt import (
     GPT,
     Part,
@@ -56,75 +58,91 @@ class ReadyModel(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def alone(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def alone(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     copy_weights(arrays, model)
     return ReadyModel("torch", partial(_backward, model), _optimizer(model, settings))
 
 
-def replicas(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def replicas(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     copy_weights(arrays, model)
     return ReadyModel(
-        "torch DDP, gloo",
-        partial(_backward, nn.parallel.DistributedDataParallel(model)),
+        _name("torch DDP", group),
+        partial(_backward, nn.parallel.DistributedDataParallel(model, process_group=group)),
         _optimizer(model, settings),
     )
 
 
-def compiled(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def compiled(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     copy_weights(arrays, model)
-    is_alone = torch.distributed.get_world_size() == 1
-    name = "torch compiled" if is_alone else "torch DDP compiled, gloo"
-    wrapped = model if is_alone else nn.parallel.DistributedDataParallel(model)
+    is_alone = group.size() == 1
+    name = "torch compiled" if is_alone else _name("torch DDP compiled", group)
+    wrapped = model if is_alone else nn.parallel.DistributedDataParallel(model, process_group=group)
     return ReadyModel(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
 
 
-def divided_state(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def divided_state(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     """Return a model under DDP with ZeroRedundancyOptimizer: the counterpart of ZeRO stage 1.
 
     Each rank updates some of the tensors and broadcasts them.
     """
     copy_weights(arrays, model)
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
     kind, constants = _class(settings)
     optimizer = ZeroRedundancyOptimizer(
-        _groups(model, settings), kind, parameters_as_bucket_view=True, **constants
+        _groups(model, settings),
+        kind,
+        process_group=group,
+        parameters_as_bucket_view=True,
+        **constants,
     )
-    return ReadyModel("torch ZeroRedundancyOptimizer, gloo", partial(_backward, wrapped), optimizer)
+    name = _name("torch ZeroRedundancyOptimizer", group)
+    return ReadyModel(name, partial(_backward, wrapped), optimizer)
 
 
-def divided_gradients(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def divided_gradients(
+    model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup
+) -> ReadyModel:
     """Return a model under FSDP2 that gathers parameters once per step: the counterpart of ZeRO stage 2.
 
     Each rank has a shard of every tensor, of its gradient and of the optimizer state. A block is
     all-gathered in forward and kept until backward has used it. Gradients are reduce-scattered.
     """
     return _fully_sharded(
-        "torch FSDP2 (reshard_after_forward=False), gloo", False, model, arrays, settings
+        "torch FSDP2 (reshard_after_forward=False)", False, model, arrays, settings, group
     )
 
 
-def divided_parameters(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def divided_parameters(
+    model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup
+) -> ReadyModel:
     """Return a model under FSDP2 that frees a block after forward and gathers it again: ZeRO stage
     3.
     """
-    return _fully_sharded("torch FSDP2, gloo", True, model, arrays, settings)
+    return _fully_sharded("torch FSDP2", True, model, arrays, settings, group)
 
 
 def _fully_sharded(
-    name: str, frees_after_forward: bool, model: GPT, arrays: Arrays, settings: Config
+    name: str,
+    frees_after_forward: bool,
+    model: GPT,
+    arrays: Arrays,
+    settings: Config,
+    group: ProcessGroup,
 ) -> ReadyModel:
     copy_weights(arrays, model)
+    mesh = _mesh(model, group)
     for part in [*model.blocks, model]:
-        fully_shard(part, mesh=_mesh(model), reshard_after_forward=frees_after_forward)
-    return ReadyModel(name, partial(_backward, model), _optimizer(model, settings))
+        fully_shard(part, mesh=mesh, reshard_after_forward=frees_after_forward)
+    return ReadyModel(_name(name, group), partial(_backward, model), _optimizer(model, settings))
 
 
-def stages(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
+def stages(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     copy_weights(arrays, model, is_whole=False)
     names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, size = group.rank(), group.size()
     kind = SCHEDULES[settings.pipeline.schedule]
-    stage = PipelineStage(Part(model, names), rank, size, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    stage = PipelineStage(Part(model, names), rank, size, device, group=group)
     schedule = kind(stage, settings.batch.micro_batches, loss_fn=mean_loss)
 
     def gradients(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -136,25 +154,29 @@ def stages(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
         schedule.step(*([] if rank else [inputs]))
         return torch.zeros(())
 
-    return ReadyModel(f"torch {kind.__name__}, gloo", gradients, _optimizer(model, settings))
+    name = _name(f"torch {kind.__name__}", group)
+    return ReadyModel(name, gradients, _optimizer(model, settings))
 
 
-def slices(model: GPT, arrays: Arrays, settings: Config) -> ReadyModel:
-    gradients = divide(model, arrays, _mesh(model))
-    return ReadyModel("torch tensor parallel, gloo", gradients, _optimizer(model, settings))
+def slices(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
+    gradients = divide(model, arrays, _mesh(model, group))
+    name = _name("torch tensor parallel", group)
+    return ReadyModel(name, gradients, _optimizer(model, settings))
 
 
 WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
 """{replication.zero: counterpart}."""
 
 
-def way_of(settings: Config) -> Callable[[GPT, Arrays, Config], ReadyModel]:
+def way_of(
+    settings: Config, group: ProcessGroup
+) -> Callable[[GPT, Arrays, Config, ProcessGroup], ReadyModel]:
     """Return the function that builds PyTorch's counterpart of this configuration."""
     if settings.layout.tp > 1:
         return slices
     if settings.layout.pp > 1:
         return stages
-    return WAYS[settings.replication.zero] if torch.distributed.get_world_size() > 1 else alone
+    return WAYS[settings.replication.zero] if group.size() > 1 else alone
 
 
 def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -163,10 +185,12 @@ def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
     return loss
 
 
-def _mesh(model: GPT) -> DeviceMesh:
-    return init_device_mesh(
-        next(model.parameters()).device.type, (torch.distributed.get_world_size(),)
-    )
+def _name(way: str, group: ProcessGroup) -> str:
+    return f"{way}, {torch.distributed.get_backend(group)}"
+
+
+def _mesh(model: GPT, group: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, next(model.parameters()).device.type)
 
 
 def _optimizer(model: GPT, settings: Config) -> torch.optim.Optimizer:
@@ -203,7 +227,7 @@ def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict
 class TorchPeer:
     """A copy of our model that PyTorch trains. Construction and steps are collective.
 
-    All peers of a process share the process group of gloo.
+    All peers of a process over one backend share its process group.
     """
 
     _ways = staticmethod(way_of)
@@ -212,11 +236,18 @@ class TorchPeer:
     def check(settings: Config) -> None:
         """Raise ConfigError for a configuration that this peer cannot train. No message is sent."""
 
-    def __init__(self, transport: Transport, settings: Config, vocab: int, arrays: Arrays):
+    def __init__(
+        self,
+        transport: Transport,
+        settings: Config,
+        vocab: int,
+        arrays: Arrays,
+        backend: str = "gloo",
+    ):
         """arrays  {our name: tensor of our model on this rank}"""
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
-        _connect(transport)
+        group = process_group(transport, backend)
         m = settings.model
         model = GPT(
             vocab=vocab,
@@ -230,7 +261,7 @@ class TorchPeer:
             drops=Rates(m.dropout, m.attention_dropout),
         )
         self._settings = settings
-        self._way = self._ways(settings)(model.to(self._device), arrays, settings)
+        self._way = self._ways(settings, group)(model.to(self._device), arrays, settings, group)
         self.name = self._way.name
 
     def step(self, index: int, inputs: np.ndarray, targets: np.ndarray) -> float:
@@ -255,7 +286,7 @@ class TorchPeer:
 class CompiledPeer(TorchPeer):
     """DDP under torch.compile, which on the CPU needs a C++ compiler. The first step compiles."""
 
-    _ways = staticmethod(lambda settings: compiled)
+    _ways = staticmethod(lambda settings, group: compiled)
 
     @staticmethod
     def check(settings: Config) -> None:
@@ -285,17 +316,6 @@ class CompiledPeer(TorchPeer):
         ]
         graphs = counters["stats"]["unique_graphs"]
         return [f"torch.compile: {graphs} graphs; graph breaks: {'; '.join(breaks) or 'none'}"]
-
-
-def _connect(transport: Transport) -> None:
-    if torch.distributed.is_initialized():
-        return
-    host, size, store = transport.hosts[0], transport.size, None
-    if transport.rank == 0:
-        store = torch.distributed.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    port = transport.gather_text(store.port if store else 0)[0]
-    store = store or torch.distributed.TCPStore(host, port, size, is_master=False)
-    torch.distributed.init_process_group("gloo", store=store, rank=transport.rank, world_size=size)
 
 
 class TorchAttention:
