@@ -1,5 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -171,8 +172,24 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
+    if is_root and not finished.stopped:
+        _say_next(finished)
     stop.over()
     return finished
+
+
+def _say_next(finished: Any) -> None:
+    """Print the run directory, and the commands that a user types next."""
+    from mpitrain.errors import visible
+    from mpitrain.models.table import MODELS
+
+    config, run = finished.job.trainer.config, visible(shlex.quote(str(finished.folder)))
+    writer = ["chat" if config.data.template else "generate"] * MODELS[config.model.kind].writes
+    report = ["runs report"] * config.run.trace
+    print(f"the run is in {run}; next:")
+    for words in ("eval", *writer, "runs plot", *report):
+        print(f"  mpitrain {words} {run}")
+    sys.stdout.flush()
 
 
 def _configured(

@@ -257,6 +257,14 @@ class Model(Section):
     layers: int = Field(4, ge=1, description="number of {rows}")
     width: int = Field(128, ge=1, description="{rows}")
     heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
+    kv_heads: int = Field(
+        0,
+        ge=0,
+        description="llama: number of heads of keys and values, which model.heads shares; 0: as many",
+    )
+    theta: float = Field(
+        10_000.0, gt=1, description="llama: base of the angles of rotary positions"
+    )
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
@@ -285,9 +293,14 @@ class Model(Section):
     pool: int = Field(
         2, ge=1, le=16, description="cnn: rows and columns of a max-pooling's windows; 1: none"
     )
-    hidden: int = Field(0, ge=0, description="gpt: hidden units of each MLP; 0: 4 x model.width")
+    hidden: int = Field(
+        0,
+        ge=0,
+        description="gpt, llama: hidden units of each MLP; 0: 4 x model.width, and of a llama 8/3 x "
+        "model.width up to a multiple of 64",
+    )
     epsilon: float = Field(
-        1e-5, gt=0, description="gpt: term of the layer norms, added to the variance"
+        1e-5, gt=0, description="gpt, llama: term of the norms, added to the variance"
     )
     freeze: list[str] = Field(
         [],

@@ -1,12 +1,16 @@
 // LayerNorm over the last dim of x: (M, C) row-major (Ba, Kiros & Hinton 2016), forward and backward.
 //
 // normal = (x - mean) inverse, inverse = 1 / sqrt(variance + epsilon), y = normal gain + bias; gain, bias: (C,)
+// With CENTRED 0 it is RMSNorm (Zhang & Sennrich 2019): the mean is 0, and there is neither bias nor mean, which are null.
 // One warp a row, so C >= 1 may be anything; the variance is taken about the mean, in a second pass over the row.
 // Launch: grid (ceil(M / 4)), block (128); whole warps past the last row leave.
 #include "reduce.cuh"
 
 #ifndef ROW_RUNS
 #define ROW_RUNS 0
+#endif
+#ifndef CENTRED
+#define CENTRED 1
 #endif
 
 constexpr int WARPS = 4, WIDE = RUN<Element>, HELD = ROW_RUNS > 0 ? ROW_RUNS : 1;
@@ -41,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
             }
         }
     };
-    each_run([&](int, Sum (&run)[WIDE]) {
+    if (CENTRED) each_run([&](int, Sum (&run)[WIDE]) {
 #pragma unroll
         for (int i = 0; i < WIDE; i += 4) sum += (run[i] + run[i + 1]) + (run[i + 2] + run[i + 3]);
     });
-    const Sum centre = warp_sum(sum) / Sum(C);
+    const Sum centre = CENTRED ? warp_sum(sum) / Sum(C) : Sum(0);
     each_run([&](int c, Sum (&run)[WIDE]) {
 #pragma unroll
         for (int i = 0; i < WIDE; ++i)
@@ -53,15 +57,15 @@ extern "C" __global__ void __launch_bounds__(128) layer_norm(
     });
     const Sum scale = Sum(1) / sqrt(warp_sum(squares) / Sum(C) + epsilon);
     each_run([&](int c, Sum (&run)[WIDE]) {
-        Sum g[WIDE], b[WIDE];
+        Sum g[WIDE], b[WIDE] = {};
         load_run(gain, c, C, vector_weights, g);
-        load_run(bias, c, C, vector_weights, b);
+        if (CENTRED) load_run(bias, c, C, vector_weights, b);
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) run[i] = (run[i] - centre) * scale * g[i] + b[i];
         store_run(y + at, c, C, vector, run);
     });
     if (lane == 0) {
-        mean[row] = centre;
+        if (CENTRED) mean[row] = centre;
         inverse[row] = scale;
     }
 }
@@ -89,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
         xs = stored_run<WIDE>(x + at, c, C, vector);
         dys = stored_run<WIDE>(dy + at, c, C, vector);
         if (residual) residuals = stored_run<WIDE>(residual + at, c, C, vector);
-        centre = mean[row];
+        if (CENTRED) centre = mean[row];
         scale = inverse[row];
     };
     if (begin < end) fetch(begin);
@@ -114,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
         Sum (&mine)[2][16] = scratch[row % 2];
         if (lane == 0) mine[0][warp] = sum, mine[1][warp] = dot;
         __syncthreads();    // all have left the row before, and with it the other scratch
-        sum = warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C);
+        sum = CENTRED ? warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C) : Sum(0);
         dot = warp_sum(lane < warps ? mine[1][lane] : Sum(0)) / Sum(C);
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) {
@@ -126,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
     gain_parts += (long long)blockIdx.x * C;
     bias_parts += (long long)blockIdx.x * C;
     store_run(gain_parts, c, C, in_runs<WIDE>(gain_parts, 0), gains);
-    store_run(bias_parts, c, C, in_runs<WIDE>(bias_parts, 0), biases);
+    if (CENTRED) store_run(bias_parts, c, C, in_runs<WIDE>(bias_parts, 0), biases);
 }
 
 // The same for rows of any length: a thread has several runs of columns.
@@ -162,12 +166,12 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
         const Sum none[WIDE] = {};
         for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
             add(gain_sums, gains, c, none, true);
-            add(bias_sums, biases, c, none, true);
+            if (CENTRED) add(bias_sums, biases, c, none, true);
         }
     }
     for (int row = begin; row < end; ++row) {
         const long long at = (long long)row * C;
-        const Sum centre = mean[row], scale = inverse[row];
+        const Sum centre = CENTRED ? mean[row] : Sum(0), scale = inverse[row];
         auto read = [&](int c, Sum (&normal)[WIDE], Sum (&dys)[WIDE], Sum (&d)[WIDE]) {
             Sum g[WIDE];
             load_run(x + at, c, C, vector, normal);
@@ -191,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
                 store_pieces(normals, runs, c / WIDE, normal);
                 store_pieces(ds, runs, c / WIDE, d);
             }
-            add(bias_sums, biases, c, dys, row == begin);
+            if (CENTRED) add(bias_sums, biases, c, dys, row == begin);
 #pragma unroll
             for (int i = 0; i < WIDE; ++i) dys[i] *= normal[i];
             add(gain_sums, gains, c, dys, row == begin);
@@ -201,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
         Sum (&mine)[2][32] = scratch[row % 2];
         if (lane == 0) mine[0][warp] = sum, mine[1][warp] = dot;
         __syncthreads();    // all have left the row before, and with it the other scratch
-        sum = warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C);
+        sum = CENTRED ? warp_sum(lane < warps ? mine[0][lane] : Sum(0)) / Sum(C) : Sum(0);
         dot = warp_sum(lane < warps ? mine[1][lane] : Sum(0)) / Sum(C);
         for (int c = WIDE * threadIdx.x; c < C; c += WIDE * blockDim.x) {
             if (keep) {
@@ -225,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(1024) layer_norm_backward_wide(
         Sum sums[WIDE];
         load_pieces(gain_sums, runs, c / WIDE, sums);
         store_run(gains, c, C, in_runs<WIDE>(gains, 0), sums);
+        if (!CENTRED) continue;
         load_pieces(bias_sums, runs, c / WIDE, sums);
         store_run(biases, c, C, in_runs<WIDE>(biases, 0), sums);
     }

@@ -74,3 +74,45 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
         store_run(y + at, c, C, to_runs, ys);
     }
 }
+
+// y[m, c] = silu(x[m, c]) x[m, N + c], silu(z) = z / (1 + e^-z).    x: (M, 2 N), y: (M, N) row-major
+// One warp a row. Launch: grid (ceil(M / 4)), block (128).
+extern "C" __global__ void __launch_bounds__(128) swiglu(int M, int N, const Element* __restrict__ x, Element* __restrict__ y) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const Element* gates = x + (long long)row * 2 * N;
+    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(y, N);
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum gate[WIDE], up[WIDE];
+        load_run(gates, c, N, vector, gate);
+        load_run(gates + N, c, N, vector, up);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) gate[j] *= logistic(gate[j]) * up[j];
+        store_run(y + (long long)row * N, c, N, vector, gate);
+    }
+}
+
+// The gradient of swiglu.    dy: (M, N), dx: (M, 2 N). Launch as above.
+extern "C" __global__ void __launch_bounds__(128) swiglu_backward(
+    int M, int N, const Element* __restrict__ dy, const Element* __restrict__ x, Element* __restrict__ dx) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const Element* gates = x + (long long)row * 2 * N;
+    Element* to = dx + (long long)row * 2 * N;
+    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(dy, N) && in_runs<WIDE>(dx, N);
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum gate[WIDE], up[WIDE], d[WIDE];
+        load_run(gates, c, N, vector, gate);
+        load_run(gates + N, c, N, vector, up);
+        load_run(dy + (long long)row * N, c, N, vector, d);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum share = logistic(gate[j]), slope = share * (Sum(1) + gate[j] * (Sum(1) - share));
+            const Sum silu = gate[j] * share;
+            gate[j] = d[j] * up[j] * slope;
+            up[j] = d[j] * silu;
+        }
+        store_run(to, c, N, vector, gate);
+        store_run(to + N, c, N, vector, up);
+    }
+}

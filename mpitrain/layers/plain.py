@@ -258,6 +258,60 @@ class LayerNorm:
                 self.ops.layer_norm_backward_weight(pending, *gradients, adds, arena)
 
 
+class RmsNorm(LayerNorm):
+    """Root mean square normalisation, x / sqrt(mean of x^2 + epsilon) * gain, over the last dim.
+
+    gain  (width,)
+    """
+
+    is_rowwise = True  # is not inherited: `forward` is overridden
+
+    def parameters(self):
+        return [Parameter("gain", (self.width,), ones, decayed=False)]
+
+    def forward(self, w, x, arena):
+        y, saved = self.ops.rms_norm(flat_rows(x), w["gain"], self.epsilon, arena)
+        return y.reshape(x.shape), saved
+
+    def backward_input(self, w, dy, saved, arena, residual=None):
+        residual = None if residual is None else flat_rows(residual)
+        dx, pending = self.ops.rms_norm_backward_input(
+            flat_rows(dy), w["gain"], saved, arena, residual
+        )
+        return dx.reshape(dy.shape), pending
+
+    def backward_weight(self, pending, dw, arena):
+        if "gain" in dw:
+            gain = dw["gain"]
+            self.ops.rms_norm_backward_weight(pending, gain.array, gain.claim(), arena)
+
+
+class SwiGlu:
+    """A gated activation without parameters, (..., 2 N) -> (..., N): silu(first half) second half."""
+
+    output_is_free, is_rowwise = True, True
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def parameters(self):
+        return []
+
+    def output_shape(self, shape):
+        return (*shape[:-1], shape[-1] // 2)
+
+    def forward(self, w, x, arena):
+        y, saved = self.ops.swiglu(flat_rows(x), arena)
+        return y.reshape(self.output_shape(x.shape)), saved
+
+    def backward_input(self, w, dy, saved, arena):
+        dx = self.ops.swiglu_backward(flat_rows(dy), saved, arena)
+        return dx.reshape(*dy.shape[:-1], 2 * dy.shape[-1]), None
+
+    def backward_weight(self, pending, dw, arena):
+        """Do nothing: there are no parameters."""
+
+
 class Lookups(NamedTuple):
     """The states of an embedding's lookups of tokens and of positions within documents."""
 
@@ -266,23 +320,32 @@ class Lookups(NamedTuple):
 
 
 class Embedding:
-    """Token and position embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
+    """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    now  of the layer factory; positions begin anew at each document of `now.documents`
+    now        of the layer factory; positions begin anew at each document of `now.documents`
+    has_table  whether the vectors of positions, a second table, are added
     """
 
     output_is_free = False
 
     def __init__(
-        self, ops: Ops, vocab: int, context: int, width: int, draw: Draw, now: Now | None = None
+        self,
+        ops: Ops,
+        vocab: int,
+        context: int,
+        width: int,
+        draw: Draw,
+        now: Now | None = None,
+        has_table: bool = True,
     ):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
-        self.now = now or Now()
+        self.now, self.has_table = now or Now(), has_table
 
     def parameters(self):
+        lengths = {"tokens": self.vocab} | ({"positions": self.context} if self.has_table else {})
         return [
-            Parameter("tokens", (self.vocab, self.width), self.draw, True, role="embedding"),
-            Parameter("positions", (self.context, self.width), self.draw, True, role="embedding"),
+            Parameter(name, (length, self.width), self.draw, True, role="embedding")
+            for name, length in lengths.items()
         ]
 
     def output_shape(self, shape):
@@ -290,14 +353,15 @@ class Embedding:
 
     def forward(self, w, x, arena):
         documents = self.now.documents
-        if documents is None:
-            return self.ops.embedding(x, w["tokens"], w["positions"], arena)
+        if documents is None or not self.has_table:
+            return self.ops.embedding(x, w["tokens"], w.get("positions"), arena)
         y, saved = self.ops.embedding(x, w["tokens"], None, arena)
         return y, Lookups(saved, self._add_positions(w, y, documents.positions, arena))
 
     def forward_next(self, w, x, past, arena):
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
-        self._add_positions(w, y, past.positions, arena)
+        if self.has_table:
+            self._add_positions(w, y, past.positions, arena)
         return y
 
     def _add_positions(self, w, y, positions, arena):
@@ -328,6 +392,13 @@ class Embedding:
             )
 
 
+class Rotary(NamedTuple):
+    """Rotary positions: the base of the angles, and a bound of the positions."""
+
+    theta: float
+    context: int
+
+
 class Attention:
     """Causal multi-head attention, (B, T, (H + 2 G) D) -> (B, T, H D), without parameters.
 
@@ -336,6 +407,7 @@ class Attention:
     every     number of query heads on all ranks
     drop      dropout of the probabilities, or None
     now       of the layer factory; a query sees no key of another document of `now.documents`
+    rotary    how queries and keys are turned by their positions, or None
     """
 
     output_is_free = False
@@ -347,9 +419,10 @@ class Attention:
         kv_heads: int | None = None,
         drop: Dropout | None = None,
         now: Now | None = None,
+        rotary: Rotary | None = None,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
-        self.drop, self.now = drop, now or Now()
+        self.drop, self.now, self.rotary = drop, now or Now(), rotary
         self.first, self.every = 0, heads
 
     def parameters(self):
@@ -364,6 +437,8 @@ class Attention:
 
     def forward(self, w, x, arena):
         width, documents = self._width(x.shape), self.now.documents
+        if self.rotary:
+            x = self._turned(x, 1, documents and documents.positions, arena)
         q, kv = x[..., :width], x[..., width:]
         starts = () if documents is None else (documents.starts,)
         if self.drop and self.drop.layers.now.trains:
@@ -375,6 +450,8 @@ class Attention:
 
     def forward_next(self, w, x, past, arena):
         width = self._width(x.shape)
+        if self.rotary:
+            x = self._turned(x, 1, past.positions, arena)
         keys, values = past.arrays(self.kv_heads, width // self.heads, x.dtype)
         q, kv = x[..., :width], x[..., width:]
         return self.ops.attention_next(q, kv, keys, values, past.lengths, self.heads, arena)
@@ -385,7 +462,18 @@ class Attention:
         columns = width // self.heads * (self.heads + 2 * self.kv_heads)
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
+        if self.rotary:
+            documents = self.now.documents
+            self._turned(dx, -1, documents and documents.positions, arena, dx)
         return dx, None
+
+    def _turned(self, x, direction, positions, arena, out=None):
+        """Return x with its queries and keys turned; positions are those of the tokens, or None."""
+        rotary: Any = self.rotary
+        heads, turned = self.heads + 2 * self.kv_heads, self.heads + self.kv_heads
+        return self.ops.rotate(
+            x, heads, turned, rotary.theta, rotary.context, direction, arena, positions, out
+        )
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -424,6 +512,7 @@ class Plain:
 
     _embedding: type[Embedding] = Embedding
     _norm: type[LayerNorm] = LayerNorm
+    _rms_norm: type[RmsNorm] = RmsNorm
     _attention: type[Attention] = Attention
     _column: type[Linear] = FusedLinear
     _row: type[Linear] = FusedLinear
@@ -449,19 +538,35 @@ class Plain:
         """
         return self.now.numbers(math.prod(shape[:-1]))
 
-    def embedding(self, vocab: int, context: int, width: int) -> Embedding:
-        """Return an embedding, tokens (B, T) to (B, T, width), with learned positions.
+    def embedding(self, vocab: int, context: int, width: int, positions: bool = True) -> Embedding:
+        """Return an embedding, tokens (B, T) to (B, T, width), by default with learned positions.
 
         Both tables are drawn with deviation 0.02.
         """
-        return self._embedding(self._source, vocab, context, width, normal(0.02), self.now)
+        return self._embedding(
+            self._source, vocab, context, width, normal(0.02), self.now, positions
+        )
 
     def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
         return self._norm(self._source, width, epsilon)
 
+    def rms_norm(self, width: int, epsilon: float = 1e-5) -> RmsNorm:
+        """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
+        return self._rms_norm(self._source, width, epsilon)
+
+    def swiglu(self) -> SwiGlu:
+        """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
+        return SwiGlu(self.ops)
+
     def joined_linear(
-        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
+        self,
+        inputs: int,
+        counts: Sequence[int],
+        each: int,
+        draw: Draw,
+        noun: str = "outputs",
+        bias: bool = True,
     ) -> Linear:
         """Return a linear layer with several outputs side by side, which may differ in width.
 
@@ -470,9 +575,11 @@ class Plain:
 
         noun  what is counted, for the error if layout.tp does not divide a count
         """
-        return FusedLinear(self.ops, inputs, sum(counts) * each, draw)
+        return FusedLinear(self.ops, inputs, sum(counts) * each, draw, None, bias)
 
-    def qkv(self, width: int, heads: int, draw: Draw, kv_heads: int | None = None) -> Linear:
+    def qkv(
+        self, width: int, heads: int, draw: Draw, kv_heads: int | None = None, bias: bool = True
+    ) -> Linear:
         """Return a linear layer from width to the queries, keys and values of all heads.
 
         Without kv_heads, keys and values have as many heads as queries, and the output has
@@ -484,7 +591,7 @@ class Plain:
         shared = heads if kv_heads is None else kv_heads
         each = divided(width, heads, f"heads do not divide a width of {width}")
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
-        qkv = self.joined_linear(width, (heads, shared, shared), each, draw, "heads")
+        qkv = self.joined_linear(width, (heads, shared, shared), each, draw, "heads", bias)
         ends = [0, *accumulate(count * each for count in (heads, shared, shared))]
         qkv.joined = {name: range(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
         return qkv
@@ -522,11 +629,17 @@ class Plain:
         return Dropped(layer, self.dropout(rate, columns)) if rate else layer
 
     def attention(
-        self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        rotary: Rotary | None = None,
     ) -> Layer:
         """Return causal attention, from the output of `qkv` to (B, T, width).
 
         dropout  rate of dropout of the probabilities
+        rotary   turns queries and keys by their positions; heads then have an even width
         raises   ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -536,22 +649,32 @@ class Plain:
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._attention(self._source, heads, shared, drop, self.now)
+        attention = self._attention(self._source, heads, shared, drop, self.now, rotary)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def column_linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
     ) -> Linear:
         """Return a linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or
         None.
         """
-        return self._column(self._source, inputs, outputs, draw, activation)
+        return self._column(self._source, inputs, outputs, draw, activation, bias)
 
     def row_linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+        self,
+        inputs: int,
+        outputs: int,
+        draw: Draw,
+        activation: str | None = None,
+        bias: bool = True,
     ) -> Linear:
         """Return a linear layer; layout.tp splits its inputs."""
-        return self._row(self._source, inputs, outputs, draw, activation)
+        return self._row(self._source, inputs, outputs, draw, activation, bias)
 
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None

@@ -21,8 +21,8 @@ class Model(NamedTuple):
               layer of model.layers after the first adds the same number of parameters.
     takes     the form of the data
     help      the text after this kind in the help of model.kind
-    split     the key of [model] that layout.tp must divide; empty: layout.tp must be 1
-    divides   (key, other key) of [model]: the first value must divide the second
+    split     the keys of [model], as words, that layout.tp must divide; empty: layout.tp must be 1
+    divides   (key, other key) of [model]: the first value must divide the second, unless it is 0
     check     raises ConfigError for keys that break another rule of this kind
     writes    whether it predicts the next token, so that it can generate text
     has_peer  whether `bench train --peer torch` has the same network
@@ -57,6 +57,38 @@ def _check_convolutions(config: Config) -> None:
         )
 
 
+def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
+    from mpitrain.models.llama import llama  # a run of another kind does not need the module
+
+    return llama(
+        layers,
+        vocab=source.inputs,
+        context=keys.context,
+        width=keys.width,
+        heads=keys.heads,
+        depth=keys.layers,
+        kv_heads=keys.kv_heads,
+        theta=keys.theta,
+        tied=keys.tied,
+        hidden=keys.hidden,
+        epsilon=keys.epsilon,
+    )
+
+
+def _check_rotary(config: Config) -> None:
+    model = config.model
+    if (each := model.width // model.heads) % 2:
+        raise ConfigError(
+            f"Rotary positions turn pairs of channels, but a head has {each} of them.",
+            f"Set model.width to {(each - 1) * model.heads or 2 * model.heads} or {(each + 1) * model.heads}.",
+        )
+
+
+def _transformer_flops(keys: Keys, parameters: int) -> float:
+    """PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens."""
+    return keys.context * (6 * parameters + 12 * keys.layers * keys.width * keys.context)
+
+
 MODELS: Table[str, Model] = Table(
     gpt=Model(
         lambda layers, keys, source: gpt(
@@ -78,15 +110,27 @@ MODELS: Table[str, Model] = Table(
         divides=(("heads", "width"),),
         writes=True,
         has_peer=True,
-        # PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens.
-        flops=lambda keys, parameters: (
-            keys.context * (6 * parameters + 12 * keys.layers * keys.width * keys.context)
-        ),
+        flops=_transformer_flops,
         phrases={
             "model.layers": "transformer blocks",
             "model.width": "channels of the residual stream",
             "model.dropout": "of the embedding and of each residual branch of a gpt",
             "pipeline.partition": "The units of a gpt are the embedding, 2 per block, and the head.",
+        },
+    ),
+    llama=Model(
+        _llama,
+        takes="tokens",
+        help="for tokens, with rotary positions",
+        split="heads kv_heads",
+        divides=(("heads", "width"), ("kv_heads", "heads")),
+        check=_check_rotary,
+        writes=True,
+        flops=_transformer_flops,
+        phrases={
+            "model.layers": "transformer blocks",
+            "model.width": "channels of the residual stream",
+            "pipeline.partition": "The units of a llama are those of a gpt.",
         },
     ),
     mlp=Model(
@@ -170,10 +214,15 @@ def check_model(config: Config) -> None:
             f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
             "Set layout.sequence_parallel to false.",
         )
+    if model.kv_heads and "kv_heads" not in row.split.split():
+        raise ConfigError(
+            f"model.kv_heads is {model.kv_heads}, but a model of kind {model.kind} has keys and values for each head.",
+            "Set model.kv_heads to 0, or model.kind to llama.",
+        )
     _check_split(row, model, tp)
     for key, other in row.divides:
         count, of = getattr(model, key), getattr(model, other)
-        if of % count:
+        if count and of % count:
             near = sorted((of // count * count or count, -(-of // count) * count))
             raise ConfigError(
                 f"model.{key} must divide model.{other}, but {count} does not divide {of}.",
@@ -188,18 +237,21 @@ def _check_split(row: Model, model: Keys, tp: int) -> None:
             f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {tp}.",
             "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
         )
-    if not row.split:
-        return
-    key, count = f"model.{row.split}", getattr(model, row.split)
+    for name in row.split.split():
+        _check_divided(row, model, tp, name)
+
+
+def _check_divided(row: Model, model: Keys, tp: int, name: str) -> None:
+    key, count = f"model.{name}", getattr(model, name)
     if count % tp == 0:
         return
-    bounds = [getattr(model, other) for own, other in row.divides if own == row.split]
+    bounds = [getattr(model, other) for own, other in row.divides if own == name]
     most = min(bounds, default=count + tp)
     fitting = [n for n in range(tp, most + 1, tp) if all(bound % n == 0 for bound in bounds)]
     divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
     ways = [
-        f"{name} to {' or '.join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))}"
-        for name, numbers, now in ((key, fitting, count), ("layout.tp", divisors, tp))
+        f"{way} to {' or '.join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))}"
+        for way, numbers, now in ((key, fitting, count), ("layout.tp", divisors, tp))
         if numbers
     ]
     raise ConfigError(

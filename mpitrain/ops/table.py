@@ -108,6 +108,16 @@ layer_norm_backward_input | input gradient of layer_norm | 1 | dx
     dy:M,C gain:C saved@layer_norm|M,C -> dx:M,C pending
 layer_norm_backward_weight | gain and bias gradients of layer_norm | 1 | nothing
     pending@layer_norm_backward_input|2,C dgain:C dbias:C accumulate=1 -> dgain dbias
+rms_norm | root mean square normalisation | 1 | y
+    x:M,C gain:C epsilon=0.25 -> y:M,C saved
+rms_norm_backward_input | input gradient of rms_norm | 1 | dx
+    dy:M,C gain:C saved@rms_norm|M,C -> dx:M,C pending
+rms_norm_backward_weight | gain gradient of rms_norm | 1 | nothing
+    pending@rms_norm_backward_input|C dgain:C accumulate=1 -> dgain
+swiglu | one half of each row, times SiLU of the other | 1 | y
+    x:M,2N -> y:M,N saved
+swiglu_backward | gradient of swiglu | 1 | dx
+    dy:M,N saved@swiglu|M,2N -> dx:M,2N
 embedding | rows of a table, plus positions | 1 | x
     tokens<V:B,T table:V,C|B,T,C positions:T,C -> x:B,T,C saved
 embedding_backward_table | gradient of an embedding's table | 1 | nothing
@@ -122,6 +132,8 @@ attention_next | attention of new tokens over stored keys and values | 1 | y | 4
 attention_backward | gradient of attention | 3 | dq dkv | 4BTTHD
     dy:B,T,DH saved@attention|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv
 [layers: numbers]
+rotate | rotary positions of some heads | 1 | y
+    x:B,T,2HD heads=H turned=1 theta=100.0 context=T direction=1 -> y:B,T,2HD
 dropout | random zeros, plus a residual | 1 | y
     x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C
 [attention: numbers]

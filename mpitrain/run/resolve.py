@@ -245,7 +245,7 @@ def slow_heads(config: Config) -> str:
     if (
         config.device.kind not in ("cuda", "cuda-sim")
         or not config.precision.is_half
-        or model.split != "heads"
+        or "heads" not in model.split.split()
     ):
         return ""
     from mpitrain.ops.cuda.attention import has_tensor_kernel

@@ -243,6 +243,60 @@ def check_layer_norm(
                 assert out is None or assert_close(out, wanted, dtype, "gain and bias") is None
 
 
+def check_rms_norm(
+    kernels: Kernels, m: int, c: int, dtype: str = "float32", shifted: bool = False
+) -> None:
+    """RMSNorm, forward and both backward halves, with a residual in dx."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    x, gain, dy, residual = (
+        stored(a, dtype, shifted)
+        for a in (3 + numbers(1, m, c), numbers(2, c), numbers(4, m, c), numbers(5, m, c))
+    )
+    y, saved = ops.rms_norm(x, gain, 1e-5, arena)
+    true_y, true_saved = reference.rms_norm(values(x), values(gain), 1e-5, None)
+    assert_close(y, true_y, dtype, "y")
+    dx, pending = ops.rms_norm_backward_input(dy, gain, saved, arena, residual)
+    true_dx, truth = reference.rms_norm_backward_input(
+        values(dy), values(gain), true_saved, None, values(residual)
+    )
+    assert_close(dx, true_dx, dtype, "dx")
+    halves(["rms_norm_backward_weight"], ops, (pending,), (truth,), [(c,)], dtype)
+
+
+def check_swiglu(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
+    """SwiGLU, forward and backward; rows of an odd width have no alignment."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    x, dy = stored(3 * numbers(1, m, 2 * n), dtype), stored(numbers(2, m, n), dtype)
+    truth, true_saved = reference.swiglu(values(x), None)
+    true_dx = reference.swiglu_backward(values(dy), true_saved, None)
+    y, saved = ops.swiglu(x, arena)
+    assert_close(y, truth, dtype, "y")
+    assert_close(ops.swiglu_backward(dy, saved, arena), true_dx, dtype, "dx")
+
+
+def check_rotate(
+    kernels: Kernels,
+    b: int,
+    t: int,
+    h: int,
+    d: int,
+    turned: int,
+    dtype: str = "float32",
+    index: str = "",
+) -> None:
+    """Rotary positions, of a row and given; into another array, and back over the array itself."""
+    ops, x = bodies.cuda(kernels), stored(numbers(1, b, t, h * d), dtype)
+    at = np.random.default_rng(0).integers(2 * t, size=(b, t)).astype(index) if index else None
+    given = h, turned, 10_000.0, 2 * t
+    truth = reference.rotate(values(x), *given, 1, None, at)
+    y = ops.rotate(x, *given, 1, Arena(), at)
+    assert_close(y, truth, dtype, "y")
+    truth = reference.rotate(values(y), *given, -1, None, at)
+    assert ops.rotate(y, *given, -1, Arena(), at, y) is y
+    assert_close(y, truth, dtype, "y")
+    assert_close(y, values(x), dtype, "turned back")
+
+
 def check_embedding(
     kernels: Kernels,
     b: int,
@@ -489,6 +543,37 @@ def norms() -> Iterator[Callable]:
     yield partial(check_layer_norm, m=7, c=36, shifted=True, adds=True)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_layer_norm, m=7, c=36, dtype=dtype, adds=True)
+
+
+def rms_norms() -> Iterator[Callable]:
+    """layer_norm without a mean."""
+    for m, c in ((1, 1), (0, 4), (5, 127), (70, 128), (2, 523), (9, 1025), (3, 2049), (3, 10_501)):
+        yield partial(check_rms_norm, m=m, c=c)
+    yield partial(check_rms_norm, m=7, c=36, shifted=True)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_rms_norm, m=7, c=36, dtype=dtype)
+
+
+def gates() -> Iterator[Callable]:
+    """pointwise: swiglu."""
+    for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
+        yield partial(check_swiglu, m=m, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_swiglu, m=5, n=36, dtype=dtype)
+
+
+def rotations() -> Iterator[Callable]:
+    """rotate."""
+    for b, t, h, d, turned in (
+        (1, 1, 1, 2, 1),
+        (0, 5, 2, 4, 1),
+        (2, 7, 5, 6, 3),
+        (1, 70, 3, 16, 3),
+    ):
+        for index in ("", "int32", "int64"):
+            yield partial(check_rotate, b=b, t=t, h=h, d=d, turned=turned, index=index)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_rotate, b=2, t=9, h=3, d=8, turned=2, dtype=dtype)
 
 
 def embeddings() -> Iterator[Callable]:

@@ -10,7 +10,7 @@ import numpy as np
 from mpitrain.layers.base import GeluCut, Unit, backward, fusion_of
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Plain, Rotary
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -169,6 +169,12 @@ def kinds(plain) -> dict[str, Any]:
         "relu": linear("relu"),
         "gelu": linear("gelu"),
         "norm": plain.norm(WIDTH),
+        "rms norm": plain.rms_norm(WIDTH),
+        "gated": Sequential(up=plain.linear(WIDTH, 2 * WIDTH, draw), gate=plain.swiglu()),
+        "rotary": Sequential(
+            qkv=plain.qkv(WIDTH, 3, draw, 1, bias=False),
+            attention=plain.attention(WIDTH, 3, 1, rotary=Rotary(100.0, 9)),
+        ),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
         "to linear": Sequential(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
         "to relu": Sequential(a=linear(), b=linear("relu")),

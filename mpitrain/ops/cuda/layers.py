@@ -43,6 +43,7 @@ from mpitrain.ops.cuda.launches import (
 from mpitrain.ops.cuda.product import ACTIVATIONS, Multiply
 from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.random_bits import LANES, scale, threshold
+from mpitrain.ops.reference.layers import turns
 
 PITCH = 64
 """Rows of logits begin at multiples of this number of elements.
@@ -217,6 +218,55 @@ def dequantize(kernels: Kernels, q, scale, out, arena):
     )
 
 
+def swiglu(kernels: Kernels, x, arena):
+    rows, width = len(x), x.shape[1] // 2
+    y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros
+    kernels.launch("swiglu", row_blocks(rows), ROWS, (rows, width, x, y), macros=macros, fresh="y")
+    return y, x
+
+
+def swiglu_backward(kernels: Kernels, dy, saved, arena):
+    macros, dx = KINDS[dy.dtype].macros, arena.take(saved.shape, dy.dtype)
+    arrays = *dy.shape, dy, saved, dx
+    kernels.launch("swiglu_backward", row_blocks(len(dy)), ROWS, arrays, macros=macros, fresh="dx")
+    return dx
+
+
+POSITIONED = ByDtypes(lambda x, positions: element(x) | index(positions))
+
+
+def rotate(
+    kernels: Kernels,
+    numbers: LaunchNumbers,
+    x,
+    heads,
+    turned,
+    theta,
+    context,
+    direction,
+    arena,
+    positions=None,
+    out=None,
+):
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    (_, length, columns), sums = x.shape, KINDS[x.dtype].sums
+    half = columns // heads // 2
+    count = x.size // (2 * half)
+    table = numbers.kept(
+        ("turns", theta, half, context, sums), lambda: turns(theta, half, context).astype(sums)
+    )
+    integers = np.dtype(np.int32) if positions is None else positions.dtype
+    kernels.launch(
+        "rotate",
+        row_blocks(count),
+        ROWS,
+        (count, length, heads, turned, half, direction, x, table, positions, y),
+        macros=POSITIONED[x.dtype, integers],
+        fresh="" if y is x else "y",
+    )
+    return y
+
+
 def dropout(
     kernels: Kernels,
     numbers: LaunchNumbers,
@@ -284,18 +334,22 @@ A longer row is read from memory again.
 
 
 class ForwardKinds(dict):
-    """A cache {(dtype, width of a row): `Kind` of the forward}."""
+    """A cache {(dtype, width of a row): `Kind` of the forward}.
 
-    def __init__(self) -> None:
+    backward  {(dtype,): macros of the backward}
+    """
+
+    def __init__(self, **defines: int) -> None:
         super().__init__()
+        self.backward = ByDtypes(lambda x: element(x) | defines)
         self._macros = {
-            runs: ByDtypes(lambda x, runs=runs: element(x) | {"ROW_RUNS": runs})
+            runs: ByDtypes(lambda x, runs=runs: element(x) | defines | {"ROW_RUNS": runs})
             for runs in REGISTERS
         }
 
     def __missing__(self, key: tuple[np.dtype, int]) -> Kind:
         dtype, width = key
-        kind = KINDS[dtype]
+        kind = KINDS[dtype]._replace(macros=self.backward[(dtype,)])
         runs = -(-width // (32 * kind.macros.run))
         for most, macros in self._macros.items():
             if runs <= most:
@@ -305,7 +359,7 @@ class ForwardKinds(dict):
         return kind
 
 
-FORWARD = ForwardKinds()
+FORWARD, WITHOUT_MEAN = ForwardKinds(), ForwardKinds(CENTRED=0)
 
 
 def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
@@ -327,30 +381,67 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
     return y, (x, mean, inverse)
 
 
+def rms_norm(kernels: Kernels, x, gain, epsilon, arena):
+    rows, width = x.shape
+    sums, macros = WITHOUT_MEAN[x.dtype, width]
+    y, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums)
+    kernels.launch(
+        "layer_norm",
+        row_blocks(rows),
+        ROWS,
+        (rows, width, epsilon, x, gain, None, y, None, inverse),
+        macros=macros,
+        fresh="y inverse",
+    )
+    return y, (x, None, inverse)
+
+
+def rms_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
+    return _norm_backward(kernels, dy, gain, saved, arena, residual, 1)
+
+
+def rms_norm_backward_weight(kernels: Kernels, pending, dgain, accumulate, arena):
+    add_parts(kernels, pending[0], dgain, accumulate)
+
+
 def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
     """Return (dx, pending): dx with the residual added, and the state for the weight half.
 
     dy, dx   (M, C)
     pending  (2, parts, C): partial sums of dy times the normalised x, and of dy
     """
+    return _norm_backward(kernels, dy, gain, saved, arena, residual, 2)
+
+
+def _norm_backward(kernels, dy, gain, saved, arena, residual, count):
+    """Return (dx, pending) of `layer_norm`, or of `rms_norm`.
+
+    count  gradients of weights: gain and perhaps bias
+    """
     rows, width = dy.shape
     dx = arena.take(dy.shape, dy.dtype)
-    kind = KINDS[dy.dtype]
-    wide = kind.macros.run
+    macros = (FORWARD if count == 2 else WITHOUT_MEAN).backward[(dy.dtype,)]
+    wide = macros.run
     runs = -(-width // wide)
     sums = arena.take(
-        (2, max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)), width),
-        kind.sums,
+        (
+            count,
+            max(1, min(-(-rows // FEWEST_ROWS), PARTS * kernels.engine.multiprocessors)),
+            width,
+        ),
+        KINDS[dy.dtype].sums,
     )
+    parts_of = sums[0], sums[1] if count == 2 else None
+    written = "dx gain_parts bias_parts" if count == 2 else "dx gain_parts"
     threads = min(-(-runs // 32) * 32, WIDE_ROWS[0])
     if runs <= MOST_RUNS:
         kernels.launch(
             "layer_norm_backward",
             sums.shape[1:2],
             (threads,),
-            (rows, width, dy, gain, *saved, residual, dx, sums[0], sums[1]),
-            macros=kind.macros,
-            fresh="dx gain_parts bias_parts",
+            (rows, width, dy, gain, *saved, residual, dx, *parts_of),
+            macros=macros,
+            fresh=written,
         )
         return dx, sums
     shared = 4 * runs * wide * sums.itemsize
@@ -359,10 +450,10 @@ def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual
         "layer_norm_backward_wide",
         sums.shape[1:2],
         (threads,),
-        (rows, width, int(keep), dy, gain, *saved, residual, dx, sums[0], sums[1]),
+        (rows, width, int(keep), dy, gain, *saved, residual, dx, *parts_of),
         shared * keep,
-        macros=kind.macros,
-        fresh="dx gain_parts bias_parts",
+        macros=macros,
+        fresh=written,
     )
     return dx, sums
 

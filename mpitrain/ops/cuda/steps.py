@@ -4,7 +4,7 @@ Numbers that change from step to step are in device memory. So the arguments of 
 change.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,13 @@ class LaunchNumbers:
         self._constant: Any = None
         self._backend = backend
         self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
+        self._kept = dict[Hashable, Any]()
+
+    def kept(self, key: Hashable, made: Callable[[], np.ndarray]) -> Any:
+        """Return an array that never changes, copied to the memory of the backend at the first call."""
+        if key not in self._kept:
+            self._kept[key] = self._backend.from_host(made())
+        return self._kept[key]
 
     def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
         """Return an array of these values, in the dtype that sums elements like those of `like`.

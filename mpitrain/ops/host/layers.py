@@ -15,13 +15,14 @@ never in memory.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
 from mpitrain.ops.host.blocks import block_shape, blocks_of, constant, rounds, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.random_bits import RandomBits, scale, threshold
-from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, put
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, put, turns
 from mpitrain.ops.weightless import has_memory
 
 
@@ -233,6 +234,114 @@ def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
     for sums, out in zip(pending, (dgain, dbias), strict=True):
         if out is not None:
             put(sums, out, accumulate)
+
+
+def rms_norm(x, gain, epsilon, arena):
+    every_y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
+    every_inverse = arena.take((len(x), 1), x.dtype)
+    for block, y, n, inverse in blocks_of(x, every_y, normal, every_inverse):
+        np.vecdot(block, block, out=inverse[:, 0])
+        inverse /= x.shape[1]
+        inverse += epsilon
+        np.sqrt(inverse, out=inverse)
+        np.divide(1, inverse, out=inverse)
+        np.multiply(block, inverse, out=n)
+        np.multiply(n, gain, out=y)
+    return every_y, (normal, every_inverse)
+
+
+def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
+    normal, every_inverse = saved
+    dx = arena.take(dy.shape, dy.dtype)
+    dgain, part = arena.take((2, dy.shape[1]), dy.dtype)
+    dgain.fill(0)
+    scratch = arena.take(block_shape(dy), dy.dtype)
+    ones = constant(len(scratch), 1, dy.dtype)
+    means = arena.take((len(scratch), 1), dy.dtype)
+    weights = gain / dy.shape[1]
+    for block, n, d, inverse, more in blocks_of(dy, normal, dx, every_inverse, residual):
+        count = len(d)
+        product, mean = scratch[:count], means[:count]
+        np.multiply(block, n, out=product)
+        dgain += np.matmul(ones[:count], product, out=part)
+        np.matmul(product, weights, out=mean[:, 0])  # This is the mean of dy gain normal.
+        np.multiply(block, gain, out=d)
+        d -= np.multiply(n, mean, out=product)
+        d *= inverse
+        if more is not None:
+            d += more
+    return dx, dgain
+
+
+def rms_norm_backward_weight(pending, dgain, accumulate, arena):
+    put(pending, dgain, accumulate)
+
+
+def swiglu(x, arena):
+    width = x.shape[1] // 2
+    y = arena.take((len(x), width), x.dtype)
+    for block, out in blocks_of(x, y):
+        _logistic(block[:, :width], out)
+        out *= block[:, :width]
+        out *= block[:, width:]
+    return y, x
+
+
+def swiglu_backward(dy, saved, arena):
+    width, dx = dy.shape[1], arena.take(saved.shape, dy.dtype)
+    scratch = arena.take(block_shape(dy), dy.dtype)
+    for block, x, out in blocks_of(dy, saved, dx):
+        gate, share = x[:, :width], scratch[: len(block)]
+        dgate, dup = out[:, :width], out[:, width:]
+        _logistic(gate, share)
+        np.subtract(1, share, out=dgate)
+        dgate *= gate
+        dgate += 1
+        dgate *= share
+        dgate *= x[:, width:]
+        dgate *= block
+        np.multiply(gate, share, out=dup)
+        dup *= block
+    return dx
+
+
+@np.errstate(over="ignore")  # 1 / (1 + infinity) is 0
+def _logistic(z, out):
+    np.negative(z, out=out)
+    np.exp(out, out=out)
+    out += 1
+    np.divide(1, out, out=out)
+
+
+def rotate(x, heads, turned, theta, context, direction, arena, positions=None, out=None):
+    (batch, length, _), width = x.shape, x.shape[2] // heads // 2
+    y = arena.take(x.shape, x.dtype) if out is None else out
+    table = _turns(theta, width, context, x.dtype)
+    crossed = arena.take((2, length, turned, width), x.dtype)
+    shape = batch, length, heads, 2, width
+    pairs, results = x.reshape(shape), y.reshape(shape)
+    if y is not x:
+        results[:, :, turned:] = pairs[:, :, turned:]
+    for row in rounds(batch, x):
+        at = table[:length] if positions is None else table[positions[row]]
+        cos, sin = at[:, 0, None], at[:, 1, None]
+        a, b = pairs[row, :, :turned, 0], pairs[row, :, :turned, 1]
+        np.multiply(a, sin, out=crossed[0])
+        np.multiply(b, sin, out=crossed[1])
+        first, second = results[row, :, :turned, 0], results[row, :, :turned, 1]
+        np.multiply(a, cos, out=first)
+        np.multiply(b, cos, out=second)
+        (np.subtract if direction > 0 else np.add)(first, crossed[1], out=first)
+        (np.add if direction > 0 else np.subtract)(second, crossed[0], out=second)
+    return y
+
+
+@lru_cache(16)
+def _turns(theta, width, context, dtype):
+    """Return `turns` in a dtype, read-only; layers and micro-batches share it."""
+    table = turns(theta, width, context).astype(dtype)
+    table.flags.writeable = False
+    return table
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):

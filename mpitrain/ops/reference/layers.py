@@ -2,6 +2,8 @@
 dropout, images.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from mpitrain.ops.random_bits import LANES, scale, threshold
@@ -189,6 +191,81 @@ def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
         put((dy * normal).sum(0), dgain, accumulate)
     if dbias is not None:
         put(dy.sum(0), dbias, accumulate)
+
+
+def rms_norm(x, gain, epsilon, arena):
+    """Return (y, saved) with y = x / sqrt(mean of x^2 + epsilon) * gain over the last dim.
+
+    x, y: (M, C); gain: (C,). Source: Zhang & Sennrich 2019.
+    """
+    inverse = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+    return x * inverse * gain, (x * inverse, inverse)
+
+
+def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
+    """Return (dx, pending), as `layer_norm_backward_input`."""
+    normal, inverse = saved
+    d = dy * gain
+    dx = inverse * (d - normal * (d * normal).mean(-1, keepdims=True))
+    return plus(dx, residual), (dy, normal)
+
+
+def rms_norm_backward_weight(pending, dgain, accumulate, arena):
+    """Write or add dgain, the sum over rows of dy times the normalised x.    dgain: (C,)"""
+    dy, normal = pending
+    put((dy * normal).sum(0), dgain, accumulate)
+
+
+def swiglu(x, arena):
+    """Return (y, saved) with y = silu(gate) up, silu(z) = z / (1 + e^-z) (Shazeer 2020).
+
+    x: (M, 2 N), gate and then up; y: (M, N)
+    """
+    gate, up = np.split(x, 2, -1)
+    return gate * _logistic(gate) * up, x
+
+
+def swiglu_backward(dy, saved, arena):
+    """Return dx.    dy: (M, N); dx: (M, 2 N)"""
+    gate, up = np.split(saved, 2, -1)
+    share = _logistic(gate)
+    slope = share * (1 + gate * (1 - share))
+    return np.concatenate([dy * up * slope, dy * gate * share], -1)
+
+
+def _logistic(z):
+    return 0.5 * (1 + np.tanh(0.5 * z))
+
+
+def rotate(x, heads, turned, theta, context, direction, arena, positions=None, out=None):
+    """Return y: the first `turned` heads of x, turned by their positions; the others as they are.
+
+    The pair of channels i and i + D / 2 is turned by the angle position x theta^(-2 i / D), in
+    float32 (Su et al. 2021, in the order of Hugging Face).
+
+    x, y       (B, T, heads D) with an even D; out may be x
+    context    positions are below it
+    direction  1, or -1 for the gradient
+    positions  (B, T) integers; None: 0 to T - 1 in each row
+    """
+    width = x.shape[2] // heads // 2
+    y = x.reshape(*x.shape[:2], heads, 2, width).copy()
+    at = np.arange(x.shape[1]) if positions is None else positions
+    cos, sin = np.moveaxis(turns(theta, width, context)[at], -2, 0)[..., None, :].astype(x.dtype)
+    a, b = y[:, :, :turned, 0].copy(), y[:, :, :turned, 1].copy()
+    y[:, :, :turned, 0] = a * cos - direction * b * sin
+    y[:, :, :turned, 1] = b * cos + direction * a * sin
+    return into(out, y.reshape(x.shape))
+
+
+@lru_cache(16)
+def turns(theta, width, context):
+    """Return the cosine and sine of each position's angles, (context, 2, width) float64."""
+    frequencies = (1 / theta ** (np.arange(width) / width)).astype(np.float32)
+    angles = np.arange(context, dtype=np.float32)[:, None] * frequencies
+    table = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], 1)
+    table.flags.writeable = False
+    return table
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):

@@ -21,6 +21,7 @@ from mpitrain.parallel.tensor.linear import (
     HeadAttention,
     ReplicatedLinear,
     ReplicatedNorm,
+    ReplicatedRmsNorm,
     RowParallelLinear,
     own_run,
 )
@@ -62,6 +63,7 @@ class ShardedLayerFactory(LayerFactory):
     """
 
     _embedding, _norm, _attention = VocabParallelEmbedding, ReplicatedNorm, HeadAttention
+    _rms_norm = ReplicatedRmsNorm
     _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     _split: VocabParallelCrossEntropy | None = None
 
@@ -74,14 +76,20 @@ class ShardedLayerFactory(LayerFactory):
         return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
 
     def joined_linear(
-        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str = "outputs"
+        self,
+        inputs: int,
+        counts: Sequence[int],
+        each: int,
+        draw: Draw,
+        noun: str = "outputs",
+        bias: bool = True,
     ) -> Column:
         first, runs = 0, []
         for count in counts:
             run = own_run(self.rows.group, count, noun)
             runs.append(range(first + run.start * each, first + run.stop * each))
             first += count * each
-        return Column(self, runs, inputs, first, draw)
+        return Column(self, runs, inputs, first, draw, None, bias)
 
     def _own_columns(self, columns: int) -> range:
         return own_run(self.rows.group, columns, "outputs")

@@ -39,7 +39,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, flat_rows
+from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, RmsNorm, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
@@ -344,7 +344,7 @@ class ReplicatedLinear(FusedLinear):
 
 
 class ReplicatedNorm(LayerNorm):
-    """A LayerNorm with replicated gain and bias.
+    """A norm with replicated weights.
 
     With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
     """
@@ -355,6 +355,10 @@ class ReplicatedNorm(LayerNorm):
 
     def parameters(self):
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
+
+
+class ReplicatedRmsNorm(ReplicatedNorm, RmsNorm):
+    """A root mean square norm with a replicated gain."""
 
 
 def own_run(group: Group, count: int, what: str) -> range:

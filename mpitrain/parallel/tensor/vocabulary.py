@@ -47,16 +47,17 @@ class VocabParallelEmbedding(Embedding):
         width: int,
         draw: Any,
         now: Now | None = None,
+        has_table: bool = True,
     ):
-        super().__init__(layers.ops, vocab, context, width, draw, now)
+        super().__init__(layers.ops, vocab, context, width, draw, now, has_table)
         self._rows = layers.rows
         self._rows.context = context
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
 
     def parameters(self):
-        tokens, positions = super().parameters()
+        tokens, *positions = super().parameters()
         rows = (slice(self._entries.start, self._entries.stop), slice(0, self.width))
-        return [tokens._replace(slices=(rows,)), positions._replace(holders="tp")]
+        return [tokens._replace(slices=(rows,)), *(p._replace(holders="tp") for p in positions)]
 
     def output_shape(self, shape):
         return self._rows.left(super().output_shape(shape))
@@ -69,8 +70,9 @@ class VocabParallelEmbedding(Embedding):
                 "Pass one at a time, or longer ones.",
             )
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        documents, is_first = self.now.documents, not self._rows.group.rank
-        positions = w["positions"] if is_first and documents is None else None
+        documents = self.now.documents if self.has_table else None
+        is_first = not self._rows.group.rank
+        positions = w.get("positions") if is_first and documents is None else None
         _, saved = self.ops.embedding(
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
@@ -87,7 +89,7 @@ class VocabParallelEmbedding(Embedding):
     def forward_next(self, w, x, past, arena):
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
         self.ops.embedding(x, w["tokens"], None, arena, self._entries.start, lease.array)
-        if not self._rows.group.rank:
+        if self.has_table and not self._rows.group.rank:
             self._add_positions(w, lease.array, past.positions, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena)

@@ -27,6 +27,7 @@ LAYOUTS = {
     "chunks, zero 3": (2, [*FOUR, "pipeline.schedule=breadth-first", "replication.zero=3"]),
     "async": (2, [*FOUR, "pipeline.schedule=async", "run.steps=2"]),
     "tp and pp": (4, [*FOUR, "layout.tp=2", "pipeline.schedule=gpipe"]),
+    "llama": (2, ["model.kind=llama", "layout.tp=2"]),
     "mlp": (2, ["model.kind=mlp", "model.layers=4", "layout.tp=2"]),
 }
 

@@ -21,6 +21,7 @@ TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16",
 EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]
 PROMPTS = [[3, 5, 7], [11], [*range(20)], [2] * 15, [40, 1]]
 COUNT = 40  # goes past the context of 16 several times
+LLAMA = ["model.kind=llama", "model.heads=4", "model.kv_heads=2"]
 LAYOUTS = {
     "one rank": (1, []),
     "tp 2": (2, ["layout.tp=2"]),
@@ -38,6 +39,9 @@ LAYOUTS = {
     "recomputed units, a server": (3, ["memory.recompute=2", "replication.mode=server"]),
     "async": (2, ["layout.pp=2", "pipeline.schedule=async"]),
     "simulated kernels, tp 2": (2, ["device.kind=cuda-sim", "layout.tp=2"]),
+    "llama": (1, LLAMA),
+    "llama, tp 2, pp 2": (4, [*LLAMA, "layout.tp=2", "layout.pp=2"]),
+    "llama on simulated kernels": (1, [*LLAMA, "device.kind=cuda-sim"]),
     "a context of 1": (1, ["model.context=1"]),
     "an odd context": (1, ["model.context=5"]),
 }

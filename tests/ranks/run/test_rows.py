@@ -152,7 +152,7 @@ def test_images_keep_their_shape_up_to_the_model_that_takes_them(settings, tmp_p
         (
             "count:up",
             "mlp",
-            "The model.kind for count:up is gpt or bigram, but the configuration says mlp.",
+            "The model.kind for count:up is gpt or llama or bigram, but the configuration says mlp.",
         ),
         (
             "marks",
@@ -196,7 +196,7 @@ def test_a_source_that_a_program_passes_is_refused_by_its_form_as_well(monkeypat
 @pytest.mark.parametrize(
     "settings, law",
     [
-        (["model.kind=trigram"], "'gpt', 'mlp', 'cnn', 'bigram' or 'picture', but is"),
+        (["model.kind=trigram"], "'gpt', 'llama', 'mlp', 'cnn', 'bigram' or 'picture', but is"),
         (["model.kind=bigrams"], "did you mean bigram?"),
         (["model.kind=bigram", "model.width=7"], "A bigram has an even width, but it is 7."),
         (

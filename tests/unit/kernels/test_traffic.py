@@ -334,8 +334,8 @@ def test_each_operation_moves_the_bytes_of_its_row():
         array = drawn(one, shape, sizes)
         return array if one.is_integer else array.astype(np.float32)
 
-    # Neither numbers of a step nor the codes and scales of moments count as operands.
-    private = "numbers", "maps", "m_scales", "v_scales"
+    # Neither numbers of a step, nor tables of angles, nor codes and scales of moments count as operands.
+    private = "numbers", "rotations", "maps", "m_scales", "v_scales"
     launches: list[LaunchTraffic] = []
     ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
     arguments, exact = examples(ops, sizes, draw, Arena()), set()

@@ -1,0 +1,76 @@
+"""Llama (Touvron et al. 2023) as a flat list of units: those of a GPT, with other layers inside.
+
+Norms without a mean, rotary positions, heads that share keys and values, a gated MLP, no biases.
+"""
+
+from __future__ import annotations  # so that help() prints signatures as they are written here
+
+from mpitrain.layers.base import Unit
+from mpitrain.layers.compose import Sequential
+from mpitrain.layers.initial import normal
+from mpitrain.layers.plain import Plain, Rotary
+
+
+def llama(
+    layers: Plain,
+    *,
+    vocab: int,
+    context: int,
+    width: int,
+    heads: int,
+    depth: int,
+    kv_heads: int = 0,
+    theta: float = 10_000.0,
+    tied: bool = False,
+    hidden: int = 0,
+    epsilon: float = 1e-5,
+) -> list[Unit]:
+    """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
+
+    Parameters
+    ----------
+    layers : Plain
+        Makes the layers.
+    vocab, context : int
+        Entries of the vocabulary, and the most tokens of a row.
+    width, heads : int
+        Channels, and attention heads; heads divide width, into heads of an even width.
+    depth : int
+        Transformer blocks; each is two units.
+    kv_heads : int
+        Heads of keys and values, which divide heads; 0: as many as heads.
+    theta : float
+        Base of the angles of rotary positions.
+    tied : bool
+        Whether the head uses the token embedding as its weight.
+    hidden : int
+        Hidden units of each MLP; 0: 8 / 3 width, rounded up to a multiple of 64.
+    epsilon : float
+        Term of the norms, added to the mean square.
+    """
+    std = 0.02 * (768 / width) ** 0.5  # as a GPT
+    inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
+    shared, hidden = kv_heads or heads, hidden or -(-8 * width // (3 * 64)) * 64
+    rotary = Rotary(theta, context)
+    units = [Unit("embedding", layers.embedding(vocab, context, width, positions=False))]
+    for block in range(depth):
+        attention = Sequential(
+            norm=layers.rms_norm(width, epsilon),
+            qkv=layers.qkv(width, heads, inner, shared, bias=False),
+            attention=layers.attention(width, heads, shared, rotary=rotary),
+            out=layers.row_linear(width, width, onto_residual, bias=False),
+        )
+        up = layers.joined_linear(width, (hidden, hidden), 1, inner, bias=False)
+        up.joined = {"gate": range(hidden), "up": range(hidden, 2 * hidden)}
+        mlp = Sequential(
+            norm=layers.rms_norm(width, epsilon),
+            up=up,
+            gate=layers.swiglu(),
+            down=layers.row_linear(hidden, width, onto_residual, bias=False),
+        )
+        units += [
+            Unit(f"blocks.{block}.attention", layers.residual(attention)),
+            Unit(f"blocks.{block}.mlp", layers.residual(mlp)),
+        ]
+    head = Sequential(norm=layers.rms_norm(width, epsilon), logits=layers.head(width, vocab, inner))
+    return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

@@ -1,0 +1,203 @@
+"""Llama: the numbers of transformers and of a plain PyTorch program, in every layout the same."""
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.models.table import check_model
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.run.test_documents import CUT, Alone, Packed, trained
+from tests.training import assert_parts, configured, held, stepped
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 48, "context": 12}
+LLAMA = ["model.kind=llama", "precision.compute=float64"]
+LLAMA += [f"model.{key}={value}" for key, value in SHAPE.items()]
+LLAMA += ["batch.size=12", "optimizer.lr=0.01", "optimizer.warmup=2", "model.theta=50.0"]
+THETA = 50.0
+
+
+def logits_of(torch, tensors, tokens, tied):
+    """A plain PyTorch program for the logits; `tensors` have our names."""
+    heads, groups, width = SHAPE["heads"], SHAPE["kv_heads"], SHAPE["width"]
+    half = width // heads // 2
+    dtype = tensors["embedding.tokens"].dtype
+    frequencies = (1 / THETA ** (torch.arange(half, dtype=torch.float64) / half)).float()
+    angles = (torch.arange(tokens.shape[1]).float()[:, None] * frequencies).double()
+    cos, sin = (each.to(dtype) for each in (angles.cos(), angles.sin()))
+
+    def norm(x, gain):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def split(x, count):
+        return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+    x = tensors["embedding.tokens"][tokens]
+    for block in range(SHAPE["layers"]):
+        w = {
+            name.removeprefix(f"blocks.{block}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"blocks.{block}.")
+        }
+        qkv = norm(x, w["attention.norm.gain"]) @ w["attention.qkv.weight"].T
+        q, k, v = qkv.split([2 * half * count for count in (heads, groups, groups)], -1)
+        q, k, v = turned(split(q, heads)), turned(split(k, groups)), split(v, groups)
+        k, v = (each.repeat_interleave(heads // groups, 1) for each in (k, v))
+        scores = q @ k.transpose(-1, -2) / (2 * half) ** 0.5
+        later = torch.ones(scores.shape[-2:]).triu(1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        x = x + (weights @ v).transpose(1, 2).flatten(-2) @ w["attention.out.weight"].T
+        gate, up = (norm(x, w["mlp.norm.gain"]) @ w["mlp.up.weight"].T).chunk(2, -1)
+        x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down.weight"].T
+    head = tensors["embedding.tokens" if tied else "head.logits.weight"]
+    return norm(x, tensors["head.norm.gain"]) @ head.T
+
+
+def a_step(transport, *settings):
+    """A batch, its logits, and what a step of plain gradient descent subtracts from each tensor."""
+    config = configured(*LLAMA, "optimizer.name=sgd", "optimizer.weight_decay=0.0", *settings)
+    trainer, source, _ = build(transport, config)
+    before = {name: tensor.copy() for name, tensor in trainer.tensors().items()}
+    tokens, targets = source.batch(config.run.seed, 0, 12, range(12))
+    logits = trainer.logits(tokens).copy()
+    result = trainer.step(0, tokens, targets)
+    return tokens, targets, logits, before, trainer.tensors(), result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied):
+    torch = pytest.importorskip("torch")
+    exact = ["optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.clip=0.0"]
+    ((tokens, targets, logits, before, after, result),) = run_ranks(
+        1, a_step, *exact, "optimizer.lr=1.0", f"model.tied={str(tied).lower()}"
+    )
+    tensors = {name: torch.tensor(value, requires_grad=True) for name, value in before.items()}
+    truth = logits_of(torch, tensors, torch.tensor(tokens), tied)
+    assert np.abs(logits - truth.detach().numpy()).max() <= 1e-12
+    loss = torch.nn.functional.cross_entropy(truth.flatten(0, 1), torch.tensor(targets).flatten())
+    loss.backward()
+    assert abs(result.loss - loss.item()) <= 1e-12
+    for name, tensor in tensors.items():
+        found = before[name] - after[name]
+        assert np.abs(found - tensor.grad.numpy()).max() <= 1e-12, name
+
+
+def test_the_pytorch_program_computes_as_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=29,
+        hidden_size=SHAPE["width"],
+        intermediate_size=SHAPE["hidden"],
+        num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"],
+        num_key_value_heads=SHAPE["kv_heads"],
+        max_position_embeddings=SHAPE["context"],
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        rope_theta=THETA,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    theirs = {name: 3 * tensor.detach() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(theirs)
+    ours = {
+        "embedding.tokens": theirs["model.embed_tokens.weight"],
+        "head.norm.gain": theirs["model.norm.weight"],
+        "head.logits.weight": theirs["lm_head.weight"],
+    }
+    for block in range(SHAPE["layers"]):
+        at, own = f"model.layers.{block}.", f"blocks.{block}."
+        qkv = [theirs[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
+        both = [theirs[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        ours |= {
+            f"{own}attention.norm.gain": theirs[f"{at}input_layernorm.weight"],
+            f"{own}attention.qkv.weight": torch.cat(qkv),
+            f"{own}attention.out.weight": theirs[f"{at}self_attn.o_proj.weight"],
+            f"{own}mlp.norm.gain": theirs[f"{at}post_attention_layernorm.weight"],
+            f"{own}mlp.up.weight": torch.cat(both),
+            f"{own}mlp.down.weight": theirs[f"{at}mlp.down_proj.weight"],
+        }
+    tokens = torch.tensor(np.random.default_rng(0).integers(29, size=(3, 12)))
+    with torch.no_grad():
+        truth, found = model(tokens).logits, logits_of(torch, ours, tokens, False)
+    assert (found - truth).abs().max() <= 1e-4 * truth.abs().max()
+
+
+LAYOUTS = {
+    "dp 3": (3, []),
+    "zero 3": (2, ["replication.zero=3", "batch.micro_batches=2"]),
+    "tp 2": (2, ["layout.tp=2"]),
+    "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+    "pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", "model.tied=true"]),
+    "recomputed": (2, ["layout.tp=2", "memory.recompute=unit", "memory.logit_chunks=2"]),
+    "one kv head, dp 2, pp 2": (
+        4,
+        ["model.kv_heads=1", "layout.pp=2", "batch.micro_batches=2", "memory.recompute=attention"],
+    ),
+    "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),
+}
+
+
+def numbers_of(transport, *settings):
+    """Losses and gradient norms of 5 steps, and what this rank has of each tensor."""
+    trainer, source, _ = build(transport, configured(*settings))
+    results = stepped(trainer, source, range(5))
+    trainer.sync_parameters()
+    numbers = [(one.loss, one.grad_norm) for one in results]
+    return np.array(numbers), {name: (d, v.copy()) for name, (d, v) in held(trainer).items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_rank(layout):
+    ranks, settings = LAYOUTS[layout]
+    model = [one for one in settings if one.startswith(("model", "lora"))]
+    ((alone, whole),) = run_ranks(1, numbers_of, *LLAMA, *model)
+    assert np.ptp(alone[:, 0]) > 0.05, "the loss must move, or equality says nothing"
+    for numbers, tensors in run_ranks(ranks, numbers_of, *LLAMA, *settings):
+        assert np.abs(numbers - alone).max() <= 1e-9
+        assert_parts(tensors, whole)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("settings", [[], ["layout.tp=2"]], ids=str)
+def test_the_simulator_trains_as_the_host(settings):
+    common = [*LLAMA, *settings, "precision.compute=float32", "optimizer.name=sgd"]
+    ranks = 1 + len(settings)
+    host, simulated = (
+        run_ranks(ranks, numbers_of, *common, f"device.kind={kind}") for kind in ("cpu", "cuda-sim")
+    )
+    for own, other in zip(host, simulated, strict=True):
+        assert np.abs(own[0] - other[0]).max() <= 1e-4
+
+
+def test_packed_documents_train_as_in_rows_of_their_own():
+    shape = [one for one in LLAMA if one.startswith("model") and "context" not in one]
+    steps, evaluated, tensors = trained(1, Alone(), *shape, "batch.size=21")[0]
+    for ranks, settings in ((1, ["memory.attention=tiled"]), (2, ["layout.tp=2"])):
+        for own, own_evaluated, own_tensors in trained(ranks, Packed(), *CUT, *shape, *settings):
+            assert np.abs(np.subtract(own, steps)).max() <= 1e-12
+            assert np.abs(np.subtract(own_evaluated, evaluated)).max() <= 1e-12
+            for name, tensor in own_tensors.items():
+                if tensor.shape == tensors[name].shape:
+                    assert np.abs(tensor - tensors[name]).max() <= 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "law"),
+    [
+        (["model.kv_heads=3"], "model.kv_heads must divide model.heads"),
+        (["layout.tp=4"], "layout.tp must divide model.kv_heads"),
+        (["model.width=36"], "a head has 9"),
+        (["model.kind=gpt"], "model.kv_heads is 2, but a model of kind gpt"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(settings, law):
+    with pytest.raises(ConfigError, match=law):
+        check_model(configured(*LLAMA, *settings))
