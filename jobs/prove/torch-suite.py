@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -168,15 +167,14 @@ def series(backend: str, size: int, only: str, folder: Path) -> dict[str, Found]
     running, ended = folder / "running", False
     while not ended:
         with (folder / "output").open("a") as output:
-            job = subprocess.Popen(
-                [*mpirun, *words], stdout=output, stderr=output, start_new_session=True
-            )
-            begun = time.time()
+            job = subprocess.Popen([*mpirun, *words], stdout=output, stderr=output)
+            first = time.time() + SECONDS  # to start and to import PyTorch takes long, too
             while job.poll() is None:
                 time.sleep(0.2)
                 since = running.stat().st_mtime if running.exists() else 0
-                if time.time() - max(since, begun) > SECONDS:
-                    os.killpg(job.pid, signal.SIGKILL)
+                if time.time() - max(since, first) > SECONDS:
+                    job.terminate()  # mpirun ends the ranks
+                    job.wait()
         ended = job.wait() == 0
         name = running.read_text() if running.exists() else ""
         if not ended and known(folder).get(name, Found("", "", 0)).word != "failed":
@@ -184,7 +182,7 @@ def series(backend: str, size: int, only: str, folder: Path) -> dict[str, Found]
                 raise SystemExit((folder / "output").read_text()[-3000:])
             stacks = "\n".join(file.read_text() for file in (folder / name).glob("stack-*"))
             with (folder / "rank-0").open("a") as log:
-                text = f"hangs, or ends its process:\n{stacks}"
+                text = f"{stacks}\nhangs, or ends its process"
                 log.write(json.dumps([name, "failed", text, SECONDS]) + "\n")
     return known(folder)
 

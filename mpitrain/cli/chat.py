@@ -14,8 +14,8 @@ from mpitrain.cli.generate import readable, sampling_options
 from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 
-RESET = "/reset"
-"""The line that begins a new conversation."""
+RESET, EXIT = "/reset", "/exit"
+"""The lines that begin a new conversation, and end the chat: `launch` passes no Ctrl-D on."""
 
 
 @click.command()
@@ -53,7 +53,7 @@ def command(
     """Talk with a model that was trained on conversations, in the terminal.
 
     A line is what you say, in the template of the run. /reset begins a new conversation. Ctrl-C
-    ends an answer, Ctrl-D the chat. If model.context is full, the oldest turns leave.
+    ends an answer, Ctrl-D or /exit the chat. If model.context is full, the oldest turns leave.
     """
     configured = configured_of(run, changes((), **options))
     with mpi_session(kind=lambda: configured().device.kind) as transport:
@@ -69,7 +69,7 @@ def command(
         transport.admit_thread()  # So the other ranks sleep while they wait for a line.
         while True:
             said = from_all_ranks(transport, lambda: _line() if is_root else None)[0]
-            if said is None:
+            if said in (None, EXIT):
                 break
             if said == RESET:
                 chat.reset()

@@ -171,7 +171,10 @@ def command(
             if transport.rank:
                 return []  # A file may differ on another host.
             texts = [*prompt_texts, *(read_prompts(file) if file else [])] or ["\n"]
-            prompts = [(text, encoded(text, tokenizer, source.inputs)) for text in texts]
+            prompts = [
+                (text, encoded(text, tokenizer, source.inputs, config.data.template))
+                for text in texts
+            ]
             if past_context == "stop":
                 separator = separator_of(config.data)
                 documents = [last_document(tokens, separator) for _, tokens in prompts]

@@ -50,6 +50,12 @@ NARROWEST = 80
     metavar="SPEED,LATENCY",
     help="Slow down the links between the threads, e.g. 200Mbit,1ms. Needs no root.",
 )
+@click.option(
+    "--alone",
+    "is_alone",
+    is_flag=True,
+    help="For column and row: one such layer between layers that are not divided.",
+)
 @LANGUAGE
 def explain(
     topic: str | None,
@@ -58,6 +64,7 @@ def explain(
     png_file: Path | None,
     html_file: Path | None,
     link: str | None,
+    is_alone: bool,
     language: str,
 ) -> None:
     """Show how a method works: its real code runs on threads, with symbols as data.
@@ -73,9 +80,9 @@ def explain(
 
     speed = parse_link(link) if link is not None else None
     if topic is None:
-        if png_file or waits or ranks or link:
+        if png_file or waits or ranks or link or is_alone:
             raise ConfigError(
-                "--ranks, --step, --png and --link need a topic, but none is given.",
+                "--ranks, --step, --png, --link and --alone need a topic, but none is given.",
                 f"Name one of {', '.join(TOPICS)}.",
             )
         if html_file:
@@ -83,6 +90,13 @@ def explain(
             return
         click.echo("\n".join(terminal.listing(TOPICS, language)))
         return
+    if is_alone:
+        if f"{topic}-alone" not in TOPICS:
+            raise ConfigError(
+                f"--alone is for the topics column and row, but this is {topic!r}.",
+                "Leave out --alone.",
+            )
+        topic += "-alone"
     if topic not in TOPICS:
         raise ConfigError(
             f"A topic is one of {', '.join(TOPICS)}, but this is {topic!r}.",

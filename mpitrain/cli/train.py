@@ -1,5 +1,6 @@
 """`mpitrain train`: builds the configured training job and runs it."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -171,8 +172,24 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
         and not finished.stopped
     ):
         _print_sample(finished, stop.asked)
+    if is_root and not finished.stopped:
+        _say_next(finished)
     stop.over()
     return finished
+
+
+def _say_next(finished: Any) -> None:
+    """Print the run directory, and the commands that a user types next."""
+    from mpitrain.errors import visible
+    from mpitrain.models.table import MODELS
+
+    config, run = finished.job.trainer.config, visible(shlex.quote(str(finished.folder)))
+    writer = ["chat" if config.data.template else "generate"] * MODELS[config.model.kind].writes
+    report = ["runs report"] * config.run.trace
+    print(f"the run is in {run}; next:")
+    for words in ("eval", *writer, "runs plot", *report):
+        print(f"  mpitrain {words} {run}")
+    sys.stdout.flush()
 
 
 def _configured(
@@ -212,7 +229,8 @@ def _configured(
         # A resumed run may have another number of ranks, so the layout is not taken over.
         own = {**then.model_dump(), "layout": {}, "pipeline": {}}
         own["data"] = held_out_as_before(then.data, settings)
-        own["run"] = {**own["run"], "inject": ""}  # Else each resume would fail again.
+        # Else each resume would fail again, and a run directory could name code to run.
+        own["run"] = {**own["run"], "inject": "", "watchers": []}
         tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:

@@ -5,6 +5,8 @@ The readers refuse damaged files, and links below the folder.
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,9 @@ BENEATH = 1
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 """Suffixes of weight files that are not in the safetensors format."""
 AGAIN = "Download or save the folder again, or name another one."
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+"""The name of a model on Hugging Face's hub: OWNER/NAME, or NAME alone."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -143,9 +148,16 @@ def names(folder: Path) -> list[str]:
         with opened(folder) as directory:
             return directory.names()
     except OSError as error:
+        name = os.path.normpath(folder)
+        is_of_hub = isinstance(error, FileNotFoundError) and HUB_NAME.fullmatch(name)
         raise CheckpointError(
             f"The folder {folder} cannot be read: {error.strerror or error}.",
-            "Name a folder with a model, or the directory of a run.",
+            "Name a folder with a model, or the directory of a run."
+            + (
+                f" A model of this name on Hugging Face's hub is downloaded by: hf download {name} --local-dir {name}"
+                if is_of_hub
+                else ""
+            ),
         ) from None
 
 

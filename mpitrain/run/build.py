@@ -180,19 +180,25 @@ def _open(
     config = _with_data(config, data)
     resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
-    models = None
-    if config.run.init_from or config.lora.rank:
-        from mpitrain.run.initial import open_models
-
-        layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
-        models = open_models(
-            config, checkpoint, data.inputs, lambda: model(config, data, layers), transport.rank
-        )
-        facts |= models.facts() if models else {}
+    models = _models(resolved, data, checkpoint, transport.rank)
+    facts |= models.facts() if models else {}
     room = check_memory(transport, config, data, axes, len(plan.stage_of), device, gpus)
     counts = _counted(transport.rank, resolved, data, room)
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _models(
+    resolved: Resolved, data: Source | Unopened, checkpoint: Path | None, rank: int
+) -> Models | None:
+    """Locate the models that the run starts from, as `open_models`."""
+    config = resolved.config
+    if not config.run.init_from and not config.lora.rank:
+        return None
+    from mpitrain.run.initial import open_models
+
+    layers = described(resolved.device.ops, config.layout.model_copy(update={"tp": 1}))
+    return open_models(config, checkpoint, data.inputs, lambda: model(config, data, layers), rank)
 
 
 def _with_data(config: Config, data: Source | Unopened) -> Config:
@@ -261,6 +267,8 @@ def alone(config: Config, ranks: int) -> Alone:
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
     resolved = resolve_here(agreed, ("",) * ranks)
+    resolved = resolved._replace(config=_with_data(resolved.config, source))
+    _models(resolved, source, None, 0)
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 

@@ -74,16 +74,19 @@ class Chat:
         self._turns.append((ASSISTANT, answer.decode(errors="replace").rstrip()))
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of the turns that fit; without the newest one, [] if it alone does not."""
-        context = self._trainer.config.model.context
-        room, first = context - max(1, context // ANSWER), len(self._first)
-        while len(tokens := asked(self._tokenizer, self._trainer.config.data, self._turns)) > room:
+        """Return the tokens of the turns that fit; [] without the newest one, if it alone does not."""
+        config = self._trainer.config
+        context, first = config.model.context, len(self._first)
+        room = context - max(1, context // ANSWER)
+        while len(tokens := asked(self._tokenizer, config.data, self._turns)) > room:
             if len(self._turns) == first + 1:
-                self._turns.pop()
-                self.note = f"a question has at most {room} tokens with the template, but this one has {len(tokens)}"
-                return []
+                break
             del self._turns[first : first + 2]  # a question, and its answer
             if not self._has_told:
                 self._has_told = True
                 self.note = "the conversation is longer than model.context, so the oldest turns are forgotten"
-        return tokens
+        if len(tokens) < context:
+            return tokens
+        self._turns.pop()
+        self.note = f"a question has fewer than {context} tokens with the template, but this one has {len(tokens)}"
+        return []

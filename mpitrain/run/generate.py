@@ -478,8 +478,13 @@ def check_writes(kind: str) -> None:
         )
 
 
-def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt; without a tokenizer it is the numbers of its tokens."""
+def encoded(
+    prompt: str, tokenizer: Tokenizer | None, vocabulary: int, template: str = ""
+) -> list[int]:
+    """Return the tokens of a prompt; without a tokenizer it is the numbers of its tokens.
+
+    template  data.template; if the run has one, names of special tokens are these tokens
+    """
     if not prompt:
         raise ConfigError(
             "A prompt needs at least one token.", "Leave out --prompt to begin with a line break."
@@ -488,7 +493,8 @@ def encoded(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[i
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
         return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
-    tokens: list[int] = tokenizer.encode(prompt).tolist()
+    array = tokenizer.encode_marked([prompt])[0] if template else tokenizer.encode(prompt)
+    tokens: list[int] = array.tolist()
     if not tokens or max(tokens) >= vocabulary:
         raise ConfigError(
             f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {tokens[:8]}.",

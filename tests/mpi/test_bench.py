@@ -35,6 +35,7 @@ KEYS = {
     "error",
     "sweep",
 }
+NO_TORCH = "" if find_spec("torch") else "is a backend of PyTorch, which is not installed"
 NO_PLOT = "--plot needs matplotlib" if find_spec("matplotlib") is None else ""
 
 
@@ -250,6 +251,11 @@ MISTAKES = [
     (
         ["--dtype", "bfloat16", "--algorithm", "ring,native"],
         "native needs a dtype that MPI reduces, which bfloat16 is not",
+    ),
+    (["--algorithm", "nccl"], NO_TORCH or "nccl needs arrays on GPUs, but --device is cpu"),
+    (
+        ["--algorithm", "gloo", "--buffers", "leased"],
+        NO_TORCH or "Leased buffers have our own all-reduce, but --algorithm has PyTorch's gloo",
     ),
     (
         ["--json", "nowhere/rows.json"],

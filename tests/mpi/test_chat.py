@@ -57,7 +57,7 @@ def test_a_conversation_on_a_terminal(run):
     assert code == 0 and not typed, shown
     assert [line for line in shown if line == ANSWER] == [ANSWER] * 4, shown
     assert sum("oldest turns" in line for line in shown) == 1, shown
-    assert sum("at most 36 tokens" in line for line in shown) == 1, shown
+    assert sum("fewer than 48 tokens" in line for line in shown) == 1, shown
 
 
 def test_a_stop_ends_an_answer_and_keeps_it(run):

@@ -76,7 +76,8 @@ def test_a_run_leaves_what_it_promises(ranks, tmp_path):
     ]
     said, printed = calls_of_one_start(ranks, calls, tmp_path, [0, 0, 0, 0, 2])
     trained, evaluated, written, listed, _ = printed
-    assert "validation loss" in trained and "a sample of what" in trained
+    assert "validation loss" in trained and "sample of what it writes" in trained
+    assert "the run is in run; next:\n  mpitrain eval run\n  mpitrain generate run\n" in trained
     lines = records(tmp_path / "run")
     assert lines[0]["event"] == "start" and lines[0]["ranks"] == ranks
     step = next(r for r in lines if r.get("step") == 12 and "loss" in r)

@@ -204,10 +204,15 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
                 f"Algorithm {theirs[0]} is a backend of PyTorch, which is not installed.",
                 "Install it with `pip install torch`, or leave it out.",
             )
-        if LEASED in places or (options["device"] != "cuda" and "nccl" in theirs):
+        if LEASED in places:
             raise ConfigError(
-                f"PyTorch's {theirs[0]} does not reduce leased buffers, and nccl no arrays in host memory.",
-                "Leave out --buffers leased; for nccl set --device cuda.",
+                f"Leased buffers have our own all-reduce, but --algorithm has PyTorch's {theirs[0]}.",
+                "Leave out one of the two.",
+            )
+        if "nccl" in theirs and options["device"] != "cuda":
+            raise ConfigError(
+                f"nccl needs arrays on GPUs, but --device is {options['device']}.",
+                "Set --device cuda, or leave out nccl.",
             )
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
     if wires and LEASED in places:

@@ -133,9 +133,7 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
     "backends",
     type=click.Choice(["gloo", "mpitrain"]),
     multiple=True,
-    default=["gloo"],
-    show_default=True,
-    help="Backend of torch.distributed for each --peer (repeatable).",
+    help="Backend of torch.distributed for each --peer (repeatable).  [default: gloo]",
 )
 @click.option(
     "--floor",
@@ -195,7 +193,9 @@ def command(
     if has_shapes and (others or alone or csv_file or preset):
         raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
     job = TrainingJob(changes(settings, **options), blocks, steps, preset)
-    rivals = [*product(peers or (PEERS if has_shapes else ()), backends)]
+    if backends and not (peers or has_shapes):
+        raise click.UsageError("--peer-backend is the backend of a --peer. Add --peer torch.")
+    rivals = [*product(peers or (PEERS if has_shapes else ()), backends or ["gloo"])]
     level = "multiple" if rivals and "mpitrain" in backends else "serialized"
     with mpi_session(kind=lambda: job.configured(1).device.kind, thread_level=level) as transport:
         if shapes is not None:

@@ -182,6 +182,7 @@ class LaunchCommand(click.Command):
     help="Options for mpirun, mpiexec or srun, for example --with '--mca btl tcp,self' (repeatable).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the launcher's command line.")
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
 )
@@ -194,6 +195,7 @@ def command(
     by: str | None,
     extra: tuple[str, ...],
     dry_run: bool,
+    verbose: bool,
     arguments: tuple[str, ...],
 ) -> None:
     """Run an mpitrain COMMAND or a Python file on N ranks: mpitrain launch -n 4 -- train
@@ -232,7 +234,9 @@ def command(
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
-    print(dim(shlex.join(shown)) if not dry_run else shlex.join(shown), file=sys.stderr, flush=True)
+    if dry_run or verbose:
+        line_shown = shlex.join(shown)
+        print(line_shown if dry_run else dim(line_shown), file=sys.stderr, flush=True)
     if granted or placed != HERE:
         print(dim(description), file=sys.stderr, flush=True)
     requests.leave_if_asked()

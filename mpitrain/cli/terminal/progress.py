@@ -169,11 +169,13 @@ class Progress(Watcher):
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
         loss = record["val_loss"]
-        odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens else ""
+        bits = record.get("val_bits_per_byte")
+        # Bits per byte say the same, and the line fits 80 columns.
+        odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens and bits is None else ""
         best = record.get("best_step", record["step"])
         is_best = "" if best == record["step"] else f"; the best was after step {best}"
         self._line(
-            f"step {record['step']}: validation loss {nats(loss, record.get('val_bits_per_byte'))}{odds}, "
+            f"step {record['step']}: validation loss {nats(loss, bits)}{odds}, "
             f"accuracy {record['val_accuracy']:.1%}{is_best}"
         )
         for prompt, text in record.get("samples", ()):

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mpitrain.config import Config
+from mpitrain.models.table import adapted
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.memory import frozen_sizes, sizes
 from mpitrain.parallel.modes import mode_of, servers_of
-from mpitrain.run.build import alone
+from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.run.build import alone, model
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
 from mpitrain.run.resolve import slow_heads
+from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.text_table import TextColumn, TextTable
 
 
@@ -57,6 +60,8 @@ def count(unresolved: Config) -> Counted:
     state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
     if config.model.freeze or config.lora.rank:
         state_sizes = frozen_sizes(state_sizes, config, source, axes, len(plan.stage_of), device)
+        layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+        parameters = parameter_count(adapted(model(config, source, layers), config.lora, layers))
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]

@@ -16,6 +16,7 @@ from mpitrain.optim import checked
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import configuration
+from mpitrain.tools.plan.memory import count
 from mpitrain.transport.threads import run_ranks
 from tests.runs import records
 from tests.training import configured
@@ -171,6 +172,21 @@ def test_data_of_another_vocabulary_are_refused(tmp_path):
     many = configured(*TINY, f"run.init_from={folder}", f"data.source=tokens:{tmp_path}/many.bin")
     with pytest.raises(MpitrainError):
         run_ranks(1, begun, many)
+    with pytest.raises(MpitrainError):
+        count(many)
+
+
+def test_plan_memory_counts_the_model_of_a_folder_and_its_adapters(tmp_path):
+    own = [*TINY, f"run.init_from={written(tmp_path / 'gpt2')}"]
+    for settings in ([], ["lora.rank=2"]):
+        config = configured(*own, *settings)
+        (wanted,) = run_ranks(
+            1, lambda one, config=config: build(one, config).trainer.parameter_count
+        )
+        assert count(config).parameters == wanted
+    with pytest.raises(MpitrainError) as raised:
+        configured(*TINY, "run.init_from=openai-community/gpt2")
+    assert "hf download openai-community/gpt2 " in raised.value.way_out
 
 
 def test_tokens_without_tokenizer_get_that_of_the_folder(tmp_path):

@@ -34,6 +34,7 @@ SAID = [
     "step 12: validation loss ",
     "done: parameters bitwise equal on all ranks, ",
 ]
+NEXT = ["the run is in ", *(f"  mpitrain {word} " for word in ("eval", "generate", "runs", "runs"))]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_a_launcher_that_forwards_two_pipes_in_any_order_breaks_no_line(tmp_path
     )
     code, data = on_a_terminal([sys.executable, "-c", supervised], 200, cwd=tmp_path)
     shown = rendered(data, 200)
-    assert code == 0 and begins(shown, [*SAID[:-1], "100%|", SAID[-1], ""]), shown
+    assert code == 0 and begins(shown, [*SAID[:-1], "100%|", SAID[-1], *NEXT, ""]), shown
     assert len(shown[5]) == 199, "as wide as the window, but for the last column"
 
 
@@ -117,9 +118,9 @@ def test_one_rank_shows_each_line_whole_and_one_bar(columns, rows, tmp_path):
     assert code == 0, data
     drawn = data.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     whole = [text for text in drawn if text and not text.endswith("\x1b[K")]
-    assert begins(whole, SAID), data
+    assert begins(whole, [*SAID, *NEXT]), data
     last = [text.removesuffix("\x1b[K") for text in drawn if text.startswith("100%|")][-1]
-    wanted = "".join(f"{line}\r\n" for line in [*whole[:-1], last, whole[-1]])
+    wanted = "".join(f"{line}\r\n" for line in [*whole[:5], last, *whole[5:]])
     assert rendered(data, columns) == rendered(wanted.encode(), columns), data
 
 
@@ -131,7 +132,17 @@ def test_a_redirected_output_loses_no_line_to_the_bar(tmp_path):
     shown = rendered(bar, 80)
     assert code == 0 and len(shown) == 2 and shown[0].startswith("100%|"), shown
     steps = [f"step {step:>2}/12  loss " for step in range(1, 13)]
-    wanted = [*SAID[:2], *steps[:4], SAID[2], *steps[4:8], SAID[3], *steps[8:], *SAID[4:], ""]
+    wanted = [
+        *SAID[:2],
+        *steps[:4],
+        SAID[2],
+        *steps[4:8],
+        SAID[3],
+        *steps[8:],
+        *SAID[4:],
+        *NEXT,
+        "",
+    ]
     assert begins(kept, wanted), kept
     with open(os.devnull, "w") as nowhere:
         code, data = on_a_terminal([*TRAIN[:-1], "other"], 200, stderr=nowhere, cwd=tmp_path)

@@ -108,6 +108,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         )
     },
     ("flat.cuh", OVER_SHARES): EMPTY_RUN,
+    (
+        "gemm_tensor.cu",
+        "for (int step = first; step <= end; ++step) {",
+    ): "one more step, of zeros, adds 0",
     ("gemm.cu", "if (k_begin <= k_end) {"): "with nothing to sum over it loads zeros",
     (
         "gemm.cu",

@@ -123,6 +123,17 @@ def test_a_frame_has_these_contents(name, ranks, frame, cells):
         # A row-parallel layer adds the summands of its ranks.
         ("row", 1, slice(8, 9), {("x0+3x1",), ("2x2+x3",)}),
         ("row", 2, slice(8, 9), {("x0+3x1+2x2+x3",)}),
+        # Alone, columns are gathered: of y forward, of dx backward.
+        (
+            "column-alone",
+            1,
+            slice(8, 12),
+            {
+                ("x0+3x1+2x2+x3", "2x0+x1+3x2+2x3", "", ""),
+                ("", "", "3x0+2x1+x2+3x3", "x0+3x1+2x2+x3"),
+            },
+        ),
+        ("row-alone", -2, slice(16, 18), {("", ""), ("d0+2d1+3d2+d3", "3d0+d1+2d2+3d3")}),
         # The 1F1B of textbooks has whole backwards; train cuts them, but not on stage 0.
         ("1f1b", -1, slice(5), {("F0", "F1", ".", ".", "BW0"), (".", "F0", "BW0", "BW0", "F1")}),
         (
@@ -142,6 +153,8 @@ def test_columns_of_a_frame_have_these_contents_on_two_ranks(name, frame, column
     [
         ("1f1b", 3, "(p-1) / (m+p-1)", 2 / 6),
         ("1f1b-cut", 3, "2 (p-1) / (3m + 2 (p-1))", 4 / 16),
+        ("column-alone", 2, "3 (n-1)/n B T C", 3 / 2 * 8 * 16),
+        ("row-alone", 3, "4 (n-1)/n B T C", 4 * 2 / 3 * 8 * 9),
         ("ddp", 4, "2 (n-1)/n S", 2 * 3 / 4 * 3 * 1024),
         ("server", 3, "W times the part of S that a server holds, or S, a worker", 2 * 3 * 512),
     ],
@@ -276,6 +289,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
         ("ring", "--ranks", "99"),
         ("ring", "--link", "fast"),
         ("--ranks", "3"),
+        ("ring", "--alone"),
         ("1f1b", "--link", "1Gbit,1ms"),
         ("ring", "--png", "a.txt"),
         ("ring", "--html", "/nonexistent/a.html"),
@@ -292,6 +306,8 @@ def test_the_command_lists_topics_and_prints_one():
     assert len(listed.splitlines()) == len(TOPICS)
     printed = CliRunner().invoke(commands, ["explain", "star", "--ranks", "2", "--step"]).output
     assert "a0+a1*" in printed
+    alone = CliRunner().invoke(commands, ["explain", "row", "--alone"]).output
+    assert "backward: some columns of dx on each rank" in alone
 
 
 @pytest.mark.compile

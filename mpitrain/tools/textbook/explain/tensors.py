@@ -43,12 +43,14 @@ class ShownLayer(NamedTuple):
     source     its class, shown as source
     splits     which dim of the weight is divided: 0 outputs, 1 inputs
     sentences  the idea, a sentence each
+    is_alone   whether every rank has all of x and of y, as between layers that are not divided
     """
 
     make: Callable[[LayerFactory, int], Any]
     source: type
     splits: int
     sentences: Sequence[str]
+    is_alone: bool = False
 
 
 def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -57,9 +59,13 @@ def _drawn(generator: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class _RankCells(NamedTuple):
-    """The cells of a rank in each frame, and the bytes that it has sent by then."""
+    """The cells of a rank in each frame, and the bytes that it has sent by then.
+
+    pair  bytes that it sends for a column-parallel layer and a row-parallel one behind it
+    """
 
     frames: Sequence[tuple[str, dict[str, list[str]], int]]
+    pair: int
 
 
 def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
@@ -77,6 +83,7 @@ def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
         )
         for at in range(len(ranks[0].frames))
     ]
+    size, times = 8 * count * count, 3 if shown.is_alone else 2
     return Explanation(
         [Sentence(sentence, n=n) for sentence in shown.sentences],
         (
@@ -96,9 +103,15 @@ def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
             CountedFormula(
                 "bytes that a rank sends, forward and backward",
                 max(frames[-1].sent),
-                "2 (n-1)/n B T C",
-                2 * (n - 1) / n * 8 * count * count,
-            )
+                f"{times} (n-1)/n B T C",
+                times * (n - 1) / n * size,
+            ),
+            CountedFormula(
+                "bytes that a rank sends for a column-parallel layer and a row-parallel one behind it",
+                max(rank.pair for rank in ranks),
+                "4 (n-1)/n B T C",
+                4 * (n - 1) / n * size,
+            ),
         ],
         [SourceLines.of(shown.source)],
         f"mpitrain launch -n {n} -- train --tp {n}",
@@ -130,6 +143,8 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     own = range(transport.rank * per_rank, (transport.rank + 1) * per_rank)
     every = range(count)
     x_at, y_at = (every, own) if shown.splits == 0 else (own, every)
+    if shown.is_alone:
+        x_at = y_at = every
     x, dy = (np.ascontiguousarray(np.eye(count)[:, list(at)]) for at in (x_at, y_at))
     rows = w["weight"] if shown.splits == 0 else w["weight"].T
     empty = [""] * count
@@ -152,15 +167,39 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     y, saved = layer.forward(w, x, arena)
     if partial:
         note("forward: a summand of y on each rank", y=_cells(partial.pop(), y_at, "x"))
+    elif shown.is_alone:  # An all-gather changes no column that the rank has.
+        note("forward: some columns of y on each rank", y=_cells(y[:, own], own, "x"))
     sent = transport.traffic.nbytes - before
     note("forward: y", y=_cells(y, y_at, "x"))
     note("the gradient of y arrives", dy=_cells(dy, y_at, "d"))
     dx, _ = layer.backward_input(w, dy, saved, arena)
     if partial:
         note("backward: a summand of dx on each rank", dx=_cells(partial.pop(), x_at, "d"))
-        sent = transport.traffic.nbytes - before
+    elif shown.is_alone:
+        note("backward: some columns of dx on each rank", dx=_cells(dx[:, own], own, "d"))
+    sent = transport.traffic.nbytes - before
     note("backward: dx", dx=_cells(dx, x_at, "d"))
-    return _RankCells(frames)
+    return _RankCells(frames, _bytes_of_the_pair(layers, count, arena))
+
+
+def _bytes_of_the_pair(layers: LayerFactory, count: int, arena: Arena) -> int:
+    traffic = layers.rows.group.transport.traffic
+    pair = [
+        make(layers, count, count, _drawn, bias=False)
+        for make in (ColumnParallelLinear, RowParallelLinear)
+    ]
+    weights = [
+        {"weight": weight.part_of(_drawn(None, weight.shape))}
+        for layer in pair
+        for weight in layer.parameters()
+    ]
+    before, rows, states = traffic.nbytes, np.eye(count), []
+    for layer, w in zip(pair, weights, strict=True):
+        rows, saved = layer.forward(w, rows, arena)
+        states.append(saved)
+    for layer, w, saved in reversed([*zip(pair, weights, states, strict=True)]):
+        rows, _ = layer.backward_input(w, rows, saved, arena)
+    return traffic.nbytes - before
 
 
 def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]:
@@ -169,6 +208,11 @@ def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]
     for feature, column in zip(features, array.T, strict=True):
         cells[feature] = written({f"{letter}{i}": float(c) for i, c in enumerate(column) if c})
     return cells
+
+
+NO_GATHER = (
+    "A column-parallel layer and a row-parallel one behind it need no all-gather: see their bytes."
+)
 
 
 def _topic(title: str, shown: ShownLayer) -> Topic:
@@ -203,6 +247,40 @@ TOPICS = {
                 "The backward needs no message: dy is on every rank, dx_r = dy W_r.",
                 "After a column-parallel layer, x is divided in this way: one all-reduce for both.",
             ),
+        ),
+    ),
+    "column-alone": _topic(
+        "Column-parallel layer alone: outputs are gathered",
+        ShownLayer(
+            lambda layers, count: ColumnParallelLinear(
+                layers, count, count, _drawn, bias=False, gather_output=True
+            ),
+            ColumnParallelLinear,
+            0,
+            (
+                "Outputs are divided among {n} ranks, but the next layer needs all of y.",
+                "An all-gather puts the columns of y of all ranks side by side.",
+                "In the backward an all-reduce adds the summands of dx, as with column.",
+                NO_GATHER,
+            ),
+            is_alone=True,
+        ),
+    ),
+    "row-alone": _topic(
+        "Row-parallel layer alone: gradients of inputs are gathered",
+        ShownLayer(
+            lambda layers, count: RowParallelLinear(
+                layers, count, count, _drawn, bias=False, input_is_parallel=False
+            ),
+            RowParallelLinear,
+            1,
+            (
+                "Inputs are divided among {n} ranks. Every rank has all of x, and takes its columns.",
+                "An all-reduce adds the summands of y, as with row.",
+                "In the backward an all-gather puts the columns of dx of all ranks side by side.",
+                NO_GATHER,
+            ),
+            is_alone=True,
         ),
     ),
 }
