@@ -84,36 +84,39 @@ ONLY: dict[str, Any] = {
 """Keys of config.json, and the only value of each that mpitrain's model supports."""
 
 
-class Part(NamedTuple):
+class FolderPart(NamedTuple):
     """A tensor of a folder: the rows of one of ours that it has."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def counterparts(keys: Model, vocabulary: int) -> Iterator[tuple[str, list[Part]]]:
+def counterparts(keys: Model, vocabulary: int) -> Iterator[tuple[str, list[FolderPart]]]:
     """Yield each tensor of a Llama, in the order of the model: (our name, its parts)."""
     width, hidden = keys.width, keys.hidden_units
     shared = width // keys.heads * (keys.kv_heads or keys.heads)
-    yield "embedding.tokens", [Part("model.embed_tokens.weight", (vocabulary, width))]
+    yield "embedding.tokens", [FolderPart("model.embed_tokens.weight", (vocabulary, width))]
     for block in range(keys.layers):
         at, own = f"model.layers.{block}.", f"blocks.{block}."
         rows = {"q": width, "k": shared, "v": shared}
-        yield f"{own}attention.norm.gain", [Part(f"{at}input_layernorm.weight", (width,))]
+        yield f"{own}attention.norm.gain", [FolderPart(f"{at}input_layernorm.weight", (width,))]
         yield (
             f"{own}attention.qkv.weight",
-            [Part(f"{at}self_attn.{n}_proj.weight", (rows[n], width)) for n in rows],
+            [FolderPart(f"{at}self_attn.{n}_proj.weight", (rows[n], width)) for n in rows],
         )
-        yield (f"{own}attention.out.weight", [Part(f"{at}self_attn.o_proj.weight", (width, width))])
-        yield f"{own}mlp.norm.gain", [Part(f"{at}post_attention_layernorm.weight", (width,))]
+        yield (
+            f"{own}attention.out.weight",
+            [FolderPart(f"{at}self_attn.o_proj.weight", (width, width))],
+        )
+        yield f"{own}mlp.norm.gain", [FolderPart(f"{at}post_attention_layernorm.weight", (width,))]
         yield (
             f"{own}mlp.up.weight",
-            [Part(f"{at}mlp.{n}_proj.weight", (hidden, width)) for n in ("gate", "up")],
+            [FolderPart(f"{at}mlp.{n}_proj.weight", (hidden, width)) for n in ("gate", "up")],
         )
-        yield f"{own}mlp.down.weight", [Part(f"{at}mlp.down_proj.weight", (width, hidden))]
-    yield "head.norm.gain", [Part("model.norm.weight", (width,))]
+        yield f"{own}mlp.down.weight", [FolderPart(f"{at}mlp.down_proj.weight", (width, hidden))]
+    yield "head.norm.gain", [FolderPart("model.norm.weight", (width,))]
     if not keys.tied:
-        yield HEAD, [Part(THEIR_HEAD, (vocabulary, width))]
+        yield HEAD, [FolderPart(THEIR_HEAD, (vocabulary, width))]
 
 
 def keys(folder: Path) -> dict[str, Any]:
