@@ -4,8 +4,7 @@
 
 struct Tile { int m, n; };    // counted in tiles
 
-// Blocks with neighbouring numbers take tiles from `rows` rows of tiles, column by column: what they read stays in L2. The blocks
-// that a large GPU runs at once cover a square of C if these are 2048 rows of it.
+// Blocks with neighbouring numbers take tiles from `rows` rows of tiles, column by column: what they read stays in L2.
 __device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n, int rows) {
     const int group = rows * tiles_n, first = block / group * rows, height = min(tiles_m - first, rows);
     return {first + block % group % height, block % group / height};

@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     Element* stages = reinterpret_cast<Element*>(dynamic_shared);
 
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
+    // The blocks that a large GPU runs at once cover a square of C if these are 2048 rows of it.
     const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n, 2048 / TILE_M);
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
