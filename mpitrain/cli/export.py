@@ -25,7 +25,11 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
 @click.command()
 @click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--to", "kind", metavar="FORMAT", required=True, help="Format of the folder: gpt2 or peft."
+    "--to",
+    "kind",
+    metavar="FORMAT",
+    required=True,
+    help="Format of the folder: gpt2, llama or peft.",
 )
 @click.option(
     "--out",

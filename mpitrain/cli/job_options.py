@@ -47,7 +47,7 @@ SET = click.option(
 PRESET = click.option(
     "--preset",
     metavar="NAME",
-    help="Start from the keys of tiny, gpt2-124m or gpt2-350m; files and settings override them.",
+    help="Start from the keys of tiny, gpt2-124m, gpt2-350m, llama-160m or llama-1b; files and settings override them.",
 )
 DATA = click.option("--data", metavar="SOURCE", help="Data to train on (default: pydocs).")
 STEPS = click.option("--steps", type=int, metavar="N", help="Steps in all (default: 400).")

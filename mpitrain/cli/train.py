@@ -229,7 +229,8 @@ def _configured(
         # A resumed run may have another number of ranks, so the layout is not taken over.
         own = {**then.model_dump(), "layout": {}, "pipeline": {}}
         own["data"] = held_out_as_before(then.data, settings)
-        own["run"] = {**own["run"], "inject": ""}  # Else each resume would fail again.
+        # Else each resume would fail again, and a run directory could name code to run.
+        own["run"] = {**own["run"], "inject": "", "watchers": []}
         tables = merged(own, tables)
         stages = with_settings(tables, settings)["layout"].get("pp", 1)
         if isinstance(stages, int) and stages > then.batch.micro_batches:

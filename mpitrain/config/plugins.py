@@ -95,9 +95,19 @@ def _pinned(entry: str) -> str:
     return f"{name}{MARK}{digest}"
 
 
+def module_of(name: str) -> ModuleType:
+    """Import a Python file of the user, once in a process; ConfigError if that fails."""
+    digest = _pinned(name).partition(MARK)[2]
+    return sys.modules[_module_name(digest)]
+
+
+def _module_name(digest: str) -> str:
+    return f"mpitrain_plugin_{digest[:16]}"
+
+
 def _import(code: bytes, name: str, digest: str) -> ConfigError | None:
     """Run the code as a module of its own in sys.modules; return the error, or None."""
-    module = ModuleType(f"mpitrain_plugin_{digest[:16]}")
+    module = ModuleType(_module_name(digest))
     module.__file__ = name
     sys.modules[module.__name__] = module  # Dataclasses look their module up there.
     try:

@@ -25,17 +25,35 @@ def _gpt2(layers: int, width: int, heads: int, lr: float) -> Tables:
 
     A step has 480 x 1,024 = 491,520 tokens. One rank computes 40 micro-batches of 12 sequences.
     """
+    own = {"kind": "gpt", "layers": layers, "width": width, "heads": heads, "context": 1024}
+    model = {**own, "tied": True, "hidden": 0, "kv_heads": 0, "theta": 10_000.0}
+    return _large(model, 50_257, (480, 40), lr)
+
+
+def _llama(
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    batch: tuple[int, int],
+    lr: float,
+) -> Tables:
+    """Return a Llama with the rates of TinyLlama (Zhang et al. 2024).
+
+    batch  sequences of 2,048 tokens, and micro-batches of one rank
+    """
+    own = {"kind": "llama", "layers": layers, "width": width, "heads": heads, "context": 2048}
+    model = {**own, "tied": False, "hidden": hidden, "kv_heads": kv_heads, "theta": 10_000.0}
+    return _large(model, 32_000, batch, lr)
+
+
+def _large(model: dict[str, Any], vocabulary: int, batch: tuple[int, int], lr: float) -> Tables:
+    """Return a job that trains a large model from text.    batch: size and micro-batches"""
     return {
-        "model": {
-            "kind": "gpt",
-            "layers": layers,
-            "width": width,
-            "heads": heads,
-            "context": 1024,
-            "tied": True,
-        },
-        "data": {"vocabulary": 50_257},
-        "batch": {"size": 480, "micro_batches": 40},
+        "model": model,
+        "data": {"vocabulary": vocabulary},
+        "batch": {"size": batch[0], "micro_batches": batch[1]},
         "optimizer": {
             "name": "adamw",
             "lr": lr,
@@ -65,6 +83,9 @@ PRESETS: Mapping[str, Preset] = {
                 "heads": 4,
                 "context": 128,
                 "tied": False,
+                "hidden": 0,
+                "kv_heads": 0,
+                "theta": 10_000.0,
             },
             "data": {"vocabulary": 0},
             "batch": {"size": 32, "micro_batches": 0},
@@ -88,6 +109,10 @@ PRESETS: Mapping[str, Preset] = {
     "gpt2-124m": Preset("GPT-2 small", _gpt2(12, 768, 12, 6e-4)),
     # Brown et al. 2020 give this learning rate for GPT-3 medium, in table 2.1.
     "gpt2-350m": Preset("GPT-2 medium", _gpt2(24, 1024, 16, 3e-4)),
+    "llama-160m": Preset(
+        "a Llama as small as GPT-2", _llama(12, 768, 12, 0, 3072, (256, 64), 6e-4)
+    ),
+    "llama-1b": Preset("TinyLlama", _llama(22, 2048, 32, 4, 5632, (1024, 512), 4e-4)),
 }
 """{name: preset}; a new preset needs only a row."""
 

@@ -107,6 +107,11 @@ class Run(Section):
         description="Python files that add rows to the tables of modes, schedules and the like; every rank imports them "
         "before it checks the configuration. FILE, or FILE sha256:DIGEST",
     )
+    watchers: list[str] = Field(
+        [],
+        description="watchers that rank 0 makes: FILE.py:CLASS, a class derived from mpitrain.Watcher, or the name of a row that "
+        "a plugin has added to WATCHERS. A resumed run does not take them over",
+    )
     log_every: int = Field(
         10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
     )
@@ -308,6 +313,13 @@ class Model(Section):
         "blocks.0.*; a star matches any text, also dots. A frozen parameter has no gradient and "
         "no optimizer state, and no rank sends it but with replication.zero 3",
     )
+
+    @property
+    def hidden_units(self) -> int:
+        """Hidden units of each MLP of a gpt or llama."""
+        if self.hidden or self.kind != "llama":
+            return self.hidden or 4 * self.width
+        return -(-8 * self.width // 192) * 64
 
 
 class Lora(Section):

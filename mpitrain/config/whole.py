@@ -213,6 +213,7 @@ PATHS = (
     ("run", "init_from"),
     ("lora", "init_from"),
     ("run", "plugins"),
+    ("run", "watchers"),
 )
 CONFIG = "config.toml"
 """The name of the file in a run directory with all keys of the run."""
@@ -267,7 +268,8 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             continue
         if isinstance(name := table.get(key), list):
             table[key] = [
-                str(path.parent / file) if isinstance(file, str) else file for file in name
+                str(path.parent / file) if isinstance(file, str) and ".py" in file else file
+                for file in name
             ]
         elif isinstance(name, dict):
             table[key] = {_beside(path, source): weight for source, weight in name.items()}

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
 from mpitrain.files import contents, opened, reading
 from mpitrain.formats.safetensors_files import FLOATS, Located, located
-from mpitrain.formats.tensors import AnyTensor, StoredTensor
+from mpitrain.formats.tensors import AnyTensor, parts_of
 from mpitrain.strict_json import parsed, validated
 
 CONFIGURATION = "config.json"
@@ -37,11 +37,19 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class ModelType(BaseModel):
+    """The key of config.json that every architecture has."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    model_type: str
+
+
 class Initial(NamedTuple):
     """A model in a folder, from which a run can start.
 
     keys     {section.key: value}, as the folder determines them
-    tensors  {full name: tensor in a file}
+    tensors  {full name: tensor in a file, or several that are joined}
     files    names of the files that determine the model
     notes    one sentence for each property of the folder that the run does not have
     """
@@ -56,7 +64,7 @@ class Initial(NamedTuple):
     def fingerprint(self) -> int:
         """A number that differs between ranks if they see different files."""
         seen = [
-            (name, tensor.shape, *(tensor.located[1:] if isinstance(tensor, StoredTensor) else ()))
+            (name, tensor.shape, *(part.located[1:] for part in parts_of(tensor)))
             for name, tensor in sorted(self.tensors.items())
         ]
         return crc32(repr(seen).encode())
@@ -104,6 +112,8 @@ class Format(NamedTuple):
              that mpitrain does not have
     write    (model) -> the contents of a new folder; raises ConfigError for a model that this
              format cannot express
+    models   values of model_type in config.json: a folder with such a value is of this kind, if
+             `is_own` says so; empty: with any value that no other row names
     """
 
     help: str
@@ -112,6 +122,7 @@ class Format(NamedTuple):
     keys: Callable[[Path], Mapping[str, Any]]
     read: Callable[[Path], Initial]
     write: Callable[[Trained], FolderContents]
+    models: tuple[str, ...] = ()
 
 
 class _Index(BaseModel):

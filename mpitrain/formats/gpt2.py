@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mpitrain.config import Model
 from mpitrain.errors import ConfigError
@@ -31,6 +31,7 @@ from mpitrain.formats.folder import (
     FolderContents,
     Format,
     Initial,
+    ModelType,
     Trained,
     check_float,
     configuration,
@@ -38,7 +39,7 @@ from mpitrain.formats.folder import (
     refusing,
 )
 from mpitrain.formats.safetensors_files import Located
-from mpitrain.formats.tensors import StoredTensor
+from mpitrain.formats.tensors import StoredTensor, reversed_dims
 
 WEIGHTS, PREFIX = "model", "transformer."
 BUFFERS = re.compile(r"h\.[0-9]+\.attn\.(bias|masked_bias)", re.ASCII)
@@ -75,14 +76,6 @@ class Counterpart(NamedTuple):
     def full_name(self) -> str:
         """The name in GPT2LMHeadModel, which has the prefix."""
         return self.name if self.name == THEIR_HEAD else PREFIX + self.name
-
-
-class ModelType(BaseModel):
-    """The key of config.json that every architecture has."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-    model_type: str
 
 
 class Gpt2Configuration(ModelType):
@@ -192,7 +185,7 @@ def write(model: Trained) -> FolderContents:
         )
     pairs = dict(counterparts(keys.layers, keys.tied))
     renamed = {
-        theirs.full_name: tensors[ours]._replace(is_transposed=theirs.is_transposed)
+        theirs.full_name: reversed_dims(tensors[ours]) if theirs.is_transposed else tensors[ours]
         for ours, theirs in pairs.items()
     }
     if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):

@@ -16,11 +16,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mpitrain.config import Model
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
 from mpitrain.formats.folder import (
@@ -211,9 +213,9 @@ def write(model: Trained) -> FolderContents:
         raise ConfigError(
             "A folder of kind peft has the adapters of a gpt, but this run has "
             f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
-            "Export it with --to gpt2.",
+            "Export it with --to gpt2, or a llama with --to llama --merge.",
         )
-    pairs = by_layer(model.tensors, config.model.width)
+    pairs = by_layer(model.tensors, config.model)
     tensors: dict[str, AnyTensor] = {}
     ranks = {}
     for layer, own in pairs.items():
@@ -233,24 +235,29 @@ def write(model: Trained) -> FolderContents:
 
 
 def by_layer(
-    tensors: Mapping[str, AnyTensor], width: int
+    tensors: Mapping[str, AnyTensor], model: Model
 ) -> dict[str, list[tuple[slice, AnyTensor, AnyTensor]]]:
-    """Return {layer: its adapters}, each as (rows of the weight, A, B).
-
-    width  number of rows of qkv that queries, keys and values have each
-    """
-    pairs = defaultdict(list)
+    """Return {layer: its adapters}, each as (rows of the weight, A, B)."""
+    pairs, regions = defaultdict(list), _regions(model)
     for name, a in tensors.items():
         adapter, _, last = name.rpartition(".")
         if last != "lora_A":
             continue
         layer, rows = adapter, slice(None)
         above, _, region = adapter.rpartition(".")
-        if region in ("q", "k", "v"):
-            first = "qkv".index(region) * width
-            layer, rows = above, slice(first, first + width)
+        if region in regions and above.rpartition(".")[2] in ("qkv", "up"):
+            layer, rows = above, regions[region]
         pairs[layer].append((rows, a, tensors[f"{adapter}.lora_B"]))
     return pairs
+
+
+def _regions(model: Model) -> dict[str, slice]:
+    """Return the rows of each output that is joined with others in one weight."""
+    shared = model.width // model.heads * (model.kv_heads or model.heads)
+    ends = [0, *accumulate((model.width, shared, shared))]
+    slices = {name: slice(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
+    hidden = model.hidden_units
+    return slices | {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}
 
 
 def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:

@@ -81,7 +81,65 @@ class ComputedTensor(NamedTuple):
         return (made.T if self.is_transposed else made)[rectangle]
 
 
-AnyTensor = StoredTensor | ComputedTensor
+class JoinedTensor(NamedTuple):
+    """Tensors of several files, one after another along their rows."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
+
+    @property
+    def whole(self) -> Rectangle:
+        return tuple(slice(0, length) for length in self.shape)
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        """Read a rectangle, as `StoredTensor.read`, from the parts that have rows of it."""
+        (rows, *rest), before, read = rectangle, 0, []
+        for part in self.parts:
+            low, high = max(rows.start - before, 0), min(rows.stop - before, part.shape[0])
+            if low < high:
+                read.append(part.read((slice(low, high), *rest)))
+            before += part.shape[0]
+        return np.concatenate(read)
+
+
+class RowsOfTensor(NamedTuple):
+    """Some rows of another tensor."""
+
+    of: "AnyTensor"
+    rows: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), *self.of.shape[1:]
+
+    @property
+    def whole(self) -> Rectangle:
+        return tuple(slice(0, length) for length in self.shape)
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        rows, *rest = rectangle
+        return self.of.read(
+            (slice(rows.start + self.rows.start, rows.stop + self.rows.start), *rest)
+        )
+
+
+AnyTensor = StoredTensor | ComputedTensor | JoinedTensor | RowsOfTensor
+
+
+def parts_of(tensor: AnyTensor) -> tuple[StoredTensor, ...]:
+    """Return the tensors in files that make up a tensor; none if it is computed."""
+    if isinstance(tensor, StoredTensor):
+        return (tensor,)
+    return tensor.parts if isinstance(tensor, JoinedTensor) else ()
+
+
+def reversed_dims(tensor: AnyTensor) -> ComputedTensor | StoredTensor:
+    """Return a matrix with its dims in reverse order."""
+    known = tensor if isinstance(tensor, StoredTensor | ComputedTensor) else as_ours(tensor)
+    return known._replace(is_transposed=not known.is_transposed)
 
 
 def as_ours(stored: AnyTensor) -> ComputedTensor:

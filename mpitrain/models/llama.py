@@ -19,10 +19,10 @@ def llama(
     width: int,
     heads: int,
     depth: int,
+    hidden: int,
     kv_heads: int = 0,
     theta: float = 10_000.0,
     tied: bool = False,
-    hidden: int = 0,
     epsilon: float = 1e-5,
 ) -> list[Unit]:
     """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
@@ -37,21 +37,20 @@ def llama(
         Channels, and attention heads; heads divide width, into heads of an even width.
     depth : int
         Transformer blocks; each is two units.
+    hidden : int
+        Hidden units of each MLP.
     kv_heads : int
         Heads of keys and values, which divide heads; 0: as many as heads.
     theta : float
         Base of the angles of rotary positions.
     tied : bool
         Whether the head uses the token embedding as its weight.
-    hidden : int
-        Hidden units of each MLP; 0: 8 / 3 width, rounded up to a multiple of 64.
     epsilon : float
         Term of the norms, added to the mean square.
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
-    shared, hidden = kv_heads or heads, hidden or -(-8 * width // (3 * 64)) * 64
-    rotary = Rotary(theta, context)
+    shared, rotary = kv_heads or heads, Rotary(theta, context)
     units = [Unit("embedding", layers.embedding(vocab, context, width, positions=False))]
     for block in range(depth):
         attention = Sequential(

@@ -70,7 +70,7 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         kv_heads=keys.kv_heads,
         theta=keys.theta,
         tied=keys.tied,
-        hidden=keys.hidden,
+        hidden=keys.hidden_units,
         epsilon=keys.epsilon,
     )
 

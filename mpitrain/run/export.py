@@ -96,7 +96,9 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
     if merge and (not rank or name == "peft"):
         raise ConfigError(
             f"A merge adds adapters to the model under them, but lora.rank is {rank} and the format is {name}.",
-            "Leave out --merge." if not rank else "Leave out --merge, or export --to gpt2.",
+            "Leave out --merge."
+            if not rank
+            else "Leave out --merge, or export --to gpt2 or llama.",
         )
     if rank and not merge and name != "peft":
         raise ConfigError(
@@ -130,7 +132,7 @@ def with_adapters(
         keys = {key.partition(".")[2]: value for key, value in base.keys.items() if "model." in key}
         config = config.model_copy(update={"model": config.model.model_copy(update=keys)})
     scale = config.lora.alpha / config.lora.rank
-    for layer, pairs in by_layer(tensors, config.model.width).items():
+    for layer, pairs in by_layer(tensors, config.model).items():
         name = f"{layer}.weight"
         if name not in weights:  # The adapters of a tied head are not those of the embedding.
             weights[name] = weights["embedding.tokens"]

@@ -33,9 +33,9 @@ from mpitrain.run.resolve import Given, agree_on
 from mpitrain.run.run_dir import claim, look
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
-from mpitrain.run.watcher import Watcher
+from mpitrain.run.watcher import Watcher, watchers_of
 from mpitrain.trace.recorder import Recorder
-from mpitrain.transport.agreement import from_all_ranks
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
 from mpitrain.transport.device import DeviceTransport
@@ -114,6 +114,13 @@ def train(
             transport = Recorded(transport, Recorder())
         if injector:
             transport = injector[0].over(transport)
+        if agreed.config.run.watchers:
+            own = on_all_ranks(
+                transport, lambda: [] if transport.rank else watchers_of(agreed.config.run.watchers)
+            )
+            watchers = [*watchers, *own]
+            for watcher in own:
+                closed.callback(watcher.close)
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, agreed)

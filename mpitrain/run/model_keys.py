@@ -18,7 +18,7 @@ from mpitrain.formats.folder import names, refusing
 from mpitrain.formats.table import format_of
 from mpitrain.formats.writing import byte_level
 
-OF_RUN = [
+OF_EVERY_RUN = [
     "kind",
     "layers",
     "width",
@@ -31,7 +31,8 @@ OF_RUN = [
     "kernel",
     "pool",
 ]
-"""The keys of [model] that the parameters of a run determine."""
+OF_RUN = [*OF_EVERY_RUN, "kv_heads", "theta"]
+"""The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 
 def determined(folder: Path) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     raises  ConfigError for a key with another value than in the folder
     """
     model = tables.get("model", {})
-    if not isinstance(model, Mapping) or set(OF_RUN) <= set(model):
+    if not isinstance(model, Mapping) or set(OF_EVERY_RUN) <= set(model):
         return tables
     tables = with_adapter(tables)
     run = tables.get("run")
@@ -127,8 +128,9 @@ def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, An
         if key == "model.context" and isinstance(now, int) and 0 < now < stored[key]:
             continue
         if key == "model.hidden":
-            whole = 4 * stored["model.width"]
-            if (then or whole) == (now or whole):
+            model = {own.removeprefix("model."): stored[own] for own in _SIZES}
+            units = {Model(**model, hidden=hidden or 0).hidden_units for hidden in (then, now)}
+            if len(units) == 1:
                 continue
         raise ConfigError(
             f"The model of run.init_from {name} has {key} {then!r}, but the configuration says {now!r}.",
@@ -136,9 +138,13 @@ def check_keys(name: str, stored: Mapping[str, Any], configured: Mapping[str, An
         )
 
 
+_SIZES = ("model.kind", "model.width")
+"""Keys that the number of hidden units follows from."""
+
+
 def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
     wanted = stored.get("data.vocabulary", 0)
-    if not wanted or stored["model.kind"] != "gpt" or wanted == entries:
+    if not wanted or stored["model.kind"] not in ("gpt", "llama") or wanted == entries:
         return
     raise ConfigError(
         f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",

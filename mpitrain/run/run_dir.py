@@ -218,7 +218,13 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     old, new = then.flat(), now.flat()
     # These keys are resolved anew at every start.
     # `_note_tokenizer` refuses another tokenizer.
-    ignored: tuple[str, ...] = ("run.out", "layout.", "replication.tuning", "device.tiles")
+    ignored: tuple[str, ...] = (
+        "run.out",
+        "run.watchers",
+        "layout.",
+        "replication.tuning",
+        "device.tiles",
+    )
     ignored += ("data.tokenizer", *(["run.steps"] if new["run.epochs"] else []))
     ignored += tuple(
         key

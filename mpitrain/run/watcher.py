@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
+from mpitrain.config.plugins import module_of
+from mpitrain.errors import ConfigError
 from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.tables import Table
 
 
 class Watcher:
@@ -41,3 +44,24 @@ class Watcher:
 
     def close(self) -> None:
         """Release files; called once, after an error too."""
+
+
+WATCHERS: Table[str, type[Watcher]] = Table()
+"""Classes of watchers by name: a plugin adds rows, and run.watchers names them."""
+
+
+def watchers_of(entries: Sequence[str]) -> list[Watcher]:
+    """Make the watchers of run.watchers; ConfigError if an entry is none."""
+    return [_made(entry) for entry in entries]
+
+
+def _made(entry: str) -> Watcher:
+    file, _, name = entry.rpartition(":")
+    kind = getattr(module_of(file), name, None) if file else WATCHERS.get(entry)
+    if isinstance(kind, type) and issubclass(kind, Watcher):
+        return kind()
+    rows = f", or {' or '.join(WATCHERS)}" if WATCHERS else ""
+    raise ConfigError(
+        f"run.watchers must name a class that is derived from mpitrain.Watcher, but {entry} is none.",
+        f"Name FILE.py:CLASS{rows}.",
+    )

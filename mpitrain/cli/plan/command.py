@@ -61,6 +61,29 @@ def amount(name: str, default: float, text: str) -> Callable:
     )
 
 
+class Times(click.ParamType):
+    """Milliseconds of all stages, or of each, in order: 1 or 1,1,2,1."""
+
+    name = "times"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        try:
+            times = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            self.fail(f"{value!r} is no number of at least 0, nor a list as 1,1,2,1.", param, ctx)
+        if min(times) < 0:
+            self.fail(f"{value!r} has a number below 0.", param, ctx)
+        return times
+
+
+def time_option(name: str, text: str) -> Callable:
+    return click.option(
+        name, type=Times(), default="1", show_default=True, metavar="NUMBER[,...]", help=text
+    )
+
+
 @command.command("schedule")
 @click.option(
     "--schedule",
@@ -83,9 +106,12 @@ def amount(name: str, default: float, text: str) -> Callable:
     show_default="2",
     help="Model chunks per stage, for interleaved and breadth-first.",
 )
-@amount("--forward-ms", 1, "Forward of a micro-batch on a stage, over all its chunks.")
-@amount("--backward-ms", 1, "The same for the half of backward that computes input gradients.")
-@amount("--weight-ms", 1, "The same for the half that computes weight gradients.")
+@time_option(
+    "--forward-ms",
+    "Forward of a micro-batch on a stage, over all its chunks; or a number for each stage.",
+)
+@time_option("--backward-ms", "The same for the half of backward that computes input gradients.")
+@time_option("--weight-ms", "The same for the half that computes weight gradients.")
 @amount("--transfer-ms", 0, "Transfer of a message, while the stages compute.")
 @amount("--receive-ms", 0, "Time of the receiving stage for a message, without overlap.")
 @click.option(
@@ -114,6 +140,9 @@ def schedule(
     plot_file: Path | None,
     is_eager: bool,
     is_whole: bool,
+    forward_ms: tuple[float, ...],
+    backward_ms: tuple[float, ...],
+    weight_ms: tuple[float, ...],
     **amounts: float,
 ) -> None:
     """Simulate a pipeline, and print its chart, its bubble and the memory of each stage.
@@ -138,11 +167,22 @@ def schedule(
     from mpitrain.tools.plan import several
     from mpitrain.tools.plan.schedule import chart, draw, halves_of, stream, summary
 
-    takes_time = any(amounts[f"{half}_ms"] for half in HALVES)
-    if not (takes_time and all(value == 0 or LEAST <= value <= MOST for value in amounts.values())):
+    times = dict(zip(HALVES, (forward_ms, backward_ms, weight_ms), strict=True))
+    by_option = {f"{half}_ms": times[half] for half in HALVES}
+    by_option |= {option: (value,) for option, value in amounts.items()}
+    takes_time = any(map(any, times.values()))
+    if not (
+        takes_time
+        and all(
+            value == 0 or LEAST <= value <= MOST for each in by_option.values() for value in each
+        )
+    ):
         raise ConfigError(
             f"Times and sizes are 0 or from {LEAST:g} to {MOST:g}, and a stage takes time, but these are "
-            + ", ".join(f"{option} {value:g}" for option, value in amounts.items())
+            + ", ".join(
+                f"{option} {','.join(f'{value:g}' for value in each)}"
+                for option, each in by_option.items()
+            )
             + ".",
             f"Give one of {', '.join(f'--{half}-ms' for half in HALVES)} more than 0.",
         )
@@ -158,22 +198,30 @@ def schedule(
         )
     messages = amounts["transfer_ms"], amounts["receive_ms"], is_eager, amounts["overhead_ms"]
 
-    def cost(share: float) -> Cost:
-        """Return the cost of a chunk that computes this share of its stage."""
-        return Cost(
-            *(share * amounts[f"{half}_ms"] for half in HALVES),
+    plan = find_plan(name, stages, micro_batches, chunks)
+    count = len(plan.by_stage)
+    for half in HALVES:
+        if len(times[half]) not in (1, count):
+            raise ConfigError(
+                f"--{half}-ms has one number, or one for each stage, but has {len(times[half])} for {count} stages.",
+                f"Give 1 or {count} numbers.",
+            )
+    share = count / len(plan.stage_of)
+    costs = [
+        Cost(
+            *(share * times[half][stage % len(times[half])] for half in HALVES),
             *(share * 1e6 * amounts[f"{kept}_mb"] for kept in KEPT),
         )
-
+        for stage in plan.stage_of
+    ]
     if name in STREAMS:
-        preview = stream(name, stages, micro_batches, chunks, cost(1), *messages)
+        preview = stream(name, stages, micro_batches, chunks, costs, *messages)
         plan, simulation, notes = preview.plan, preview.drawn, preview.notes()
-        title, facts = filled([preview.title]), preview.summary(cost(1))
-        caption = f"{preview.title}; idle in the steady state {100 * preview.idle(cost(1)):.1f}%"
+        title, facts = filled([preview.title]), preview.summary()
+        caption = f"{preview.title}; idle in the steady state {100 * preview.idle:.1f}%"
     else:
-        plan, notes = find_plan(name, stages, micro_batches, chunks), []
-        order, plan = plan, with_whole_backwards(plan) if is_whole else plan
-        costs = [cost(len(plan.by_stage) / len(plan.stage_of))] * len(plan.stage_of)
+        order, notes = plan, []
+        plan = with_whole_backwards(plan) if is_whole else plan
         simulation = simulate(with_messages(plan), costs, *messages)
         title = [f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"]
         facts = [*summary(plan, simulation, costs), *halves_of(order, is_whole)]

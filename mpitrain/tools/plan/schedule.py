@@ -218,6 +218,7 @@ class Stream(NamedTuple):
     plan           instructions of all simulated steps
     micro_batches  number in a step
     every          number of micro-batches between two updates, as in `memory.weights`
+    costs          of each stage
     drawn          simulation of the first steps, which later ones follow without a gap
     step_ms        milliseconds of a step in the steady state
     fill_ms        milliseconds from the first forward of the first stage to that of the last stage
@@ -227,6 +228,7 @@ class Stream(NamedTuple):
     plan: Plan
     micro_batches: int
     every: int
+    costs: Sequence[Cost]
     drawn: Simulation
     step_ms: float
     fill_ms: float
@@ -247,8 +249,14 @@ class Stream(NamedTuple):
             for instructions, events in zip(self.plan.by_stage, self.drawn.timeline, strict=True)
         ]
 
-    def idle(self, cost: Cost) -> float:
-        return max(0.0, 1 - self.micro_batches * sum(cost[:3]) / self.step_ms)
+    @property
+    def busy_ms(self) -> float:
+        """Milliseconds of a step in which a stage computes, as the mean over the stages."""
+        return self.micro_batches * sum(sum(cost[:3]) for cost in self.costs) / self.stages
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, 1 - self.busy_ms / self.step_ms)
 
     @property
     def title(self) -> str:
@@ -258,14 +266,14 @@ class Stream(NamedTuple):
             f"a step; the first {DRAWN} steps of a stream that goes on"
         )
 
-    def summary(self, cost: Cost) -> list[str]:
+    def summary(self) -> list[str]:
         lists, every = self.plan.by_stage, self.every
         updates = self.micro_batches // (every or 1)
         return [
             legend(self.plan),
             MEANING,
             f"a step in the steady state {self.step_ms:.6g} ms, of which a stage computes "
-            f"{self.micro_batches * sum(cost[:3]):.6g}: idle {100 * self.idle(cost):.1f}%, "
+            f"{self.busy_ms:.6g}: idle {100 * self.idle:.1f}%, "
             "no bubble between steps",
             "the pipe fills at the start, and after evaluations and checkpoints: the last stage begins "
             f"after {self.fill_ms:.6g} ms",
@@ -275,7 +283,7 @@ class Stream(NamedTuple):
             "staleness of a gradient when it is applied, by stage: "
             + listed(staleness(instructions, every) for instructions in lists)
             + " updates",
-            *holds(self.plan, [cost] * self.stages),
+            *holds(self.plan, self.costs),
         ]
 
 
@@ -284,7 +292,7 @@ def stream(
     stages: int | None,
     micro_batches: int | None,
     chunks: int | None,
-    cost: Cost,
+    costs: Sequence[Cost],
     transfer: float = 0,
     receive: float = 0,
     is_eager: bool = False,
@@ -292,7 +300,7 @@ def stream(
 ) -> Stream:
     """Simulate an asynchronous schedule, one of STREAMS. Times are in ms.
 
-    cost                                   of each stage
+    costs                                  of each stage
     transfer, receive, is_eager, overhead  as in `simulate`
     raises                                 ConfigError if a step has fewer micro-batches than stages
     """
@@ -307,7 +315,7 @@ def stream(
     every = STREAMS[name].every
     steps = DRAWN + 2 + -(-2 * p // m)
     plan = find_plan(name, p, steps * m, chunks)
-    simulation = simulate(with_messages(plan), [cost] * p, transfer, receive, is_eager, overhead)
+    simulation = simulate(with_messages(plan), costs, transfer, receive, is_eager, overhead)
     starts = {
         event.instruction.micro: event.start
         for event in simulation.timeline[0]
@@ -332,6 +340,7 @@ def stream(
         plan,
         m,
         m if every and every(p) else 0,
+        costs,
         Simulation(drawn, ()),
         starts[(steps - 1) * m] - starts[(steps - 2) * m],
         simulation.timeline[-1][0].start,

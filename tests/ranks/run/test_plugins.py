@@ -24,6 +24,7 @@ from tests.laws.collectives import CollectiveLaws
 from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
 from tests.rows import added_rows
+from tests.runs import go
 from tests.training import TINY, configured, curve, curves
 from tests.unit.machine.test_memory import check_held
 from tests.unit.pipeline import test_schedules as schedules
@@ -346,3 +347,19 @@ def test_a_layer_that_returns_another_output_than_it_states_is_refused_before_th
 
     for error in run_ranks(3, refused):
         assert error.agreed and "unit head" in error.law and value in error.law
+
+
+def test_watchers_are_named_without_a_program(book, tmp_path):
+    """By a file and a class in it, and by the row of a plugin; only rank 0 makes them."""
+    (tmp_path / "mine.py").write_text(
+        "import mpitrain\nfrom mpitrain.run.watcher import WATCHERS\n\n"
+        "class Notes(mpitrain.Watcher):\n    def on_end(self, record):\n"
+        f"        with open({str(tmp_path / 'notes')!r}, 'a') as file:\n"
+        "            file.write(record['event'])\n\nWATCHERS['notes'] = Notes\n"
+    )
+    named = [f"{tmp_path}/mine.py:Notes", "notes"]
+    go(2, [*book, f"run.plugins=['{tmp_path}/mine.py']", f"run.watchers={named}"])
+    assert (tmp_path / "notes").read_text() == "endend"
+    for wrong in (f"{tmp_path}/mine.py:mpitrain", f"{tmp_path}/none.py:Notes", "none"):
+        with pytest.raises(ConfigError, match="none"):
+            go(2, [*book, f"run.watchers=['{wrong}']", f"run.out={tmp_path}/other"])

@@ -22,6 +22,8 @@ from mpitrain.run.choices import parse
         ("tiny", 875_264, 4_096),
         ("gpt2-124m", 124_439_808, 491_520),
         ("gpt2-350m", 354_823_168, 491_520),
+        ("llama-160m", 162_417_408, 524_288),
+        ("llama-1b", 1_100_048_384, 2_097_152),
     ],
 )
 def test_a_preset_has_its_published_number_of_parameters(name, parameters, tokens):

@@ -90,7 +90,7 @@ def test_a_script_names_the_run_directory_literally(out):
     [
         ("--nodes 2 -- train --dp 3", "needs 3 ranks, but 4"),
         ("-- train --set model.widht=3", "model.width"),
-        ("-- train --steps 3", "run.steps"),
+        ("-- train --grace 0", "run.grace"),
         ("-- train --algorithm rign", "did you mean ring"),
         ("-- train --device cuda", "--gpus-per-node"),
         ("-- train missing.toml", "missing.toml"),

@@ -185,10 +185,21 @@ def test_versions_and_staleness_are_those_of_pipedream_and_2bw():
 def test_no_stage_idles_in_the_steady_state_of_an_async_chart(name):
     for p, m in product((1, 2, 4, 7), (8, 11)):
         cost = Cost(1, 1.5, 0.5)
-        found = stream(name, p, m, None, cost, 0, 0)
-        assert found.step_ms == pytest.approx(3 * m) and found.idle(cost) == pytest.approx(0)
+        found = stream(name, p, m, None, [cost] * p, 0, 0)
+        assert found.step_ms == pytest.approx(3 * m) and found.idle == pytest.approx(0)
         end = max(mine[-1].end for mine in found.drawn.timeline)
         assert all(mine[-1].end == end for mine in found.drawn.timeline), (p, m)
+
+
+def test_a_slow_stage_makes_the_others_wait_with_and_without_a_flush():
+    slow = [
+        word for half in ("forward", "backward", "weight") for word in (f"--{half}-ms", "1,1,2,1")
+    ]
+    # The slow stage computes 48 ms, and waits 3 ms for the fill and the drain; the mean is 30 ms.
+    assert "makespan 51 ms, of which a stage computes 30: bubble 41.2%" in shown("schedule", *slow)
+    assert "step in the steady state 48 ms, of which a stage computes 30: idle 37.5%" in shown(
+        "schedule", "--schedule", "async", *slow
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 130])
@@ -321,6 +332,7 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
             "nan, backward_ms 1",
         ),
         (["--forward-ms", 0, "--backward-ms", 0, "--weight-ms", 0], "more than 0"),
+        (["--forward-ms", "1,2,3"], "one for each stage, but has 3 for 4 stages"),
         (["--forward-ms", "1e-310"], "but these are forward_ms 1e-310"),
         (["--forward-ms", "inf"], "but these are forward_ms inf"),
         (["--json", "/no/such/folder/own.json"], "cannot be written"),

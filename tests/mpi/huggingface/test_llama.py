@@ -1,0 +1,128 @@
+"""A Llama of transformers and ours are one function: read, trained a step, written and loaded again."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import MpitrainError
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as reopened
+from mpitrain.run.export import export
+from mpitrain.run.loop import train
+from mpitrain.transport.threads import run_ranks
+from tests.training import configured
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+FLAT = ["run.steps=2", "batch.size=4", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
+FLAT += ["optimizer.warmup=0"]
+
+
+def made(**changes):
+    """A small Llama whose weights differ from 0 and from each other."""
+    shape = {
+        "vocab_size": 256,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    kind = changes.pop("kind", transformers.LlamaForCausalLM)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**shape, **changes}))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
+    return model
+
+
+def theirs(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def ours(transport, *settings):
+    trainer, source, _ = build(transport, configured(*FLAT, *settings))
+    tokens, _ = source.batch(0, 0, 4, range(4))
+    return tokens, trainer.logits(tokens)
+
+
+def assert_one_function(model, folder, ranks, *settings):
+    found = run_ranks(ranks, ours, f"run.init_from={folder}", *settings)
+    assert any(logits is not None for _, logits in found)
+    for tokens, logits in found:
+        if logits is None:  # of a stage before the last
+            continue
+        truth = theirs(model, tokens)
+        assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "settings"),
+    [
+        ({}, 2, ["layout.tp=2"]),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 4}, 2, ["layout.pp=2"]),
+        ({"kind": transformers.MistralForCausalLM, "sliding_window": None}, 1, []),
+    ],
+    ids=["llama", "tied", "mistral"],
+)
+def test_logits_and_a_round_trip(changes, ranks, settings, tmp_path):
+    model = made(**changes)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert_one_function(model, tmp_path / "theirs", ranks, *settings)
+    run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
+    config = configured(*FLAT, *settings, *run)
+    run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "llama", tmp_path / "back", "float32", 10**9, [])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_one_function(again, tmp_path / "back", 1)
+    trained = [
+        abs(a - b).max() for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    ]
+    assert max(trained) > 0, "the steps must move the parameters"
+
+
+def test_merged_adapters_are_the_function_of_the_run(tmp_path):
+    made().save_pretrained(tmp_path / "theirs")
+    adapters = ["lora.rank=2", "lora.targets=q,v,gate", "optimizer.lr=0.1"]
+    run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
+    config = configured(*FLAT, *run, *adapters)
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "llama", tmp_path / "back", "float32", 10**9, [], merge=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+    def logits(transport):
+        job = open_run(transport, tmp_path / "run", lambda: reopened(tmp_path / "run", []))
+        trainer, source = job.trainer, job.source
+        tokens, _ = source.batch(0, 0, 4, range(4))
+        return tokens, trainer.logits(tokens)
+
+    ((tokens, found),) = run_ranks(1, logits)
+    truth = theirs(again, tokens)
+    assert np.abs(found - truth).max() <= 1e-4 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("hidden_act", "gelu", 'hidden_act "gelu"'),
+        ("attention_bias", True, "attention_bias true"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_scaling of type "yarn"'),
+        ("sliding_window", 8, "sliding_window 8"),
+        ("head_dim", 8, "head_dim 8"),
+        ("num_key_value_heads", 3, "kv_heads must divide"),
+        ("model_type", "mistral", "no sliding_window"),
+        ("model_type", "qwen2", 'model_type "qwen2"'),
+    ],
+)
+def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
+    made().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(MpitrainError, match=says):
+        run_ranks(1, ours, f"run.init_from={tmp_path}")
