@@ -33,7 +33,7 @@ RESERVED = "monitored_barrier"
 
 
 class Found(NamedTuple):
-    """What came of a test. word: passed, skipped, failed or hangs; text: why"""
+    """What came of a test. word: passed, skipped or failed; text: why"""
 
     word: str
     text: str
@@ -69,10 +69,11 @@ def suite(backend: str) -> tuple[Any, Any]:
     return distributed_test, Case
 
 
-def run(module: Any, kind: Any, name: str, folder: Path, rank: int, size: int) -> tuple[str, str]:
+def run(module: Any, kind: Any, name: str, folder: Path, world: Any) -> tuple[str, str]:
     """Run a test on this rank, and return what came of it and why. All ranks call it; a failure raises an error.
 
     folder  an empty one, the same on all ranks
+    world   communicator of mpi4py
     """
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import TEST_SKIPS
@@ -82,7 +83,7 @@ def run(module: Any, kind: Any, name: str, folder: Path, rank: int, size: int) -
     if getattr(body, "__unittest_skip__", False):
         return "skipped", body.__unittest_skip_why__
     case = kind(name)
-    case.rank, case.file_name = rank, str(folder / "store")
+    case.rank, case.file_name = world.rank, str(folder / "store")
     os.environ["TEMP_DIR"] = str(folder)
     for part in ("barrier", "test_dir"):
         (folder / part).mkdir(exist_ok=True)
@@ -90,7 +91,8 @@ def run(module: Any, kind: Any, name: str, folder: Path, rank: int, size: int) -
     backend = os.environ["BACKEND"]
     # These ask for the name again, to know whether a model is on the CPU.
     module.BACKEND = "gloo" if "accumulate_gradients_no_sync" in name else backend
-    where = {"rank": rank, "world_size": size, "init_method": f"file://{case.file_name}"}
+    file = f"file://{case.file_name}"
+    where = {"rank": world.rank, "world_size": world.size, "init_method": file}
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)),
@@ -98,9 +100,9 @@ def run(module: Any, kind: Any, name: str, folder: Path, rank: int, size: int) -
     )
     set_rng_seed()
     try:
-        case._barrier()
+        world.Barrier()  # A rank that skips a test would close connections that others are opening.
         body(case)
-        case._barrier()
+        world.Barrier()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
     except SystemExit as end:
@@ -140,7 +142,7 @@ def on_a_rank(backend: str, only: str, folder: Path) -> None:
         with (own / f"stack-{rank}").open("w") as stack:
             faulthandler.dump_traceback_later(0.8 * SECONDS, file=stack)
             try:
-                word, text = run(module, kind, name, own, rank, size)
+                word, text = run(module, kind, name, own, world)
             except BaseException:
                 word, text = "failed", f"rank {rank}: {traceback.format_exc()}"
             faulthandler.cancel_dump_traceback_later()

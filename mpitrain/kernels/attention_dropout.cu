@@ -69,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward
     backward_kv(mask, sizes, scale, q, kv, dy, log_sums, dots, dkv, starts, dynamic_shared);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, DOCUMENTS ? 1 : 2) attention_dropout_backward_q(
+// With documents two blocks of a multiprocessor would spill registers; 0 leaves the number to the compiler.
+extern "C" __global__ void __launch_bounds__(THREADS, DOCUMENTS ? 1 : 0) attention_dropout_backward_q(
     int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
     const Sum* __restrict__ dots, Element* dq,

@@ -49,7 +49,7 @@ for name in {OF_PYTORCH!r}:
     folder = Path(name).resolve()
     folder.mkdir(exist_ok=True)
     world.Barrier()
-    print(json.dumps([world.rank, name, suite.run(*tests, f"test_{{name}}", folder, world.rank, world.size)[0]]), flush=True)
+    print(json.dumps([world.rank, name, suite.run(*tests, f"test_{{name}}", folder, world)[0]]), flush=True)
 work = {{name: equal.TRAININGS[name] for name in {TRAININGS!r}}} | equal.drawn({DRAWN})
 for found in equal.compare(work, str(Path("store").resolve()), world.rank, world.size).items():
     print(json.dumps([world.rank, *found]), flush=True)
