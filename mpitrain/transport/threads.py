@@ -357,9 +357,6 @@ class Arrival(Meets):
         return self.what
 
 
-OPS = {"add": np.add, "maximum": np.maximum}
-
-
 class ThreadTransport(Transport):
     """The transport of one rank that is a thread; `run_ranks` makes them."""
 
@@ -484,7 +481,7 @@ class ThreadTransport(Transport):
         def combine(arrays: list[np.ndarray]) -> np.ndarray:
             total = arrays[0].copy()
             for other in arrays[1:]:
-                OPS[op](total, other, out=total)
+                getattr(np, op)(total, other, out=total)
             return total
 
         return Arrival(

@@ -6,6 +6,7 @@ from itertools import product
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 
+from mpitrain.collectives.engine.executor import OPS
 from mpitrain.collectives.group import (
     Group,
     bind,
@@ -492,7 +493,7 @@ class CollectiveLaws:
     def law_unknown_names_are_refused_with_the_known_ones(self, transport):
         for call, known in (
             (lambda: Group(transport, "rign").bind(np.ones(3)), ", ".join(choices("allreduce"))),
-            (lambda: Group(transport).bind(np.ones(3), "mean"), "add, maximum"),
+            (lambda: Group(transport).bind(np.ones(3), "mean"), ", ".join(OPS)),
         ):
             try:
                 call()
@@ -500,6 +501,14 @@ class CollectiveLaws:
                 assert known in str(error)
             else:
                 raise AssertionError("no ConfigError was raised")
+
+    def law_every_operator_is_the_function_of_numpy(self, transport):
+        stack = np.arange(7) % 3 + 1 + np.arange(transport.size)[:, None]
+        for algorithm in ("auto", "ring", "native"):
+            for op, function in OPS.items():
+                array = stack[transport.rank].copy()
+                Group(transport, algorithm).all_reduce(array, op)
+                assert np.array_equal(array, function.reduce(stack)), (algorithm, op)
 
     def law_native_refuses_what_mpi_has_no_type_for(self, transport):
         text = raises_comm_error(lambda: Group(transport, "native").bind(np.ones(3, "float16")))

@@ -113,7 +113,8 @@ def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena):
     """
     batch, length, _ = q.shape
     (_, groups, room, head), y = keys.shape, arena.take(q.shape, q.dtype)
-    sizes = batch, length, heads, groups, room, _pitch(q), _pitch(kv)
+    pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
+    sizes = batch, length, heads, groups, room, *pitches
     kernels.launch(
         "attention_next",
         row_blocks(batch * length * heads),
@@ -236,12 +237,6 @@ def _are_side_by_side(q: Any, kv: Any) -> bool:
     return q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
 
 
-def _pitch(rows: Any) -> int:
-    """Return the elements from one row of (B, T, columns) to the next."""
-    step: int = rows.strides[1] // rows.itemsize
-    return step
-
-
 def _launch(
     kernels: Kernels,
     chosen: AttentionKernels,
@@ -260,8 +255,8 @@ def _launch(
     (batch, count, width), length = q.shape, kv.shape[1]
     of_keys = half == "_backward_kv"
     owned, own_heads = (length, heads * kv.shape[2] // (2 * width)) if of_keys else (count, heads)
-    pitches = _pitch(q), _pitch(kv)
-    rows = (x.strides[0] // (x.strides[1] or 1) for x in (q, kv))
+    pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
+    rows = q.strides[0] // (q.strides[1] or 1), kv.strides[0] // (kv.strides[1] or 1)
     sizes = count, length, offset, heads, *pitches, *rows
     kernels.launch(
         chosen.prefix + half,

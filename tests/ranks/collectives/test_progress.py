@@ -211,7 +211,9 @@ def test_a_receive_that_is_tested_calls_mpi_under_the_lock_alone():
             calls.append(job.lock._is_owned())
             return True
 
-    mpi = SimpleNamespace(Status=Status, Exception=OSError, ERR_UNKNOWN=13)
+    mpi = SimpleNamespace(
+        Status=Status, Exception=OSError, ERR_UNKNOWN=13, THREAD_MULTIPLE=3, Query_thread=lambda: 2
+    )
     job = MpiJob(mpi)
     transport = SimpleNamespace(own_name="rank 0", job=job, MPI=mpi)
     receive = ReceiveRequest(transport, Request(), np.zeros(3), None, "recv", 1)

@@ -15,7 +15,7 @@ MEMBERS = (0, 4, 5)
 
 @pytest.fixture
 def job():
-    return MpiJob(SimpleNamespace(ERR_UNKNOWN=0))
+    return MpiJob(SimpleNamespace(ERR_UNKNOWN=0, THREAD_MULTIPLE=3, Query_thread=lambda: 2))
 
 
 def request(job, peer):
