@@ -137,6 +137,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._hashes = np.empty(2, np.int64)
         self._agreement = Group(transport, "recursive-doubling").bind(self._hashes, "maximum")
         self._coalesced: list[CallWork] | None = None
+        self._is_published = False
         self._name = self._description = ""
 
     # What PyTorch asks of every process group
@@ -171,6 +172,8 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the calls that are left, and free communicator and windows; collective."""
         self._queue.drain()
+        if self._is_published:  # A later group of this name counts its calls from 0 again.
+            self._store.delete_key(f"call/{self.rank()}")
         self._bound.clear()
         self._lossy.clear()
         self._buffers.clear()
@@ -227,6 +230,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         members = self.transport.members
         self._store.set(f"call/{self.rank()}", f"{call.number} {call.name}")
+        self._is_published = True
         absent = []
         for rank, member in enumerate(members):
             key = f"call/{rank}"

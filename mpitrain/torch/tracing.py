@@ -8,7 +8,6 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,8 +28,6 @@ def traced(transport: Transport, folder: Path) -> Recorded:
     """
     recorder, rank = Recorder(), transport.rank
     trace = trace_file(folder, rank)
-    if rank == 0 and not folder.is_dir():
-        folder.mkdir(parents=True)
     run = transport.gather_text(int(time.time()))[0]
     recorder.facts(
         run=str(run),
@@ -66,7 +63,7 @@ class _Steps:
         self._next()
         register_optimizer_step_post_hook(lambda *of: self._next())
 
-    def _next(self, *of: Any) -> None:
+    def _next(self) -> None:
         self._open.close()
         self._step += 1
         self._open.enter_context(self._recorder.stepping(self._step))

@@ -13,8 +13,13 @@ import json, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, mpitrain.torch
 from mpitrain.transport import failures
-failures.PATIENCE = 0.75
-dist.init_process_group("mpitrain")
+from mpitrain.torch import process_group
+failures.PATIENCE, process_group.SLOW, ones = 0.75, 0.3, torch.ones(10)
+for late, call in ((1, lambda: dist.barrier()), (0, lambda: dist.all_reduce(ones)), (None, dist.barrier)):
+    if dist.is_initialized(): dist.destroy_process_group()
+    dist.init_process_group("mpitrain")  # under the name of the group before
+    time.sleep(0.8 * (dist.get_rank() == late))
+    call()
 rank, said, ones = dist.get_rank(), {}, torch.ones(10)
 
 def other_order(group):
