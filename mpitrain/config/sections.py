@@ -723,10 +723,11 @@ class Device(Section):
         "tiled",
         description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
     )
-    passes: Literal["numpy", "compiled"] = Field(
-        "numpy",
-        description="LayerNorm and GELU on cpu. numpy: passes of NumPy. compiled: fused passes in "
-        "C++, which g++ or zig compiles at the first start on a machine; equal to rounding",
+    passes: Literal["auto", "compiled", "numpy"] = Field(
+        "auto",
+        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
+        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(
         "",
