@@ -267,8 +267,16 @@ class Model(Section):
         ge=0,
         description="llama: number of heads of keys and values, which model.heads shares; 0: as many",
     )
+    qkv_bias: bool = Field(
+        False, description="llama: queries, keys and values have biases, as in Qwen2"
+    )
     theta: float = Field(
         10_000.0, gt=1, description="llama: base of the angles of rotary positions"
+    )
+    rope_scaling: list[float] = Field(
+        [],
+        description="llama: factor, low and high frequency factors and earlier context of the scaled rotary positions of "
+        "Llama 3, such as [32, 1, 4, 8192]; []: not scaled",
     )
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(

@@ -393,10 +393,14 @@ class Embedding:
 
 
 class Rotary(NamedTuple):
-    """Rotary positions: the base of the angles, and a bound of the positions."""
+    """Rotary positions: the base of the angles, a bound of the positions, and Llama 3's scaling:
+
+    factor, low and high frequency factors, and the earlier context.
+    """
 
     theta: float
     context: int
+    scaling: tuple[float, ...] = ()
 
 
 class Attention:
@@ -471,9 +475,7 @@ class Attention:
         """Return x with its queries and keys turned; positions are those of the tokens, or None."""
         rotary: Any = self.rotary
         heads, turned = self.heads + 2 * self.kv_heads, self.heads + self.kv_heads
-        return self.ops.rotate(
-            x, heads, turned, rotary.theta, rotary.context, direction, arena, positions, out
-        )
+        return self.ops.rotate(x, heads, turned, *rotary, direction, arena, positions, out)
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""

@@ -157,7 +157,7 @@ def build(
         if models:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
         checkpoint = loading.load(
-            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes._asdict()
+            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes.sizes
         )
     if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})

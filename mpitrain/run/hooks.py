@@ -362,7 +362,7 @@ class Saving(Hook):
             trainer.transport,
             trainer.backend,
             done,
-            trainer.resolved.axes._asdict(),
+            trainer.resolved.axes.sizes,
             scalars,
             config.checkpoint.keep,
             base,
@@ -466,6 +466,7 @@ class Tracing(Hook):
             return
         rank, grid, replication = transport.rank, trainer.grid, trainer.replication
         self._clocks = Clocks(transport, recorder.clock)
+        at = grid.coords._asdict()
         recorder.facts(
             run=run.job.done.run,
             rank=rank,
@@ -476,7 +477,9 @@ class Tracing(Hook):
             time=time.time(),
             clock_then=recorder.clock(),
             device=trainer.backend.kind,
-            place=None if grid.is_server else grid.coords._asdict(),
+            place=None
+            if grid.is_server
+            else {axis: at[axis] for axis in grid.axes.sizes if axis in at},
         )
         if not trainer.counted.problem:
             # Gradients and optimizer state are zeros whose pages the first step touches.
