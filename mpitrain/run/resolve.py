@@ -188,7 +188,7 @@ def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(gpu.seen for gpu in agreed.gpus) else "cpu"
-    passes = config.device.passes
+    passes: str = config.device.passes
     if (kind, passes) == ("cpu", "auto"):
         passes = agreed.passes
     device = device_for(

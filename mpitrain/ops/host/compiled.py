@@ -64,7 +64,7 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
                 way_out = f"{INSTEAD.capitalize()}, or install another compiler."
                 compile_cpp([*flags, str(SOURCE)], target, SOURCE.name, way_out)
     passes = ctypes.CDLL(str(target))
-    ctypes.py_object.in_dll(passes, "none").value = None
+    ctypes.c_void_p.in_dll(passes, "none").value = id(None)
     signatures: dict[str, list[Any]] = {
         "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
         "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
