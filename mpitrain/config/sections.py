@@ -55,7 +55,8 @@ class Section(BaseModel):
         to 1.
         """
         choices = getattr(cls.model_fields[info.field_name or ""].annotation, "__args__", ())
-        if isinstance(value, bool | float) and value in choices:
+        is_choice = any(value is choice for choice in choices)
+        if isinstance(value, bool | float) and value in choices and not is_choice:
             raise PydanticKnownError("int_type")
         return value
 
@@ -156,7 +157,8 @@ class Run(Section):
         pattern=INJECTION,
         description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, segfault, stop, exit, "
         "_exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It happens once, from this step on; step 0 is the "
-        "start. POINT is step, forward, backward, save, evaluation or end. A resumed run does not take it over. Empty: none",
+        "start. POINT is step, forward, backward, save, snapshot, thread, publish, evaluation or end. A resumed run does not "
+        "take it over. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,
@@ -703,6 +705,11 @@ class Checkpoint(Section):
     best: bool = Field(
         False,
         description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
+    )
+    background: Literal["auto", True, False] = Field(
+        "auto",
+        description="copy the state between two steps, and write the copies in a thread while the steps go on; auto: from 1 MiB "
+        "a rank on, if the memory has room for the copies. A save that is due while a thread still writes is skipped",
     )
 
 

@@ -191,7 +191,8 @@ def keys() -> Iterator[ConfigKey]:
                 if hasattr(bound, attribute)
             ]
             kind = type(choices[0]).__name__ if choices else key.annotation.__name__
-            allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
+            texts = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+            allowed = " | ".join(texts) if choices else ", ".join(bounds)
             is_basic = name in field.annotation.basic
             yield ConfigKey(
                 f"{section}.{name}", kind, key.default, allowed, key.description, is_basic
