@@ -26,7 +26,7 @@ def save(folder, trainer, done, keep):
 
 
 def manifest(trainer, done, **more):
-    axes = trainer.resolved.axes._asdict()
+    axes = trainer.resolved.axes.sizes
     return Manifest(done, axes, trainer.replication.step_end.skips.scalars(), **more)
 
 
@@ -39,7 +39,7 @@ def load(path, trainer):
         trainer.storage,
         trainer.transport,
         trainer.backend,
-        trainer.resolved.axes._asdict(),
+        trainer.resolved.axes.sizes,
     )
     trainer.replication.restore(found.manifest.scalars)
     return found

@@ -269,8 +269,16 @@ class Model(Section):
         ge=0,
         description="llama: number of heads of keys and values, which model.heads shares; 0: as many",
     )
+    qkv_bias: bool = Field(
+        False, description="llama: queries, keys and values have biases, as in Qwen2"
+    )
     theta: float = Field(
         10_000.0, gt=1, description="llama: base of the angles of rotary positions"
+    )
+    rope_scaling: list[float] = Field(
+        [],
+        description="llama: factor, low and high frequency factors and earlier context of the scaled rotary positions of "
+        "Llama 3, such as [32, 1, 4, 8192]; []: not scaled",
     )
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
@@ -730,10 +738,11 @@ class Device(Section):
         "tiled",
         description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
     )
-    passes: Literal["numpy", "compiled"] = Field(
-        "numpy",
-        description="LayerNorm and GELU on cpu. numpy: passes of NumPy. compiled: fused passes in "
-        "C++, which g++ or zig compiles at the first start on a machine; equal to rounding",
+    passes: Literal["auto", "compiled", "numpy"] = Field(
+        "auto",
+        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
+        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(
         "",

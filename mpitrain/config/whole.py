@@ -77,16 +77,6 @@ class Config(Section):
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
-        if self.device.passes == "compiled" and self.device.kind in ("cuda", "cuda-sim"):
-            raise ConfigError(
-                f"Compiled passes run on the host, but device.kind is {self.device.kind}.",
-                "Set device.passes to numpy, or device.kind to cpu.",
-            )
-        if self.device.passes == "compiled" and self.precision.compute == "float64":
-            raise ConfigError(
-                "Compiled passes compute float32, but precision.compute is float64.",
-                "Set device.passes to numpy, or precision.compute to float32.",
-            )
         if self.device.kind in ("cuda", "cuda-sim") and self.memory.attention == "whole":
             raise ConfigError(
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",

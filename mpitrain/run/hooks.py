@@ -385,7 +385,7 @@ class Saving(Hook):
         trainer.sync_parameters()
         scalars = trainer.replication.step_end.skips.scalars()
         base = trainer.begun_from if config.lora.rank else {}
-        manifest = Manifest(run.after(step), trainer.resolved.axes._asdict(), scalars, base=base)
+        manifest = Manifest(run.after(step), trainer.resolved.axes.sizes, scalars, base=base)
         run.save = self._unrecorded = save = saving.begin(
             run.folder / CHECKPOINTS,
             state_to_save(trainer),
@@ -570,6 +570,7 @@ class Tracing(Hook):
             return
         rank, grid, replication = transport.rank, trainer.grid, trainer.replication
         self._clocks = Clocks(transport, recorder.clock)
+        at = grid.coords._asdict()
         recorder.facts(
             run=run.job.done.run,
             rank=rank,
@@ -580,7 +581,9 @@ class Tracing(Hook):
             time=time.time(),
             clock_then=recorder.clock(),
             device=trainer.backend.kind,
-            place=None if grid.is_server else grid.coords._asdict(),
+            place=None
+            if grid.is_server
+            else {axis: at[axis] for axis in grid.axes.sizes if axis in at},
         )
         if not trainer.counted.problem:
             # Gradients and optimizer state are zeros whose pages the first step touches.

@@ -368,7 +368,7 @@ def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
             transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))
         ).trainer
         before = trainer.arena.live, trainer.arena.allocations
-        trainer.grid.dp.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
+        trainer.grid.copies.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
         return before == (trainer.arena.live, trainer.arena.allocations)
 
     assert run_ranks(1, arenas) == [True]
