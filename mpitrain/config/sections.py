@@ -139,6 +139,12 @@ class Run(Section):
         ge=0,
         description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
     )
+    max_hours: float = Field(
+        0.0,
+        ge=0,
+        description="hours of this start, before the end of which the run saves a checkpoint and stops with exit code 85, as "
+        "before the time limit of a batch job; 0: there is no such end",
+    )
     digest_every: int = Field(
         0,
         ge=0,
@@ -713,6 +719,11 @@ class Checkpoint(Section):
     best: bool = Field(
         False,
         description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
+    )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="steps between checkpoints that stay for ever, a multiple of checkpoint.every; 0: none does",
     )
     background: Literal["auto", True, False] = Field(
         "auto",
