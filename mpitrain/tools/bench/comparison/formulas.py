@@ -131,7 +131,7 @@ def has_formula(config: Config) -> bool:
     """Return whether `of_layout` counts all messages of a tensor-parallel or pipeline job."""
     model, layout, replication = config.model, config.layout, config.replication
     is_plain = (
-        model.kind == "gpt"
+        model.kind in ("gpt", "llama")
         and not model.tied
         and not isinstance(RULES[config.optimizer.name].step, TensorWise)
         and (replication.mode, replication.algorithm) == ("all-reduce", "ring")

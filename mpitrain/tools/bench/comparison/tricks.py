@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.models.table import MODELS
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
@@ -85,7 +86,7 @@ ALL_REDUCE = unless(
     lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
 )
 ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
-GPT = unless(lambda job: job.config.model.kind == "gpt", "model.kind is not gpt")
+TEXT = unless(lambda job: MODELS[job.config.model.kind].writes, "model.kind writes no text")
 
 TRICKS: dict[str, Trick] = {
     "mixed precision": row(
@@ -114,7 +115,7 @@ TRICKS: dict[str, Trick] = {
     "attention in tiles": row(
         {"memory.attention": "tiled"},
         {"memory.attention": "whole"},
-        GPT,
+        TEXT,
         ON_CPU,
         is_on=lambda job: (
             job.config.memory.attention == "tiled"
@@ -145,7 +146,7 @@ TRICKS: dict[str, Trick] = {
     "LoRA": row(
         {"lora.rank": 8},
         {"lora.rank": 0},
-        GPT,
+        TEXT,
         is_on=lambda job: job.config.lora.rank > 0,
         said="no, yes",
     ),
