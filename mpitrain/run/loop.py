@@ -26,6 +26,7 @@ from mpitrain.run.hooks import (
     Skipping,
     Tracing,
     Watching,
+    check_copies,
 )
 from mpitrain.run.metrics import ResumeInfo, past
 from mpitrain.run.replicas import replicas_equal
@@ -124,6 +125,7 @@ def train(
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
             job = build(transport, agreed)
+            check_copies(job.trainer)
         watchdog.alive("claiming the run directory")
         if begins:
             begins()

@@ -128,6 +128,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         changed,
         held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source, config.data.dtype),
+        then.device.passes,
     )
 
 
@@ -244,8 +245,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
                 values[key] = shown(values[key]) + MARK + digests([values[key]])[0]
     if source_kind(old["data.source"]).is_token_file:
         old["data.validation"] = old["data.validation"] or TENTH
-    if new["device.kind"] == "auto":
-        ignored += ("device.kind",)
+    ignored += tuple(key for key in ("device.kind", "device.passes") if new[key] == "auto")
     return {
         key: [old[key], value]
         for key, value in new.items()
