@@ -12,7 +12,14 @@ from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
-MODEL = ["model.kind=llama", "model.layers=4", "model.width=256", "model.heads=8", "model.context=512", "batch.size=4"]
+MODEL = [
+    "model.kind=llama",
+    "model.layers=4",
+    "model.width=256",
+    "model.heads=8",
+    "model.context=512",
+    "batch.size=4",
+]
 STEPS, SEQUENCES = 9, 8
 
 

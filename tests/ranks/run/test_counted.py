@@ -39,7 +39,7 @@ LAYOUTS = {
         1,
         ["memory.attention=tiled", "model.context=80", "model.attention_dropout=0.1"],
     ),
-    "compiled passes": (1, ["device.passes=compiled"]),
+    "passes of NumPy": (1, ["device.passes=numpy"]),
     "documents": (2, ["layout.tp=2", "batch.micro_batches=5", *DOCUMENTS]),
     "documents, sequence_parallel": (
         2,
