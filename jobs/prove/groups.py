@@ -29,7 +29,7 @@ def main(transport):
     for shared in (8, 2, 1):
         settings = [*MODEL, f"model.kv_heads={shared}", "device.kind=cpu", *sys.argv[1:]]
         jobs[shared] = build(transport, parse(with_settings({}, settings)))
-    seconds = {shared: [] for shared in jobs}
+    seconds: dict[int, list[float]] = {shared: [] for shared in jobs}
     for index in range(1 + STEPS):
         for shared, job in jobs.items():
             batch = job.trainer.replication.rows.batch(job.data, index)
@@ -41,6 +41,7 @@ def main(transport):
         context, trainer = job.trainer.config.model.context, job.trainer
         reader = trainer.reader(SEQUENCES, context)
         reader.read([[1] * (context - 1)] * SEQUENCES, context)
+        assert reader._decoder
         cache = sum(k.nbytes + v.nbytes for k, v in reader._decoder._past._arrays)
         step = min(seconds[shared][1:])
         print(f"{shared:8} {trainer.parameter_count:12,} {step:9.3f} {cache / 1e6:21.1f}")
