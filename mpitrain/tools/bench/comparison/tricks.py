@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.models.table import MODELS, check_model
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
@@ -71,6 +72,16 @@ def _at_most(stage: int) -> Callable[[Resolved], str]:
     )
 
 
+def _divides(job: Resolved) -> str:
+    """Return why all ranks with the same parameters could not share rows; empty if they could."""
+    layout = job.config.layout.model_copy(update={"cp": job.axes.copies, "dp": 1})
+    try:
+        check_model(job.config.model_copy(update={"layout": layout}))
+    except ConfigError as error:
+        return error.law
+    return ""
+
+
 REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
 ALL_REDUCE = unless(
     lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
@@ -128,6 +139,20 @@ TRICKS: dict[str, Trick] = {
         {"layout.sequence_parallel": True},
         {"layout.sequence_parallel": False},
         unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
+    ),
+    "context parallelism": Trick(
+        lambda job: {"layout.cp": job.axes.copies, "layout.dp": 1},
+        {"layout.cp": 1, "layout.dp": 0},
+        first_of(
+            unless(lambda job: job.axes.copies > 1, "there is one replica"),
+            ALL_REDUCE,
+            unless(
+                lambda job: MODELS[job.config.model.kind].takes == "tokens",
+                "model.kind does not take tokens",
+            ),
+            _divides,
+        ),
+        lambda job: job.axes.cp > 1,
     ),
     "LoRA": row(
         {"lora.rank": 8}, {"lora.rank": 0}, GPT, is_on=lambda job: job.config.lora.rank > 0
