@@ -96,12 +96,12 @@ class Inference:
             None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
         )
 
-    def infer(self, inputs: np.ndarray) -> Any:
+    def infer(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
         """Return the logits of all tokens, with this tensor-parallel rank's columns.
 
-        None except on the last stage.
+        None except on the last stage.    starts: from `cut`
         """
-        logits = self._own_logits(inputs)
+        logits = self._own_logits(inputs, starts)
         if logits is None or not self._layers.context:
             return logits
         whole = self._layers.all_tokens(computed(logits, self.arena), self.arena)
