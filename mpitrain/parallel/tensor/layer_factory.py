@@ -24,7 +24,6 @@ from mpitrain.parallel.tensor.linear import (
     HeadAttention,
     ReplicatedLinear,
     ReplicatedNorm,
-    ReplicatedRmsNorm,
     RowParallelLinear,
     own_run,
 )
@@ -96,7 +95,6 @@ class ShardedLayerFactory(LayerFactory):
     """
 
     _embedding, _norm = VocabParallelEmbedding, ReplicatedNorm
-    _rms_norm = ReplicatedRmsNorm
     _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     _split: VocabParallelCrossEntropy | None = None
 

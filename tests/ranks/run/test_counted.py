@@ -10,6 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
+LLAMA = ["model.kind=llama", "model.kv_heads=2", "model.heads=4", "model.qkv_bias=true"]
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
 LAYOUTS = {
     "one rank": (1, []),
@@ -38,7 +39,7 @@ LAYOUTS = {
         1,
         ["memory.attention=tiled", "model.context=80", "model.attention_dropout=0.1"],
     ),
-    "compiled passes": (1, ["device.passes=compiled"]),
+    "passes of NumPy": (1, ["device.passes=numpy"]),
     "documents": (2, ["layout.tp=2", "batch.micro_batches=5", *DOCUMENTS]),
     "documents, sequence_parallel": (
         2,
@@ -59,6 +60,12 @@ LAYOUTS = {
     ),
     "bfloat16": (1, ["precision.compute=bfloat16", "model.dropout=0.2"]),
     "float16": (2, ["precision.compute=float16", "layout.tp=2"]),
+    "llama": (1, ["memory.attention=tiled", "model.context=80", *LLAMA]),
+    "llama, tp": (2, [*LLAMA, "layout.tp=2", "layout.sequence_parallel=true", *DOCUMENTS]),
+    "llama, one kv head": (
+        2,
+        [*LLAMA, "model.kv_heads=1", "layout.pp=2", "memory.recompute=unit", "model.tied=true"],
+    ),
 }
 SIMULATED = {
     "kernels": (1, ["model.dropout=0.2", "model.attention_dropout=0.1"]),
@@ -66,6 +73,7 @@ SIMULATED = {
     "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
     "kernels, documents": (1, ["batch.micro_batches=5", *DOCUMENTS]),
     "kernels, cp": (2, ["layout.cp=2", "model.dropout=0.2"]),
+    "kernels, llama": (2, [*LLAMA, "layout.tp=2", "memory.recompute=attention"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
 

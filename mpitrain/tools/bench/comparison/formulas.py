@@ -84,7 +84,7 @@ def words_of(config: Config, workers: int) -> str:
     words = {
         OF_TENSORS: tp > 1,
         OF_SEQUENCES: config.layout.sequence_parallel,
-        f"{12 if config.memory.segment else 8} {OF_CONTEXT}": cp > 1,
+        f"{(3 if config.memory.segment else 2) * _exchanged(config):g} {OF_CONTEXT}": cp > 1,
         OF_STAGES: pp > 1,
         OF_REPLICAS: has_replicas and not zero and wire == "none",
         CODED[wire.partition(":")[0]] if wire != "none" else "": has_replicas and wire != "none",
@@ -137,7 +137,7 @@ def has_formula(config: Config) -> bool:
     """Return whether `of_layout` counts all messages of a tensor-parallel or pipeline job."""
     model, layout, replication = config.model, config.layout, config.replication
     is_plain = (
-        model.kind == "gpt"
+        model.kind in ("gpt", "llama")
         and not model.tied
         and not isinstance(RULES[config.optimizer.name].step, TensorWise)
         and (replication.mode, replication.algorithm) == ("all-reduce", "ring")
@@ -264,9 +264,15 @@ def _within_rows(job: Job) -> int:
     if config.memory.segment:
         forward += backward  # Recomputed units send again.
     tokens = sum(_micro_batch_rows(job)) * config.model.context
-    # A rank keeps one of n parts of what it has: queries, keys, values, and the output.
-    each = 4 * config.model.width // trainer.grid.axes.tp
-    return (forward + backward) * tokens * each // cp * (cp - 1) // cp * replica.computed.itemsize
+    columns = _exchanged(config) * config.model.width / trainer.grid.axes.tp
+    # A rank keeps one of the parts of what it has.
+    elements = (forward + backward) * tokens * columns * (cp - 1) / cp**2
+    return round(elements) * replica.computed.itemsize
+
+
+def _exchanged(config: Config) -> float:
+    """Return the columns of queries, keys, values and output together, as a multiple of the width."""
+    return 2 * (1 + (config.model.kv_heads or config.model.heads) / config.model.heads)
 
 
 def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:
