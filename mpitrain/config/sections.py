@@ -755,9 +755,10 @@ class Device(Section):
         description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
         "query MPI and run a self-test",
     )
-    gemm: Literal["tiled", "library"] = Field(
+    gemm: Literal["tiled", "3xtf32", "library"] = Field(
         "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy). "
+        "3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact as float32",
     )
     passes: Literal["auto", "compiled", "numpy"] = Field(
         "auto",
@@ -767,7 +768,7 @@ class Device(Section):
     )
     tiles: str = Field(
         "",
-        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        description="gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
         "tiles by a cost model of this GPU",
     )
 
