@@ -36,6 +36,11 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             f"The peer has no stragglers, but run.delay is {config.run.delay}.",
             "Leave out --peer, or leave run.delay empty.",
         )
+    if config.layout.cp > 1:
+        raise ConfigError(
+            f"The peer has whole rows on each rank, but layout.cp is {config.layout.cp}.",
+            "Leave out --peer, or set layout.cp=1.",
+        )
     if config.data.attend != "window":
         raise ConfigError(
             f"The peer's attention sees whole rows, but data.attend is {config.data.attend}.",
