@@ -12,6 +12,8 @@ from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
@@ -214,76 +216,55 @@ class Logits(Linear):
         self.product = ops.logits
 
 
-class LayerNorm:
-    """Layer normalisation, (x - mean) / standard deviation * gain + bias, over the last dim.
+class Norm:
+    """Normalisation of each row of the last dim, times a gain.
+
+    Layer normalisation subtracts the mean, divides by the standard deviation and adds a bias.
+    Without a mean, root mean square normalisation divides by the root of the mean square.
 
     gain, bias  (width,)
-    epsilon     added to the variance
+    epsilon     added to the variance, or to the mean square
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
     is_rowwise = True
 
-    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
-        self.ops, self.width, self.epsilon = ops, width, epsilon
+    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5, has_mean: bool = True):
+        self.width, self.epsilon, self.has_mean = width, epsilon, has_mean
+        self.product, self.product_backward_input, self.product_backward_weight = (
+            (ops.layer_norm, ops.layer_norm_backward_input, ops.layer_norm_backward_weight)
+            if has_mean
+            else (ops.rms_norm, ops.rms_norm_backward_input, ops.rms_norm_backward_weight)
+        )
 
     def parameters(self):
-        return [
-            Parameter("gain", (self.width,), ones, decayed=False),
-            Parameter("bias", (self.width,), zeros, decayed=False),
-        ]
+        gain = Parameter("gain", (self.width,), ones, decayed=False)
+        bias = Parameter("bias", (self.width,), zeros, decayed=False)
+        return [gain, bias] if self.has_mean else [gain]
 
     def output_shape(self, shape):
         return shape
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], self.epsilon, arena)
+        weights = (w["gain"], w["bias"]) if self.has_mean else (w["gain"],)
+        y, saved = self.product(flat_rows(x), *weights, self.epsilon, arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena, residual=None):
         residual = None if residual is None else flat_rows(residual)
-        dx, pending = self.ops.layer_norm_backward_input(
-            flat_rows(dy), w["gain"], saved, arena, residual
-        )
+        dx, pending = self.product_backward_input(flat_rows(dy), w["gain"], saved, arena, residual)
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
+        names = ("gain", "bias") if self.has_mean else ("gain",)
         written: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for name in ("gain", "bias"):
+        for name in names:
             if name in dw:
                 written[dw[name].claim()][name] = dw[name].array
         for adds, arrays in written.items():
             if arrays:
-                gradients = arrays.get("gain"), arrays.get("bias")
-                self.ops.layer_norm_backward_weight(pending, *gradients, adds, arena)
-
-
-class RmsNorm(LayerNorm):
-    """Root mean square normalisation, x / sqrt(mean of x^2 + epsilon) * gain, over the last dim.
-
-    gain  (width,)
-    """
-
-    is_rowwise = True  # is not inherited: `forward` is overridden
-
-    def parameters(self):
-        return [Parameter("gain", (self.width,), ones, decayed=False)]
-
-    def forward(self, w, x, arena):
-        y, saved = self.ops.rms_norm(flat_rows(x), w["gain"], self.epsilon, arena)
-        return y.reshape(x.shape), saved
-
-    def backward_input(self, w, dy, saved, arena, residual=None):
-        residual = None if residual is None else flat_rows(residual)
-        dx, pending = self.ops.rms_norm_backward_input(
-            flat_rows(dy), w["gain"], saved, arena, residual
-        )
-        return dx.reshape(dy.shape), pending
-
-    def backward_weight(self, pending, dw, arena):
-        if "gain" in dw:
-            gain = dw["gain"]
-            self.ops.rms_norm_backward_weight(pending, gain.array, gain.claim(), arena)
+                gradients = [arrays.get(name) for name in names]
+                self.product_backward_weight(pending, *gradients, adds, arena)
 
 
 class SwiGlu:
@@ -313,7 +294,7 @@ class SwiGlu:
 
 
 class Lookups(NamedTuple):
-    """The states of an embedding's lookups of tokens and of positions within documents."""
+    """The states of an embedding's lookups of tokens and of positions."""
 
     tokens: Any
     positions: Any
@@ -322,7 +303,7 @@ class Lookups(NamedTuple):
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    now        of the layer factory; positions begin anew at each document of `now.documents`
+    now        of the layer factory; `now.places` has the positions of tokens
     has_table  whether the vectors of positions, a second table, are added
     """
 
@@ -352,11 +333,11 @@ class Embedding:
         return (*shape, self.width)
 
     def forward(self, w, x, arena):
-        documents = self.now.documents
-        if documents is None or not self.has_table:
+        places = self.now.places
+        if places is None or not self.has_table:
             return self.ops.embedding(x, w["tokens"], w.get("positions"), arena)
         y, saved = self.ops.embedding(x, w["tokens"], None, arena)
-        return y, Lookups(saved, self._add_positions(w, y, documents.positions, arena))
+        return y, Lookups(saved, self._add_positions(w, y, places.own, arena))
 
     def forward_next(self, w, x, past, arena):
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
@@ -410,7 +391,7 @@ class Attention:
     kv_heads  number of key and value heads on this rank, G
     every     number of query heads on all ranks
     drop      dropout of the probabilities, or None
-    now       of the layer factory; a query sees no key of another document of `now.documents`
+    now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
     """
 
@@ -440,11 +421,11 @@ class Attention:
         return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
 
     def forward(self, w, x, arena):
-        width, documents = self._width(x.shape), self.now.documents
+        width, places = self._width(x.shape), self.now.places
         if self.rotary:
-            x = self._turned(x, 1, documents and documents.positions, arena)
+            x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
-        starts = () if documents is None else (documents.starts,)
+        starts = () if places is None else (places.starts,)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
@@ -467,8 +448,8 @@ class Attention:
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
         if self.rotary:
-            documents = self.now.documents
-            self._turned(dx, -1, documents and documents.positions, arena, dx)
+            places = self.now.places
+            self._turned(dx, -1, places and places.positions, arena, dx)
         return dx, None
 
     def _turned(self, x, direction, positions, arena, out=None):
@@ -513,9 +494,7 @@ class Plain:
     """
 
     _embedding: type[Embedding] = Embedding
-    _norm: type[LayerNorm] = LayerNorm
-    _rms_norm: type[RmsNorm] = RmsNorm
-    _attention: type[Attention] = Attention
+    _norm: type[Norm] = Norm
     _column: type[Linear] = FusedLinear
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
@@ -533,10 +512,11 @@ class Plain:
         """The first argument of the layers' classes."""
         return self.ops
 
-    def row_numbers(self, shape: Sequence[int]) -> range:
+    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
 
-        Rows are samples, or the tokens of sequences, counted from the first row of the batch.
+        Rows are samples, or the tokens of sequences, counted from the first row of the batch. It is
+        a range, but with layout.cp, where this rank has a run of tokens of each row.
         """
         return self.now.numbers(math.prod(shape[:-1]))
 
@@ -549,13 +529,13 @@ class Plain:
             self._source, vocab, context, width, normal(0.02), self.now, positions
         )
 
-    def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
+    def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
         return self._norm(self._source, width, epsilon)
 
-    def rms_norm(self, width: int, epsilon: float = 1e-5) -> RmsNorm:
+    def rms_norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
-        return self._rms_norm(self._source, width, epsilon)
+        return self._norm(self._source, width, epsilon, False)
 
     def swiglu(self) -> SwiGlu:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
@@ -651,8 +631,11 @@ class Plain:
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._attention(self._source, heads, shared, drop, self.now, rotary)
+        attention = self._heads(heads, shared, drop, self.now, rotary)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
+
+    def _heads(self, *arguments: Any) -> Attention:
+        return Attention(self.ops, *arguments)
 
     def column_linear(
         self,

@@ -382,6 +382,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "run.inject=", "batch.micro_batches=0", f"batch.size={rows}"]
+    anew.append("device.passes=auto")  # This machine may have no compiler.
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)

@@ -202,6 +202,11 @@ class Planner:
     """
 
     def __init__(self, config: Config, hosts: Sequence[str], rate: float = 0, limit: float = 0):
+        if config.layout.cp > 1:
+            raise ConfigError(
+                f"plan layout predicts layouts without context parallelism, but layout.cp is {config.layout.cp}.",
+                "Leave out --cp.",
+            )
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job, self._source, self._units = alone(alone_config, hosts[:1])
         self._config, self._hosts = self._job.config, hosts

@@ -31,6 +31,7 @@ def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     assert activations == (2 * len(measured), 2 * len(measured))
     assert sent[0] == sent[1] and (ranks == 1 or layout or sent[1] > 10)
     assert found["recomputation"].smaller < 1 < found["mixed precision"].smaller
+    assert found["larger batch"].smaller > 1 > found["another optimizer"].smaller
     assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
 
 
@@ -55,7 +56,19 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
 @pytest.mark.parametrize(
     "ranks, settings, absent",
     [
-        (1, TINY, {"ZeRO 1", "ZeRO 2", "ZeRO 3", "overlap", "wire int8", "sequence parallelism"}),
+        (
+            1,
+            TINY,
+            {
+                "ZeRO 1",
+                "ZeRO 2",
+                "ZeRO 3",
+                "overlap",
+                "wire int8",
+                "sequence parallelism",
+                "context parallelism",
+            },
+        ),
         (
             2,
             [*TINY, "layout.pp=2", "pipeline.schedule=gpipe"],
@@ -66,9 +79,10 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
             [*TINY, "replication.mode=master"],
             {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
         ),
-        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
+        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism", "context parallelism"}),
+        (3, TINY, {"context parallelism", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
-        (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer"}),
+        (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
         (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),
         (2, [*TINY, "replication.wire=fp16"], {"wire int8"}),
     ],
