@@ -259,7 +259,8 @@ class Planner:
 
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
         """Return the error with which `train` would refuse a layout."""
-        given = Given(layout.of(self._config), [*self._job.gpus], "", RunLocation())
+        config = layout.of(self._config)
+        given = Given(config, [*self._job.gpus], "", RunLocation(), config.device.passes)
         try:
             resolve_here(given, self._hosts)
         except ConfigError as error:

@@ -39,7 +39,7 @@ def test_memory_and_flops_are_those_that_a_job_counts(layout, kind):
     predicted, counted = plan.predict(layout), count(layout.of(given))
     stages = [stage.step for stage in counted.stages]
     peak = counted.state + max(step.peak for step in stages)
-    assert predicted.nbytes == pytest.approx(peak, rel=0.02)
+    assert predicted.nbytes == pytest.approx(peak, rel=0.03)
     assert predicted.computing == pytest.approx(max(step.flops for step in stages) / RATE)
 
 
