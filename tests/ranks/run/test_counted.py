@@ -10,6 +10,8 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
+pytestmark = pytest.mark.counted
+
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
 LAYOUTS = {
     "one rank": (1, []),
