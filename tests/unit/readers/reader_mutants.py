@@ -1,6 +1,7 @@
 """Removes the checks of the readers one at a time, and asks whether a damaged file notices.
 
-`python -m tests.unit.readers.reader_mutants [reader ...]` says of each removed check whether a test turned red; some minutes on two cores.
+`python -m tests.unit.readers.reader_mutants [reader ...]` says of each removed check whether a test
+turned red; some minutes on two cores.
 """
 
 import ast
