@@ -1,22 +1,33 @@
 """A trainer's checkpoints in one call each."""
 
 from mpitrain.run.checkpoint import loading, saving
+from mpitrain.run.checkpoint.manifest import Manifest
+
+
+def publish(*arguments):
+    """Write one in the step; arguments of `saving.begin`. Returns its path."""
+    save = saving.begin(*arguments)
+    save.wait()
+    return save.path
 
 
 def save(folder, trainer, done, keep):
     """Write one as a run does."""
     trainer.sync_parameters()
-    return saving.save(
+    return publish(
         folder,
         trainer.replication.kept(),
         trainer.storage,
         trainer.transport,
         trainer.backend,
-        done,
-        trainer.resolved.axes._asdict(),
-        trainer.replication.step_end.skips.scalars(),
+        manifest(trainer, done),
         keep,
-    ).path
+    )
+
+
+def manifest(trainer, done, **more):
+    axes = trainer.resolved.axes.sizes
+    return Manifest(done, axes, trainer.replication.step_end.skips.scalars(), **more)
 
 
 def load(path, trainer):
@@ -28,7 +39,7 @@ def load(path, trainer):
         trainer.storage,
         trainer.transport,
         trainer.backend,
-        trainer.resolved.axes._asdict(),
+        trainer.resolved.axes.sizes,
     )
     trainer.replication.restore(found.manifest.scalars)
     return found

@@ -13,6 +13,7 @@ import click
 from mpitrain.cli.generate import readable, sampling_options
 from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes
 from mpitrain.cli.session import MOST, configured_of, mpi_session
+from mpitrain.cli.terminal.output import output_columns
 
 RESET, EXIT = "/reset", "/exit"
 """The lines that begin a new conversation, and end the chat: `launch` passes no Ctrl-D on."""
@@ -53,7 +54,8 @@ def command(
     """Talk with a model that was trained on conversations, in the terminal.
 
     A line is what you say, in the template of the run. /reset begins a new conversation. Ctrl-C
-    ends an answer, Ctrl-D or /exit the chat. If model.context is full, the oldest turns leave.
+    ends an answer, Ctrl-D or /exit the chat; under `launch`, Ctrl-C or /exit does. If model.context
+    is full, the oldest turns leave.
     """
     configured = configured_of(run, changes((), **options))
     with mpi_session(kind=lambda: configured().device.kind) as transport:
@@ -87,7 +89,7 @@ def _line() -> str | None:
     """Return the next line of the user; None at the end of the input."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "")
+            return input("> " if sys.stdin.isatty() or output_columns() else "")
         except KeyboardInterrupt:
             print(flush=True)
         except EOFError:

@@ -65,7 +65,7 @@ OWN_DEVICE = click.option(
 GEMM = click.option(
     "--gemm",
     metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+    help="Matrix products on a GPU: tiled (our kernels), 3xtf32 (float32 on tensor cores) or library (cuBLAS).",
 )
 ALGORITHM = click.option(
     "--algorithm",

@@ -54,10 +54,23 @@ def delay_s(delays: Sequence[Delay], rank: int, *drawn_from: int) -> float:
     )
 
 
-POINTS = ("start", "step", "forward", "backward", "save", "evaluation", "end")
+IN_THREAD = ("thread", "publish")
+"""The points in the thread that saves, where no message may be sent; publish is on rank 0 alone."""
+POINTS = (
+    "start",
+    "step",
+    "forward",
+    "backward",
+    "save",
+    "snapshot",
+    *IN_THREAD,
+    "evaluation",
+    "end",
+)
 """Points of a run at which a failure can happen, in the order of their first passage."""
-OUTSIDE_PASSES = ("start", "step", "save", "evaluation", "end")
-"""The points outside of forwards and backwards."""
+MAY_SEND = tuple(point for point in POINTS if point not in IN_THREAD)
+OUTSIDE_PASSES = ("start", "step", "save", "snapshot", "evaluation", "end")
+"""The points outside of forwards and backwards, and of that thread."""
 
 
 class FailureKind(NamedTuple):
@@ -82,8 +95,10 @@ KINDS = {
     "raise": FailureKind("an exception"),
     "oom": FailureKind("MemoryError"),
     "disk": FailureKind("from now on no file of this rank can grow"),
-    "deadlock": FailureKind("this rank and the next one wait for a message of each other", ranks=2),
-    "mismatch": FailureKind("one barrier more than the other ranks", ranks=2),
+    "deadlock": FailureKind(
+        "this rank and the next one wait for a message of each other", ("step", *MAY_SEND), 2
+    ),
+    "mismatch": FailureKind("one barrier more than the other ranks", ("step", *MAY_SEND), 2),
     "lose": FailureKind("the next message is never sent", ("step", *OUTSIDE_PASSES), 2),
     "nan": FailureKind("the first element of a gradient becomes NaN", ("backward",)),
     "bitflip": FailureKind("one bit of the first element of a gradient changes", ("backward",)),
@@ -138,6 +153,11 @@ def check_injection(text: str, ranks: int, steps: int) -> None:
             f"run.inject {failure.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is "
             f"{failure.point}.",
             "Leave the point out, or name one of these behind the step.",
+        )
+    if failure.point == "publish" and failure.rank:
+        raise ConfigError(
+            f"Rank 0 publishes checkpoints, but run.inject names rank {failure.rank} at publish.",
+            f"Write {failure.kind}:0@{failure.step}:publish.",
         )
     if (failure.step == 0) != (failure.point == "start"):
         raise ConfigError(

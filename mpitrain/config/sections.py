@@ -55,7 +55,8 @@ class Section(BaseModel):
         to 1.
         """
         choices = getattr(cls.model_fields[info.field_name or ""].annotation, "__args__", ())
-        if isinstance(value, bool | float) and value in choices:
+        is_choice = any(value is choice for choice in choices)
+        if isinstance(value, bool | float) and value in choices and not is_choice:
             raise PydanticKnownError("int_type")
         return value
 
@@ -138,6 +139,12 @@ class Run(Section):
         ge=0,
         description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
     )
+    max_hours: float = Field(
+        0.0,
+        ge=0,
+        description="hours of this start, before the end of which the run saves a checkpoint and stops with exit code 85, as "
+        "before the time limit of a batch job; 0: there is no such end",
+    )
     digest_every: int = Field(
         0,
         ge=0,
@@ -156,7 +163,8 @@ class Run(Section):
         pattern=INJECTION,
         description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, segfault, stop, exit, "
         "_exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It happens once, from this step on; step 0 is the "
-        "start. POINT is step, forward, backward, save, evaluation or end. A resumed run does not take it over. Empty: none",
+        "start. POINT is step, forward, backward, save, snapshot, thread, publish, evaluation or end. A resumed run does not "
+        "take it over. Empty: none",
     )
     stall_seconds: float = Field(
         600.0,
@@ -267,8 +275,16 @@ class Model(Section):
         ge=0,
         description="llama: number of heads of keys and values, which model.heads shares; 0: as many",
     )
+    qkv_bias: bool = Field(
+        False, description="llama: queries, keys and values have biases, as in Qwen2"
+    )
     theta: float = Field(
         10_000.0, gt=1, description="llama: base of the angles of rotary positions"
+    )
+    rope_scaling: list[float] = Field(
+        [],
+        description="llama: factor, low and high frequency factors and earlier context of the scaled rotary positions of "
+        "Llama 3, such as [32, 1, 4, 8192]; []: not scaled",
     )
     context: int = Field(128, ge=1, description="tokens in one sequence")
     tied: bool = Field(
@@ -704,6 +720,16 @@ class Checkpoint(Section):
         False,
         description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
     )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="steps between checkpoints that stay for ever, a multiple of checkpoint.every; 0: none does",
+    )
+    background: Literal["auto", True, False] = Field(
+        "auto",
+        description="copy the state between two steps, and write the copies in a thread while the steps go on; auto: from 1 MiB "
+        "a rank on, if the memory has room for the copies. A save that is due while a thread still writes is skipped",
+    )
 
 
 class Device(Section):
@@ -719,18 +745,20 @@ class Device(Section):
         description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
         "query MPI and run a self-test",
     )
-    gemm: Literal["tiled", "library"] = Field(
+    gemm: Literal["tiled", "3xtf32", "library"] = Field(
         "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy). "
+        "3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact as float32",
     )
-    passes: Literal["numpy", "compiled"] = Field(
-        "numpy",
-        description="LayerNorm and GELU on cpu. numpy: passes of NumPy. compiled: fused passes in "
-        "C++, which g++ or zig compiles at the first start on a machine; equal to rounding",
+    passes: Literal["auto", "compiled", "numpy"] = Field(
+        "auto",
+        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
+        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(
         "",
-        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        description="gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
         "tiles by a cost model of this GPU",
     )
 

@@ -77,16 +77,6 @@ class Config(Section):
                 f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
                 "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
             )
-        if self.device.passes == "compiled" and self.device.kind in ("cuda", "cuda-sim"):
-            raise ConfigError(
-                f"Compiled passes run on the host, but device.kind is {self.device.kind}.",
-                "Set device.passes to numpy, or device.kind to cpu.",
-            )
-        if self.device.passes == "compiled" and self.precision.compute == "float64":
-            raise ConfigError(
-                "Compiled passes compute float32, but precision.compute is float64.",
-                "Set device.passes to numpy, or precision.compute to float32.",
-            )
         if self.device.kind in ("cuda", "cuda-sim") and self.memory.attention == "whole":
             raise ConfigError(
                 f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
@@ -99,6 +89,14 @@ class Config(Section):
                 "or data.attend to window.",
             )
         every = self.run.eval_every
+        keep_every, saves = self.checkpoint.keep_every, self.checkpoint.every
+        if keep_every and (not saves or keep_every % saves):
+            raise ConfigError(
+                f"checkpoint.keep_every {keep_every} must be a multiple of checkpoint.every {saves}.",
+                "Set checkpoint.keep_every to a multiple, or to 0."
+                if saves
+                else "Set checkpoint.every, too.",
+            )
         if (self.run.patience and every < 1) or (self.checkpoint.best and every < 0):
             raise ConfigError(
                 f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",
@@ -191,7 +189,8 @@ def keys() -> Iterator[ConfigKey]:
                 if hasattr(bound, attribute)
             ]
             kind = type(choices[0]).__name__ if choices else key.annotation.__name__
-            allowed = " | ".join(map(str, choices)) if choices else ", ".join(bounds)
+            texts = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+            allowed = " | ".join(texts) if choices else ", ".join(bounds)
             is_basic = name in field.annotation.basic
             yield ConfigKey(
                 f"{section}.{name}", kind, key.default, allowed, key.description, is_basic

@@ -105,20 +105,19 @@ class Format(NamedTuple):
 
     help     words for the help of `mpitrain export --to`
     weights  name of the safetensors file, without the suffix
-    is_own   (names of a folder's files) -> whether the folder is of this kind
+    file     name of the file with the configuration, which only such folders have
     keys     (folder) -> {section.key: value}, as its configuration determines them; no tensor is
              read
     read     (folder) -> the model in it; raises CheckpointError if it is damaged, or of a model
              that mpitrain does not have
     write    (model) -> the contents of a new folder; raises ConfigError for a model that this
              format cannot express
-    models   values of model_type in config.json: a folder with such a value is of this kind, if
-             `is_own` says so; empty: with any value that no other row names
+    models   if other formats have such a file, too: the values of model_type in it
     """
 
     help: str
     weights: str
-    is_own: Callable[[Sequence[str]], bool]
+    file: str
     keys: Callable[[Path], Mapping[str, Any]]
     read: Callable[[Path], Initial]
     write: Callable[[Trained], FolderContents]

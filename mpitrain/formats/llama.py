@@ -1,50 +1,68 @@
-"""Llama folders of HuggingFace: tensor names and keys of config.json, and their counterparts here.
+"""Llamas of HuggingFace's transformers: their tensors and keys of config.json, and ours.
 
-    name here                        names in LlamaForCausalLM, below model.layers.0.
-    blocks.0.attention.norm.gain     input_layernorm.weight
-    blocks.0.attention.qkv.weight    self_attn.q_proj.weight, k_proj, v_proj: one after another
-    blocks.0.attention.out.weight    self_attn.o_proj.weight
-    blocks.0.mlp.norm.gain           post_attention_layernorm.weight
-    blocks.0.mlp.up.weight           mlp.gate_proj.weight, up_proj: one after another
-    blocks.0.mlp.down.weight         mlp.down_proj.weight
-
-    embedding.tokens                 model.embed_tokens.weight
-    head.norm.gain                   model.norm.weight
-    head.logits.weight               lm_head.weight; a tied head has no tensor of its own
-
-All shapes are (outputs, inputs), as ours. Folders of mistral without sliding windows have the same
-names; smollm says llama.
+model_type is llama (as SmolLM has), mistral or qwen2; the last has biases of queries, keys and
+values. A tied head has no tensor of its own.
 """
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.config import Model
-from mpitrain.errors import ConfigError
-from mpitrain.formats import folder as folders
-from mpitrain.formats.folder import (
-    CONFIGURATION,
-    FolderContents,
-    Format,
-    Initial,
-    ModelType,
-    Trained,
-    check_float,
-    configuration,
-    json_text,
-    refusing,
+from mpitrain.formats.architecture import (
+    HEAD,
+    THEIR_HEAD,
+    Architecture,
+    Size,
+    TensorRow,
+    check_heads,
+    check_only,
+    format_of_architecture,
 )
-from mpitrain.formats.gpt2 import HEAD, THEIR_HEAD, is_own
-from mpitrain.formats.safetensors_files import Located
-from mpitrain.formats.tensors import AnyTensor, JoinedTensor, RowsOfTensor, StoredTensor
+from mpitrain.formats.folder import CONFIGURATION, ModelType
 
-WEIGHTS, MODEL_TYPES = "model", ("llama", "mistral")
-WINDOW = "sliding_window"
-Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+        "use_sliding_window": False,
+    },
+}
+"""{model_type: defaults of its configuration in transformers that differ from LlamaConfig's}."""
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys of scaled positions, in the order of model.rope_scaling."""
+
+
+class Rope(BaseModel):
+    """Rotary positions, of rope_parameters or of its earlier form rope_scaling."""
+
+    model_config = ConfigDict(strict=True)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(gt=1)] | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: Size | None = None
+
+    @property
+    def scaling(self) -> list[float]:
+        """The value of model.rope_scaling; ValueError for another kind of scaling than llama3."""
+        kind = self.rope_type or self.type or "default"
+        check_only("rope_type", kind, ["default", "llama3"])
+        values = [getattr(self, key) for key in SCALING]
+        if kind == "llama3" and None in values:
+            raise ValueError(
+                f"{CONFIGURATION} has a rope_type llama3 without {SCALING[values.index(None)]}"
+            )
+        return [float(value) for value in values] if kind == "llama3" else []
 
 
 class LlamaConfiguration(ModelType):
@@ -60,190 +78,57 @@ class LlamaConfiguration(ModelType):
     max_position_embeddings: Size = 2048
     rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-6
     rope_theta: Annotated[float, Field(gt=1)] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    use_sliding_window: bool = True
     quantization_config: Any = None
 
-    @property
-    def theta(self) -> float:
-        """The base of the angles, which transformers 5 has in rope_parameters."""
-        return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta or 10_000.0))
+
+TENSORS = (
+    TensorRow("embedding.tokens", "embed_tokens.weight", "VC"),
+    TensorRow("blocks.#.attention.norm.gain", "layers.#.input_layernorm.weight", "C"),
+    TensorRow("blocks.#.attention.qkv.weight:q", "layers.#.self_attn.q_proj.weight", "CC"),
+    TensorRow("blocks.#.attention.qkv.weight:k", "layers.#.self_attn.k_proj.weight", "GC"),
+    TensorRow("blocks.#.attention.qkv.weight:v", "layers.#.self_attn.v_proj.weight", "GC"),
+    TensorRow("blocks.#.attention.qkv.bias:q", "layers.#.self_attn.q_proj.bias", "C"),
+    TensorRow("blocks.#.attention.qkv.bias:k", "layers.#.self_attn.k_proj.bias", "G"),
+    TensorRow("blocks.#.attention.qkv.bias:v", "layers.#.self_attn.v_proj.bias", "G"),
+    TensorRow("blocks.#.attention.out.weight", "layers.#.self_attn.o_proj.weight", "CC"),
+    TensorRow("blocks.#.mlp.norm.gain", "layers.#.post_attention_layernorm.weight", "C"),
+    TensorRow("blocks.#.mlp.up.weight:gate", "layers.#.mlp.gate_proj.weight", "HC"),
+    TensorRow("blocks.#.mlp.up.weight:up", "layers.#.mlp.up_proj.weight", "HC"),
+    TensorRow("blocks.#.mlp.down.weight", "layers.#.mlp.down_proj.weight", "CH"),
+    TensorRow("head.norm.gain", "norm.weight", "C"),
+    TensorRow(HEAD, THEIR_HEAD, "VC"),
+)
 
 
-ONLY: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
-}
-"""Keys of config.json, and the only value of each that mpitrain's model supports."""
-
-
-class FolderPart(NamedTuple):
-    """A tensor of a folder: the rows of one of ours that it has."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-def counterparts(keys: Model, vocabulary: int) -> Iterator[tuple[str, list[FolderPart]]]:
-    """Yield each tensor of a Llama, in the order of the model: (our name, its parts)."""
-    width, hidden = keys.width, keys.hidden_units
-    shared = width // keys.heads * (keys.kv_heads or keys.heads)
-    yield "embedding.tokens", [FolderPart("model.embed_tokens.weight", (vocabulary, width))]
-    for block in range(keys.layers):
-        at, own = f"model.layers.{block}.", f"blocks.{block}."
-        rows = {"q": width, "k": shared, "v": shared}
-        yield f"{own}attention.norm.gain", [FolderPart(f"{at}input_layernorm.weight", (width,))]
-        yield (
-            f"{own}attention.qkv.weight",
-            [FolderPart(f"{at}self_attn.{n}_proj.weight", (rows[n], width)) for n in rows],
-        )
-        yield (
-            f"{own}attention.out.weight",
-            [FolderPart(f"{at}self_attn.o_proj.weight", (width, width))],
-        )
-        yield f"{own}mlp.norm.gain", [FolderPart(f"{at}post_attention_layernorm.weight", (width,))]
-        yield (
-            f"{own}mlp.up.weight",
-            [FolderPart(f"{at}mlp.{n}_proj.weight", (hidden, width)) for n in ("gate", "up")],
-        )
-        yield f"{own}mlp.down.weight", [FolderPart(f"{at}mlp.down_proj.weight", (width, hidden))]
-    yield "head.norm.gain", [FolderPart("model.norm.weight", (width,))]
-    if not keys.tied:
-        yield HEAD, [FolderPart(THEIR_HEAD, (vocabulary, width))]
-
-
-def keys(folder: Path) -> dict[str, Any]:
-    with refusing(folder):
-        return _keys(_configuration(folder))
-
-
-def read(folder: Path) -> Initial:
-    with refusing(folder):
-        config = _configuration(folder)
-        files, located = folders.tensors(folder, WEIGHTS)
-        determined = _keys(config)
-        model = {key.removeprefix("model."): v for key, v in determined.items() if "model." in key}
-        tensors = _matched(Model(**model), config.vocab_size, dict(located))
-    return Initial(folder, determined, tensors, [CONFIGURATION, *files])
-
-
-def _matched(keys: Model, vocabulary: int, left: dict[str, Located]) -> dict[str, AnyTensor]:
-    """Return {our name: tensor}; ValueError if a tensor is missing, unknown or of a wrong shape."""
-    matched: dict[str, AnyTensor] = {}
-    for ours, parts in counterparts(keys, vocabulary):
-        stored = []
-        for name, shape in parts:
-            if name not in left:
-                raise ValueError(f"it has no tensor {name}, which {CONFIGURATION} asks for")
-            check_float(name, tensor := left.pop(name))
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name!a} has the shape {tensor.shape}, but {CONFIGURATION} asks for {shape}"
-                )
-            stored.append(StoredTensor(tensor))
-        matched[ours] = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
-    left.pop(THEIR_HEAD, None)  # A tied head may be there as a copy.
-    if strange := sorted(name for name in left if not name.endswith("rotary_emb.inv_freq")):
-        raise ValueError(f"it has a tensor {strange[0]!a}, which no Llama has")
-    return matched
-
-
-def write(model: Trained) -> FolderContents:
-    keys, tensors = model.config.model, model.tensors
-    if keys.kind != "llama":
-        raise ConfigError(
-            f"A folder of kind llama has a model of kind llama, but model.kind is {keys.kind}.",
-            "Name another run.",
-        )
-    vocabulary = tensors["embedding.tokens"].shape[0]
-    renamed: dict[str, AnyTensor] = {}
-    for ours, parts in counterparts(keys, vocabulary):
-        first = 0
-        for name, shape in parts:
-            whole = tensors[ours]
-            rows = range(first, first + shape[0])
-            renamed[name] = whole if len(parts) == 1 else RowsOfTensor(whole, rows)
-            first += shape[0]
-    ends = model.separator if 0 <= model.separator < vocabulary else None
-    texts = {
-        CONFIGURATION: {**described(keys, vocabulary, ends), "dtype": model.dtype},
-        "generation_config.json": {
-            "_from_model_config": True,
-            "bos_token_id": ends,
-            "eos_token_id": ends,
-        },
-    }
-    return FolderContents(renamed, {name: json_text(content) for name, content in texts.items()})
-
-
-def described(keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
-    """Return the keys of config.json that describe a model.
-
-    ends  the token that ends a document, if there is one
-    """
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocabulary,
-        "hidden_size": keys.width,
-        "intermediate_size": keys.hidden_units,
-        "num_hidden_layers": keys.layers,
-        "num_attention_heads": keys.heads,
-        "num_key_value_heads": keys.kv_heads or keys.heads,
-        "max_position_embeddings": keys.context,
-        "rms_norm_eps": keys.epsilon,
-        "rope_theta": keys.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": keys.theta},
-        "tie_word_embeddings": keys.tied,
-        **{key: value for key, value in ONLY.items() if value is not None},
-        "bos_token_id": ends,
-        "eos_token_id": ends,
-    }
-
-
-def _configuration(folder: Path) -> LlamaConfiguration:
-    config = configuration(folder, CONFIGURATION, LlamaConfiguration)
-    for key, value in ONLY.items():
-        _check(key, getattr(config, key), value)
-    for key in ("rope_scaling", "rope_parameters"):
-        named = getattr(config, key) or {}
-        _check(f"{key} of type", named.get("rope_type", named.get("type", "default")), "default")
-    # Its absence means 4,096 in a folder of mistral.
-    if config.model_type == "mistral" and WINDOW not in config.model_fields_set:
-        raise ValueError(f"{CONFIGURATION} has no {WINDOW}, but mpitrain has {WINDOW} null")
-    _check(WINDOW, config.sliding_window, None)
-    heads, width = config.num_attention_heads, config.hidden_size
-    if width % heads:
-        raise ValueError(
-            f"{CONFIGURATION} says num_attention_heads {heads}, which does not divide hidden_size {width}"
-        )
-    _check("head_dim", config.head_dim or width // heads, width // heads)
-    return config
-
-
-def _check(key: str, value: Any, only: Any) -> None:
-    if value != only:
-        raise ValueError(
-            f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(only)}"
-        )
-
-
-def _keys(config: LlamaConfiguration) -> dict[str, Any]:
+def keys(config: LlamaConfiguration) -> dict[str, Any]:
+    own = FAMILIES[config.model_type].items()
+    missing = {key: value for key, value in own if key not in config.model_fields_set}
+    config = config.model_copy(update=missing)
+    window = config.sliding_window if config.use_sliding_window else None
+    check_only("sliding_window", window, [None])
+    check_heads(config, "num_attention_heads", "hidden_size")
     heads, shared = config.num_attention_heads, config.num_key_value_heads
+    each = config.hidden_size // heads
+    check_only("head_dim", config.head_dim or each, [each])
+    ropes = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
+    thetas = [theta for theta in (*(rope.rope_theta for rope in ropes), config.rope_theta) if theta]
     return {
         "model.kind": "llama",
         "model.layers": config.num_hidden_layers,
         "model.width": config.hidden_size,
         "model.heads": heads,
         "model.kv_heads": 0 if shared in (None, heads) else shared,
-        "model.theta": config.theta,
+        "model.qkv_bias": config.model_type == "qwen2",
+        "model.theta": float(thetas[0]) if thetas else 10_000.0,
+        "model.rope_scaling": ropes[0].scaling if ropes else [],
         "model.context": config.max_position_embeddings,
         "model.tied": config.tie_word_embeddings,
         "model.hidden": config.intermediate_size,
@@ -252,6 +137,44 @@ def _keys(config: LlamaConfiguration) -> dict[str, Any]:
     }
 
 
-LLAMA = Format(
-    "a Llama of HuggingFace's transformers", WEIGHTS, is_own, keys, read, write, MODEL_TYPES
+def described(keys: Model) -> dict[str, Any]:
+    name, model_type = ("Qwen2", "qwen2") if keys.qkv_bias else ("Llama", "llama")
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if keys.rope_scaling:
+        rope = {"rope_type": "llama3", **dict(zip(SCALING, keys.rope_scaling, strict=True))}
+        rope[SCALING[-1]] = int(rope[SCALING[-1]])
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": model_type,
+        "hidden_size": keys.width,
+        "intermediate_size": keys.hidden_units,
+        "num_hidden_layers": keys.layers,
+        "num_attention_heads": keys.heads,
+        "num_key_value_heads": keys.kv_heads or keys.heads,
+        "max_position_embeddings": keys.context,
+        "rms_norm_eps": keys.epsilon,
+        "rope_theta": keys.theta,
+        "rope_parameters": {**rope, "rope_theta": keys.theta},
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        **({"use_sliding_window": False} if keys.qkv_bias else {"attention_bias": False}),
+    }
+
+
+LLAMA = Architecture(
+    kind="llama",
+    noun="Llama",
+    config=LlamaConfiguration,
+    only={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "quantization_config": (None,),
+    },
+    tensors=lambda keys: [row for row in TENSORS if keys.qkv_bias or ".bias:" not in row.ours],
+    keys=keys,
+    described=described,
+    prefix="model.",
+    buffers=r".*rotary_emb\.inv_freq",
 )
+FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA, tuple(FAMILIES))

@@ -2,20 +2,22 @@
 
     here                               in a PEFT folder
     blocks.0.attention.qkv.lora_A      base_model.model.transformer.h.0.attn.c_attn.lora_A.weight
+    blocks.0.attention.qkv.q.lora_A    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
     head.logits.lora_B                 base_model.model.lm_head.lora_B.weight
     lora.rank, lora.alpha              r, lora_alpha
     run.init_from                      base_model_name_or_path
 
-A (r, inputs) and B (outputs, r) have the same shapes in both. Adapters of q, k and v are written as
-one adapter of c_attn: its A has the rows of all three, and its B is 0 outside of their blocks. The
-file mpitrain.json has the digests of the base model; PEFT ignores this file.
+A (r, inputs) and B (outputs, r) have the same shapes in both. Of a GPT-2, adapters of q, k and v are
+written as one adapter of c_attn: its A has the rows of all three, and its B is 0 outside of their
+blocks. Of a Llama, an adapter of qkv or up is written as several, with the same A. The file
+mpitrain.json has the digests of the base model; PEFT ignores this file.
 """
 
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mpitrain.config import Model
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
+from mpitrain.formats.architecture import HEAD, Architecture
 from mpitrain.formats.folder import (
     FolderContents,
     Format,
@@ -35,15 +38,21 @@ from mpitrain.formats.folder import (
     json_text,
     refusing,
 )
-from mpitrain.formats.gpt2 import HEAD, layer_of, module_of
+from mpitrain.formats.gpt2 import GPT2
+from mpitrain.formats.llama import LLAMA
 from mpitrain.formats.safetensors_files import Located
-from mpitrain.formats.tensors import AnyTensor, StoredTensor, padded, stacked
+from mpitrain.formats.tensors import AnyTensor, RowsOfTensor, StoredTensor, padded, stacked
+
+ARCHITECTURES = {own.kind: own for own in (GPT2, LLAMA)}
+"""{model.kind: the names of its layers in transformers}."""
 
 WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitrain.json"
 PREFIX = "base_model.model."
 PAIR = ("lora_A", "lora_B")
 BASE_HEAD = f"{PREFIX}lm_head.base_layer.weight"
 """The frozen weight under an adapter of lm_head; PEFT saves a copy of it with the adapter."""
+Pair = tuple[slice, AnyTensor, AnyTensor]
+"""An adapter: rows of its weight, A and B."""
 
 
 Rank = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -110,10 +119,6 @@ class Record(BaseModel):
     version: Literal[1] = 1
 
 
-def is_own(names: Sequence[str]) -> bool:
-    return CONFIGURATION in names
-
-
 def keys(folder: Path) -> dict[str, Any]:
     with refusing(folder):
         return _keys(folder)[0]
@@ -147,13 +152,13 @@ def _keys(folder: Path) -> tuple[dict[str, Any], dict[str, AnyTensor], list[str]
                 f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {json.dumps(values[-1])}"
             )
     files, located = folders.tensors(folder, WEIGHTS)
-    tensors = _matched(located)
-    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    tensors, modules = _matched(located)
+    layers = sorted(modules)
     alphas, ranks = {}, {}
     for layer in layers:
+        module = modules[layer]
         if missing := [matrix for matrix in PAIR if f"{layer}.{matrix}" not in tensors]:
-            raise ValueError(f"it has no {missing[0]} of {PREFIX}{module_of(layer)}")
-        module = module_of(layer)
+            raise ValueError(f"it has no {missing[0]} of {PREFIX}{module}")
         ranks[layer] = rank = _of_module(config.rank_pattern, module, config.r)
         a, b = (tensors[f"{layer}.{matrix}"].shape for matrix in PAIR)
         if (a[0], b[1]) != (rank, rank):
@@ -187,57 +192,70 @@ def _of_module(pattern: Mapping[str, Any] | None, module: str, otherwise: Any) -
     return (pattern or {}).get(next(fitting, ""), otherwise)
 
 
-def _matched(located: Mapping[str, Located]) -> dict[str, StoredTensor]:
-    """Return {our name: tensor}; ValueError for one that belongs to no linear layer of a GPT-2."""
-    matched = {}
+def _matched(located: Mapping[str, Located]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return {our name: tensor} and {our layer: its module}; ValueError for another tensor."""
+    matched, modules = {}, {}
     for name, tensor in located.items():
         if name == BASE_HEAD:
             check_float(name, tensor)
             matched[HEAD] = StoredTensor(tensor)
             continue
         module, _, last = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        layer = layer_of(module)
+        layer = next(filter(None, (own.layer_of(module) for own in ARCHITECTURES.values())), "")
         is_known = name.startswith(PREFIX) and name.endswith(".weight") and last in PAIR
         if not is_known or not layer or len(tensor.shape) != 2:
-            raise ValueError(f"it has a tensor {name!a}, which is no adapter of a GPT-2's layer")
+            nouns = " or a ".join(own.noun for own in ARCHITECTURES.values())
+            raise ValueError(f"it has a tensor {name!a}, which is no adapter of a {nouns}'s layer")
         check_float(name, tensor)
-        matched[f"{layer}.{last}"] = StoredTensor(tensor)
-    if not matched:
-        raise ValueError("it has no tensor")
-    return matched
+        matched[f"{layer}.{last}"], modules[layer] = StoredTensor(tensor), module
+    if not modules:
+        raise ValueError("it has no adapter")
+    return matched, modules
 
 
 def write(model: Trained) -> FolderContents:
     config = model.config
-    if not config.lora.rank or config.model.kind != "gpt":
+    own = ARCHITECTURES.get(config.model.kind)
+    if not config.lora.rank or not own:
         raise ConfigError(
-            "A folder of kind peft has the adapters of a gpt, but this run has "
+            f"A folder of kind peft has the adapters of a {' or '.join(ARCHITECTURES)}, but this run has "
             f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
-            "Export it with --to gpt2, or a llama with --to llama --merge.",
+            "Export it with --to gpt2 or llama.",
         )
-    pairs = by_layer(model.tensors, config.model)
     tensors: dict[str, AnyTensor] = {}
     ranks = {}
-    for layer, own in pairs.items():
-        module = module_of(layer)
-        if not module:
+    for layer, pairs in by_layer(model.tensors, config.model).items():
+        adapters = _by_module(own, layer, pairs, config.model)
+        if not adapters:
             raise ConfigError(
-                f"A folder of kind peft has adapters of a GPT-2's layers, but {layer} is none.",
+                f"A folder of kind peft has adapters of a {own.noun}'s layers, but {layer} is none.",
                 "Name another run.",
             )
-        rows, a, b = own[0]
-        if rows != slice(None):
-            a, b = stacked(own, 3 * config.model.width)
-        ranks[module] = a.shape[0]
-        for name, tensor in zip(PAIR, (a, b), strict=True):
-            tensors[f"{PREFIX}{module}.{name}.weight"] = tensor
-    return FolderContents(tensors, _files(model, ranks))
+        for module, pair in adapters.items():
+            ranks[module] = pair[0].shape[0]
+            for name, tensor in zip(PAIR, pair, strict=True):
+                tensors[f"{PREFIX}{module}.{name}.weight"] = tensor
+    return FolderContents(tensors, _files(model, ranks, own.is_transposed))
 
 
-def by_layer(
-    tensors: Mapping[str, AnyTensor], model: Model
-) -> dict[str, list[tuple[slice, AnyTensor, AnyTensor]]]:
-    """Return {layer: its adapters}, each as (rows of the weight, A, B)."""
+def _by_module(
+    own: Architecture, layer: str, pairs: list[Pair], model: Model
+) -> dict[str, tuple[AnyTensor, AnyTensor]]:
+    """Return {module: A and B} of one of our layers, which may be several of theirs."""
+    rows, a, b = pairs[0]
+    if module := own.module_of(layer):
+        return {module: (a, b) if rows == slice(None) else stacked(pairs, 3 * model.width)}
+    return {
+        module: (a, b if rows == part else RowsOfTensor(b, part))
+        for region, part in _regions(model).items()
+        if (module := own.module_of(f"{layer}.{region}"))
+        for rows, a, b in pairs
+        if rows in (slice(None), part)
+    }
+
+
+def by_layer(tensors: Mapping[str, AnyTensor], model: Model) -> dict[str, list[Pair]]:
+    """Return {layer: its adapters}."""
     pairs, regions = defaultdict(list), _regions(model)
     for name, a in tensors.items():
         adapter, _, last = name.rpartition(".")
@@ -260,7 +278,7 @@ def _regions(model: Model) -> dict[str, slice]:
     return slices | {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}
 
 
-def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
+def _files(model: Trained, ranks: Mapping[str, int], is_transposed: bool) -> dict[str, bytes]:
     lora = model.config.lora
     rank = max(set(ranks.values()), key=list(ranks.values()).count)
     # A stacked adapter has the scale of its summands: alpha / r stays.
@@ -275,7 +293,7 @@ def _files(model: Trained, ranks: Mapping[str, int]) -> dict[str, bytes]:
             "lora_alpha": _whole(lora.alpha * rank / lora.rank),
             "lora_dropout": 0.0,
             "target_modules": sorted(ranks),
-            "fan_in_fan_out": True,
+            "fan_in_fan_out": is_transposed,
             "bias": "none",
             "rank_pattern": others,
             "alpha_pattern": {module: _whole(alphas[module]) for module in others},
@@ -290,4 +308,4 @@ def _whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-PEFT = Format("adapters of HuggingFace's peft", WEIGHTS, is_own, keys, read, write)
+PEFT = Format("adapters of HuggingFace's peft", WEIGHTS, CONFIGURATION, keys, read, write)

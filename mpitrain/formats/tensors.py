@@ -109,11 +109,11 @@ class RowsOfTensor(NamedTuple):
     """Some rows of another tensor."""
 
     of: "AnyTensor"
-    rows: range
+    rows: slice
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return len(self.rows), *self.of.shape[1:]
+        return self.rows.stop - self.rows.start, *self.of.shape[1:]
 
     @property
     def whole(self) -> Rectangle:

@@ -214,76 +214,55 @@ class Logits(Linear):
         self.product = ops.logits
 
 
-class LayerNorm:
-    """Layer normalisation, (x - mean) / standard deviation * gain + bias, over the last dim.
+class Norm:
+    """Normalisation of each row of the last dim, times a gain.
+
+    Layer normalisation subtracts the mean, divides by the standard deviation and adds a bias.
+    Without a mean, root mean square normalisation divides by the root of the mean square.
 
     gain, bias  (width,)
-    epsilon     added to the variance
+    epsilon     added to the variance, or to the mean square
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
     is_rowwise = True
 
-    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5):
-        self.ops, self.width, self.epsilon = ops, width, epsilon
+    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5, has_mean: bool = True):
+        self.width, self.epsilon, self.has_mean = width, epsilon, has_mean
+        self.product, self.product_backward_input, self.product_backward_weight = (
+            (ops.layer_norm, ops.layer_norm_backward_input, ops.layer_norm_backward_weight)
+            if has_mean
+            else (ops.rms_norm, ops.rms_norm_backward_input, ops.rms_norm_backward_weight)
+        )
 
     def parameters(self):
-        return [
-            Parameter("gain", (self.width,), ones, decayed=False),
-            Parameter("bias", (self.width,), zeros, decayed=False),
-        ]
+        gain = Parameter("gain", (self.width,), ones, decayed=False)
+        bias = Parameter("bias", (self.width,), zeros, decayed=False)
+        return [gain, bias] if self.has_mean else [gain]
 
     def output_shape(self, shape):
         return shape
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.layer_norm(flat_rows(x), w["gain"], w["bias"], self.epsilon, arena)
+        weights = (w["gain"], w["bias"]) if self.has_mean else (w["gain"],)
+        y, saved = self.product(flat_rows(x), *weights, self.epsilon, arena)
         return y.reshape(x.shape), saved
 
     def backward_input(self, w, dy, saved, arena, residual=None):
         residual = None if residual is None else flat_rows(residual)
-        dx, pending = self.ops.layer_norm_backward_input(
-            flat_rows(dy), w["gain"], saved, arena, residual
-        )
+        dx, pending = self.product_backward_input(flat_rows(dy), w["gain"], saved, arena, residual)
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending, dw, arena):
+        names = ("gain", "bias") if self.has_mean else ("gain",)
         written: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for name in ("gain", "bias"):
+        for name in names:
             if name in dw:
                 written[dw[name].claim()][name] = dw[name].array
         for adds, arrays in written.items():
             if arrays:
-                gradients = arrays.get("gain"), arrays.get("bias")
-                self.ops.layer_norm_backward_weight(pending, *gradients, adds, arena)
-
-
-class RmsNorm(LayerNorm):
-    """Root mean square normalisation, x / sqrt(mean of x^2 + epsilon) * gain, over the last dim.
-
-    gain  (width,)
-    """
-
-    is_rowwise = True  # is not inherited: `forward` is overridden
-
-    def parameters(self):
-        return [Parameter("gain", (self.width,), ones, decayed=False)]
-
-    def forward(self, w, x, arena):
-        y, saved = self.ops.rms_norm(flat_rows(x), w["gain"], self.epsilon, arena)
-        return y.reshape(x.shape), saved
-
-    def backward_input(self, w, dy, saved, arena, residual=None):
-        residual = None if residual is None else flat_rows(residual)
-        dx, pending = self.ops.rms_norm_backward_input(
-            flat_rows(dy), w["gain"], saved, arena, residual
-        )
-        return dx.reshape(dy.shape), pending
-
-    def backward_weight(self, pending, dw, arena):
-        if "gain" in dw:
-            gain = dw["gain"]
-            self.ops.rms_norm_backward_weight(pending, gain.array, gain.claim(), arena)
+                gradients = [arrays.get(name) for name in names]
+                self.product_backward_weight(pending, *gradients, adds, arena)
 
 
 class SwiGlu:
@@ -393,10 +372,14 @@ class Embedding:
 
 
 class Rotary(NamedTuple):
-    """Rotary positions: the base of the angles, and a bound of the positions."""
+    """Rotary positions: the base of the angles, a bound of the positions, and Llama 3's scaling:
+
+    factor, low and high frequency factors, and the earlier context.
+    """
 
     theta: float
     context: int
+    scaling: tuple[float, ...] = ()
 
 
 class Attention:
@@ -471,9 +454,7 @@ class Attention:
         """Return x with its queries and keys turned; positions are those of the tokens, or None."""
         rotary: Any = self.rotary
         heads, turned = self.heads + 2 * self.kv_heads, self.heads + self.kv_heads
-        return self.ops.rotate(
-            x, heads, turned, rotary.theta, rotary.context, direction, arena, positions, out
-        )
+        return self.ops.rotate(x, heads, turned, *rotary, direction, arena, positions, out)
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
@@ -511,8 +492,7 @@ class Plain:
     """
 
     _embedding: type[Embedding] = Embedding
-    _norm: type[LayerNorm] = LayerNorm
-    _rms_norm: type[RmsNorm] = RmsNorm
+    _norm: type[Norm] = Norm
     _attention: type[Attention] = Attention
     _column: type[Linear] = FusedLinear
     _row: type[Linear] = FusedLinear
@@ -547,13 +527,13 @@ class Plain:
             self._source, vocab, context, width, normal(0.02), self.now, positions
         )
 
-    def norm(self, width: int, epsilon: float = 1e-5) -> LayerNorm:
+    def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
         return self._norm(self._source, width, epsilon)
 
-    def rms_norm(self, width: int, epsilon: float = 1e-5) -> RmsNorm:
+    def rms_norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
-        return self._rms_norm(self._source, width, epsilon)
+        return self._norm(self._source, width, epsilon, False)
 
     def swiglu(self) -> SwiGlu:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""

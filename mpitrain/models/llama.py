@@ -5,6 +5,8 @@ Norms without a mean, rotary positions, heads that share keys and values, a gate
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+from collections.abc import Sequence
+
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
@@ -21,7 +23,9 @@ def llama(
     depth: int,
     hidden: int,
     kv_heads: int = 0,
+    qkv_bias: bool = False,
     theta: float = 10_000.0,
+    rope_scaling: Sequence[float] = (),
     tied: bool = False,
     epsilon: float = 1e-5,
 ) -> list[Unit]:
@@ -41,8 +45,13 @@ def llama(
         Hidden units of each MLP.
     kv_heads : int
         Heads of keys and values, which divide heads; 0: as many as heads.
+    qkv_bias : bool
+        Whether queries, keys and values have biases.
     theta : float
         Base of the angles of rotary positions.
+    rope_scaling : sequence of float
+        Llama 3's scaling of the angles: factor, low and high frequency factors, and the earlier
+        context. Empty: none.
     tied : bool
         Whether the head uses the token embedding as its weight.
     epsilon : float
@@ -50,12 +59,12 @@ def llama(
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
-    shared, rotary = kv_heads or heads, Rotary(theta, context)
+    shared, rotary = kv_heads or heads, Rotary(theta, context, tuple(rope_scaling))
     units = [Unit("embedding", layers.embedding(vocab, context, width, positions=False))]
     for block in range(depth):
         attention = Sequential(
             norm=layers.rms_norm(width, epsilon),
-            qkv=layers.qkv(width, heads, inner, shared, bias=False),
+            qkv=layers.qkv(width, heads, inner, shared, bias=qkv_bias),
             attention=layers.attention(width, heads, shared, rotary=rotary),
             out=layers.row_linear(width, width, onto_residual, bias=False),
         )

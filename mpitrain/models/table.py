@@ -68,7 +68,9 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         heads=keys.heads,
         depth=keys.layers,
         kv_heads=keys.kv_heads,
+        qkv_bias=keys.qkv_bias,
         theta=keys.theta,
+        rope_scaling=keys.rope_scaling,
         tied=keys.tied,
         hidden=keys.hidden_units,
         epsilon=keys.epsilon,
@@ -77,6 +79,13 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
 
 def _check_rotary(config: Config) -> None:
     model = config.model
+    scaling = model.rope_scaling or [1, 1, 2, 1]
+    if len(scaling) != 4 or min(scaling[0], scaling[3]) < 1 or not 0 < scaling[1] < scaling[2]:
+        raise ConfigError(
+            "model.rope_scaling has a factor from 1 on, a low frequency factor, a higher one and the earlier context, "
+            f"but is {scaling}.",
+            "Set it to [32, 1, 4, 8192], for example, or to [].",
+        )
     if (each := model.width // model.heads) % 2:
         raise ConfigError(
             f"Rotary positions turn pairs of channels, but a head has {each} of them.",
@@ -214,11 +223,12 @@ def check_model(config: Config) -> None:
             f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
             "Set layout.sequence_parallel to false.",
         )
-    if model.kv_heads and "kv_heads" not in row.split.split():
-        raise ConfigError(
-            f"model.kv_heads is {model.kv_heads}, but a model of kind {model.kind} has keys and values for each head.",
-            "Set model.kv_heads to 0, or model.kind to llama.",
-        )
+    for key in ("kv_heads", "qkv_bias", "rope_scaling"):
+        if getattr(model, key) and "kv_heads" not in row.split.split():
+            raise ConfigError(
+                f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
+                f"Leave out model.{key}, or set model.kind to llama.",
+            )
     _check_split(row, model, tp)
     for key, other in row.divides:
         count, of = getattr(model, key), getattr(model, other)

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.formats.gpt2 import module_of
+from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.layers.adapted import InputDropout, LowRank
 from mpitrain.layers.base import Unit
 from mpitrain.layers.chunked_logits import ChunkedHead
@@ -33,12 +33,15 @@ class Target(NamedTuple):
 
     def names(self) -> list[str]:
         """Return the full names of the target: ours, then those of Hugging Face."""
-        names = [self.layer]
-        if module := module_of(self.layer):
-            names.append(module)
+        names = [self.layer, *self._modules(self.layer)]
         if not self.region:
             return names
-        return [f"{name}.{own}" for name in names for own in (self.region, f"{self.region}_proj")]
+        joined = [f"{name}.{own}" for name in names for own in (self.region, f"{self.region}_proj")]
+        return joined + self._modules(joined[0])
+
+    @staticmethod
+    def _modules(layer: str) -> list[str]:
+        return [*filter(None, (own.module_of(layer) for own in ARCHITECTURES.values()))]
 
 
 def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:

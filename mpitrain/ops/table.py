@@ -133,7 +133,7 @@ attention_backward | gradient of attention | 3 | dq dkv | 4BTTHD
     dy:B,T,DH saved@attention|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv
 [layers: numbers]
 rotate | rotary positions of some heads | 1 | y
-    x:B,T,2HD heads=H turned=1 theta=100.0 context=T direction=1 -> y:B,T,2HD
+    x:B,T,2HD heads=H turned=1 theta=100.0 context=T scaling=(2,1,4,9) direction=1 -> y:B,T,2HD
 dropout | random zeros, plus a residual | 1 | y
     x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C
 [attention: numbers]

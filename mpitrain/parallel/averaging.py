@@ -48,7 +48,7 @@ class AveragedParameters(WholeParameters):
             storage.weights(self.average, self.frozen.flat) if self.mirror is None else self.weights
         )
         self.arrays.append(self.average)
-        self._sum_of_all = grid.dp.bind(self.average)
+        self._sum_of_all = grid.copies.bind(self.average)
         self.is_current = True
 
     def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
@@ -87,7 +87,7 @@ class SkippedByWorker(SkippedUpdates):
 
     def __init__(self, replica: ReplicationContext):
         super().__init__(replica.config.precision.compute)
-        self._workers: Group = replica.grid.dp
+        self._workers: Group = replica.grid.copies
 
     def scalars(self) -> dict[str, float]:
         """Return the skipped updates of each worker, and their mean; collective."""
@@ -316,7 +316,7 @@ class NeighbourAverage:
 
     def __init__(self, replica: ReplicationContext, store: AveragedParameters):
         self._store = store
-        transport, length = replica.grid.dp.transport, replica.storage.length
+        transport, length = replica.grid.copies.transport, replica.storage.length
         n, rank = transport.size, transport.rank
         with transport.recorder.called("parameters of a neighbour"):
             self._shifts = [
@@ -349,4 +349,4 @@ class NeighbourAverage:
 
 
 def gossip(replica: ReplicationContext) -> Replication:
-    return averaging(replica, NeighbourAverage, 1 / replica.grid.dp.size)
+    return averaging(replica, NeighbourAverage, 1 / replica.grid.copies.size)

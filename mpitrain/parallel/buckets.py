@@ -56,7 +56,7 @@ def bucket_bytes(replica: ReplicationContext) -> float:
     """Return the bytes of a bucket: as configured, or the best size for the replicas' hosts."""
     if replica.config.replication.bucket_mb:
         return 1e6 * replica.config.replication.bucket_mb
-    group, storage = replica.grid.dp, replica.storage
+    group, storage = replica.grid.copies, replica.storage
     hosts = group.transport.hosts
     if len(set(hosts)) == 1:
         return ON_GPUS if group.transport.allocates_on_device else WITHIN_A_HOST
@@ -144,7 +144,7 @@ class Buckets(LocalGradients):
         owned, counted  as in `LocalGradients`
         """
         super().__init__(replica, owned, counted)
-        config, wire, group = replica.config, replica.wire, replica.grid.dp
+        config, wire, group = replica.config, replica.wire, replica.grid.copies
         self._storage = storage = replica.storage
         self.members = group.transport.members
         self._overlap, self._dense_steps = config.replication.overlap, config.dense_steps
@@ -259,12 +259,12 @@ def all_reduce(replica: ReplicationContext) -> Replication:
     owned, grid = whole(replica.storage), replica.grid
     # The replicas divide the squaring evenly: each element is squared on one rank.
     shares = [
-        (start, share(stop - start, grid.coords.dp, grid.axes.dp))
+        (start, share(stop - start, grid.copies.rank, grid.copies.size))
         for start, stop, _ in counted_runs(replica)
     ]
     counted = [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
     store = WholeParameters(replica, owned)
-    reducer = Buckets(replica, common_buckets(replica), grid.dp.bind, owned, counted)
+    reducer = Buckets(replica, common_buckets(replica), grid.copies.bind, owned, counted)
     return Replication(replica, AgreeAndUpdate(replica, store, reducer), ReplicaRows(replica))
 
 

@@ -25,36 +25,51 @@ class Coords(NamedTuple):
     tp: int
     dp: int
     pp: int
+    cp: int = 0
 
 
 class Axes(NamedTuple):
     """The number of ranks along each axis, and the number of servers.
 
-    tp varies fastest with the rank, then dp, then pp. So the ranks of a tensor-parallel group,
+    tp varies fastest with the rank, then cp, dp and pp. So the ranks of a tensor-parallel group,
     which communicate most, share a host. The servers are the last ranks and have no coordinates.
+    dp divides the rows of a batch, and cp the tokens of each row. Over both, ranks have the same
+    parameters (`copies`), so gradients are summed and ZeRO shards over dp x cp.
     """
 
     tp: int = 1
     dp: int = 1
     pp: int = 1
     servers: int = 0
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp * self.pp + self.servers
+        return self.tp * self.copies * self.pp + self.servers
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that have the same parameters."""
+        return self.dp * self.cp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes as a checkpoint has them: cp is absent if it is 1, as in older checkpoints."""
+        return {axis: n for axis, n in self._asdict().items() if axis != "cp" or n > 1}
 
     def coords(self, rank: int) -> Coords:
         """Return the coordinates of a rank, which must not be a server."""
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
-        return Coords(tp, dp, pp)
+        return Coords(tp, dp, pp, cp)
 
 
 def axes(config: Config, ranks: int, servers: int) -> Axes:
     """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
     servers  number of the last ranks, which compute no rows
-    raises   ConfigError if ranks are not dp x tp x pp + servers, if a micro-batch would have no
+    raises   ConfigError if ranks are not dp x cp x tp x pp + servers, if a micro-batch would have no
              row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
     """
     layout = config.layout
@@ -100,16 +115,17 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
 
 
 def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
-    """Return the number of replicas in a ZeRO sharding group.
+    """Return the number of ranks in a ZeRO sharding group.
 
-    shard   "all": all replicas; "host": those of one host
+    shard   "all": all ranks that have the same parameters; "host": those of one host
     hosts   host of every rank, by rank
-    raises  ConfigError if hosts have different numbers of replicas
+    raises  ConfigError if hosts have different numbers of them
     """
     if shard == "all":
-        return axes.dp
+        return axes.copies
     replicas = Counter(
-        (axes.coords(rank)._replace(dp=0), hosts[rank]) for rank in range(axes.ranks - axes.servers)
+        (axes.coords(rank)._replace(dp=0, cp=0), hosts[rank])
+        for rank in range(axes.ranks - axes.servers)
     )
     if len(set(replicas.values())) > 1:
         counts = ", ".join(f"{count} on {host}" for (_, host), count in replicas.items())
@@ -121,7 +137,7 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
 
 
 def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
-    """Return whether all groups along dp are distributed over hosts in the same way.
+    """Return whether all groups along dp x cp are distributed over hosts in the same way.
 
     Only then do all these groups sum in the same order.
 
@@ -129,7 +145,7 @@ def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
     """
     groups: dict[Coords, list[str]] = {}
     for rank in range(axes.ranks - axes.servers):
-        groups.setdefault(axes.coords(rank)._replace(dp=0), []).append(hosts[rank])
+        groups.setdefault(axes.coords(rank)._replace(dp=0, cp=0), []).append(hosts[rank])
     return len({tuple(map(names.index, names)) for names in groups.values()}) == 1
 
 
@@ -138,8 +154,9 @@ class Grid:
     collective.
 
     world         all ranks
-    tp, dp, pp    the group along that axis: all ranks that share this rank's other two coordinates;
+    tp, pp        the group along that axis: all ranks that share this rank's other coordinates;
                   on a server, only itself
+    copies        the group along dp and cp together: all ranks with the same parameters
     servers       the group of the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does
@@ -177,18 +194,20 @@ class Grid:
         self._group_of = group_of
 
         def axis(others: int) -> Group:
-            """Return the group along one axis; `others` numbers the other two coordinates."""
+            """Return the group along some axes; `others` numbers the other coordinates."""
             group = self._along(axes.ranks + rank if self.is_server else others)
             assert group is not None
             return group
 
         self.world = group_of(transport)
-        self.tp = axis(here.dp + axes.dp * here.pp)
+        copy = here.cp + axes.cp * here.dp
+        self.tp = axis(copy + axes.copies * here.pp)
         self.tp.algorithm = tp_algorithm or algorithm
-        self.dp = axis(here.tp + axes.tp * here.pp)
+        self.copies = axis(here.tp + axes.tp * here.pp)
         if axes.tp > 1 and not lie_alike(axes, transport.hosts):
-            self.dp.algorithm = "ring"  # a ring's order of summation does not depend on the hosts
-        self.pp = axis(here.tp + axes.tp * here.dp)
+            # A ring's order of summation does not depend on the hosts.
+            self.copies.algorithm = "ring"
+        self.pp = axis(here.tp + axes.tp * copy)
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
 
@@ -215,7 +234,8 @@ class Grid:
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == stage_of[-1]
         for name, stages in sorted(tied.items()):
             is_holder = here.pp in stages and not self.is_server
-            group = self._along(here.tp + self.axes.tp * here.dp if is_holder else None)
+            color = here.tp + self.axes.tp * self.copies.rank
+            group = self._along(color if is_holder else None)
             if group is not None:
                 self.holders[name] = group
 
@@ -226,7 +246,7 @@ class Grid:
         agree on it.
         """
         for group in {
-            id(group): group for group in (self.tp, self.dp, *self.holders.values())
+            id(group): group for group in (self.tp, self.copies, *self.holders.values())
         }.values():
             algorithm = algorithm_table.ALL_REDUCE.get(group.algorithm)
             if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
@@ -242,7 +262,7 @@ class Grid:
                "host": the sharding group has the replicas of this host, so each host has a complete
                set of shards
         """
-        transport = self.dp.transport
+        transport = self.copies.transport
         here = transport.hosts[transport.rank]
         near = [rank for rank, host in enumerate(transport.hosts) if shard == "all" or host == here]
         dividing, alike = (
@@ -250,7 +270,7 @@ class Grid:
             self._along(near.index(transport.rank), transport),
         )
         assert dividing is not None and alike is not None
-        dividing.algorithm = alike.algorithm = self.dp.algorithm
+        dividing.algorithm = alike.algorithm = self.copies.algorithm
         return dividing, alike
 
     def counts(self, holders: str) -> bool:

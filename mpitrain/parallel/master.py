@@ -28,7 +28,7 @@ class BroadcastParameters(WholeParameters):
 
     def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
         super().__init__(replica, owned)
-        self._broadcast = replica.grid.dp.bind_broadcast(self.parameters, ROOT)
+        self._broadcast = replica.grid.copies.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # all ranks have the parameters of rank 0
 
     def open(self, unit: int, micro: int) -> Weights:
@@ -65,7 +65,7 @@ class MasterRows(ReplicaRows):
 
     def __init__(self, replica: ReplicationContext, store: BroadcastParameters):
         super().__init__(replica)
-        self._store, self._transport = store, replica.grid.dp.transport
+        self._store, self._transport = store, replica.grid.copies.transport
         self._is_root = self._transport.rank == ROOT
         with self._transport.recorder.called("rows"):
             self._rows_tag = self._transport.claim_tag()
@@ -192,7 +192,7 @@ def master(replica: ReplicationContext) -> Replication:
     rank r sends  S + L(r) + Y(r), and S for each child in the tree
     rank 0 holds  the logits of all rows of a micro-batch
     """
-    dp, storage = replica.grid.dp, replica.storage
+    dp, storage = replica.grid.copies, replica.storage
     owned = whole(storage) if dp.rank == ROOT else []
     store, bind = BroadcastParameters(replica, owned), partial(dp.bind_reduce, root=ROOT)
     reducer = Buckets(replica, common_buckets(replica), bind, owned, owned)

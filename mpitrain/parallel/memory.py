@@ -95,7 +95,7 @@ def sizes(
     shards  ranks of ZeRO's sharding group
     """
     one, two = (
-        Storage(units, config.precision.stored, axes.dp)
+        Storage(units, config.precision.stored, axes.copies)
         for units in (
             _described(config, depth, source, described(device.ops, config.layout))
             for depth in (1, 2)
@@ -140,7 +140,7 @@ def frozen_sizes(
     layers.itemsize = device.itemsize(config.precision.stored)
     every = _described(config, config.model.layers, source, layers)
     units = freeze(adapted(every, config.lora, layers), config.model.freeze)
-    storage = Storage(units, config.precision.stored, axes.dp)
+    storage = Storage(units, config.precision.stored, axes.copies)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
     return estimate._replace(

@@ -277,7 +277,7 @@ def sharded(replica: ReplicationContext, travelled: Travelled) -> float | None:
     grid, elements, storage = replica.grid, travelled(replica), replica.storage
     if elements is None:
         return None
-    n, hosts = grid.axes.dp, grid.world.transport.hosts
+    n, hosts = grid.axes.copies, grid.world.transport.hosts
     s = divisor(grid.axes, hosts, replica.config.replication.shard)
     summed, gathered = elements
     between = 2 * (n // s - 1) * storage.length / n

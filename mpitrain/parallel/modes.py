@@ -46,7 +46,7 @@ def _memory_of_servers(sizes: Sizes) -> float:
 
     Synchronous servers receive the workers' gradients in a separate buffer.
     """
-    master, (_, dp, _, _) = sizes.master, sizes.axes
+    master, dp = sizes.master, sizes.axes.dp
     workers = dp * (2 * master + sizes.mirror)
     frozen = dp * sizes.fixed
     arriving = 0 if _is_late(sizes.settings) else master

@@ -104,7 +104,7 @@ class GradientSums:
             arithmetic=arithmetic_of(device),
             arena=self.arena,
         )
-        self.group = self._grid.dp
+        self.group = self._grid.copies
         try:
             self._build(config, [one.shape for one in facts if one.is_trained])
         except MpitrainError:

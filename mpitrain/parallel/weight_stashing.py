@@ -113,7 +113,9 @@ class StageUpdate(AgreeAndUpdate):
         grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
         buckets, counted = common_buckets(replica), counted_runs(replica)
         store = StashedParameters(replica, every, versions)
-        super().__init__(replica, store, Buckets(replica, buckets, grid.dp.bind, owned, counted))
+        super().__init__(
+            replica, store, Buckets(replica, buckets, grid.copies.bind, owned, counted)
+        )
         world, self.every, self._stages = grid.world, every, grid.axes.pp
         stages, recorder = self._stages, self.recorder
         self._micro_batches = m = replica.config.batch.micro_batches
@@ -124,7 +126,7 @@ class StageUpdate(AgreeAndUpdate):
         self._sum_of_stage = grid.tp.bind(self._of_stage)
         # The number of ignored targets in an update, of all replicas.
         self._ignored = np.zeros(1)
-        self._sum_of_ignored = grid.dp.bind(self._ignored)
+        self._sum_of_ignored = grid.copies.bind(self._ignored)
         with recorder.called("the control message"):
             self._messages = [np.zeros(5) for _ in range(stages)]
             self._telling = [world.bind(message) for message in self._messages]

@@ -226,7 +226,7 @@ class ShardedGradients(GradientReducer):
         buckets = list(pieces)
         self._is_once, self._overlap = bool(replica.chunks), config.overlap
         self._exposed = replica.exposed
-        self.members: Sequence[int] = replica.grid.dp.transport.members
+        self.members: Sequence[int] = replica.grid.copies.transport.members
         self.shards = shards
         self.buffer = replica.device.backend.zeros(shards.length, storage.dtype)
         self.slots = slots = UnshardedBuffers(
@@ -261,7 +261,8 @@ class ShardedGradients(GradientReducer):
         self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
         self._totals = {bucket: shards.alike.bind(part) for bucket, part in self._sums.items()}
         self.engine = mover(
-            replica.grid.dp.transport, [*self._reductions.values(), *self._totals.values(), *others]
+            replica.grid.copies.transport,
+            [*self._reductions.values(), *self._totals.values(), *others],
         )
         # The key is the index of a full-size buffer. The flag says whether this is the step's last
         # micro-batch.
@@ -601,12 +602,14 @@ def scattered_once(replica: ReplicationContext, shards: Shards) -> Buckets:
     def bind(gradients: np.ndarray) -> Reduction:
         start, stop = chunk_bounds(gradients.size, shards.dividing.size)[shards.dividing.rank]
         scatter = shards.dividing.bind_reduce_scatter(gradients)
-        return Chain(replica.grid.dp.transport, (scatter, shards.alike.bind(gradients[start:stop])))
+        return Chain(
+            replica.grid.copies.transport, (scatter, shards.alike.bind(gradients[start:stop]))
+        )
 
     return Buckets(
         replica,
         shards.buckets,
-        replica.grid.dp.bind if replica.wire.name != "none" else bind,
+        replica.grid.copies.bind if replica.wire.name != "none" else bind,
         shards.owned,
         shards.counted(replica.grid),
     )

@@ -157,7 +157,7 @@ def build(
         if models:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
         checkpoint = loading.load(
-            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes._asdict()
+            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes.sizes
         )
     if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
@@ -381,6 +381,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "run.inject=", "batch.micro_batches=0", f"batch.size={rows}"]
+    anew.append("device.passes=auto")  # This machine may have no compiler.
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)

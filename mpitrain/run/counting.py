@@ -359,7 +359,7 @@ class Counter:
         job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks = self._body, self._chunks.chunks
         units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
-        storage = Storage(units, config.precision.stored, axes.dp)
+        storage = Storage(units, config.precision.stored, axes.copies)
         replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
         endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
@@ -402,7 +402,7 @@ class Counter:
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         for chunk in own(plan.stage_of, pp):
-            storage = Storage(chunks[chunk], config.precision.stored, axes.dp)
+            storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
             replica = Replica(
                 storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
             )
@@ -512,7 +512,7 @@ def bytes_needed(
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
-    tp, dp, pp = axes.coords(rank) if rank < workers else (0, 0, 0)
+    tp, dp, pp, _ = axes.coords(rank) if rank < workers else (0, 0, 0, 0)
     counter = Counter(job, source, units, tp)
     counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.

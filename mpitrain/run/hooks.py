@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.files import mend, opened
 from mpitrain.machine import process
 from mpitrain.machine.process import own_id
@@ -21,11 +21,12 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.protocol import StateBuffer, StepResult
 from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
-from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, drop_old
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
 from mpitrain.run.metrics import CLOSING, METRICS, Best, MetricsFile, ResumeInfo
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.run.resolve import RunLocation
 from mpitrain.run.slow_ranks import SlowRanks, alike
+from mpitrain.run.trainer import Trainer
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Watcher
 from mpitrain.trace.recorder import ROWS
@@ -36,6 +37,8 @@ SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
 OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
+WORTH_COPYING = 1 << 20
+"""Bytes of a rank from which checkpoint.background=auto saves in the background."""
 GROWING = 3
 """Number of steps after which the process has touched all of its memory."""
 
@@ -46,7 +49,8 @@ class RunState:
     source    the data, perhaps read ahead by a thread
     first     number of steps before this start
     limit     the time limit of the batch job
-    saved_at  the step of the newest checkpoint; None: there is none
+    saved_at  the step of the newest checkpoint, which may be on its way; None: there is none
+    save      the checkpoint that is on its way
     met_at    the last step after which the ranks saved or evaluated together
     steps     the last step; an evaluation may end the run before run.steps
     best      the best evaluation so far
@@ -71,15 +75,17 @@ class RunState:
         self.first, self.steps = job.step, self.config.run.steps
         self.source: Source = job.data
         exchange = mode_of(self.config).exchange(self.config.replication)
-        self.limit = TimeLimit(ends, before.checkpoint_s, exchange)
+        is_root = self.transport.rank == 0
+        seconds = 3600 * self.config.run.max_hours * is_root
+        self.limit = TimeLimit(ends, before.checkpoint_s, exchange, seconds)
         self._stop_requested = stop_requested
         self.saved_at = self.first if location.saved else None
+        self.save: saving.Save | None = None
         self.met_at, self.paused_s, self.peaks = -1, 0.0, [0]
         self.best = Best(*before.best)
         self.hooks: list[Hook] = []
         self.batch_name = self.recorder.name(ROWS)
         self._began = 0.0
-        is_root = self.transport.rank == 0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
     def begin(self, location: RunLocation) -> None:
@@ -106,9 +112,13 @@ class RunState:
         self.record(record)
 
     def asks(self) -> bool:
-        """Return whether this rank wants all ranks to stop."""
+        """Return whether this rank wants all ranks to stop.
+
+        One that could not write a checkpoint does: as they stop, all ranks learn of the failure.
+        """
         requested = self._stop_requested
-        return (requested is not None and requested()) or self.limit.is_near()
+        has_failed = self.save is not None and self.save.has_failed
+        return has_failed or (requested is not None and requested()) or self.limit.is_near()
 
     def reach(self, point: str, step: int) -> None:
         """Tell all hooks that the run has reached a point, as `Hook.reaches`."""
@@ -173,7 +183,9 @@ class Hook:
     def reaches(self, point: str, step: int) -> None:
         """Act at a point of the run.
 
-        point  what begins there: step, batch (one of a step), save, evaluation, digests or end
+        point  what begins there: step, batch (one of a step), save, evaluation, digests or end; in a
+               save that is copied also snapshot (the copies are made), and in its thread thread
+               (the files are written) and publish
         """
 
     def step_ends(self, step: int, outcome: StepResult) -> None:
@@ -311,71 +323,175 @@ class Digesting(Hook):
 
 
 class Saving(Hook):
-    """Saves checkpoints: every checkpoint.every steps, and where the run stops or ends."""
+    """Saves checkpoints: every checkpoint.every steps, and where the run stops or ends.
+
+    With checkpoint.background, and memory for copies, a thread writes what was copied between two
+    steps. A save that is due meanwhile is skipped. The last save of a run makes no copies.
+    """
 
     def __init__(self, run: RunState):
-        self._run = run
+        self._run, self._skipped = run, 0
+        self._best = run.best.step if run.config.checkpoint.best else -1
+        self._unrecorded: saving.Save | None = None
 
     def pause(self, step: int, stop: bool) -> bool:
-        every = self._run.config.checkpoint.every
-        if stop or step == self._run.steps or (every and step and step % every == 0):
+        run, every = self._run, self._run.config.checkpoint.every
+        self._record()
+        if stop or step == run.steps:
             self.save(step)
+        elif every and step and step % every == 0 and run.saved_at != step:
+            run.met_at = step
+            with run.recorder.pausing("checkpoint"):
+                # A checkpoint that stays for ever waits for the one before.
+                if not self._stays(step) and not self._is_over():
+                    self._skipped += 1
+                else:
+                    self._wait()
+                    self._begin(step, in_background=True)
         return stop
 
     def save(self, step: int) -> None:
-        """Save a checkpoint of this step, unless there is one."""
-        run, trainer, began = self._run, self._run.trainer, time.perf_counter()
+        """Save a checkpoint of this step, unless there is one; return when it is published."""
+        run = self._run
         run.met_at = step
-        if run.saved_at == step:
-            return
         with run.recorder.pausing("checkpoint"):
-            run.reach("save", step)
-            trainer.sync_parameters()
-            scalars = trainer.replication.step_end.skips.scalars()
-            saved = self._write(run.after(step), trainer.replication.kept(), scalars)
-        run.saved_at, seconds = step, time.perf_counter() - began
-        run.limit.saved(seconds)
+            self._wait()
+            if run.saved_at != step:
+                self._begin(step, in_background=False)
+                self._wait()
+
+    def keep_best(self, step: int) -> None:
+        """Save the step of the best evaluation; the checkpoint that was the best is then removed."""
+        run = self._run
+        with run.recorder.pausing("checkpoint"):
+            if run.saved_at != step:
+                self._wait()
+            self._best = step
+            if run.saved_at != step:
+                self._begin(step, in_background=True)
+        if not self._unrecorded:
+            self._drop_old()
+
+    def close(self) -> None:
+        error, save = sys.exc_info()[1], self._run.save
+        if save and isinstance(error, MpitrainError) and error.agreed:  # All ranks are here.
+            with suppress(MpitrainError):
+                save.wait()
+        elif save:
+            save.give_up()
+
+    def _is_over(self) -> bool:
+        """Return whether the save that was on its way is published; collective."""
+        save = self._run.save
+        return save is None or all(self._run.transport.gather_text(save.is_published))
+
+    def _stays(self, step: int) -> bool:
+        """Return whether a checkpoint stays although it is old."""
+        every = self._run.config.checkpoint.keep_every
+        return step == self._best or bool(every and step % every == 0)
+
+    def _begin(self, step: int, in_background: bool) -> None:
+        """Begin a save while none is on its way; collective."""
+        run, trainer, config = self._run, self._run.trainer, self._run.config
+        run.reach("save", step)
+        trainer.sync_parameters()
+        scalars = trainer.replication.step_end.skips.scalars()
+        base = trainer.begun_from if config.lora.rank else {}
+        manifest = Manifest(run.after(step), trainer.resolved.axes.sizes, scalars, base=base)
+        run.save = self._unrecorded = save = saving.begin(
+            run.folder / CHECKPOINTS,
+            state_to_save(trainer),
+            trainer.storage,
+            run.transport,
+            trainer.backend,
+            manifest,
+            config.checkpoint.keep,
+            self._stays,
+            room_for_copies(trainer) if in_background and config.checkpoint.background else None,
+            WORTH_COPYING if config.checkpoint.background == "auto" else 0,
+        )
+        run.saved_at = step
+        if save.is_copied:
+            run.reach("snapshot", step)
+            save.start(run.reach)
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until no save is on its way; collective.
+
+        raises  TrainingError on every rank if one could not be written
+        """
+        save, self._run.save = self._run.save, None
+        if save:
+            save.wait()
+            self._record()
+
+    def _record(self) -> None:
+        """Record the checkpoint that was begun last, once this rank knows that it is published."""
+        save, run = self._unrecorded, self._run
+        if not save or not save.is_published:
+            return
+        self._unrecorded = None
+        run.limit.saved(save.seconds)
         run.record(
             {
                 "event": "checkpoint",
-                "step": step,
-                "checkpoint_s": seconds,
-                "checkpoint_bytes": saved.nbytes,
+                "step": save.step,
+                "checkpoint_s": save.seconds,
+                "checkpoint_pause_s": save.paused_s,
+                "checkpoint_bytes": save.nbytes,
+                **({"checkpoints_skipped": self._skipped} if self._skipped else {}),
             }
         )
         for watcher in run.watchers:
-            watcher.on_checkpoint(step, saved.path)
+            watcher.on_checkpoint(save.step, save.path)
+        self._drop_old()
 
-    def _write(
-        self, done: Done, kept: Sequence[StateBuffer], scalars: Mapping[str, float]
-    ) -> saving.Saved:
-        trainer, config = self._run.trainer, self._run.config
-        base = trainer.begun_from if config.lora.rank else {}
-        if base:
-            from mpitrain.run.initial import of_adapters
-
-            kept = of_adapters(kept)
-        return saving.save(
-            self._run.folder / CHECKPOINTS,
-            kept,
-            trainer.storage,
-            trainer.transport,
-            trainer.backend,
-            done,
-            trainer.resolved.axes._asdict(),
-            scalars,
-            config.checkpoint.keep,
-            base,
-            self._run.best.step if config.checkpoint.best else -1,
-        )
-
-    def keep_best(self, step: int) -> None:
-        """Save the step of the best evaluation, and remove the checkpoint that was the best before."""
-        run, keep = self._run, self._run.config.checkpoint.keep
-        self.save(step)
-        if run.transport.rank == 0:
+    def _drop_old(self) -> None:
+        """Remove the checkpoint that was the best before, unless its successor is on its way."""
+        run, config = self._run, self._run.config.checkpoint
+        if run.transport.rank == 0 and config.best:
             with suppress(OSError), opened(run.folder / CHECKPOINTS, inner=1) as folder:
-                drop_old(folder, keep, step)
+                drop_old(folder, config.keep, self._stays)
+
+
+def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
+    """Return the arrays that checkpoints have: with adapters not the model under them; collective."""
+    kept = trainer.replication.kept()
+    if not trainer.config.lora.rank:
+        return kept
+    from mpitrain.run.initial import of_adapters
+
+    return of_adapters(kept)
+
+
+def room_for_copies(trainer: Trainer) -> saving.HostRoom:
+    """Return the memory of this rank's host for copies of a checkpoint; collective."""
+    limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
+    held = sum(trainer.replication.held_by_kind().values()) + trainer.counted.peak
+    return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
+
+
+def check_copies(trainer: Trainer) -> None:
+    """Raise an agreed ConfigError if checkpoint.background is true, but copies do not fit in memory."""
+    if trainer.config.checkpoint.background is not True:
+        return
+    trainer.sync_parameters()
+    room = room_for_copies(trainer)
+    if trainer.backend.kind != "cuda":  # The first step touches pages that are only reserved now.
+        room = room._replace(free=room.free - room.held)
+    kept = state_to_save(trainer)
+    _, short = saving.share_out(kept, trainer.storage, trainer.transport, room)
+    if short:
+        least = (short.needed - short.room) / 1e9
+        raise on_every_rank(
+            ConfigError(
+                f"With checkpoint.background=true {short.ranks} rank(s) of {short.host} copy {short.needed / 1e9:,.3f} GB "
+                f"of a checkpoint, but {max(0, short.room) / 1e9:,.3f} GB are left for that.",
+                f"Set checkpoint.background to auto, or find {least:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
+            )
+        )
 
 
 class Evaluating(Hook):
@@ -466,6 +582,7 @@ class Tracing(Hook):
             return
         rank, grid, replication = transport.rank, trainer.grid, trainer.replication
         self._clocks = Clocks(transport, recorder.clock)
+        at = grid.coords._asdict()
         recorder.facts(
             run=run.job.done.run,
             rank=rank,
@@ -476,7 +593,9 @@ class Tracing(Hook):
             time=time.time(),
             clock_then=recorder.clock(),
             device=trainer.backend.kind,
-            place=None if grid.is_server else grid.coords._asdict(),
+            place=None
+            if grid.is_server
+            else {axis: at[axis] for axis in grid.axes.sizes if axis in at},
         )
         if not trainer.counted.problem:
             # Gradients and optimizer state are zeros whose pages the first step touches.

@@ -14,8 +14,8 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
 from mpitrain.formats import peft
+from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
-from mpitrain.formats.gpt2 import HEAD
 from mpitrain.formats.safetensors_files import FLOATS
 from mpitrain.formats.table import format_of
 from mpitrain.formats.tensors import AnyTensor, StoredTensor

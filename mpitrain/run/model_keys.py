@@ -31,7 +31,7 @@ OF_EVERY_RUN = [
     "kernel",
     "pool",
 ]
-OF_RUN = [*OF_EVERY_RUN, "kv_heads", "theta"]
+OF_RUN = [*OF_EVERY_RUN, "kv_heads", "qkv_bias", "theta", "rope_scaling"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 
@@ -212,7 +212,7 @@ def has_adapter(folder: Path) -> bool:
     except CheckpointError:
         return False
     if CONFIG not in present:
-        return peft.is_own(present)
+        return peft.CONFIGURATION in present
     lora = read_toml(folder / CONFIG, inner=1).get("lora")
     return isinstance(lora, dict) and bool(lora.get("rank"))
 

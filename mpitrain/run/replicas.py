@@ -39,9 +39,11 @@ def replicas_equal(trainer: Trainer) -> bool:
     grid = trainer.grid
     parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
     flat = trainer.backend.to_host(parameters.array)
-    equal = _same_bits(grid.dp.transport, parameters.pieces, flat)
+    equal = _same_bits(grid.copies.transport, parameters.pieces, flat)
     for frozen in others:
-        equal &= _same_bits(grid.dp.transport, frozen.pieces, trainer.backend.to_host(frozen.array))
+        equal &= _same_bits(
+            grid.copies.transport, frozen.pieces, trainer.backend.to_host(frozen.array)
+        )
     for name, holders in sorted(grid.holders.items()):
         for span in trainer.storage.spans:
             if span.holders == name:

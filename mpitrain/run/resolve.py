@@ -1,7 +1,7 @@
 """The first two agreements of a start: on the configuration as given, and on it as resolved.
 
 `agree_on` gathers the configuration of each rank. `resolve_here` then sets on each rank the values
-that were automatic: device, mesh axes, schedule and micro-batches. `resolve` compares the results over
+that were automatic: device, passes, mesh axes, schedule and micro-batches. `resolve` compares the results over
 ranks; a run compares them in `build`, together with facts about its data.
 """
 
@@ -23,6 +23,7 @@ from mpitrain.machine import process
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device, device_for
+from mpitrain.ops.host import compiled
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
@@ -48,6 +49,7 @@ class RunLocation(NamedTuple):
               configuration names no other; else empty
     largest   the largest token of data.source, if the run has noted it since the last change of
               the file; else None
+    passes    the device.passes of the resumed run
     """
 
     folder: str = ""
@@ -56,12 +58,14 @@ class RunLocation(NamedTuple):
     changed: dict[str, list[Any]] = {}
     held_out: str = ""
     largest: int | None = None
+    passes: str = "auto"
 
 
 class Given(NamedTuple):
     """A configuration on which all ranks agree, before it is resolved.
 
     config    from `parse`; rank 0 has replaced an empty data.validation
+    passes    the device.passes that `auto` is on processors
     gpus      the GPU of each rank, by rank; none where device.kind needs none
     run       a random identity, for a run that resumes no checkpoint
     location  the run directory and the checkpoint to resume from, as rank 0 found them
@@ -71,6 +75,7 @@ class Given(NamedTuple):
     gpus: list[process.Gpu]
     run: str
     location: RunLocation
+    passes: str
 
 
 def agree_on(
@@ -88,29 +93,35 @@ def agree_on(
 
     def record() -> list[Any]:
         configs.append(config := configured())
-        source = config.data.source
+        source, kind, place = config.data.source, config.device.kind, look(config)
+        gpu = process.current_gpu() if kind in ("auto", "cuda") else process.Gpu()
+        chooses = config.device.passes == "auto" and kind in ("auto", "cpu") and not gpu.seen
         return [
             config.flat(),
-            process.current_gpu() if config.device.kind in ("auto", "cuda") else process.Gpu(),
+            gpu,
             uuid4().hex,
-            look(config),
+            place,
             beside(source) if source_kind(source).is_token_file else "",
+            chooses and compiled.is_here(config.precision.stored),
         ]
 
     everyone = from_all_ranks(transport, record)
-    flats, gpus, runs, places, validations = zip(*everyone, strict=True)
+    flats, gpus, runs, places, validations, compiles = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
     config = config.model_copy(update={"data": data})
-    return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location)
+    passes = location.passes
+    if passes == "auto":
+        passes = "compiled" if all(compiles) else "numpy"
+    return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location, passes)
 
 
 class Resolved(NamedTuple):
     """A configuration with its automatic values resolved for these ranks.
 
-    config  with device.kind and batch.micro_batches set
+    config  with device.kind, device.passes and batch.micro_batches set
     axes    the size of each mesh axis, with dp set
     plan    the pipeline schedule, and the stage of each model chunk
     wire    the format of gradient compression
@@ -177,18 +188,21 @@ def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if all(gpu.seen for gpu in agreed.gpus) else "cpu"
+    passes: str = config.device.passes
+    if (kind, passes) == ("cpu", "auto"):
+        passes = agreed.passes
     device = device_for(
         kind,
         config.device.gemm,
         config.device.tiles,
         compute=config.precision.compute,
         attention=config.memory.attention,
-        passes=config.device.passes,
+        passes=passes,
     )
     config = config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"micro_batches": plan.micro_batches}),
-            "device": config.device.model_copy(update={"kind": kind}),
+            "device": config.device.model_copy(update={"kind": kind, "passes": passes}),
             "memory": _with_gain(config, kind),
         }
     )

@@ -160,7 +160,7 @@ class Trainer:
         self.units = [unit for chunk in own_chunks for unit in chunk]
         firsts = [0, *accumulate(map(len, own_chunks))] if len(chunks) > 1 else []
         self._loss = loss_for(layers, loss)
-        self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.dp)
+        self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.copies)
         self.replication = replication_for(
             ReplicationContext(
                 self.config,

@@ -287,7 +287,7 @@ def check_rotate(
     """Rotary positions, of a row and given; into another array, and back over the array itself."""
     ops, x = bodies.cuda(kernels), stored(numbers(1, b, t, h * d), dtype)
     at = np.random.default_rng(0).integers(2 * t, size=(b, t)).astype(index) if index else None
-    given = h, turned, 10_000.0, 2 * t
+    given = h, turned, 10_000.0, 2 * t, (2, 1, 4, t)
     truth = reference.rotate(values(x), *given, 1, None, at)
     y = ops.rotate(x, *given, 1, Arena(), at)
     assert_close(y, truth, dtype, "y")

@@ -11,8 +11,9 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece
-from mpitrain.run.checkpoint import loading, saving
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint import loading
+from mpitrain.run.checkpoint.manifest import Done, Manifest
+from mpitrain.run.checkpoint.saving import begin
 
 HEADS, WIDTH, VOCABULARY = 4, 8, 7
 
@@ -156,20 +157,19 @@ def kept(layout, rank):
     return storage, found
 
 
-def save(transport, folder, layout, step=1, run="run"):
-    """Write what the ranks of a layout keep."""
+def save(transport, folder, layout, step=1, run="run", room=None):
+    """Write what the ranks of a layout keep; with `room` from copies, in a thread."""
     storage, found = kept(layout, transport.rank)
-    return saving.save(
-        folder,
-        found,
-        storage,
-        transport,
-        HostBackend(),
-        Done(step, 12 * step, run),
-        layout.facts,
-        {"scale": 0.5},
-        keep=9,
-    ).path
+    manifest = Manifest(Done(step, 12 * step, run), layout.facts, {"scale": 0.5})
+    never = lambda step: False  # noqa: E731
+    begun = begin(folder, found, storage, transport, HostBackend(), manifest, 9, never, room)
+    assert begun.is_copied == bool(room)
+    if room:
+        for one in found:
+            one.array.fill(-1)  # The steps go on.
+        begun.start(lambda point, step: None)
+    begun.wait()
+    return begun.path
 
 
 def load(transport, path, layout):

@@ -5,7 +5,7 @@ Every reduction is bound anew. B batch, T tokens, C channels, V vocabulary.
 
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import normal
-from mpitrain.layers.plain import Attention, Embedding, LayerNorm, Linear
+from mpitrain.layers.plain import Attention, Embedding, Linear, Norm
 from mpitrain.ops import bodies
 from mpitrain.parallel.grid import share
 
@@ -36,7 +36,7 @@ class Table(Embedding):
         return summed(self.group, y), saved
 
 
-class WholeNorm(LayerNorm):
+class WholeNorm(Norm):
     """On every rank, from equal rows: its gradients are whole."""
 
     def parameters(self):

@@ -52,10 +52,10 @@ CASES = {
 """Device kind: number of ranks, settings."""
 
 
-def losses(kind: str) -> list[float]:
-    """The losses of the run of a device kind, step by step."""
+def losses(kind: str, *more: str) -> list[float]:
+    """The losses of the run of a device kind, step by step.    more: settings"""
     ranks, settings = CASES[kind]
-    return run_ranks(ranks, _losses, parse(with_settings({}, settings)))[0]
+    return run_ranks(ranks, _losses, parse(with_settings({}, [*settings, *more])))[0]
 
 
 def _losses(transport, config):

@@ -2,8 +2,8 @@
 
 import json
 import os
-import signal
-import sys
+import termios
+from fcntl import ioctl
 
 import pytest
 
@@ -12,6 +12,7 @@ from mpitrain.run.build import configured, open_run
 from mpitrain.run.chat import Chat
 from mpitrain.run.generate import PromptRequest, Sampling
 from mpitrain.transport.threads import run_ranks
+from tests.processes import PROGRAM
 from tests.runs import TINY, go
 from tests.terminals import on_a_terminal, rendered
 
@@ -40,24 +41,56 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_a_conversation_on_a_terminal(run):
-    typed = ["q1\n", "q2\n", signal.SIGINT, "q3\n", "/reset\n", "q4\n", "x" * 50 + "\n", "\x04"]
+def talk(typed, *words):
+    """(exit code, bytes) of a command on a terminal; each text is typed when what was shown since the one before fits."""
+    begun, typed = 0, [*typed]
 
     def seen(data, job):
-        if typed and data.endswith(b"> "):
-            following = typed.pop(0)
-            if isinstance(following, str):
-                os.write(job.keyboard, following.encode())
-            else:
-                job.send_signal(following)
+        nonlocal begun
+        if typed and typed[0][0](data[begun:]):
+            begun = len(data)
+            os.write(job.keyboard, typed.pop(0)[1].encode())
 
-    words = [sys.executable, "-m", "mpitrain", "chat", run, "--temperature", 0]
-    code, data = on_a_terminal(words, 80, seen)
+    def controlled():
+        ioctl(0, termios.TIOCSCTTY, 0)
+
+    code, data = on_a_terminal(
+        [*PROGRAM, *words], 80, seen, start_new_session=True, preexec_fn=controlled
+    )
+    assert not typed, data
+    return code, data
+
+
+def asks(shown):
+    return shown.endswith(b"> ")
+
+
+def test_a_conversation_on_a_terminal(run):
+    typed = ["q1\n", "q2\n", "q3\n", "/reset\n", "q4\n", "x" * 50 + "\n", "/exit\n"]
+    words = ["launch", "-n", 2, "--", "chat", run, "--temperature", 0]
+    code, data = talk([(asks, text) for text in typed], *words)
     shown = rendered(data, 80)
-    assert code == 0 and not typed, shown
+    assert code == 0, shown
     assert [line for line in shown if line == ANSWER] == [ANSWER] * 4, shown
     assert sum("oldest turns" in line for line in shown) == 1, shown
     assert sum("fewer than 48 tokens" in line for line in shown) == 1, shown
+
+
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(run, tmp_path):
+    """The model draws any byte alike, so only the end of the context would end its answer."""
+    settings = ["run.steps=1", "model.context=4096", "batch.size=1", f"run.out={tmp_path}/run"]
+    lines, template = f"data.source=jsonl:{run.parent}/data.jsonl", "data.template={content}||||||"
+    go(1, [*TINY, *settings, lines, template, "run.eval_every=-1"])
+    typed = [
+        (asks, "q1\n"),
+        (lambda shown: len(shown) > 200, "\x03"),
+        (asks, "\x03"),
+        (asks, "\x04"),
+    ]
+    code, data = talk(
+        typed, "chat", tmp_path / "run", "--temperature", 1e6, "--top-k", 0, "--tokens", 10**6
+    )
+    assert code == 0 and len(data) < 8192, data
 
 
 def test_a_stop_ends_an_answer_and_keeps_it(run):

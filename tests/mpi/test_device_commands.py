@@ -122,7 +122,7 @@ def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ra
         "launch",
         lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more),
     )
-    trainer.gradients[:] = 1 + trainer.grid.dp.rank
+    trainer.gradients[:] = 1 + trainer.grid.copies.rank
     trainer.replication.reducer.run()
     assert np.all(trainer.gradients == 6)
     assert set(launched) == {adds, *encodes}

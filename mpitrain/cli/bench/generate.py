@@ -63,6 +63,7 @@ def command(
 
         from mpitrain.data import Unopened
         from mpitrain.errors import ConfigError
+        from mpitrain.formats.peft import ARCHITECTURES
         from mpitrain.run.build import build
         from mpitrain.run.generate import check_writes
         from mpitrain.tools.bench.generate import (
@@ -102,7 +103,7 @@ def command(
             sides.append(WholeWindows(trainer))
         is_cpu = trainer.config.device.kind == "cpu" and config.precision.compute == "float32"
         has_peer = transport.size == 1 and is_cpu and not config.lora.rank
-        if has_peer and find_spec("transformers"):
+        if has_peer and config.model.kind in ARCHITECTURES and find_spec("transformers"):
             sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
         prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))
         shown.rows = measure(sides, prompts.tolist(), many, blocks)

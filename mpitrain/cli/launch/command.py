@@ -252,6 +252,7 @@ def command(
                 requests,
                 target.command == "train" and not asks,
                 bool(target.command),
+                target.command == "chat",
             )
         )
 

@@ -272,6 +272,7 @@ def run(
     requests: Requests,
     is_training: bool,
     is_ours: bool = True,
+    talks: bool = False,
 ) -> int:
     """Start the command line in a session of its own; return the exit code of the run.
 
@@ -279,6 +280,7 @@ def run(
     terminated by it. The second one terminates the launcher, and any later one kills it.
 
     is_ours  whether the program is an mpitrain command, whose ranks may draw bars on the terminal
+    talks    whether the program reads lines of the terminal, which Open MPI forwards in its session alone
     """
     environment, screen = {**os.environ, **settings}, Screen()
     # These screens show the ranks' standard output and standard error, if they draw bars.
@@ -292,7 +294,7 @@ def run(
     process = subprocess.Popen(
         line,
         env=environment,
-        start_new_session=True,
+        start_new_session=not talks,
         preexec_fn=_end_with_parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

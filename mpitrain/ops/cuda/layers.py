@@ -243,6 +243,7 @@ def rotate(
     turned,
     theta,
     context,
+    scaling,
     direction,
     arena,
     positions=None,
@@ -252,9 +253,8 @@ def rotate(
     (_, length, columns), sums = x.shape, KINDS[x.dtype].sums
     half = columns // heads // 2
     count = x.size // (2 * half)
-    table = numbers.kept(
-        ("turns", theta, half, context, sums), lambda: turns(theta, half, context).astype(sums)
-    )
+    angles = theta, half, context, scaling
+    table = numbers.kept(("turns", *angles, sums), lambda: turns(*angles).astype(sums))
     integers = np.dtype(np.int32) if positions is None else positions.dtype
     kernels.launch(
         "rotate",

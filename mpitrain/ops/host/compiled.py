@@ -1,12 +1,13 @@
 """Operations with a compiled pass, in place of the bodies of the same names in `layers`.
 
-The library of passes.cpp is built once per processor and compiler, and loaded once per process. The
-states for the backward are those of `layers`. Arrays of another type than float32, or with gaps, go
-to its bodies. M rows, C channels, K inputs, N outputs.
+passes.cpp becomes a library for float32 and one for float64, each built at first use on a processor.
+The states for the backward are those of `layers`. Arrays of other types, or with gaps, go to its
+bodies. M rows, C channels, K inputs, N outputs.
 """
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.machine.backend import host_address
+from mpitrain.errors import MpitrainError
 from mpitrain.machine.compiling import (
     cache_of,
     compile_cpp,
@@ -28,44 +29,61 @@ from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 from mpitrain.ops.weightless import has_memory
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-INSTEAD = "set device.passes to numpy"
+INSTEAD = "set device.passes to numpy, which rounds otherwise"
 FLAGS = (
     "-O3",
     "-march=native",
     "-fPIC",
     "-shared",
+    "-nostdlib",  # zig would compile its C++ library first, for a minute
     "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
 )
-SIZE, ARRAY, NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-SIGNATURES: dict[str, list[Any]] = {
-    "gelu": [SIZE, SIZE, *[ARRAY] * 3, NUMBER, NUMBER],
-    "layer_norm": [SIZE, SIZE, *[ARRAY] * 3, NUMBER, *[ARRAY] * 3],
-    "layer_norm_backward": [SIZE, SIZE, *[ARRAY] * 9],
-}
+SIZE, ARRAY = ctypes.c_int64, ctypes.py_object
+NUMBERS = {np.dtype("float32"): ctypes.c_float, np.dtype("float64"): ctypes.c_double}
+"""The type of a number in C++, by dtype."""
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """Return the library; compile it if it is missing.
+def library(dtype: np.dtype) -> ctypes.CDLL:
+    """Return the library for float32 or float64; compile it if it is missing.
 
     raises  ConfigError without a compiler, KernelError if it refuses the source
     """
     compiler("device.passes compiled compiles C++", INSTEAD)
-    folder = cache_of("passes")
-    key = "\0".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, processor_and_compiler()])
-    target = folder / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    number = NUMBERS[dtype]
+    flags = [*FLAGS, f"-DREAL={number.__name__[2:]}", f"-DHEADER={object.__basicsize__}"]
+    key = "\0".join([SOURCE.read_text(encoding="utf-8"), *flags, processor_and_compiler()])
+    target = cache_of("passes") / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         with locked(target, SOURCE.name):
             if not target.exists():
+                print(f"compiling {SOURCE.name}, once on a machine", file=sys.stderr, flush=True)
                 way_out = f"{INSTEAD.capitalize()}, or install another compiler."
-                compile_cpp([*FLAGS, str(SOURCE)], target, SOURCE.name, way_out)
+                compile_cpp([*flags, str(SOURCE)], target, SOURCE.name, way_out)
     passes = ctypes.CDLL(str(target))
-    for name, types in SIGNATURES.items():
+    ctypes.c_void_p.in_dll(passes, "none").value = id(None)
+    signatures: dict[str, list[Any]] = {
+        "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
+        "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
+        "layer_norm_backward": [SIZE, SIZE, *[ARRAY] * 9],
+    }
+    for name, types in signatures.items():
         getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
     return passes
+
+
+def is_here(stored: str) -> bool:
+    """Return whether this process can load the library for parameters of this type.
+
+    stored  "float32" or "float64"
+    """
+    try:
+        return bool(library(np.dtype(stored)))
+    except (MpitrainError, OSError):
+        return False
 
 
 def bodies() -> dict[str, Callable[..., Any]]:
@@ -73,7 +91,7 @@ def bodies() -> dict[str, Callable[..., Any]]:
 
     raises  ConfigError or KernelError if this machine cannot compile them
     """
-    library()
+    library(np.dtype("float32"))
     return {
         "linear_gelu": linear_gelu,
         "gelu": gelu,
@@ -100,7 +118,7 @@ def _gelu(y, b, arena):
     """Replace y by gelu(y + b), and return the slope.    y, slope: (M, C); b: (C,) or None"""
     slope, cubic = arena.take(y.shape, y.dtype), GELU_SCALE * GELU_CUBIC
     if has_memory(y):
-        library().gelu(*y.shape, _address(y), _address(b), _address(slope), GELU_SCALE, cubic)
+        library(y.dtype).gelu(*y.shape, GELU_SCALE, cubic, y, b, slope)
     return slope
 
 
@@ -110,9 +128,7 @@ def layer_norm(x, gain, bias, epsilon, arena):
     y, normal = arena.take(x.shape, x.dtype), arena.take(x.shape, x.dtype)
     inverse = arena.take((len(x), 1), x.dtype)
     if has_memory(x):
-        library().layer_norm(
-            *x.shape, *map(_address, (x, gain, bias)), epsilon, *map(_address, (y, normal, inverse))
-        )
+        library(x.dtype).layer_norm(*x.shape, epsilon, x, gain, bias, y, normal, inverse)
     return y, (normal, inverse)
 
 
@@ -123,15 +139,13 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     dgain, dbias, *part = arena.take((4, dy.shape[1]), dy.dtype)
     operands = (dy, gain, *saved, residual, dx, dgain, dbias, part[0])
     if has_memory(dy):
-        library().layer_norm_backward(*dy.shape, *map(_address, operands))
+        library(dy.dtype).layer_norm_backward(*dy.shape, *operands)
     return dx, (dgain, dbias)
 
 
-def _are_plain(*arrays):
-    return all(
-        one is None or (one.dtype == np.float32 and one.flags.c_contiguous) for one in arrays
-    )
-
-
-def _address(array):
-    return None if array is None else host_address(array)
+def _are_plain(first, *others):
+    dtype = first.dtype
+    for one in (first, *others):
+        if one is not None and not (one.dtype == dtype and one.flags.c_contiguous):
+            return False
+    return dtype in NUMBERS

@@ -313,10 +313,10 @@ def _logistic(z, out):
     np.divide(1, out, out=out)
 
 
-def rotate(x, heads, turned, theta, context, direction, arena, positions=None, out=None):
+def rotate(x, heads, turned, theta, context, scaling, direction, arena, positions=None, out=None):
     (batch, length, _), width = x.shape, x.shape[2] // heads // 2
     y = arena.take(x.shape, x.dtype) if out is None else out
-    table = _turns(theta, width, context, x.dtype)
+    table = _turns(theta, width, context, scaling, x.dtype)
     crossed = arena.take((2, length, turned, width), x.dtype)
     shape = batch, length, heads, 2, width
     pairs, results = x.reshape(shape), y.reshape(shape)
@@ -337,9 +337,9 @@ def rotate(x, heads, turned, theta, context, direction, arena, positions=None, o
 
 
 @lru_cache(16)
-def _turns(theta, width, context, dtype):
+def _turns(theta, width, context, scaling, dtype):
     """Return `turns` in a dtype, read-only; layers and micro-batches share it."""
-    table = turns(theta, width, context).astype(dtype)
+    table = turns(theta, width, context, scaling).astype(dtype)
     table.flags.writeable = False
     return table
 

@@ -53,6 +53,27 @@ def linear(x, w, b, arena, out=None, residual=None):
     return into(out, plus(y if b is None else y + b, residual)), x
 
 
+def product_3xtf32(a, b):
+    """Return a b, as device.gemm=3xtf32 means it.
+
+    Each number is the sum of two of TF32, whose products are exact in float32. The product of the
+    two low parts is left out: 2^-22 of a b. The largest float32 numbers, and infinity, give NaN.
+    a: (M, K) float32; b: (K, N) float32
+    """
+    (a_high, a_low), (b_high, b_low) = split_tf32(a), split_tf32(b)
+    return a_low @ b_high + a_high @ b_low + a_high @ b_high
+
+
+def split_tf32(x):
+    """Return (high, low), float32 arrays that sum to x within 2^-23 of it.
+
+    Both are TF32: the last 13 bits are 0. high is the nearest to x; low is cut off.
+    """
+    last = np.uint32(0x1FFF)
+    high = (x.view(np.uint32) + np.uint32(0x1000) & ~last).view(np.float32)
+    return high, ((x - high).view(np.uint32) & ~last).view(np.float32)
+
+
 def logits(x, w, b, arena):
     """Return the result of `linear` for the output layer of a language model.
 
@@ -237,7 +258,7 @@ def _logistic(z):
     return 0.5 * (1 + np.tanh(0.5 * z))
 
 
-def rotate(x, heads, turned, theta, context, direction, arena, positions=None, out=None):
+def rotate(x, heads, turned, theta, context, scaling, direction, arena, positions=None, out=None):
     """Return y: the first `turned` heads of x, turned by their positions; the others as they are.
 
     The pair of channels i and i + D / 2 is turned by the angle position x theta^(-2 i / D), in
@@ -245,13 +266,16 @@ def rotate(x, heads, turned, theta, context, direction, arena, positions=None, o
 
     x, y       (B, T, heads D) with an even D; out may be x
     context    positions are below it
+    scaling    of the angles, as `scaled` takes it; (): none
     direction  1, or -1 for the gradient
     positions  (B, T) integers; None: 0 to T - 1 in each row
     """
     width = x.shape[2] // heads // 2
     y = x.reshape(*x.shape[:2], heads, 2, width).copy()
     at = np.arange(x.shape[1]) if positions is None else positions
-    cos, sin = np.moveaxis(turns(theta, width, context)[at], -2, 0)[..., None, :].astype(x.dtype)
+    cos, sin = np.moveaxis(turns(theta, width, context, scaling)[at], -2, 0)[..., None, :].astype(
+        x.dtype
+    )
     a, b = y[:, :, :turned, 0].copy(), y[:, :, :turned, 1].copy()
     y[:, :, :turned, 0] = a * cos - direction * b * sin
     y[:, :, :turned, 1] = b * cos + direction * a * sin
@@ -259,13 +283,25 @@ def rotate(x, heads, turned, theta, context, direction, arena, positions=None, o
 
 
 @lru_cache(16)
-def turns(theta, width, context):
+def turns(theta, width, context, scaling=()):
     """Return the cosine and sine of each position's angles, (context, 2, width) float64."""
     frequencies = (1 / theta ** (np.arange(width) / width)).astype(np.float32)
+    frequencies = scaled(frequencies, *scaling) if scaling else frequencies
     angles = np.arange(context, dtype=np.float32)[:, None] * frequencies
     table = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], 1)
     table.flags.writeable = False
     return table
+
+
+def scaled(frequencies, factor, low, high, context):
+    """Return the angles of a position for a longer context, in radians, as Llama 3 has them.
+
+    A wave with at most `low` periods in the earlier `context` turns `factor` times slower, one with
+    at least `high` periods as before, and one between them by a weighted mean.
+    """
+    periods = context * frequencies.astype(np.float64) / (2 * np.pi)
+    weight = np.clip((periods - low) / (high - low), 0, 1)
+    return ((1 - weight) * frequencies / factor + weight * frequencies).astype(np.float32)
 
 
 def embedding(tokens, table, positions, arena, first=0, out=None):

@@ -21,7 +21,6 @@ from mpitrain.parallel.tensor.linear import (
     HeadAttention,
     ReplicatedLinear,
     ReplicatedNorm,
-    ReplicatedRmsNorm,
     RowParallelLinear,
     own_run,
 )
@@ -63,7 +62,6 @@ class ShardedLayerFactory(LayerFactory):
     """
 
     _embedding, _norm, _attention = VocabParallelEmbedding, ReplicatedNorm, HeadAttention
-    _rms_norm = ReplicatedRmsNorm
     _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     _split: VocabParallelCrossEntropy | None = None
 

@@ -39,7 +39,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, LayerNorm, Linear, RmsNorm, flat_rows
+from mpitrain.layers.plain import Attention, FusedLinear, Linear, Norm, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
@@ -343,22 +343,18 @@ class ReplicatedLinear(FusedLinear):
         return [p._replace(holders="tp") for p in super()._base()]
 
 
-class ReplicatedNorm(LayerNorm):
+class ReplicatedNorm(Norm):
     """A norm with replicated weights.
 
     With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
     """
 
-    def __init__(self, layers: Layers, width: int, epsilon: float):
-        super().__init__(layers.ops, width, epsilon)
+    def __init__(self, layers: Layers, *arguments: Any):
+        super().__init__(layers.ops, *arguments)
         self._partial = layers.rows.partial
 
     def parameters(self):
         return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
-
-
-class ReplicatedRmsNorm(ReplicatedNorm, RmsNorm):
-    """A root mean square norm with a replicated gain."""
 
 
 def own_run(group: Group, count: int, what: str) -> range:

@@ -60,7 +60,7 @@ def fill(
     """Fill the arrays of a rank from a verified checkpoint; not collective.
 
     kept     the state of this rank; arrays for which the checkpoint has nothing stay as they are
-    layout   the present layout; each of its "dp" replicas takes an equal part of summed "own" state
+    layout   the present layout; each copy of the parameters takes an equal part of summed "own" state
     returns  {name of state that is not restored exactly: `ANEW` or `FROM_MEAN`}
     raises   CheckpointError if a tensor is missing or of another shape, or a file cannot be read
     """
@@ -86,10 +86,10 @@ def fill(
             if own_regions and kind == held.kind != "agreed":
                 values = _joined(files, held, own_regions)
             elif regions and kind == "mean":
-                values = _summed(files, held, regions) / manifest.layout["dp"]
+                values = _summed(files, held, regions) / _copies(manifest.layout)
                 changed[held.name] = FROM_MEAN
             elif regions and kind == "own":
-                values = _summed(files, held, regions) / layout["dp"]
+                values = _summed(files, held, regions) / _copies(layout)
             elif regions or (is_needed and kind in ("agreed", "mean")):
                 values = _joined(files, held, regions)
             else:
@@ -102,6 +102,11 @@ def fill(
     finally:
         files.close()
     return changed
+
+
+def _copies(layout: Mapping[str, Any]) -> int:
+    """Return the number of ranks that have the same parameters, each with state of its own."""
+    return layout["dp"] * layout.get("cp", 1)
 
 
 def put(array: Any, held: HeldRegion, values: np.ndarray, backend: Backend) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from math import prod
@@ -63,7 +63,7 @@ def tidy(run: Path) -> None:
             sweep(checkpoints)
 
 
-def put_in_place(partial: Path, target: Path, keep: int, best: int) -> None:
+def put_in_place(partial: Path, target: Path, keep: int, keeps: Callable[[int], bool]) -> None:
     """Rename a finished checkpoint to its final name, and remove old ones, as `drop_old`."""
     with opened(target.parent, inner=1) as folder:
         with folder.subdirectory(partial.name) as written:
@@ -75,13 +75,13 @@ def put_in_place(partial: Path, target: Path, keep: int, best: int) -> None:
         folder.rename(partial.name, target.name)
         folder.remove_tree(replaced)
         folder.sync()
-        drop_old(folder, keep, best)
+        drop_old(folder, keep, keeps)
 
 
-def drop_old(folder: Directory, keep: int, best: int) -> None:
-    """Remove all checkpoints but the newest `keep`, and that of step `best`."""
+def drop_old(folder: Directory, keep: int, keeps: Callable[[int], bool]) -> None:
+    """Remove all checkpoints but the newest `keep`, and the steps of which `keeps` is true."""
     for old in _finished(folder)[:-keep]:
-        if step_of(old) != best:
+        if not keeps(step_of(old)):
             dropped = f".{old.strip('.')}.dropped"
             folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
             folder.remove_tree(dropped)
@@ -328,8 +328,8 @@ class Manifest(NamedTuple):
     done: Done
     layout: Mapping[str, Any]
     scalars: Mapping[str, Any]
-    files: Mapping[str, File]
-    stored: list[Stored]
+    files: Mapping[str, File] = {}
+    stored: Sequence[Stored] = ()
     block: int = BLOCK
     base: Mapping[str, Any] = {}
 

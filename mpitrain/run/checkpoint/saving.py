@@ -10,17 +10,25 @@
 All ranks write in parallel. One rank writes each replicated element, and no rank needs memory for
 the whole model. A checkpoint is written to a temporary directory, and then renamed.
 
-    all ranks  gather the descriptions of their state        regions.described
-    all ranks  assign each element to a writer               shared_out
-    all ranks  send parameters to the writers, which write
-               model files                                   join
-    all ranks  write state files                             _write
-    rank 0     writes index and manifest, renames            _finish
+    between two steps
+      all ranks  gather the descriptions of their state        regions.described
+      all ranks  assign each element to a writer               shared_out
+      all ranks  send parameters to the writers                join
+      all ranks  give elements to their files, or copy them    _fill
+    then, or by a thread, without messages
+      all ranks  complete the files, and list their digests    Save.write
+      rank 0     collects the lists, writes index and
+                 manifest, renames                             Save.publish
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -28,9 +36,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import TrainingError
-from mpitrain.files import mend
-from mpitrain.formats.safetensors_files import BLOCK, MOVED, Writing, WritingTensors, WrittenFile
+from mpitrain.errors import MpitrainError, TrainingError
+from mpitrain.files import mend, opened, write_whole
+from mpitrain.formats.safetensors_files import (
+    BLOCK,
+    INNER,
+    MOVED,
+    Writing,
+    WritingTensors,
+    WrittenFile,
+)
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import StateBuffer
@@ -38,7 +53,6 @@ from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,
     INDEX,
-    Done,
     File,
     Manifest,
     Stored,
@@ -53,16 +67,12 @@ from mpitrain.transport.base import Transport
 
 PIECE = "a piece of the checkpoint"
 """The name of each write in the trace."""
-
-
-class Saved(NamedTuple):
-    """A published checkpoint.
-
-    nbytes  of the model and state files of all ranks
-    """
-
-    path: Path
-    nbytes: int
+LIST = "written-{:05d}.json"
+"""The name of the list of a rank's files and stored regions, until the checkpoint is published."""
+LOOK = 0.05
+"""Seconds between two looks of rank 0 for the list of another rank."""
+COURTESY = 19
+"""The niceness of a thread that saves: the step needs the processors first."""
 
 
 Holders = list[tuple[int, HeldRegion]]
@@ -91,10 +101,12 @@ class Shares(NamedTuple):
 
     tensors  whole parameter tensors by full name, with their writers
     pieces   for each rank, the regions of its own state that it writes
+    nbytes   that each rank writes
     """
 
     tensors: dict[str, Joined]
     pieces: list[list[HeldRegion]]
+    nbytes: list[int]
 
 
 class Contribution(NamedTuple):
@@ -109,96 +121,288 @@ class Contribution(NamedTuple):
     runs: Runs
 
 
-def save(
+class HostRoom(NamedTuple):
+    """The memory that a rank finds on its host for copies of a checkpoint.
+
+    free   bytes that are free now
+    limit  bytes of memory.limit_gb on the host; 0: there is no limit, or it is one of GPUs
+    held   bytes that this rank counts against the limit
+    """
+
+    free: int
+    limit: int
+    held: int
+
+
+class Short(NamedTuple):
+    """A host without memory for the copies of a checkpoint: its name and ranks, and bytes."""
+
+    host: str
+    ranks: int
+    needed: int
+    room: int
+
+
+def share_out(
+    kept: Sequence[StateBuffer], storage: Storage, transport: Transport, room: HostRoom | None
+) -> tuple[Shares, Short | None]:
+    """Assign all elements to writers; return also the first host without room for copies; collective.
+
+    room  None: no rank makes copies
+    """
+    everyone = transport.gather_text([described(storage, kept), room])
+    shares = shared_out([holdings(listed) for listed, _ in everyone])
+    for host in dict.fromkeys(transport.hosts) if room else ():
+        here = [rank for rank, other in enumerate(transport.hosts) if other == host]
+        rooms = [HostRoom(*everyone[rank][1]) for rank in here]
+        left = min(other.free for other in rooms)
+        if limit := rooms[0].limit:
+            left = min(left, limit - sum(other.held for other in rooms))
+        if (needed := sum(shares.nbytes[rank] for rank in here)) > left:
+            return shares, Short(host, len(here), needed, left)
+    return shares, None
+
+
+class Copies:
+    """The tensors of a new file, copied to memory: `close` writes the file, in any thread."""
+
+    def __init__(self, *arguments: Any):
+        """arguments: of the `WritingTensors` that this object stands for."""
+        self._arguments, self._parts = arguments, deque[np.ndarray]()
+
+    def write(self, data: np.ndarray) -> None:
+        """Append the elements of an array, which is copied unless it owns its memory."""
+        self._parts.append(data if data.base is None else data.copy())
+
+    @property
+    def left(self) -> int:
+        """The number of pieces that are not written yet."""
+        return len(self._parts)
+
+    def close(self) -> WrittenFile:
+        file = WritingTensors(*self._arguments)
+        while self._parts:
+            file.write(self._parts.popleft())
+        return file.close()
+
+
+class Save:
+    """A checkpoint that is on its way: its elements are in files or copies, and the state may change.
+
+    Without `start`, `wait` does the rest. The thread of `start` makes no MPI call.
+
+    path       of the published checkpoint
+    nbytes     of the model and state files of all ranks; on rank 0, after publication
+    is_copied  whether the elements are in copies
+    paused_s   seconds in which the state had to stay as it was
+    seconds    from the beginning to the publication
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        transport: Transport,
+        manifest: Manifest,
+        keep: int,
+        keeps: Callable[[int], bool],
+    ):
+        """Take a manifest without files, and the other arguments of `begin`."""
+        step = manifest.done.step
+        self.path, self.step, self.nbytes, self.is_copied = (
+            folder / f"step-{step:08d}",
+            step,
+            0,
+            False,
+        )
+        self._unfinished = folder / f".step-{step:08d}.partial"
+        self._transport, self._manifest = transport, manifest
+        self._keep, self._keeps = keep, keeps
+        self._files: dict[str, Writing | Copies] = {}
+        self._stored: list[Stored] = []
+        self._thread: threading.Thread | None = None
+        self._written, self._published = Future[None](), Future[None]()
+        self._began, self.paused_s, self.seconds = time.perf_counter(), 0.0, 0.0
+        self._given_up = threading.Event()
+        self._reach: Callable[[str, int], None] = lambda point, step: None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether this rank has done its part; on rank 0, whether the checkpoint is published."""
+        return self._published.done() and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        return any(
+            part.done() and part.exception() is not None
+            for part in (self._written, self._published)
+        )
+
+    def attempt(self, part: Callable[[], Any]) -> Any:
+        """Call `part` on every rank; an OSError on any is a TrainingError on all; collective."""
+        return on_all_ranks(self._transport, partial(self._in_words, part))
+
+    def _in_words(self, part: Callable[[], Any]) -> Any:
+        try:
+            return part()
+        except OSError as error:
+            raise TrainingError(
+                f"The checkpoint of step {self.step} cannot be written to {self.path.parent}: "
+                f"{error.strerror or error}.",
+                f"{mend(error)}, then go on with --resume; the checkpoints before it are still good.",
+            ) from None
+
+    def fill(
+        self,
+        shares: Shares,
+        kept: Sequence[StateBuffer],
+        backend: Backend,
+        new_file: Callable[..., Writing | Copies],
+    ) -> None:
+        """Make the temporary directory, and give this rank's files their elements; collective."""
+        self.is_copied, self._shares = new_file is Copies, shares
+        self.attempt(lambda: self._transport.rank == 0 and prepare(self._unfinished))
+        self._files, self._stored = _fill(
+            self._unfinished, shares, kept, self._transport, backend, self._manifest, new_file
+        )
+        self.paused_s = time.perf_counter() - self._began
+
+    def start(self, reach: Callable[[str, int], None]) -> None:
+        """Complete and publish the checkpoint in a thread.    reach: as `RunState.reach`"""
+
+        def work() -> None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COURTESY)
+            _do(self._write, self._written)
+            if not self.has_failed:
+                _do(self._publish, self._published)
+
+        self._reach = reach
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is published; collective.
+
+        raises  TrainingError on every rank if any of them could not write; older checkpoints stay
+                valid
+        """
+        try:
+            self.attempt(lambda: self._result(self._write, self._written))
+            self.attempt(lambda: self._result(self._publish, self._published))
+        except MpitrainError:
+            # All ranks raise it together, so no rank still writes.
+            self.give_up()
+            if self._transport.rank == 0:
+                abandon(self._unfinished)
+            raise
+
+    def give_up(self) -> None:
+        """Return when the thread has ended, which no longer waits for the lists of other ranks."""
+        self._given_up.set()
+        if self._thread:
+            self._thread.join()
+
+    def _result(self, part: Callable[[], None], done: Future[None]) -> None:
+        recorder = self._transport.recorder
+        if not self._thread:
+            with recorder.working(PIECE):
+                _do(part, done)
+        copies = [file for file in self._files.values() if isinstance(file, Copies)]
+        left = -1
+        while not wait([done], timeout=1.0).done:
+            before, left = left, sum(copy.left for copy in copies)
+            if left != before:
+                with recorder.working(PIECE):
+                    pass  # The watchdog sees that pieces were written.
+        done.result()
+
+    def _write(self) -> None:
+        """Complete this rank's files, and leave the list of them in the temporary directory."""
+        self._reach("thread", self.step)
+        rank = self._transport.rank
+        files = {name: File(rank, *file.close()) for name, file in self._files.items()}
+        text = json.dumps([files, self._stored])
+        write_whole(self._unfinished / LIST.format(rank), text, INNER)
+
+    def _publish(self) -> None:
+        """Publish the checkpoint once all ranks have left their lists; on rank 0."""
+        written: dict[str, File] = {}
+        stored: list[Any] = []
+        if self._transport.rank == 0:
+            with opened(self._unfinished, INNER - 1) as folder:
+                for name in map(LIST.format, range(self._transport.size)):
+                    while not folder.facts(name):
+                        if self._given_up.wait(LOOK):
+                            return
+                    with folder.open(name) as file:
+                        files, regions = json.load(file)
+                    written |= {name: File(*facts) for name, facts in files.items()}
+                    stored += regions
+                    folder.remove(name)
+            self._reach("publish", self.step)
+            manifest = self._manifest._replace(files=written, stored=stored)
+            _finish(self._unfinished, self.path, self._shares, manifest, self._keep, self._keeps)
+        self.nbytes = sum(file.nbytes for file in written.values())
+        self.seconds = time.perf_counter() - self._began
+
+
+def _do(part: Callable[[], None], done: Future[None]) -> None:
+    try:
+        part()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+def begin(
     folder: Path,
     kept: Sequence[StateBuffer],
     storage: Storage,
     transport: Transport,
     backend: Backend,
-    done: Done,
-    layout: Mapping[str, Any],
-    scalars: Mapping[str, Any],
+    manifest: Manifest,
     keep: int,
-    base: Mapping[str, Any] | None = None,
-    best: int = -1,
-) -> Saved:
-    """Write a checkpoint under `folder`, and remove all but the newest `keep` and `best`; collective.
+    keeps: Callable[[int], bool] = lambda step: False,
+    room: HostRoom | None = None,
+    least: int = 0,
+) -> Save:
+    """Begin a checkpoint under `folder`; its publication removes older ones; collective.
 
-    kept     the state of this rank; buffers named "parameters" are written as whole tensors
-    done     the progress of the run, from which the checkpoint has its name
-    layout   the size of each mesh axis. `load` restores "own" and "mean" state exactly, and "bound"
-             state at all, only in the same layout.
-    scalars  numbers by name
-    base     as in `Manifest`
-    best     the step of another checkpoint to keep
-    raises   TrainingError on every rank if any of them cannot write; older checkpoints stay valid
+    kept      the state of this rank; buffers named "parameters" are written as whole tensors
+    manifest  without files. `load` restores "own" and "mean" state exactly, and "bound" state at
+              all, only in its layout
+    keep      number of newest checkpoints to keep
+    keeps     (step) -> whether to keep an older checkpoint, too; called in the thread of `start`
+    room      the elements are copied if all ranks have room for that; None: they are not
+    least     nor are they if no rank writes at least so many bytes
+    raises    TrainingError on every rank if any of them cannot write
     """
-    step = done.step
-    target, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    is_root = transport.rank == 0
-
-    def attempt(part: Callable[[], Any]) -> Any:
-        return on_all_ranks(transport, partial(_attempt, part, step, folder))
-
-    def closed(file: Writing) -> WrittenFile:
-        with transport.recorder.working(PIECE):
-            return file.close()
-
-    try:
-        shares = shared_out(
-            [holdings(listed) for listed in transport.gather_text(described(storage, kept))]
-        )
-        attempt(lambda: is_root and prepare(unfinished))
-        files, stored = _write(unfinished, shares, kept, transport, backend, done)
-        own_files = attempt(
-            lambda: {name: File(transport.rank, *closed(file)) for name, file in files.items()}
-        )
-        everyone = transport.gather_text([own_files, stored])
-        written = {name: file for files, _ in everyone for name, file in files.items()}
-        manifest = Manifest(
-            done,
-            layout,
-            scalars,
-            written,
-            [region for _, stored in everyone for region in stored],
-            base=base or {},
-        )
-        attempt(lambda: is_root and _finish(unfinished, target, shares, manifest, keep, best))
-    except TrainingError:
-        # All ranks raise it together, so no rank still writes.
-        if is_root:
-            abandon(unfinished)
-        raise
-    return Saved(target, sum(nbytes for _, nbytes, _ in written.values()))
+    save = Save(folder, transport, manifest, keep, keeps)
+    shares, short = share_out(kept, storage, transport, room)
+    does_copy = room and not short and max(shares.nbytes) >= least
+    save.fill(shares, kept, backend, Copies if does_copy else WritingTensors)
+    return save
 
 
-def _attempt(part: Callable[[], Any], step: int, folder: Path) -> Any:
-    try:
-        return part()
-    except OSError as error:
-        raise TrainingError(
-            f"The checkpoint of step {step} cannot be written to {folder}: {error.strerror or error}.",
-            f"{mend(error)}, then go on with --resume; the checkpoints before it are still good.",
-        ) from None
-
-
-def _write(
+def _fill(
     folder: Path,
     shares: Shares,
     kept: Sequence[StateBuffer],
     transport: Transport,
     backend: Backend,
-    done: Done,
-) -> tuple[dict[str, Writing], list[Stored]]:
-    """Write this rank's files, which stay open, and send elements to other writers; collective."""
+    manifest: Manifest,
+    new_file: Callable[..., Writing | Copies],
+) -> tuple[dict[str, Writing | Copies], list[Stored]]:
+    """Give elements to this rank's files, which stay open, and to other writers; collective."""
     rank = transport.rank
     metadata = {
         "format": FORMAT,
-        **{name: str(value) for name, value in done._asdict().items()},
+        **{name: str(value) for name, value in manifest.done._asdict().items()},
         "rank": str(rank),
         "ranks": str(transport.size),
     }
-    files: dict[str, Writing] = {}
+    files: dict[str, Writing | Copies] = {}
     model = None
     names = _model_files(shares)
     if rank in names:
@@ -207,13 +411,13 @@ def _write(
             for name, joined in shares.tensors.items()
             if joined.writer == rank
         }
-        model = files[names[rank]] = WritingTensors(folder / names[rank], tensors, metadata)
+        model = files[names[rank]] = new_file(folder / names[rank], tensors, metadata)
     join(shares, kept, model, transport, backend)
     regions = {_key(held): held for held in shares.pieces[rank]}
     name = f"state-{rank:05d}.safetensors"
     if regions:
         arrays = {key: (region.dtype, (region.part.length,)) for key, region in regions.items()}
-        files[name] = WritingTensors(folder / name, arrays, metadata)
+        files[name] = new_file(folder / name, arrays, metadata)
     for region in regions.values():
         count = MOVED // region.dtype.itemsize
         for piece in region.part.pieces:
@@ -248,7 +452,12 @@ def _key(held: HeldRegion) -> str:
 
 
 def _finish(
-    unfinished: Path, target: Path, shares: Shares, manifest: Manifest, keep: int, best: int
+    unfinished: Path,
+    target: Path,
+    shares: Shares,
+    manifest: Manifest,
+    keep: int,
+    keeps: Callable[[int], bool],
 ) -> None:
     names = _model_files(shares)
     index = {
@@ -260,7 +469,7 @@ def _finish(
     write_manifest(
         unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())})
     )
-    put_in_place(unfinished, target, keep, best)
+    put_in_place(unfinished, target, keep, keeps)
 
 
 def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
@@ -271,8 +480,8 @@ def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
 
     everyone  the regions of each rank
     """
-    nbytes = [0] * len(everyone)
-    shares = Shares({}, [[] for _ in everyone])
+    shares = Shares({}, [[] for _ in everyone], [0] * len(everyone))
+    nbytes = shares.nbytes
     tensors: dict[str, Holders] = defaultdict(list)
     states: dict[tuple[str, str], Holders] = defaultdict(list)
     for rank, regions in enumerate(everyone):
@@ -282,7 +491,7 @@ def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
             elif held.kind == "agreed":
                 states[held.name, held.part.tensor].append((rank, held))
             else:
-                _give(held, rank, shares, nbytes)
+                _give(held, rank, shares)
     for name, holders in tensors.items():
         shares.tensors[name] = Joined(-1, holders[0][1].dtype, holders[0][1].part.shape, holders)
     for name, joined in sorted(shares.tensors.items(), key=lambda item: -item[1].nbytes):
@@ -290,7 +499,7 @@ def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
         nbytes[writer] += joined.nbytes
         shares.tensors[name] = joined._replace(writer=writer)
     for holders in states.values():
-        _share_out(holders, shares, nbytes)
+        _share_out(holders, shares)
     return shares
 
 
@@ -298,12 +507,12 @@ def _least(holders: Holders, nbytes: list[int]) -> tuple[int, HeldRegion]:
     return min(holders, key=lambda holder: (nbytes[holder[0]], holder[0]))
 
 
-def _give(held: HeldRegion, rank: int, shares: Shares, nbytes: list[int]) -> None:
+def _give(held: HeldRegion, rank: int, shares: Shares) -> None:
     shares.pieces[rank].append(held)
-    nbytes[rank] += held.part.length * held.dtype.itemsize
+    shares.nbytes[rank] += held.part.length * held.dtype.itemsize
 
 
-def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
+def _share_out(holders: Holders, shares: Shares) -> None:
     """Assign one replicated state tensor to writers, in regions of at most a block."""
     alike: dict[Any, Holders] = defaultdict(list)
     for rank, held in holders:
@@ -314,13 +523,13 @@ def _share_out(holders: Holders, shares: Shares, nbytes: list[int]) -> None:
     for (rectangles, _), group in alike.items():
         left = without(group[0][1].part.pieces, taken[rectangles])
         for unit in cut(left, BLOCK // group[0][1].dtype.itemsize):
-            rank, held = _least(group, nbytes)
+            rank, held = _least(group, shares.nbytes)
             enclosing = next(
                 piece for piece in held.part.pieces if piece.start <= unit.start < piece.stop
             )
             # `offset` becomes the offset in this rank's array.
             piece = unit._replace(offset=enclosing.offset + unit.start - enclosing.start)
-            _give(held._replace(part=held.part._replace(pieces=(piece,))), rank, shares, nbytes)
+            _give(held._replace(part=held.part._replace(pieces=(piece,))), rank, shares)
         taken[rectangles] += left
 
 
@@ -353,7 +562,7 @@ def sources(name: str, joined: Joined) -> list[Contribution]:
 def join(
     shares: Shares,
     kept: Sequence[StateBuffer],
-    file: Writing | None,
+    file: Writing | Copies | None,
     transport: Transport,
     backend: Backend,
 ) -> None:

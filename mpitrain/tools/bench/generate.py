@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.config import Model
-from mpitrain.formats.gpt2 import counterparts, described
+from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.machine.process import blas_threads
 from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.trainer import Trainer
@@ -69,7 +69,7 @@ class WholeWindows:
 
 
 class Transformers:
-    """Greedy text generation by `GPT2LMHeadModel.generate` of transformers."""
+    """Greedy text generation by `generate` of transformers."""
 
     name = "transformers"
 
@@ -79,17 +79,20 @@ class Transformers:
         tensors  our parameters, whole, by their full names
         """
         import torch
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(blas_threads())
-        settings = GPT2Config(**described(model, vocabulary, None))
-        self.model: Any = GPT2LMHeadModel(settings).eval()
+        architecture = ARCHITECTURES[model.kind]
+        settings = AutoConfig.for_model(**architecture.facts(model, vocabulary, None))
+        self.model: Any = AutoModelForCausalLM.from_config(settings).eval()
         dtype = next(iter(tensors.values())).dtype
         self.model.to(getattr(torch, dtype.name))
         own = self.model.state_dict()
-        for ours, theirs in counterparts(model.layers, model.tied):
-            array = tensors[ours].T if theirs.is_transposed else tensors[ours]
-            own[theirs.full_name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        for ours, parts in architecture.counterparts(model, vocabulary):
+            for part in parts:
+                array = tensors[ours][part.rows]
+                array = array.T if part.is_transposed else array
+                own[part.name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """The prompts have the same length."""

@@ -219,7 +219,7 @@ def _compiler() -> str:
     try:
         return version()
     except ConfigError:
-        return "none; only --device cuda-sim and device.passes compiled need it"
+        return "none: the passes are NumPy's, and --device cuda-sim cannot run"
 
 
 def gpus() -> str:

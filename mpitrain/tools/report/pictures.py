@@ -150,7 +150,7 @@ def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
 
 def _row_name(trace: Trace) -> str:
     place = trace.facts["place"]
-    axes = " ".join(f"{axis}{place[axis]}" for axis in ("dp", "pp", "tp")) if place else "server"
+    axes = " ".join(f"{axis}{place[axis]}" for axis in sorted(place)) if place else "server"
     return f"rank {trace.facts['rank']}: {axes}"
 
 

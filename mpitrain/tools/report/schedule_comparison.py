@@ -76,8 +76,8 @@ def compare(timeline: Timeline, steps: range, config: Config) -> Compared | None
     replica = [
         trace
         for trace in timeline.traces
-        if (trace.facts["place"] or {}).get("dp") == 0
-        and trace.facts["place"]["tp"] == 0
+        if (place := trace.facts["place"])
+        and not (place["dp"] or place["tp"] or place.get("cp"))
         and "parts" in trace.facts
     ]
     stages = config.layout.pp

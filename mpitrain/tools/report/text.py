@@ -151,8 +151,11 @@ def what_each_did_last(timeline: Timeline) -> Iterator[str]:
         where = f"rank {trace.facts['rank']} on {trace.facts['host']}"
         yield f"  {where}, {end - last_sign(trace):.3f} s before: {last_action(trace)}"
     if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
-        yield f"First to fall silent was rank {min(traces, key=last_sign).facts['rank']}."
         states = [state_of(trace) for trace in traces]
+        # A rank that waits for others has not fallen silent by itself.
+        silent = [state for state in states if state.wait is None] or states
+        first = min(silent, key=lambda state: state.since)
+        yield f"First to fall silent was rank {first.rank}."
         finding = first_divergence(states, end, 0.0)
         if finding.culprits:
             yield f"First divergence: {described_finding(finding, states, end, {})}"

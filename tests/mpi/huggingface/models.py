@@ -40,6 +40,31 @@ def made(dtype="float32", seed=0, **changes):
     return model.to(getattr(torch, dtype)).eval()
 
 
+def llama(kind="LlamaForCausalLM", **changes):
+    """Return a model like a Llama, whose parameters differ from 0 and from each other."""
+    import torch
+    import transformers
+
+    shape = {
+        "vocab_size": 256,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        **ENDS,
+    }
+    torch.manual_seed(0)
+    own = getattr(transformers, kind)
+    model = own(own.config_class(**{**shape, **changes}))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
+    return model.eval()
+
+
 def loaded(folder, dtype="float32"):
     """The model that transformers loads from a folder."""
     import torch

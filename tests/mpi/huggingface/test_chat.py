@@ -1,7 +1,10 @@
 """Conversations as transformers writes them: the same text from the same template, there and back."""
 # ruff: noqa: E501
 
+import contextlib
 import json
+from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -10,6 +13,10 @@ from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.formats.chat import chat_template, template_files
 from mpitrain.formats.writing import tokenizer_files
+from mpitrain.run.loop import train
+from mpitrain.transport.threads import run_ranks
+from tests.mpi.huggingface.models import loaded
+from tests.training import configured
 
 pytest.importorskip("jinja2")
 
@@ -163,3 +170,83 @@ def test_a_template_can_run_no_code():
         open_template(
             "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
         )(TURNS, False)
+
+
+CONTEXT, SIZE, STEPS = 40, 16, 50
+FIFTY = [
+    f"model.context={CONTEXT}",
+    f"batch.size={SIZE}",
+    f"run.steps={STEPS}",
+    "run.log_every=1",
+    "run.eval_every=-1",
+    "device.kind=cpu",
+]
+
+
+def labels_of(folder, lines):
+    """{tokens of a row: its labels}, by the template and the masks of transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = "{{ m.content + '<|im_end|>\n' }}"
+    answer = f"{{% generation %}}{said}{{% endgeneration %}}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{said}{{% endif %}}{{% endfor %}}"
+    )
+    spoken = [json.loads(line)["messages"] for line in lines]
+    found = tokenizer.apply_chat_template(
+        spoken, return_dict=True, return_assistant_tokens_mask=True
+    )
+    labels = {}
+    for tokens, mask in zip(found["input_ids"], found["assistant_masks"], strict=True):
+        rest = CONTEXT - len(tokens)
+        counted = [token if counts else -100 for token, counts in zip(tokens, mask, strict=True)]
+        labels[(*tokens, *[0] * rest)] = counted + [-100] * rest
+    return labels
+
+
+def assert_same_losses(model, run, data, settings):
+    """Train our way, and this model of transformers in a loop on the same rows."""
+    import torch
+
+    settings = [*FIFTY, *settings, f"data.source=jsonl:{data}", f"run.out={run}"]
+    config = configured(*settings, f"run.init_from={run.parent}/gpt2")
+    source = run_ranks(2, lambda own: train(own, lambda: config))[0].job.data
+    labels = labels_of(run.parent / "gpt2", data.open())
+    trained = [one for one in model.parameters() if one.requires_grad]
+    groups = [
+        {"params": [one for one in trained if (one.ndim > 1) == (decay > 0)], "weight_decay": decay}
+        for decay in (0.1, 0.0)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    assert len(steps) == STEPS and steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    for step, record in enumerate(steps):
+        tokens = torch.from_numpy(source.batch(0, step, SIZE, range(SIZE), SIZE * step)[0])
+        chosen = torch.tensor([labels[tuple(row)] for row in tokens.tolist()])
+        loss = model(tokens, labels=chosen).loss
+        assert abs(record["loss"] - loss.item()) <= 1e-4 * loss.item(), step
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = record["lr"]
+        optimizer.step()
+
+
+def test_a_whole_fine_tune_and_lora_on_it_have_the_losses_of_transformers_and_peft(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    with contextlib.chdir(tmp_path):
+        run_path(str(Path(__file__).parents[3] / "jobs/prove/sums.py"))["make"]()
+    model = loaded(tmp_path / "gpt2")
+    assert_same_losses(model, tmp_path / "whole", tmp_path / "sums.jsonl", ["optimizer.lr=0.002"])
+    model.save_pretrained(tmp_path / "gpt2")
+    layers = ["c_attn", "c_fc", "c_proj"]
+    lora = LoraConfig(r=16, lora_alpha=16, target_modules=layers, fan_in_fan_out=True)
+    model = get_peft_model(model, lora).eval()
+    model.save_pretrained(tmp_path / "adapters")
+    settings = ["optimizer.lr=0.005", f"lora.init_from={tmp_path}/adapters"]
+    assert_same_losses(model, tmp_path / "adapted", tmp_path / "words.jsonl", settings)

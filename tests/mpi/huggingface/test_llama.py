@@ -11,6 +11,7 @@ from mpitrain.run.build import configured as reopened
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
+from tests.mpi.huggingface.models import llama
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
@@ -18,27 +19,6 @@ transformers = pytest.importorskip("transformers")
 
 FLAT = ["run.steps=2", "batch.size=4", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
 FLAT += ["optimizer.warmup=0"]
-
-
-def made(**changes):
-    """A small Llama whose weights differ from 0 and from each other."""
-    shape = {
-        "vocab_size": 256,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    }
-    kind = changes.pop("kind", transformers.LlamaForCausalLM)
-    torch.manual_seed(0)
-    model = kind(kind.config_class(**{**shape, **changes}))
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
-    return model
 
 
 def theirs(model, tokens):
@@ -62,24 +42,39 @@ def assert_one_function(model, folder, ranks, *settings):
         assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max()
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "ranks", "settings"),
+    ("changes", "ranks", "settings", "dtype"),
     [
-        ({}, 2, ["layout.tp=2"]),
-        ({"tie_word_embeddings": True, "num_key_value_heads": 4}, 2, ["layout.pp=2"]),
-        ({"kind": transformers.MistralForCausalLM, "sliding_window": None}, 1, []),
+        ({}, 2, ["layout.tp=2"], "float32"),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 4}, 2, ["layout.pp=2"], "bfloat16"),
+        ({"kind": "MistralForCausalLM", "sliding_window": None}, 1, [], "float32"),
+        ({"kind": "Qwen2ForCausalLM", "tie_word_embeddings": True}, 2, ["layout.tp=2"], "float32"),
+        ({"rope_parameters": LLAMA3}, 1, [], "float32"),
     ],
-    ids=["llama", "tied", "mistral"],
+    ids=["llama", "tied, bfloat16", "mistral", "qwen2", "llama3"],
 )
-def test_logits_and_a_round_trip(changes, ranks, settings, tmp_path):
-    model = made(**changes)
+def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
+    model = llama(**changes).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    model = model.float()
     assert_one_function(model, tmp_path / "theirs", ranks, *settings)
     run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
     config = configured(*FLAT, *settings, *run)
     run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
-    export(tmp_path / "run", "llama", tmp_path / "back", "float32", 10**9, [])
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    export(tmp_path / "run", "llama", tmp_path / "back", dtype, 20_000, [])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="float32")
+    # A Mistral without windows is written as a Llama.
+    assert type(again).__name__ == type(model).__name__.replace("Mistral", "Llama")
     assert_one_function(again, tmp_path / "back", 1)
     trained = [
         abs(a - b).max() for a, b in zip(again.parameters(), model.parameters(), strict=True)
@@ -88,7 +83,7 @@ def test_logits_and_a_round_trip(changes, ranks, settings, tmp_path):
 
 
 def test_merged_adapters_are_the_function_of_the_run(tmp_path):
-    made().save_pretrained(tmp_path / "theirs")
+    llama().save_pretrained(tmp_path / "theirs")
     adapters = ["lora.rank=2", "lora.targets=q,v,gate", "optimizer.lr=0.1"]
     run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
     config = configured(*FLAT, *run, *adapters)
@@ -112,16 +107,17 @@ def test_merged_adapters_are_the_function_of_the_run(tmp_path):
     [
         ("hidden_act", "gelu", 'hidden_act "gelu"'),
         ("attention_bias", True, "attention_bias true"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_scaling of type "yarn"'),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_type "yarn"'),
         ("sliding_window", 8, "sliding_window 8"),
         ("head_dim", 8, "head_dim 8"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
-        ("model_type", "mistral", "no sliding_window"),
-        ("model_type", "qwen2", 'model_type "qwen2"'),
+        ("model_type", "mistral", "sliding_window 4096"),
+        ("rope_scaling", {"type": "llama3"}, "without factor"),
+        ("model_type", "qwen3", 'model_type "qwen3", but mpitrain has gpt2, llama, mistral, qwen2'),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
-    made().save_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(MpitrainError, match=says):

@@ -8,7 +8,7 @@ from mpitrain.run.build import configured as opened
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import loaded, logits, made, rows
+from tests.mpi.huggingface.models import llama, loaded, logits, made, rows
 from tests.training import configured
 
 FLAT = ["run.steps=6", "batch.size=8", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
@@ -17,10 +17,12 @@ FLAT += ["optimizer.lr=0.05"]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A folder with a tied head, and one without."""
+    """Folders of GPT-2: with a tied head, and without; of Qwen2, and of a Llama."""
     folder = tmp_path_factory.mktemp("bases")
     for tied in (True, False):
-        made(tie_word_embeddings=tied).save_pretrained(folder / str(tied))
+        made(tie_word_embeddings=tied).save_pretrained(folder / f"gpt2, tied {tied}")
+    llama("Qwen2ForCausalLM", tie_word_embeddings=True).save_pretrained(folder / "qwen2")
+    llama().save_pretrained(folder / "llama")
     return folder
 
 
@@ -40,13 +42,20 @@ def near(found, truth, most):
 
 
 @pytest.mark.parametrize(
-    "targets, tied",
-    [("c_attn", True), ("q,v,c_fc", False), ("k", False), ("c_proj,lm_head,h.1.attn.c_attn", True)],
+    "targets, base",
+    [
+        ("c_attn", "gpt2, tied True"),
+        ("q,v,c_fc", "gpt2, tied False"),
+        ("k", "gpt2, tied False"),
+        ("c_proj,lm_head,h.1.attn.c_attn", "gpt2, tied True"),
+        ("q_proj,v_proj,down_proj,layers.1.mlp.gate_proj", "qwen2"),
+        ("qkv,mlp.up,o_proj,lm_head", "llama"),  # q, k and v have one A
+    ],
 )
-def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, targets, tied):
+def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, targets, base):
     from peft import PeftModel
 
-    base = bases / str(tied)
+    base = bases / base
     run = tmp_path / "run"
     chosen = ["lora.rank=4", "lora.alpha=12.0", f"lora.targets={targets}"]
     config = configured(*FLAT, *chosen, f"run.init_from={base}", f"run.out={run}")
@@ -59,7 +68,8 @@ def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, target
     truth = logits(theirs, tokens)[0]
     assert near(found, truth, 1e-4)
     assert not near(found, bare, 1e-2)
-    export(run, "gpt2", tmp_path / "merged", "float32", 10**9, [], merge=True)
+    family = "gpt2" if "gpt2" in base.name else "llama"
+    export(run, family, tmp_path / "merged", "float32", 10**9, [], merge=True)
     assert near(logits(loaded(tmp_path / "merged"), tokens)[0], found, 1e-5)
     theirs.save_pretrained(tmp_path / "again")
     for folder in (tmp_path / "peft", tmp_path / "again"):
@@ -67,35 +77,68 @@ def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, target
         assert near(run_ranks(2, initial, again, tokens)[0], found, 1e-5)
 
 
-@pytest.mark.parametrize("chosen", [["c_attn", "mlp.c_proj"], ["c_attn", "lm_head"]])
-def test_an_adapter_that_peft_trained_is_read_here(bases, tmp_path, chosen):
+@pytest.mark.parametrize(
+    ("base", "chosen"),
+    [
+        ("gpt2, tied True", ["c_attn", "mlp.c_proj"]),
+        ("gpt2, tied True", ["c_attn", "lm_head"]),
+        ("llama", ["q_proj", "o_proj", "up_proj", "lm_head"]),
+        ("qwen2", ["k_proj", "gate_proj", "down_proj"]),
+    ],
+)
+def test_ten_steps_of_peft_and_ours_train_the_same_adapters(bases, tmp_path, base, chosen):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = bases / "True"
+    base = bases / base
     tokens, targets = rows(4)
-    model = get_peft_model(
-        loaded(base),
-        LoraConfig(
-            r=3, lora_alpha=9, target_modules=chosen, fan_in_fan_out=True, task_type="CAUSAL_LM"
-        ),
+    adapters = LoraConfig(
+        r=3,
+        lora_alpha=9,
+        target_modules=chosen,
+        fan_in_fan_out="gpt2" in base.name,
+        task_type="CAUSAL_LM",
     )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(5):
+    model = get_peft_model(loaded(base, "float64"), adapters)
+    model.save_pretrained(tmp_path / "begun")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, betas=(0.8, 0.95), weight_decay=0.1)
+    losses = []
+    for _ in range(10):
         found = model(torch.from_numpy(tokens)).logits.flatten(0, 1)
-        torch.nn.functional.cross_entropy(found, torch.from_numpy(targets).flatten()).backward()
+        loss = torch.nn.functional.cross_entropy(found, torch.from_numpy(targets).flatten())
+        losses.append(loss.item())
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(tmp_path / "peft")
+    model.save_pretrained(tmp_path / "ended")
     truth = logits(model.eval(), tokens)[0]
+    exact = ["precision.compute=float64", "optimizer.warmup=0", "optimizer.schedule=constant"]
+    exact += ["optimizer.clip=0.0", "optimizer.beta1=0.8", "batch.size=4"]
+
+    def ten_steps(transport, config):
+        trainer = build(transport, config).trainer
+        own = trainer.share()
+        steps = [
+            trainer.step(n, tokens[own.start : own.stop], targets[own.start : own.stop])
+            for n in range(10)
+        ]
+        trainer.sync_parameters()
+        rows = trainer.backend.to_host(trainer.logits(tokens[:1]))
+        return [one.loss for one in steps], rows[0].copy()
+
+    begun = [f"run.init_from={base}", f"lora.init_from={tmp_path / 'begun'}"]
+    most = 1e-9 if "gpt2" in base.name else 1e-4  # The norms of a Llama there are in float32.
+    for settings in ([], ["layout.tp=2"]):
+        for own, found in run_ranks(2, ten_steps, configured(*FLAT, *exact, *begun, *settings)):
+            assert np.abs(np.subtract(own, losses)).max() <= most
+            assert near(found, truth, most)
     for settings in (
-        [f"run.init_from={tmp_path / 'peft'}"],
-        [f"run.init_from={base}", f"lora.init_from={tmp_path / 'peft'}"],
+        [f"run.init_from={tmp_path / 'ended'}"],
+        [f"run.init_from={base}", f"lora.init_from={tmp_path / 'ended'}"],
     ):
         config = configured(*FLAT, *settings)
         assert (config.lora.rank, config.lora.alpha) == (3, 9.0)
-        for ranks, layout in ((1, []), (2, ["layout.tp=2"])):
-            config = configured(*FLAT, *settings, *layout)
-            found = run_ranks(ranks, initial, config, tokens)[0]
-            assert near(found, truth, 1e-4)
+        (found,) = run_ranks(1, initial, config, tokens)
+        assert near(found, truth, 1e-4)
     assert not near(truth, logits(loaded(base), tokens)[0], 1e-2)

@@ -65,9 +65,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks):
-    settings = ["run.steps=2", "model.width=12", "model.heads=12"]
+LLAMA = ["model.kind=llama", "model.kv_heads=4", "model.width=24"]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [*((ranks, []) for ranks in LAYOUTS), (4, LLAMA)])
+def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks, kind):
+    settings = ["run.steps=2", "model.width=12", "model.heads=12", *kind]
     rows = measured(LAYOUTS[ranks], "a" * ranks, *settings)
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode

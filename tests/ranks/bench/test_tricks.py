@@ -32,6 +32,7 @@ def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     assert activations == (2 * len(measured), 2 * len(measured))
     assert sent[0] == sent[1] and (ranks == 1 or layout or sent[1] > 10)
     assert found["recomputation"].smaller < 1 < found["mixed precision"].smaller
+    assert found["larger batch"].smaller > 1 > found["another optimizer"].smaller
     assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
 
 
@@ -70,7 +71,7 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
         ),
         (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
-        (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer"}),
+        (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
         (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),
         (2, [*TINY, "replication.wire=fp16"], {"wire int8"}),
     ],

@@ -29,10 +29,11 @@ from mpitrain.transport.threads import run_ranks
         Axes(tp=2, dp=2, pp=2),
         Axes(tp=3, dp=1, pp=2, servers=2),
         Axes(dp=2, servers=1),
+        Axes(tp=2, dp=2, pp=2, cp=3),
     ],
 )
 @pytest.mark.parametrize("is_vee", [False, True])
-def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
+def test_tp_varies_fastest_then_cp_then_dp_then_pp_and_servers_come_last(axes, is_vee):
     def groups(transport):
         grid = Grid(transport, axes)
         grid.place_model(
@@ -40,7 +41,7 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
             {"embedding": (0, axes.pp - 1)},
         )
         found = {
-            name: getattr(grid, name).transport.members for name in ("world", "tp", "dp", "pp")
+            name: getattr(grid, name).transport.members for name in ("world", "tp", "copies", "pp")
         }
         found |= {
             "servers": grid.servers.transport.members if grid.servers else None,
@@ -54,25 +55,27 @@ def test_tp_varies_fastest_then_dp_then_pp_and_servers_come_last(axes, is_vee):
         grid.close()
         return found, len(transport.windows.parts)
 
-    workers = np.arange(axes.ranks - axes.servers).reshape(axes.pp, axes.dp, axes.tp)
+    workers = np.arange(axes.ranks - axes.servers).reshape(axes.pp, axes.copies, axes.tp)
     every = run_ranks(axes.ranks, groups)
-    assert sum(found["reports_loss"] for found, _ in every) == axes.dp
+    assert sum(found["reports_loss"] for found, _ in every) == axes.copies
     for rank, (found, parts) in enumerate(every):
         assert parts == 0 and found["world"] == tuple(range(axes.ranks))
         if rank >= workers.size:
             assert (
                 found["servers"] == tuple(range(workers.size, axes.ranks)) and found["tied"] is None
             )
-            assert found["tp"] == found["dp"] == found["pp"] == (rank,)
+            assert found["tp"] == found["copies"] == found["pp"] == (rank,)
             continue
-        pp, dp, tp = (int(place[0]) for place in np.nonzero(workers == rank))
+        pp, copy, tp = (int(place[0]) for place in np.nonzero(workers == rank))
         assert found["servers"] is None
-        assert found["tp"] == tuple(workers[pp, dp]) and found["dp"] == tuple(workers[pp, :, tp])
-        assert found["pp"] == tuple(workers[:, dp, tp])
+        assert axes.coords(rank) == (tp, copy // axes.cp, pp, copy % axes.cp)
+        assert found["tp"] == tuple(workers[pp, copy])
+        assert found["copies"] == tuple(workers[pp, :, tp])
+        assert found["pp"] == tuple(workers[:, copy, tp])
         holds = pp in (0, axes.pp - 1)
         assert found["reports_loss"] == (tp == 0 and pp == (0 if is_vee else axes.pp - 1))
         assert found["tied"] == (
-            tuple(dict.fromkeys(map(int, workers[[0, -1], dp, tp]))) if holds else None
+            tuple(dict.fromkeys(map(int, workers[[0, -1], copy, tp]))) if holds else None
         )
 
 
@@ -95,7 +98,9 @@ def test_leases_of_a_grids_groups_count_and_leave_no_window():
     def run(transport):
         arena = Arena()
         grid = Grid(transport, Axes(tp=2, dp=2), "auto", arena=arena)
-        leases = [group.exchange((1000,), "float64") for group in (grid.world, grid.tp, grid.dp)]
+        leases = [
+            group.exchange((1000,), "float64") for group in (grid.world, grid.tp, grid.copies)
+        ]
         for lease in leases:
             lease.array[:] = transport.rank + 1
             lease.bound_all_reduce().run()

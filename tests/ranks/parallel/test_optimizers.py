@@ -317,7 +317,7 @@ def test_a_sum_of_facts_has_the_same_bits_at_any_offset_and_on_all_ranks(ranks, 
         for offset, length in ((0, 90), (33, 200), (7, 101)):
             vector = np.zeros(length)
             vector[offset : offset + 90] = mine
-            grid.fact_sums(grid.dp, grid.tp).bind(vector)()
+            grid.fact_sums(grid.copies, grid.tp).bind(vector)()
             found.append(vector[offset : offset + 90].tobytes())
         return found
 

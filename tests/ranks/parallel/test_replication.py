@@ -54,7 +54,7 @@ class Slot(LocalGradients):
     def __init__(self, replica):
         owned = whole(replica.storage)
         super().__init__(replica, owned, owned if replica.grid.world.rank == 0 else ())
-        self.replica, self.sum = replica, replica.grid.dp.bind(self.buffer)
+        self.replica, self.sum = replica, replica.grid.copies.bind(self.buffer)
         self.slot = np.full(replica.storage.length, np.nan, replica.storage.dtype)
         self.leaves, _ = replica.storage.gradients(self.slot)
 

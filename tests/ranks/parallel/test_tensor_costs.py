@@ -104,7 +104,7 @@ def test_after_the_first_step_nothing_is_bound_allocated_or_agreed(way):
         trainer, step = built(transport, config)
         step(0)
         counted = [
-            Counted(group) for group in (trainer.grid.world, trainer.grid.tp, trainer.grid.dp)
+            Counted(group) for group in (trainer.grid.world, trainer.grid.tp, trainer.grid.copies)
         ]
         before = [each.now() for each in counted]
         for number in range(1, 4):

@@ -17,7 +17,6 @@ from mpitrain.machine.process import blas_threads_in_use
 from mpitrain.run import trainer as trainers
 from mpitrain.run import utilisation
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint import saving
 from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report import diff
@@ -25,6 +24,7 @@ from mpitrain.tools.report.diff import compare_bits, compare_numbers, start_of_r
 from mpitrain.tools.report.replay import replay
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go
+from tests.saving import save
 
 SMALL = [
     *TINY,
@@ -287,17 +287,7 @@ def changed(folder, into, change):
         trainer = job.trainer
         for entry in trainer.storage.entries:
             change(entry.name, entry.view(trainer.parameters))
-        saving.save(
-            into / "checkpoints",
-            trainer.replication.kept(),
-            trainer.storage,
-            transport,
-            trainer.backend,
-            job.done,
-            trainer.resolved.axes._asdict(),
-            trainer.replication.step_end.skips.scalars(),
-            9,
-        )
+        save(into / "checkpoints", trainer, job.done, 9)
 
     (into / "checkpoints").mkdir()
     run_ranks(diff.read_run(folder).ranks, run)

@@ -16,9 +16,10 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import loading, saving
-from mpitrain.run.checkpoint.manifest import INDEX, Done
+from mpitrain.run.checkpoint.manifest import INDEX, Done, Manifest
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, Described, Layout, kept, load, logical, save
+from tests.saving import publish
 
 
 def owed(held):
@@ -80,8 +81,12 @@ def test_one_written_when_tensors_began_elsewhere_in_their_buffers_loads(
 
 @pytest.mark.parametrize("written", LAYOUTS)
 def test_every_element_is_written_once_and_whole_tensors_are_whole(written, tmp_path):
+    """A thread writes the same bytes, although the state changes meanwhile."""
     layout = LAYOUTS[written]
     path = run_ranks(layout.ranks, save, tmp_path, layout)[0]
+    room = saving.HostRoom(1 << 30, 0, 0)
+    other = run_ranks(layout.ranks, save, tmp_path / "copied", layout, 1, "run", room)[0]
+    assert files(path) == files(other)
     index = json.loads((path / INDEX).read_text())
     shapes = {
         e.name: e.parameter.shape
@@ -110,6 +115,35 @@ def test_every_element_is_written_once_and_whole_tensors_are_whole(written, tmp_
             tensor.nbytes for file in path.glob("model-*") for tensor in load_file(file).values()
         )
     )
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_all_ranks_copy_or_none_and_the_first_host_without_room_is_named():
+    layout = LAYOUTS["whole on 4"]
+
+    def short(transport, free, limit):
+        storage, found = kept(layout, transport.rank)
+        room = saving.HostRoom(free[transport.rank], limit, 100)
+        return saving.share_out(found, storage, transport, room)
+
+    for free, limit, left in (
+        ((10**6,) * 4, 0, None),
+        ((10**6, 10**6, 500, 10**6), 0, ("b", 500)),
+        ((10**6,) * 4, 10**6, None),
+        ((10**6,) * 4, 900, ("a", 700)),
+        ((0,) * 4, 1, ("a", -199)),
+    ):
+        found = run_ranks(4, short, free, limit, hosts="aabb")
+        assert len({short for _, short in found}) == 1
+        shares, short_of = found[0]
+        assert (short_of and (short_of.host, short_of.room)) == left
+        if short_of:
+            ranks = [rank for rank, host in enumerate("aabb") if host == short_of.host]
+            assert short_of.needed == sum(shares.nbytes[rank] for rank in ranks)
+            assert short_of.ranks == len(ranks)
 
 
 def test_state_that_is_not_needed_may_be_missing_and_numbers_come_back(tmp_path):
@@ -189,7 +223,7 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
         monkeypatch.setattr(module, "MOVED", moved)
     for module in (safetensors_files, saving):
         monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", (block, {}))
+    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), block, {}))
     held = [large(rank, ranks, tensors, rows, columns) for rank in range(ranks)]
     wanted = [[one.array.copy() for one in found] for _, found in held]
     nbytes, taken, peaks, preadv = rows * columns * 4, [], [], os.preadv
@@ -197,9 +231,8 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
 
     def write(transport):
         storage, found = held[transport.rank]
-        return saving.save(
-            tmp_path, found, storage, transport, HostBackend(), Done(1, 1, "run"), {"dp": 1}, {}, 1
-        )
+        manifest = Manifest(Done(1, 1, "run"), {"dp": 1}, {})
+        publish(tmp_path, found, storage, transport, HostBackend(), manifest, 1)
 
     def read(transport):
         storage, found = held[transport.rank]

@@ -10,6 +10,7 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CommError, MpitrainError, TrainingError
 from mpitrain.run.build import build, configured
+from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.training import TINY
@@ -36,6 +37,32 @@ def test_a_failure_ends_a_run_at_each_point(kind, error, law, point, book, tmp_p
         go(2, [*settings, "run.eval_every=2"])
     where = "the start" if point == "@0" else " of ".join([*point.split(":")[1:], "step 2"])
     assert len(re.findall(f"rank 1: run.inject: {kind} at {where}", capfd.readouterr().err)) == 1
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, error", [("oom", 1, MemoryError), ("raise", 3, (RuntimeError, MpitrainError))]
+)
+@pytest.mark.parametrize("point", ["snapshot", "thread", "publish"])
+def test_a_failure_in_a_save_in_the_background_ends_all_ranks(
+    kind, error, ranks, point, book, tmp_path, capfd
+):
+    rank = 0 if point == "publish" else ranks - 1
+    settings = [
+        *book,
+        "checkpoint.every=2",
+        "checkpoint.background=true",
+        "run.steps=400",
+        f"run.inject={kind}:{rank}@3:{point}",
+    ]
+    with pytest.raises(error):
+        go(ranks, settings)
+    assert f"rank {rank}: run.inject: {kind} at {point} of step" in capfd.readouterr().err
+    saved = [one["step"] for one in records(tmp_path) if one.get("event") == "checkpoint"]
+    assert saved == [2] and newest(tmp_path / "run/checkpoints").name == "step-00000002"
+    settings[-1] = "run.steps=6"
+    go(ranks, settings, "yes")
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names <= {"step-00000002", "step-00000004", "step-00000006"}
 
 
 @pytest.mark.parametrize("point", ["forward", "backward", "end"])

@@ -8,13 +8,16 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
@@ -22,7 +25,7 @@ from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
 from mpitrain.run.checkpoint import manifest, saving
-from mpitrain.run.checkpoint.manifest import Done, newest
+from mpitrain.run.checkpoint.manifest import Manifest, newest
 from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import checkpoint_of, noted_largest
@@ -79,14 +82,14 @@ def test_a_run_killed_before_its_evaluation_evaluates_on_resume(
 
 def test_what_was_evaluated_is_not_evaluated_again(book, tmp_path, monkeypatch):
     settings = [*book, "run.eval_every=2", "checkpoint.every=2"]
-    real = saving.save
+    real = saving.begin
 
-    def save(*arguments):
-        if any(isinstance(argument, Done) and argument.step == 6 for argument in arguments):
+    def begin(*arguments):
+        if any(isinstance(one, Manifest) and one.done.step == 6 for one in arguments):
             raise Killed
         return real(*arguments)
 
-    monkeypatch.setattr(saving, "save", save)
+    monkeypatch.setattr(saving, "begin", begin)
     with pytest.raises(Killed):
         go(2, settings)
     monkeypatch.undo()
@@ -197,7 +200,7 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
 
         monkeypatch.setattr(place, name, call)
 
-    takes(saving, "save", 100)
+    takes(saving, "begin", 100)
     takes(Trainer, "evaluate", 10)
     takes(Trainer, "step", 1)
     # The clock of the loop and its hooks alone: others measure with the real one.
@@ -205,7 +208,8 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
         monkeypatch.setattr(
             module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
         )
-    go(1, [*book, "run.steps=3", "checkpoint.every=1", "run.eval_every=1", "run.log_every=3"])
+    every = ["checkpoint.every=1", "checkpoint.background=false", "run.eval_every=1"]
+    go(1, [*book, *every, "run.steps=3", "run.log_every=3"])
     steps = [record for record in records(tmp_path) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 3]
     assert [record["step_s"] for record in steps] == [1, 1]
@@ -366,7 +370,7 @@ def test_what_moves_reductions_shares_no_scratch_with_what_computes(book):
             transport, parse(with_settings({}, [*book, "device.kind=cuda-sim"]))
         ).trainer
         before = trainer.arena.live, trainer.arena.allocations
-        trainer.grid.dp.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
+        trainer.grid.copies.arithmetic.largest(np.arange(4096, dtype=np.float32), 5)
         return before == (trainer.arena.live, trainer.arena.allocations)
 
     assert run_ranks(1, arenas) == [True]
@@ -463,7 +467,74 @@ def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
         folder = tmp_path / f"run/checkpoints/step-{one['step']:08d}"
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
-        assert 0 < one["checkpoint_s"] < one["wall_s"]
+        assert 0 < one["checkpoint_pause_s"] <= one["checkpoint_s"] < one["wall_s"]
+
+
+def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_path):
+    keys = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4"]
+    go(2, [*book, *keys, "run.steps=10", "run.eval_every=5", "checkpoint.background=true"])
+    words = ["runs", "checkpoints", str(tmp_path / "run")]
+    listed = CliRunner().invoke(commands, words)
+    assert listed.exit_code == 0 and "verified" not in listed.output
+    rows = [line.split() for line in listed.output.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["4", "8", "10"] and rows[2][-2:] == ["best,", "newest"]
+    nbytes = sum(
+        file.stat().st_size for file in (tmp_path / "run/checkpoints/step-00000008").iterdir()
+    )
+    assert abs(float(rows[1][1]) - nbytes / 1e6) < 0.06
+    assert CliRunner().invoke(commands, [*words, "--verify"]).output.count("verified") == 3
+    damaged = tmp_path / "run/checkpoints/step-00000008/state-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    listed = CliRunner().invoke(commands, [*words, "--verify"])
+    assert listed.exit_code == 1 and listed.output.count("verified") == 2
+    assert f"{damaged} was altered: block 0" in listed.output
+    with pytest.raises(
+        MpitrainError, match=r"keep_every 4 must be a multiple of checkpoint.every 3"
+    ):
+        parse(with_settings({}, [*keys, "checkpoint.every=3"]))
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("fails", (False, True))
+def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, monkeypatch):
+    """Saves that are due meanwhile are skipped; if it fails on a rank, all ranks raise that."""
+    moves, close, straggle = threading.Event(), saving.Copies.close, Trainer._straggle
+
+    def slow(self):
+        assert moves.wait(SECONDS)
+        if fails and "state-00000" in str(self._arguments[0]):
+            raise OSError(28, "No space left on device")
+        return close(self)
+
+    def step(self, index):
+        straggle(self, index)
+        if index == 4:
+            moves.set()
+
+    monkeypatch.setattr(saving.Copies, "close", slow)
+    monkeypatch.setattr(Trainer, "_straggle", step)
+    settings = [*book, "checkpoint.every=1", "checkpoint.background=true"]
+    if not fails:
+        go(ranks, settings)
+        saved = [one for one in records(tmp_path) if one.get("event") == "checkpoint"]
+        assert saved[0]["step"] == 1 and saved[-1]["step"] == 6
+        assert saved[-1]["checkpoints_skipped"] >= 3
+        return
+    with pytest.raises(TrainingError, match=r"step 1 cannot be written.*No space left") as error:
+        go(ranks, [*settings, "run.steps=1000"])
+    assert error.value.agreed and not list((tmp_path / "run/checkpoints").iterdir())
+    assert records(tmp_path)[-1]["step"] < 1000
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_copies_without_room_are_refused_or_not_made(ranks, book, tmp_path):
+    limit = f"memory.limit_gb={(9e4 * ranks + 1e5) / 1e9}"
+    with pytest.raises(MpitrainError, match=r"copy [\d.]+ GB .* but [\d.]+ GB are left") as error:
+        go(ranks, [*book, "checkpoint.background=true", limit])
+    assert error.value.agreed
+    go(ranks, [*book, "checkpoint.every=2", limit])
+    saved = [one for one in records(tmp_path) if one.get("event") == "checkpoint"]
+    assert [one["step"] for one in saved] == [2, 4, 6]
 
 
 @pytest.mark.parametrize("mode, at", [("all-reduce", 1), ("local", 2)])
@@ -588,7 +659,10 @@ def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
     "name, counts",
     [("prepare", (2, 3, 5)), ("_finish", (3, 6)), ("put_in_place", (3,)), ("drop_old", (3, 4, 6))],
 )
-def test_a_kill_at_any_save_leaves_the_best_checkpoint(name, counts, book, tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", ("true", "false"))
+def test_a_kill_at_any_save_leaves_the_best_checkpoint(
+    name, counts, background, book, tmp_path, monkeypatch
+):
     owner, calls = manifest if name == "drop_old" else saving, []
     falling(monkeypatch, tmp_path / "copy")
     real = getattr(owner, name)
@@ -600,10 +674,11 @@ def test_a_kill_at_any_save_leaves_the_best_checkpoint(name, counts, book, tmp_p
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, killed)
-    for resume in ("no", *["auto"] * (len(counts) - 1)):
-        with pytest.raises(Killed):
-            go(1, [*book, *BEST], resume)
-    go(1, [*book, *BEST], "auto")
+    settings = [*book, *BEST, f"checkpoint.background={background}"]
+    for resume in ("no", *["auto"] * len(counts)):
+        with suppress(Killed):
+            go(1, settings, resume)
+    assert len(calls) >= counts[0]
     assert_ended(tmp_path, "09")  # A kill while old checkpoints are removed may leave one.
 
 

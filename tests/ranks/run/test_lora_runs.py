@@ -13,7 +13,6 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import build, open_run
 from mpitrain.run.build import configured as opened
-from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import Done, newest, read_manifest
 from mpitrain.run.choices import parse
 from mpitrain.run.export import export
@@ -21,6 +20,7 @@ from mpitrain.run.initial import of_adapters
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import CHECKPOINTS, configuration
 from mpitrain.transport.threads import run_ranks
+from tests.saving import manifest, publish
 from tests.training import TINY, configured
 
 FLAT = [*TINY, "run.steps=4", "run.eval_every=-1", "checkpoint.every=2", "optimizer.lr=0.05"]
@@ -98,19 +98,15 @@ def test_a_run_resumes_in_another_layout_with_the_same_bits(base, adapted, ranks
 def resaved(transport, config, path, folder):
     """Load a checkpoint with adapters, and save it again from this layout."""
     trainer = build(transport, config, path).trainer
-    own = trainer.replication
-    return saving.save(
+    return publish(
         folder,
-        of_adapters(own.kept()),
+        of_adapters(trainer.replication.kept()),
         trainer.storage,
         transport,
         trainer.backend,
-        Done(4, 0, "run"),
-        trainer.resolved.axes._asdict(),
-        own.step_end.skips.scalars(),
+        manifest(trainer, Done(4, 0, "run"), base=trainer.begun_from),
         1,
-        trainer.begun_from,
-    ).path
+    )
 
 
 @pytest.mark.parametrize("rule", ("adamw", "momentum"))

@@ -223,6 +223,11 @@ def test_the_formulas_below_the_table_explain_their_letters():
         "star               sends (n-1) S, the root",
         "with S bytes of all gradients, padding included, n ranks; besides, control messages and headers",
     ]
+    late = [row("server-async", staleness=3, val_loss=1.0, formula=""), row("ring", formula="")]
+    assert footer(late) == [
+        "server-async has a lower loss because of its updates: 2 times as many, each with 1/2 of the rows"
+    ]
+    assert footer([row("server-async", staleness=3, val_loss=9.0, formula=""), late[1]]) == []
     for word in settings_by_mode():
         if not (formula := words(word)):
             continue

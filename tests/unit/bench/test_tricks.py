@@ -64,7 +64,7 @@ def test_counted_bytes_and_formulas_are_checked_on_both_sides():
     off_by_one = right._replace(formula=3001.0)
     assert checks([tried(right, wrong), tried(right, off_by_one)]) == ((3, 4), (2, 3))
     lines = summary([tried(right, wrong), Tried("ZeRO 1", [], False, "one replica")])
-    assert lines[-1] == "ZeRO 1: one replica" and "in 1 of 2 jobs" in lines[2]
+    assert lines[-1] == "ZeRO 1: one replica" and "in 1 of 2 jobs" in lines[3]
 
 
 def test_the_file_has_every_trick_with_its_reason_or_its_measurements(tmp_path):

@@ -7,7 +7,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.initial import normal
-from mpitrain.layers.plain import LayerNorm, Plain
+from mpitrain.layers.plain import Norm, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.models.classifiers import mlp
@@ -279,5 +279,5 @@ def test_heads_must_divide_the_width_and_the_nearest_are_named():
 def test_a_layer_norm_adds_its_own_epsilon_to_the_variance():
     x, w = np.float64([[1, -1]]), {"gain": np.ones(2), "bias": np.zeros(2)}
     for epsilon in (3.0, 0.5625):
-        y, _ = LayerNorm(host, 2, epsilon).forward(w, x, Arena())
+        y, _ = Norm(host, 2, epsilon).forward(w, x, Arena())
         np.testing.assert_allclose(y, x / (1 + epsilon) ** 0.5, rtol=1e-15)

@@ -162,7 +162,9 @@ FORMATS = {
         lambda file, text: file.write_bytes(text),
         r"layout: (no (pp|tp|shards))|scalars: no scale",
         """
-layout['dp'] = 0
+format = 'mpitrain-9'
+step = 2
+base = {'folder': 'a', 'sha256': {}, 'more': 1}
 layout['pp'] = 2**63
 del layout['dp']
 scalars['loss_scale'] = 0
@@ -196,18 +198,24 @@ stored[0][1] = stored[1][1]
 stored[0][3] = 'mine'
 stored.append(stored[0])
 stored.append([STATE, 'more', 'parameters', 'agreed', stored[0][4]])
-stored.append([STATE, 'more', 'residual', 'mean', ['block.gain', [8], None, [[0, 8, 0]]]])
 stored.append([STATE, 'more', 'residual', 'own', ['block.gain', [4], None, [[0, 4, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['', [4], None, []]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [[]], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [[[0, 2]], [[0, 2]]], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [[[0, 4], [0, 1]]], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [[[1, 5]]], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [4], [[[3, 2]]], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [2, 2], [[[0, 1]] * 2, [[1, 2]] * 2], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [], [[], []], [[0, 1, 0]]]])
-stored.append([STATE, 'more', 'unread', 'bound', ['a', [1] * 33, None, [[0, 1, 0]]]])
+stored += [unread('a', 'own', 'a', [4], None, [[0, 1, 0]]), unread('b', 'mean', 'a', [4], None, [[0, 1, 0]])]
+stored += [unread('a', 'own', 'a', [4], None, [[0, 1, 0]]), unread('b', 'own', 'a', [5], None, [[0, 1, 0]])]
+stored += [unread('a', 'own', 'a', [4], None, [[0, 1, 0]]), unread('a', 'own', 'b', [4], None, [[0, 1, 0]])]
+stored.append(unread('a', 'bound', '', [4], None, []))
+stored.append(unread('a', 'bound', 'a', [4], None, [[0, 5, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], None, [[1, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], None, [[0, 1, 1]]))
+stored.append(unread('a', 'bound', 'a', [4], None, [[0, 2, 0], [1, 3, 2]]))
+stored.append(unread('a', 'bound', 'a', [4], [], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], [[]], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], [[[0, 2]], [[0, 2]]], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], [[[0, 4], [0, 1]]], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], [[[1, 5]]], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [4], [[[3, 2]]], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [2, 2], [[[0, 1]] * 2, [[1, 2]] * 2], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [], [[], []], [[0, 1, 0]]))
+stored.append(unread('a', 'bound', 'a', [1] * 33, None, [[0, 1, 0]]))
 stored[0][4][3][0][1] += 1
 stored[0][4][3][0][1] += 10**30
 stored[0][4][3][0][0] = -1
@@ -220,7 +228,7 @@ stored[2][4][1] = [192, 1]
 stored[2][4][2][0][1][1] += 1
 stored[2][4][2] *= 2
 """,
-        "stored.reverse()",
+        "stored.reverse()\nstored.append(unread('a', 'bound', 'a', [4], [[[1, 3]]], [[0, 2, 0]]))",
     ),
     "headers of parameters": of_header(MODEL),
     "headers of state": of_header(STATE),
@@ -289,13 +297,23 @@ measured[0]['plan'][0], measured[1]['plan'][0] = measured[1]['plan'][0], measure
 def edited(content: Any, change: str) -> Any:
     """A copy of the content after a change in Python to its entries."""
     copy = deepcopy(content)
-    tensors = [one for one in copy.values() if isinstance(one, dict) and "dtype" in one]
-    names = {"INDEX": INDEX, "STATE": STATE, "MODEL": MODEL}
-    if tensors:
-        names |= {"first": tensors[0], "last": tensors[-1]}
-    names |= copy
-    exec(change, {}, names)
-    return {name: names[name] for name in copy if name in names}
+    tensors = [one for one in copy.values() if isinstance(one, dict) and "dtype" in one] or [None]
+    known = {
+        "INDEX": INDEX,
+        "STATE": STATE,
+        "MODEL": MODEL,
+        "first": tensors[0],
+        "last": tensors[-1],
+    }
+    known |= {"unread": unread, "__builtins__": {}}
+    names = known | copy
+    exec(change, names)
+    return {name: value for name, value in names.items() if name not in known}
+
+
+def unread(key: str, kind: str, *part: Any) -> list:
+    """The entry of a stored array that no job of these tensors reads."""
+    return [STATE, key, "unread", kind, list(part)]
 
 
 @pytest.mark.timeout(SECONDS)
@@ -326,7 +344,9 @@ def test_a_file_is_refused_by_name_exactly_where_it_is_damaged(name, tmp_path):
         count += is_sound
     texts = canonical if name == "manifests" else json.dumps
     full = plain(file) if name == "manifests" else content
-    for damage, data in of_text(texts(full)):
+    altered = [("altered", texts(full).replace('"samples": 12', '"samples": 13').encode())]
+    altered += [("not canonical", json.dumps(full, indent=1).encode())]
+    for damage, data in [*of_text(texts(full)), *(altered if name == "manifests" else [])]:
         tried(damage, False, lambda path, data=data: form.put_text(path, data))
     for way in WAYS:
         # Links below a run directory are not followed.

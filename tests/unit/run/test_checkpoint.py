@@ -131,7 +131,9 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
         os, "rename", lambda old, new, **more: (events.append(new), rename(old, new, **more))[1]
     )
     save(tmp_path / "c", trained(), after(5), keep=1)
-    assert events == [MODEL, STATE, INDEX, MANIFEST, ".step-00000005.partial", "step-00000005", "c"]
+    listed = ["written-00000.json.partial", "written-00000.json", ".step-00000005.partial"]
+    last = [".step-00000005.partial", "step-00000005", "c"]
+    assert events == [MODEL, STATE, *listed, INDEX, MANIFEST, *last]
 
 
 def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monkeypatch):

@@ -33,9 +33,21 @@ CONDITIONAL = {
     "same-training",
     "large-batch",
     "loss-scaling",
+    "slow-stage",
+    "server-memory",
+    "equal-updates",
 }
 FALSE = {"more-micro-batches", "fewer-stages"}
-LONG = {"async-gains", "bounded-staleness", "large-batch", "prefetch", "zero-bytes", "zero-3-bytes"}
+LONG = {
+    "async-gains",
+    "bounded-staleness",
+    "equal-updates",
+    "large-batch",
+    "prefetch",
+    "slow-stage",
+    "zero-bytes",
+    "zero-3-bytes",
+}
 """These take seconds: jobs/prove/claims.sh measures them, and all others again under load."""
 
 

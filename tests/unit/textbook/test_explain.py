@@ -134,6 +134,17 @@ def test_a_frame_has_these_contents(name, ranks, frame, cells):
             },
         ),
         ("row-alone", -2, slice(16, 18), {("", ""), ("d0+2d1+3d2+d3", "3d0+d1+2d2+3d3")}),
+        # A master: rows out, replicas of the newest parameters, logits back, one loss, its gradient out.
+        ("master", 0, slice(3), {("x0", "x1", "v"), ("", "", "w")}),
+        ("master", 2, slice(3), {("x0", "", "v"), ("", "x1", "v")}),
+        (
+            "master",
+            5,
+            slice(3, 8),
+            {("y0", "y1", "(l0+l1)/2", "d0/2", "d1/2"), ("", "y1", "", "", "")},
+        ),
+        ("master", 6, slice(6, 8), {("d0/2", ""), ("", "d1/2")}),
+        ("master", -1, slice(2, 3), {("v-(g0+g1)/2",), ("v",)}),
         # The 1F1B of textbooks has whole backwards; train cuts them, but not on stage 0.
         ("1f1b", -1, slice(5), {("F0", "F1", ".", ".", "BW0"), (".", "F0", "BW0", "BW0", "F1")}),
         (
@@ -156,6 +167,8 @@ def test_columns_of_a_frame_have_these_contents_on_two_ranks(name, frame, column
         ("column-alone", 2, "3 (n-1)/n B T C", 3 / 2 * 8 * 16),
         ("row-alone", 3, "4 (n-1)/n B T C", 4 * 2 / 3 * 8 * 9),
         ("ddp", 4, "2 (n-1)/n S", 2 * 3 / 4 * 3 * 1024),
+        ("master", 3, "(n-1) S", 2 * 768),
+        ("master", 3, "(n-1) (X + Y), X of a row, Y of its target", 2 * 264),
         ("server", 3, "W times the part of S that a server holds, or S, a worker", 2 * 3 * 512),
     ],
 )

@@ -373,7 +373,7 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
     for rank in range(RANKS):
         one = Scripted(rank)
         recorder = one.recorder
-        recorder.step, one.now = 6, 100.0 + rank
+        recorder.step, one.now = 6, 100.0 + (rank + 1) % RANKS
         recorder.begin(0, 0)
         recorder.begin(
             RECEIVE,
@@ -388,14 +388,14 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
         recorder.keep(trace_file(tmp_path, rank))
     said = list(what_each_did_last(read_timeline(tmp_path)))
     assert said[1] == (
-        "  rank 0 on host0, 2.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; "
+        "  rank 0 on host0, 1.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; "
         "under way: receive from rank 1: all-reduce of bucket 2, 65,536 bytes"
     )
-    assert "0.000 s before: in step 7," in said[3]
+    assert "2.000 s before: in step 7," in said[3]
     assert said[-2] == "First to fall silent was rank 0."
     assert said[-1] == (
-        "First divergence: rank 0 on host0 has not moved for 2 s: step 7, backward of "
-        "blocks.1.mlp, micro-batch 3; rank 2 on host2 has waited for the sums of gradients for 0 "
+        "First divergence: rank 0 on host0 has not moved for 1 s: step 7, backward of "
+        "blocks.1.mlp, micro-batch 3; rank 2 on host2 has waited for the sums of gradients for 2 "
         "s."
     )
 

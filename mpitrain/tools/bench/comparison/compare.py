@@ -323,7 +323,14 @@ def footer(rows: Sequence[ModeRow]) -> list[str]:
         f"{letter} {meaning}" for letter, meaning in letters_in([*formulas.values()]).items()
     ]
     table = TextTable([TextColumn("", f"<{width}", 0), TextColumn("", "<", 1)])
+    least = min((row.val_loss for row in rows if not row.staleness), default=-math.inf)
     return [
+        *(
+            f"{row.mode} has a lower loss because of its updates: {row.workers} times as many, "
+            f"each with 1/{row.workers} of the rows"
+            for row in rows
+            if row.staleness and row.val_loss < least
+        ),
         *(table.line((mode, f"sends {words}")) for mode, words in formulas.items()),
         *([f"with {', '.join(letters)}; besides, control messages and headers"] if letters else []),
     ]

@@ -131,7 +131,7 @@ def has_formula(config: Config) -> bool:
     """Return whether `of_layout` counts all messages of a tensor-parallel or pipeline job."""
     model, layout, replication = config.model, config.layout, config.replication
     is_plain = (
-        model.kind == "gpt"
+        model.kind in ("gpt", "llama")
         and not model.tied
         and not isinstance(RULES[config.optimizer.name].step, TensorWise)
         and (replication.mode, replication.algorithm) == ("all-reduce", "ring")
@@ -168,7 +168,7 @@ def of_gradients(job: Job) -> float | None:
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
     storage, replica = trainer.storage, trainer.replication.replica
-    d, tp, stage = grid.axes.dp, grid.axes.tp, config.replication.zero
+    d, tp, stage = grid.axes.copies, grid.axes.tp, config.replication.zero
     # Gradients of replicated tensors are partial sums: tensor-parallel ranks add them up.
     partial = sum(span.stop - span.start for span in storage.spans if span.partial)
     if stage > 1:
@@ -180,12 +180,12 @@ def of_gradients(job: Job) -> float | None:
         of_shards = sharded(replica, TRAVELLED[stage])
         return None if of_shards is None else of_shards + summed
     else:
-        moved = sent_in_ring(grid.coords.dp, d, storage.length) * storage.dtype.itemsize
+        moved = sent_in_ring(grid.copies.rank, d, storage.length) * storage.dtype.itemsize
     end = trainer.replication.step_end
     if not isinstance(end, StageUpdate):
         return moved + summed
     # A stage sums the squares of its gradients over tp, and its ignored targets over dp.
-    own = 8 * (sent_in_ring(grid.coords.tp, tp, 2) + sent_in_ring(grid.coords.dp, d, 1))
+    own = 8 * (sent_in_ring(grid.coords.tp, tp, 2) + sent_in_ring(grid.copies.rank, d, 1))
     return config.batch.micro_batches // end.every * (moved + summed + own)
 
 
@@ -196,7 +196,7 @@ def _compressed(job: Job) -> float:
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
     storage, replica = trainer.storage, trainer.replication.replica
-    rank, d = grid.coords.dp, grid.axes.dp
+    rank, d = grid.copies.rank, grid.copies.size
     whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
     reducer = trainer.replication.reducer
     assert isinstance(reducer, Buckets)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.models.table import MODELS
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
@@ -34,12 +35,15 @@ class Trick(NamedTuple):
     reason  (job) -> why the trick does not apply to the job; empty if it may apply
     is_on   (job) -> whether the job has the trick; None: the job has it if it has all values of
             `on`
+    said    whether it makes training faster, and smaller, according to the table in HuggingFace's guide
+            to efficient training on one GPU; empty: the table does not have it
     """
 
     on: Callable[[Resolved], Settings]
     off: Settings
     reason: Callable[[Resolved], str]
     is_on: Callable[[Resolved], bool] | None = None
+    said: str = ""
 
     def is_used(self, job: Resolved) -> bool:
         if self.is_on:
@@ -71,12 +75,18 @@ def _at_most(stage: int) -> Callable[[Resolved], str]:
     )
 
 
+def _in_place_of_adamw(name: str) -> Callable[[Resolved], str]:
+    return unless(
+        lambda job: job.config.optimizer.name in ("adamw", name), "optimizer.name is not adamw"
+    )
+
+
 REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
 ALL_REDUCE = unless(
     lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
 )
 ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
-GPT = unless(lambda job: job.config.model.kind == "gpt", "model.kind is not gpt")
+TEXT = unless(lambda job: MODELS[job.config.model.kind].writes, "model.kind writes no text")
 
 TRICKS: dict[str, Trick] = {
     "mixed precision": row(
@@ -84,6 +94,7 @@ TRICKS: dict[str, Trick] = {
         {"precision.compute": "float32"},
         unless(lambda job: job.config.precision.compute != "float64", "the job is in float64"),
         is_on=lambda job: job.config.precision.is_half,
+        said="yes, maybe",
     ),
     "gradient accumulation": Trick(
         lambda job: {"batch.micro_batches": min(LARGEST, _replica_rows(job))},
@@ -93,16 +104,18 @@ TRICKS: dict[str, Trick] = {
             unless(lambda job: _replica_rows(job) > 1, "a replica has one row a step"),
         ),
         lambda job: job.config.batch.micro_batches > 1,
+        "no, yes",
     ),
     "recomputation": row(
         {"memory.recompute": "unit"},
         {"memory.recompute": "none"},
         is_on=lambda job: job.config.memory.recompute != "none",
+        said="no, yes",
     ),
     "attention in tiles": row(
         {"memory.attention": "tiled"},
         {"memory.attention": "whole"},
-        GPT,
+        TEXT,
         ON_CPU,
         is_on=lambda job: (
             job.config.memory.attention == "tiled"
@@ -121,6 +134,7 @@ TRICKS: dict[str, Trick] = {
             REPLICAS,
             ALL_REDUCE,
             _at_most(stage),
+            said="no, yes",
         )
         for stage in (1, 2, 3)
     },
@@ -130,21 +144,45 @@ TRICKS: dict[str, Trick] = {
         unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
     ),
     "LoRA": row(
-        {"lora.rank": 8}, {"lora.rank": 0}, GPT, is_on=lambda job: job.config.lora.rank > 0
+        {"lora.rank": 8},
+        {"lora.rank": 0},
+        TEXT,
+        is_on=lambda job: job.config.lora.rank > 0,
+        said="no, yes",
+    ),
+    "emptied memory": row(
+        {"memory.release_every": 1},
+        {"memory.release_every": 0},
+        is_on=lambda job: job.config.memory.release_every > 0,
+        said="no, yes",
+    ),
+    "larger batch": Trick(
+        lambda job: {"batch.size": 2 * job.config.batch.size},
+        {},
+        lambda job: "",
+        lambda job: False,
+        "yes, yes",
+    ),
+    "another optimizer": row(
+        {"optimizer.name": "adafactor"},
+        {"optimizer.name": "adamw"},
+        _in_place_of_adamw("adafactor"),
+        said="yes, yes",
     ),
     "8-bit optimizer": row(
         {"optimizer.name": "adamw8bit"},
         {"optimizer.name": "adamw"},
-        unless(
-            lambda job: job.config.optimizer.name in ("adamw", "adamw8bit"),
-            "optimizer.name is not adamw",
-        ),
+        _in_place_of_adamw("adamw8bit"),
+        said="yes, yes",
     ),
     "overlap": row(
         {"replication.overlap": True}, {"replication.overlap": False}, REPLICAS, ALL_REDUCE
     ),
     "prefetch": row(
-        {"data.prefetch": 2}, {"data.prefetch": 0}, is_on=lambda job: job.config.data.prefetch > 0
+        {"data.prefetch": 2},
+        {"data.prefetch": 0},
+        is_on=lambda job: job.config.data.prefetch > 0,
+        said="yes, no",
     ),
     "wire int8": row(
         {"replication.wire": "int8"},
@@ -156,7 +194,9 @@ TRICKS: dict[str, Trick] = {
             "replication.wire is another format",
         ),
     ),
-    "compiled passes": row({"device.passes": "compiled"}, {"device.passes": "numpy"}, ON_CPU),
+    "compiled passes": row(
+        {"device.passes": "compiled"}, {"device.passes": "numpy"}, ON_CPU, said="yes, no"
+    ),
 }
 """Tricks by name, in the order of the table."""
 
@@ -164,7 +204,8 @@ TRICKS: dict[str, Trick] = {
 class TrickSide(NamedTuple):
     """The measurements of the job with the trick, or of the job without it.
 
-    blocks   by block: median seconds of a step, on the slowest rank
+    blocks   by block: median seconds of a step, on the slowest rank; of a larger batch, for as many
+             rows as the job has
     memory   by rank: bytes of parameters, gradients, optimizer state, scratch and activations
     counted  by rank: bytes of activations, counted before the first step
     sent     by rank: payload of messages per step
@@ -279,7 +320,10 @@ def try_all(
                 raise
             yield tried._replace(reason=error.law)
             continue
-        sides = [Counting(transport, each, name) for each in (job, other)]
+        if "batch.size" in on:  # Each side reads rows of its own.
+            sides: list[Counting] = [ReadingSide(transport, each, name, 0) for each in (job, other)]
+        else:
+            sides = [Counting(transport, each, name) for each in (job, other)]
         yield _tried(transport, tried, sides, blocks, steps)
         other.close()
 
@@ -304,8 +348,10 @@ def _tried(
     transport: Transport, tried: Tried, sides: Sequence[Counting], blocks: int, steps: int
 ) -> Tried:
     results = alternate(transport, sides[0].job, sides, blocks, steps)
+    rows = [side.job.trainer.config.batch.size for side in sides]
     measured = [
-        _side(transport, side, result.blocks) for side, result in zip(sides, results, strict=True)
+        _side(transport, side, [seconds * rows[0] / own for seconds in result.blocks])
+        for side, result, own in zip(sides, results, rows, strict=True)
     ]
     on, off = measured if tried.is_used else reversed(measured)
     return tried._replace(on=on, off=off)
@@ -357,6 +403,7 @@ TABLE = TextTable(
         TextColumn("memory MB", "9.2f", lambda tried: tried.on.nbytes / 1e6),
         TextColumn("without", "8.2f", lambda tried: tried.off.nbytes / 1e6),
         TextColumn("smaller?", "8", lambda tried: _in_words(tried.smaller)),
+        TextColumn("said", "<10", lambda tried: TRICKS[tried.name].said or "-", gap=2),
         TextColumn("sent MB", "8.3f", lambda tried: max(tried.on.sent) / 1e6),
         TextColumn("without", "8.3f", lambda tried: max(tried.off.sent) / 1e6),
         TextColumn(
@@ -386,6 +433,9 @@ def summary(tried: Sequence[Tried]) -> list[str]:
         lines.append(
             f"times: the step without the trick / with it, median of {len(measured[0].ratios)} blocks in turns; "
             f"~ {unsure} of {len(measured)}: the blocks disagree"
+        )
+        lines.append(
+            "said: faster? and smaller? in HuggingFace's guide to training on one GPU; -: not in it"
         )
         activations, sent = checks(measured)
         lines.append(

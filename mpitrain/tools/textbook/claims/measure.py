@@ -33,6 +33,15 @@ SMALL = (
 )
 """Settings of a model that trains in a few milliseconds per step."""
 
+PLAIN_MOMENTUM = (
+    "optimizer.name=momentum",
+    "optimizer.lr=0.01",
+    "optimizer.schedule=constant",
+    "optimizer.warmup=0",
+    "run.eval_rows=64",
+)
+"""Settings with which losses are compared: a constant rate."""
+
 
 @contextmanager
 def one_core() -> Iterator[None]:
@@ -77,8 +86,9 @@ def configured(*settings: str) -> Config:
     return parse(with_settings({}, [*SMALL, *settings]))
 
 
+@cache
 def trained(ranks: int, *settings: str) -> ModeRow:
-    """Train a small job on threads; return its bytes, memory and losses."""
+    """Train a small job on threads, once for all claims; return its bytes, memory and losses."""
     config = configured(*settings)
 
     def run(transport: Transport) -> ModeRow:
@@ -88,7 +98,6 @@ def trained(ranks: int, *settings: str) -> ModeRow:
     return row
 
 
-@cache
 def busiest(ranks: int, *settings: str) -> float:
     return max(trained(ranks, *settings).sent_bytes)
 

@@ -11,6 +11,7 @@ from mpitrain.config.faults import delay_s, delays
 from mpitrain.run.build import build
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import (
+    PLAIN_MOMENTUM,
     busiest,
     configured,
     on_ranks,
@@ -144,6 +145,44 @@ def servers(workers: int) -> Figures:
     return Figures(2 * two / one, {"bytes, 1 server": one, "bytes, 2 servers": two})
 
 
+def server_memory(settings: str, server: int) -> Figures:
+    """Compare the bytes that the rank `server` holds with 2 workers and with 6.
+
+    settings  of the job
+    """
+    held_2, held_6 = (
+        sum(trained(workers + (server < 0), *settings.split()).memory[server].values())
+        for workers in (2, 6)
+    )
+    return Figures(held_6 / held_2, {"kB, 2 workers": held_2 / 1e3, "kB, 6": held_6 / 1e3})
+
+
+def equal_updates(workers: int, delay: str, rate: float) -> Figures:
+    """Compare losses after 48 updates of 8 rows each, at one learning rate.
+
+    Synchronous workers divide the 8 rows, so their number and their speed change no loss. An
+    asynchronous worker has 8 rows of its own, so a step of 2 workers has 16 rows and 2 updates.
+
+    delay  run.delay of the asynchronous workers
+    """
+
+    def job(per_step: int, *settings: str) -> tuple[str, ...]:
+        size = (f"batch.size={8 * per_step}", f"run.steps={48 // per_step}")
+        return *PLAIN_MOMENTUM, *size, f"optimizer.lr={rate}", *settings
+
+    strict = trained(1, *job(1)).val_loss
+    asynchronous = ("replication.update=async", "replication.async_lr=1", f"run.delay={delay}")
+    late = trained(workers + 1, *job(workers, SERVER, *asynchronous))
+    return Figures(
+        late.val_loss / strict,
+        {
+            "loss, asynchronous": late.val_loss,
+            "loss, synchronous": strict,
+            "updates late": late.staleness,
+        },
+    )
+
+
 def local_bytes(steps: int) -> Figures:
     local, every = (
         busiest(2, f"replication.mode={mode}", f"run.steps={steps}", "replication.period=10")
@@ -237,6 +276,39 @@ CLAIMS = {
         int8_wire,
         (usual("model of width {width}", width=64), other("model of width {width}", width=2)),
         "mpitrain launch -n 2 -- compare --modes ring --set replication.wire=int8",
+    ),
+    "server-memory": Claim(
+        "The memory of a central server grows with the number of workers.",
+        "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014",
+        "memory of the server with 6 workers / with 2",
+        ">",
+        1.05,
+        server_memory,
+        (
+            usual("the root of a star", settings="replication.algorithm=star", server=0),
+            usual("a server that adds as gradients come", settings=SERVER, server=-1),
+        ),
+        "mpitrain launch -n 6 -- compare --modes star,server-sync",
+    ),
+    "equal-updates": Claim(
+        "At equal numbers of updates and equal rates, asynchronous workers train as well.",
+        "a common slip; Chen et al., Revisiting Distributed Synchronous SGD, arXiv:1604.00981, 2016",
+        "validation loss, asynchronous / synchronous",
+        "<=",
+        1.03,
+        equal_updates,
+        (
+            *(
+                usual(label, workers=workers, delay=delay, rate=0.01)
+                for workers in (2, 4, 6)
+                for label, delay in (
+                    ("{workers} workers, rate {rate}", ""),
+                    ("{workers} workers, rate {rate}, one sleeps 20 ms a step", "0:20"),
+                )
+            ),
+            other("{workers} workers, rate {rate}", workers=2, delay="", rate=0.001),
+        ),
+        "mpitrain launch -n 5 -- compare --modes server-sync,server-async --set replication.async_lr=1",
     ),
     "async-gains": Claim(
         "The more workers, the more asynchronous updates gain.",

@@ -6,10 +6,12 @@ A forward, and each half of a backward, takes 1 unit of time unless a setting sa
 from collections.abc import Sequence
 
 from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
+from mpitrain.pipeline.partition import balanced
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.simulate import Cost, Simulation, peak, simulate, staleness
+from mpitrain.tools.plan.schedule import stream
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
-from mpitrain.tools.textbook.claims.measure import counted, memory
+from mpitrain.tools.textbook.claims.measure import PLAIN_MOMENTUM, counted, memory, trained
 
 NARAYANAN = "Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021"
 QI = "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024"
@@ -86,6 +88,47 @@ def as_gpipe(stages: int, is_whole: bool) -> Figures:
     return Figures(
         abs(idle_1f1b - idle_gpipe),
         {"% idle, 1F1B": 100 * idle_1f1b, "% idle, GPipe": 100 * idle_gpipe},
+    )
+
+
+def slow_stage(schedule: str, partition: str, slowest: float) -> Figures:
+    """Compare 4 stages, the last of which takes `slowest` times as long for a layer, with equal ones.
+
+    28 layers, each of 1 ms for a forward and for each half of its backward; 16 micro-batches a step.
+    The losses are of a small job with 16 updates of 8 rows each. No partition changes them.
+    """
+    speeds = [1, 1, 1, 1 / slowest] if partition == "time" else None
+    layers = balanced([1.0] * 28, 4, speeds)
+    times = [count * (slowest if stage == 3 else 1) for stage, count in enumerate(layers)]
+
+    def idle_and_ms(each: Sequence[float]) -> tuple[float, float]:
+        costs = [Cost(ms, ms, ms) for ms in each]
+        if schedule in STREAMS:
+            streamed = stream(schedule, 4, 16, None, costs)
+            return streamed.idle, streamed.step_ms
+        step = simulated(schedule, 4, 16, costs)
+        return step.bubble, step.makespan
+
+    (idle, ms), (idle_equal, ms_equal) = idle_and_ms(times), idle_and_ms([7.0] * 4)
+    # An asynchronous pipeline updates after each of the 4 micro-batches.
+    rows, steps = (32, 4) if schedule in STREAMS else (8, 16)
+    job = ("layout.pp=4", "model.layers=4", f"pipeline.schedule={schedule}")
+    loss = trained(
+        4,
+        *job,
+        f"batch.size={rows}",
+        "batch.micro_batches=4",
+        f"run.steps={steps}",
+        *PLAIN_MOMENTUM,
+    ).val_loss
+    return Figures(
+        ms_equal / ms,
+        {
+            "% idle": 100 * idle,
+            "% idle, equal stages": 100 * idle_equal,
+            "steps / s": 1e3 / ms,
+            "loss after 16 updates": loss,
+        },
     )
 
 
@@ -194,6 +237,29 @@ CLAIMS = {
             other("{stages} stages, backwards cut into B and W", stages=4, is_whole=False),
         ),
         "mpitrain plan schedule --schedule 1f1b --whole-backward",
+    ),
+    "slow-stage": Claim(
+        "A pipeline with one slow stage is as fast as one of equal stages.",
+        "a common slip; Narayanan et al., PipeDream, SOSP 2019, section 3.1, balances the stages",
+        "steps per second / with equal stages",
+        ">",
+        0.8,
+        slow_stage,
+        tuple(
+            usual(
+                "{schedule}, partition={partition}, the last of 4 stages {slowest} times slower",
+                schedule=schedule,
+                partition=partition,
+                slowest=2.0,
+            )
+            for schedule, partition in (
+                ("1f1b", "parameters"),
+                ("1f1b", "time"),
+                ("async", "parameters"),
+                ("async", "time"),
+            )
+        ),
+        "mpitrain plan schedule --schedule async --stages 4 --micro-batches 16 --forward-ms 7,7,7,14",
     ),
     "1f1b-memory": Claim(
         "1F1B saves the activations of at most p micro-batches.",

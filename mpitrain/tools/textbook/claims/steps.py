@@ -5,16 +5,26 @@ training on threads.
 """
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.data.samples import SampleSource
 from mpitrain.data.source import Source
+from mpitrain.layers.plain import Plain
+from mpitrain.models.classifiers import mlp
+from mpitrain.models.table import units_of
+from mpitrain.ops import OPERATIONS
+from mpitrain.ops.counted import cost_of
+from mpitrain.ops.device import ops_for
 from mpitrain.run.build import build
 from mpitrain.run.counting import StepCounts
+from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import (
+    PLAIN_MOMENTUM,
     busiest,
     configured,
     counted,
@@ -141,17 +151,95 @@ def larger_batch(factor: int) -> Figures:
     def loss(times: int) -> float:
         return trained(
             1,
-            "optimizer.name=momentum",
+            *PLAIN_MOMENTUM,
             f"optimizer.lr={0.01 * times}",
-            "optimizer.schedule=constant",
-            "optimizer.warmup=0",
             f"batch.size={8 * times}",
             f"run.steps={64 // times}",
-            "run.eval_rows=64",
         ).val_loss
 
     small, large = loss(1), loss(factor)
     return Figures(large / small, {"loss, batches of 8": small, "loss, larger batches": large})
+
+
+class WatchedOps:
+    """Operations of the CPU that add up their work: of those without products, and of products.
+
+    FLOP are those of products, and one for each element that another operation reads or writes.
+    """
+
+    def __init__(self) -> None:
+        self._ops = ops_for("cpu")
+        self.work = {unit: np.zeros(2) for unit in ("FLOP", "bytes", "seconds")}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        row, run = OPERATIONS[name], getattr(self._ops, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = run(*arguments, **named)
+            seconds, cost = time.perf_counter() - began, cost_of(name, row, arguments)
+            at = int(bool(row.products))
+            self.work["FLOP"][at] += cost.flops or cost.nbytes / 4
+            self.work["bytes"][at] += cost.nbytes
+            self.work["seconds"][at] += seconds
+            return result
+
+        return call
+
+
+def products(unit: str, width: int) -> Figures:
+    ops = WatchedOps()
+
+    def steps(transport: Transport) -> None:
+        job = build(transport, configured(f"model.width={width}"))
+        config = job.trainer.config
+        trainer = Trainer(transport, units_of(config.model, job.data, Plain(ops)), config)
+        for number in range(2):
+            trainer.step(number, *job.data.batch(0, number, 8, range(8)))
+            if not number:  # The first step also loads code.
+                ops.work = {unit: np.zeros(2) for unit in ops.work}
+        job.close()
+
+    on_ranks(1, steps)
+    shares = {unit: float(of[1] / of.sum()) for unit, of in ops.work.items()}
+    return Figures(
+        shares[unit],
+        {
+            "% of FLOP": 100 * shares["FLOP"],
+            "% of bytes": 100 * shares["bytes"],
+            "% of the time": 100 * shares["seconds"],
+        },
+    )
+
+
+def steadier(rows: int, small: int, large: int) -> Figures:
+    """Compare the variances of the gradients of batches, each 48 batches of shuffled epochs.
+
+    rows  number of rows in the data
+    """
+    features = np.random.default_rng(0).normal(size=(rows, 8)).astype(np.float32)
+    samples = features, (features.sum(1) > 0).astype(np.int64)
+    source = SampleSource(samples, samples)
+
+    def variance(size: int) -> float:
+        def gradients(transport: Transport) -> np.ndarray:
+            config = configured(f"batch.size={size}", "optimizer.lr=1e-12", "optimizer.clip=0")
+            trainer = Trainer(
+                transport, lambda layers: mlp(layers, features=8, hidden=[16], classes=2), config
+            )
+            drawn = []
+            for step in range(48):
+                trainer.step(step, *source.batch(0, step, size, range(size)))
+                drawn.append(np.array(trainer.gradients))
+            return np.array(drawn)
+
+        return float(on_ranks(1, gradients)[0].var(0).sum())
+
+    of_small, of_large = variance(small), variance(large)
+    ratio = of_large * large / (of_small * small)
+    return Figures(
+        abs(ratio - 1), {"variance, small batch": of_small, "variance, large batch": of_large}
+    )
 
 
 def underflow(dtype: str) -> Figures:
@@ -399,6 +487,34 @@ CLAIMS = {
         larger_batch,
         (usual("k = {factor}", factor=2), usual("k = {factor}", factor=16)),
         "mpitrain train --set batch.size=64 --set optimizer.lr=4e-3",
+    ),
+    "steadier": Claim(
+        "Larger batches are steadier: the variance of the gradient falls as 1/B.",
+        "Bottou, Curtis and Nocedal, Optimization Methods for Large-Scale Machine Learning, SIAM Review 2018",
+        "difference of B times the variance, relative",
+        "<=",
+        0.25,
+        steadier,
+        (
+            usual("B = {small} and {large}, of {rows} rows", rows=4096, small=4, large=16),
+            usual("B = {small} and {large}, of {rows} rows", rows=4096, small=4, large=64),
+            other("B = {small} and {large}, of {rows} rows", rows=96, small=4, large=48),
+        ),
+        "mpitrain plan batch",
+    ),
+    "products": Claim(
+        "Matrix products are more than 90% of the work.",
+        "Ivanov et al., Data Movement Is All You Need, MLSys 2021, table 1",
+        "work of products / of all operations of the layers",
+        ">",
+        0.9,
+        products,
+        (
+            usual("{unit}, width {width}", unit="FLOP", width=64),
+            usual("{unit}, width {width}", unit="FLOP", width=256),
+            other("{unit}, width {width}", unit="bytes", width=16),
+        ),
+        "mpitrain runs report runs/1",
     ),
     "loss-scaling": Claim(
         "Half-precision gradients underflow without a loss scale.",

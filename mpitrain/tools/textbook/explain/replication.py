@@ -12,7 +12,7 @@ from mpitrain.collectives.plans import ring
 from mpitrain.errors import Sentence
 from mpitrain.parallel.averaging import NeighbourAverage, PeriodicAverage, distances
 from mpitrain.parallel.buckets import Buckets
-from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters
+from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters, MasterRows
 from mpitrain.parallel.mode import Sample
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.step_end import weight_of
@@ -48,7 +48,7 @@ NAMES = "ABCDEFGH"
 Key = tuple[int, ...]
 """The order of an event: step, phase, micro-batch, direction, unit."""
 
-COMPUTED, SUMMED, UPDATED, ENDED = range(4)
+ARRIVED, COMPUTED, SUMMED, UPDATED, ENDED = range(5)
 """Phases of a step."""
 
 
@@ -84,6 +84,8 @@ class ShownMode(NamedTuple):
                of all gradients; control messages and headers are left out
     memory     bytes of parameters, gradients and optimizer state on a rank: formula in words, and
                as a function of P elements, n ranks and the elements of a unit; None: not shown
+    messages   whether rows and logits travel. Then they have columns, an earlier update has left
+               its parameters on rank 0 alone, and the bytes of each kind of message are counted
     """
 
     settings: Sequence[str]
@@ -98,6 +100,23 @@ class ShownMode(NamedTuple):
     kinds: Collection[str] = ("weight",)
     groups: Sequence[str] = ("parameters", "gradients")
     memory: tuple[str, Callable[[int, int, int], float]] | None = None
+    messages: bool = False
+
+    def columns(self, workers: int) -> list[Columns]:
+        units = NAMES[: self.units or workers]
+        names = {
+            "parameters": tuple(
+                f"{unit}{region}" if self.is_split else unit
+                for unit in units
+                for region in range(workers if self.is_split else 1)
+            ),
+            **{
+                group: tuple(f"{letter}{row}" for row in range(workers))
+                for group, (_, letter) in OF_ROWS.items()
+            },
+            "loss": ("mean",),
+        }
+        return [Columns(group, names.get(group, names["parameters"])) for group in self.groups]
 
 
 class _RankRun(NamedTuple):
@@ -111,8 +130,21 @@ class _RankRun(NamedTuple):
 
 WITH_STATE = ("parameters", "gradients", "optimizer state")
 MOMENTUM = "optimizer.name=momentum"
+OF_ROWS = {"batch": ("x", "x"), "logits": ("x", "y"), "gradients of logits": ("g", "d")}
+"""{group of columns with one for each row: the letter of its symbols, and the letter to print}."""
+OF_MESSAGES = ("batch", "parameters", "logits", "loss", "gradients of logits", "gradients")
 DIVIDED = "The loss divides by the rows of the batch, before any message. So the sum is the mean."
 ONE_UNIT = "replication.bucket_mb=0.000001"
+
+
+LEGEND = (
+    "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
+    "h1 in step 2; →: on its way; - or empty: not stored."
+)
+LEGEND_OF_MESSAGES = (
+    "x1: row 1 of the batch; y1: its logits; l1: its loss; d1: gradient of these logits; g1: gradient "
+    "of the parameters from row 1; w: parameters before the last update, v: after it."
+)
 
 
 def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
@@ -120,12 +152,8 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
     runs: list[_RankRun] = run_ranks(n, _run, shown, network)
     workers = n - shown.servers
     units = shown.units or workers
-    columns = [
-        f"{NAMES[unit]}{region}" if shown.is_split else NAMES[unit]
-        for unit in range(units)
-        for region in range(workers if shown.is_split else 1)
-    ]
-    frames = _frames([run.entries for run in runs], shown, bool(setting.link))
+    columns = shown.columns(workers)
+    frames = _frames([run.entries for run in runs], shown, columns, bool(setting.link))
     size = 8 * runs[0].elements
     sent = shown.sent(n, size)
     rest = runs[0].formula - sent
@@ -142,6 +170,8 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
             sent,
         )
     ]
+    if shown.messages:
+        formulas += _by_message(frames, n, size)
     if shown.memory:
         formulas.append(
             CountedFormula(
@@ -158,15 +188,12 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
     settings = [word for word in (*shown.settings, *micros, "run.steps=20") if "bucket" not in word]
     return Explanation(
         [Sentence(sentence, n=n, w=workers) for sentence in shown.sentences],
-        (
-            "A, B, ... are units of the model. w: initial parameters; g1: gradient of row 1 in step 1, "
-            "h1 in step 2; →: on its way; - or empty: not stored."
-        ),
+        LEGEND_OF_MESSAGES if shown.messages else LEGEND,
         [
             Sentence("rank {r}", r=rank) if rank < workers else Sentence("server {r}", r=rank)
             for rank in range(n)
         ],
-        [Columns(group, tuple(columns)) for group in shown.groups],
+        columns,
         frames,
         formulas,
         [SourceLines.of(source) for source in shown.sources],
@@ -182,9 +209,14 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
     elements = workers * toy.VECTOR
     if network:
         elements *= -(-SLOWED_BYTES // (8 * units * elements))
-    symbols = toy.basis(shown.steps, rows)
+    symbols = toy.basis(shown.steps, rows, has_inputs=shown.messages)
     watch = Watch(
-        symbols, NAMES[:units], workers if shown.is_split else 1, shown.kinds, shown.micros
+        symbols,
+        NAMES[:units],
+        workers if shown.is_split else 1,
+        shown.kinds,
+        shown.micros,
+        rows if shown.messages else 0,
     )
     config = toy.configured(
         f"batch.size={rows}",
@@ -193,23 +225,57 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
         *shown.settings,
     )
     trainer = Trainer(
-        transport, toy.units(units, elements, symbols, watch.seen), config, toy.SymbolLoss()
+        transport,
+        toy.units(units, elements, symbols, watch.seen),
+        config,
+        toy.SymbolLoss(watch.seen),
     )
     watch.begin(trainer)
-    sent, source = transport.traffic.nbytes, toy.SymbolSource(symbols)
+    sent, source = transport.traffic.nbytes, toy.SymbolSource(symbols, watch.seen)
     for step in range(shown.steps):
         transport.barrier()
         began = time.perf_counter()
         watch.clock = lambda began=began: time.perf_counter() - began  # type: ignore[misc]
         watch.step(step + 1)
-        trainer.step(step, *trainer.replication.rows.batch(source, step))
-        if step == shown.steps - 1:
+        batch = trainer.replication.rows.batch(source, step)
+        watch.rows_arrived(batch[0])
+        trainer.step(step, *batch)
+        if step == shown.steps - 1 and not shown.messages:
             trainer.sync_parameters()
         watch.end()
         transport.barrier()
     nbytes = (transport.traffic.nbytes - sent) / shown.steps
     stored = sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes
     return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
+
+
+def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormula]:
+    """Return the bytes that all ranks sent before each of four frames, as in `MasterRows`.
+
+    size  bytes of all parameters
+    """
+    row, target = 8 * toy.VECTOR, 8  # logits have as many bytes as a row
+    words = {
+        "rows": ("(n-1) (X + Y), X of a row, Y of its target", row + target),
+        "parameters": ("(n-1) S", size),
+        "logits": ("(n-1) (L + Y), L of the logits of a row", row + target),
+        "gradients of logits": ("(n-1) L", row),
+    }
+    totals = [sum(frame.sent) for frame in frames]
+    arrivals = {
+        frame.title.values["what"]: after - before
+        for frame, before, after in zip(frames[1:], totals, totals[1:], strict=False)
+        if isinstance(frame.title, Sentence) and "what" in frame.title.values
+    }
+    return [
+        CountedFormula(
+            Sentence("bytes of all messages with {what}", what=Sentence(name)),
+            arrivals.get(Sentence(name), 0),
+            formula,
+            (n - 1) * each,
+        )
+        for name, (formula, each) in words.items()
+    ]
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
@@ -220,7 +286,10 @@ def _traffic(trainer: Trainer) -> tuple[str, float]:
 
 
 def _frames(
-    ranks: Sequence[Mapping[Key, WatchedState]], shown: ShownMode, is_timed: bool
+    ranks: Sequence[Mapping[Key, WatchedState]],
+    shown: ShownMode,
+    columns: Sequence[Columns],
+    is_timed: bool,
 ) -> list[Frame]:
     """Return a frame for each event of any rank. A rank that had no such event shows its state
     before it.
@@ -239,12 +308,12 @@ def _frames(
             tuple(
                 tuple(
                     cell
-                    for group in shown.groups
-                    for cell in state.cells.get(group, ("",) * len(state.cells["parameters"]))
+                    for group in columns
+                    for cell in state.cells.get(group.heading, ("",) * len(group.names))
                 )
                 for state in last
             ),
-            sent=tuple(state.nbytes for state in last) if ends else (),
+            sent=tuple(state.nbytes for state in last) if ends or shown.messages else (),
             seconds=max(state.seconds for state in last) if ends and is_timed and key[0] else None,
         )
         if frames and not frame.changed(frames[-1]):
@@ -260,6 +329,7 @@ class Watch:
     names  of the units
     cells  number of cells of each unit
     kinds  kinds of passes that are events of their own
+    rows   number of rows of the batch, if rows and logits are shown; else 0
     """
 
     def __init__(
@@ -269,7 +339,9 @@ class Watch:
         cells: int,
         kinds: Collection[str],
         micro_batches: int,
+        rows: int = 0,
     ):
+        self._rows, self._held = rows, dict[str, tuple[str, ...]]()
         self._symbols, self._names, self._cells, self._kinds = symbols, names, cells, kinds
         self._micro_batches, self.entries = micro_batches, dict[Key, WatchedState]()
         self._step, self._passes = 0, dict[str, int]()
@@ -285,9 +357,11 @@ class Watch:
         # A later call of `kept` would end messages in flight; the arrays stay the same.
         self._buffers = {buffer.name: buffer for buffer in trainer.replication.kept()}
         self._first_bytes = trainer.transport.traffic.nbytes
+        store = trainer.replication.store
+        if self._rows:
+            store.update(self._earlier)
         self._stored = self._read_parameters()
         self._note((0,), "start")
-        store = trainer.replication.store
         update = store.update
 
         def watched(apply: Callable[[Piece, Any, Any], None]) -> None:
@@ -298,6 +372,10 @@ class Watch:
             self._note((self._step, UPDATED), Sentence("update"))
 
         store.update = watched  # type: ignore[method-assign]
+
+    def _earlier(self, piece: Piece, parameters: Any, mirror: Any) -> None:
+        """Update the parameters as a step before the first one would have done."""
+        parameters[...] = self._symbols.cell("v", parameters.size)
 
     def _applied(
         self, apply: Callable[[Piece, Any, Any], None], piece: Piece, parameters: Any, mirror: Any
@@ -328,6 +406,10 @@ class Watch:
         if not self._passes:  # No step has begun.
             return
         count = len(self._names)
+        if self._rows:
+            self._seen_rows(layer_pass)
+        if layer_pass.kind in ("batch", "loss"):
+            return
         if layer_pass.kind == "input":
             self._opened = {layer_pass.unit: self._read(layer_pass.array)}
             return
@@ -346,12 +428,56 @@ class Watch:
         if layer_pass.kind == "weight" and micro == self._micro_batches - 1:
             self._ready.append(layer_pass.unit)
 
+    def rows_arrived(self, rows: Any) -> None:
+        """Record that this rank has its rows of the batch."""
+        if self._rows:
+            self._hold("batch", rows)
+            self._arrived(1, "rows")
+
+    def _seen_rows(self, layer_pass: toy.Pass) -> None:
+        """Record a pass in which rows, logits or their gradients are on another rank than before."""
+        last = len(self._names) - 1
+        match layer_pass.kind, layer_pass.unit:
+            case "batch", _:
+                self._hold("batch", layer_pass.rows)
+                self._note((0,), "start")
+            case "forward", 0:
+                self._stored = self._read_parameters()
+                self._arrived(2, "parameters")
+            case "loss", _:
+                self._hold("logits", layer_pass.rows)
+                self._arrived(4, "logits")
+                self._hold("gradients of logits", layer_pass.array)
+                share = float(layer_pass.array.max())
+                self._held["loss"] = (toy.written({f"l{row}": share for row in range(self._rows)}),)
+                self._note((self._step, ARRIVED, 5), Sentence("loss of all rows"))
+            case "input", unit if unit == last:
+                if "loss" not in self._held:  # This rank's logits have left.
+                    self._arrived(4, "logits")
+                self._hold("gradients of logits", layer_pass.rows)
+                self._arrived(6, "gradients of logits")
+        if layer_pass.kind == "forward" and layer_pass.unit == last:
+            self._hold("logits", layer_pass.rows)
+            self._note((self._step, ARRIVED, 3), Sentence("forward of the model"))
+
+    def _arrived(self, order: int, what: str) -> None:
+        self._note((self._step, ARRIVED, order), Sentence("{what} arrive", what=Sentence(what)))
+
+    def _hold(self, group: str, rows: Any) -> None:
+        """Take over the contents of the columns of rows; each row stands below its own number."""
+        letter, shown_as = OF_ROWS[group]
+        contents = [self._symbols.read(row) for row in rows]
+        self._held[group] = tuple(
+            next((c.replace(letter, shown_as) for c in contents if f"{letter}{row}" in c), "")
+            for row in range(self._rows)
+        )
+
     def _note(self, key: Key, title: str) -> None:
         cells = dict(self._stored)
         parameters = [*cells["parameters"]]
         for unit, contents in self._opened.items():
             parameters[unit * self._cells : (unit + 1) * self._cells] = contents
-        cells["parameters"] = tuple(parameters)
+        cells |= {**self._held, "parameters": tuple(parameters)}
         is_computing = len(key) > 1 and key[1] == COMPUTED
         cells["gradients"] = tuple(
             cell + UNDER_WAY * (is_computing and self._is_under_way(unit))
@@ -462,16 +588,21 @@ TOPICS = {
         ShownMode(
             ("replication.mode=master",),
             (
-                "Rank 0 reads all rows, and sends each rank its own.",
-                "Gradients go up a tree to rank 0, which updates.",
-                "Parameters come down the same tree before the next step.",
+                "Rank 0 reads the batch, and sends each rank its own rows (scatter).",
+                "Parameters go down a tree to all ranks: each is a replica of the model.",
+                "The replicas send their logits to rank 0 (gather), which computes the loss of all rows.",
+                "It sends each replica the gradients of its logits.",
+                "Gradients of parameters go up the same tree to rank 0, which updates.",
                 "Only rank 0 has optimizer state, and its links carry the most.",
             ),
-            (BroadcastAndUpdate, BroadcastParameters),
-            # An input has VECTOR elements, a target one, and the gradient of logits VECTOR.
+            (MasterRows, BroadcastParameters, BroadcastAndUpdate),
+            # An input has VECTOR elements, a target one, and the gradients of logits VECTOR.
             lambda n, size: (
                 math.ceil(math.log2(n)) * size + (n - 1) * 8 * (toy.VECTOR + 1 + toy.VECTOR)
             ),
+            units=1,
+            groups=OF_MESSAGES,
+            messages=True,
         ),
     ),
     "server": _topic(

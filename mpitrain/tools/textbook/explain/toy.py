@@ -110,19 +110,24 @@ def configured(*settings: str) -> Config:
 
 
 def basis(steps: int, rows: int, has_inputs: bool = False) -> Symbols:
-    """Return the symbols of a run: the parameter w, and a gradient for each row of each step.
+    """Return the symbols of a run: the parameters w, and a gradient for each row of each step.
 
-    has_inputs  whether the input of each row has a symbol, too
+    has_inputs  whether the input of each row has a symbol, too, and so have other parameters v
     """
     letters = [*STEPS[:steps], *(INPUTS[:steps] if has_inputs else "")]
-    return Symbols(["w", *(f"{letter}{row}" for letter in letters for row in range(rows))], VECTOR)
+    parameters = ["w", "v"] if has_inputs else ["w"]
+    return Symbols(
+        [*parameters, *(f"{letter}{row}" for letter in letters for row in range(rows))], VECTOR
+    )
 
 
 class Pass(NamedTuple):
     """The forward of a layer for one micro-batch, or a half of its backward, with the arrays that it saw.
 
-    kind   "forward", "input" or "weight"
-    array  parameters; after the weight half, gradients
+    Reading a batch, and the loss, are passes as well, of no unit (-1).
+
+    kind   "forward", "input" or "weight"; "batch" or "loss"
+    array  parameters; after the weight half, gradients; of the loss, the gradients of its logits
     rows   activations; in the halves of backward, their gradients
     """
 
@@ -179,12 +184,19 @@ class SymbolLayer:
 
 
 class SymbolLoss:
-    """A loss of 0. Its gradient for a row is a symbol, and the target is the symbol's number."""
+    """A loss of 0. Its gradient for a row is a symbol, and the target is the symbol's number.
+
+    seen  called after each loss
+    """
+
+    def __init__(self, seen: Callable[[Pass], None] = lambda _: None):
+        self._seen = seen
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Any) -> tuple[float, Any]:
         """Return 0, and for each row the vector of a symbol times `scale`, as every loss does."""
         gradient = np.zeros_like(logits)
         gradient[np.arange(len(targets)), targets] = scale
+        self._seen(Pass("loss", -1, gradient, logits))
         return 0.0, gradient
 
     def value(self, logits: Any, targets: Any, arena: Any) -> float:
@@ -202,15 +214,18 @@ def units(count: int, elements: int, symbols: Symbols, seen: Callable[[Pass], No
 
 
 class SymbolSource:
-    """A data source. The target of a row is the number of the symbol of the row's gradient."""
+    """A data source. The target of a row is the number of the symbol of the row's gradient.
+
+    seen  called after each batch
+    """
 
     form: Form = "samples"
     shape: tuple[int, ...] = (VECTOR,)
     inputs = classes = VECTOR
     held_out = 0
 
-    def __init__(self, symbols: Symbols):
-        self._symbols = symbols
+    def __init__(self, symbols: Symbols, seen: Callable[[Pass], None] = lambda _: None):
+        self._symbols, self._seen = symbols, seen
 
     def batch(
         self, seed: int, step: int, size: int, rows: range, before: int | None = None
@@ -223,6 +238,7 @@ class SymbolSource:
         if f"{INPUTS[step]}0" in self._symbols.names:
             for number, row in enumerate(rows):
                 inputs[number] = self._symbols.vector(f"{INPUTS[step]}{row}")
+        self._seen(Pass("batch", -1, None, inputs))
         return inputs, np.array(wanted, np.int64)
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,262 @@
+"""Model folders of HuggingFace's transformers: the reader and the writer of every architecture.
+
+gpt2.py and llama.py have what differs: names and shapes of tensors, and keys of config.json.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from mpitrain.config import Model
+from mpitrain.errors import ConfigError
+from mpitrain.formats import folder as folders
+from mpitrain.formats.folder import (
+    CONFIGURATION,
+    FolderContents,
+    Format,
+    Initial,
+    ModelType,
+    Trained,
+    check_float,
+    configuration,
+    json_text,
+    refusing,
+)
+from mpitrain.formats.safetensors_files import Located
+from mpitrain.formats.tensors import (
+    AnyTensor,
+    JoinedTensor,
+    RowsOfTensor,
+    StoredTensor,
+    reversed_dims,
+)
+
+WEIGHTS = "model"
+HEAD, THEIR_HEAD = "head.logits.weight", "lm_head.weight"
+Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class TensorRow(NamedTuple):
+    """A tensor of a folder, and ours that has its elements.
+
+    ours    the name here, with # for the number of a block. Behind a colon stands the output of a
+            joined layer, of which the folder has a tensor of its own: attention.qkv.weight:q
+    theirs  the name in the folder, without the prefix
+    shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, G columns of
+            the keys, Q of queries, keys and values
+    """
+
+    ours: str
+    theirs: str
+    shape: str
+
+
+class Counterpart(NamedTuple):
+    """A tensor of a folder, which has rows of one of ours.
+
+    shape          in the folder
+    rows           of our tensor
+    is_transposed  whether the folder has its dims in reverse order
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice
+    is_transposed: bool
+
+
+class Architecture(NamedTuple):
+    """A kind of model in transformers: its names and keys, and ours.
+
+    kind          model.kind here
+    noun          of such a model, for messages
+    config        the keys of config.json that determine the model
+    only          {key of config.json: the only values that our model supports}
+    tensors       (section [model]) -> all tensors, in the order of the model
+    keys          (config) -> {section.key: value}; raises ValueError for a model that is not ours
+    described     (section [model]) -> the keys of config.json that describe a model
+    prefix        of names; the folder of a model without a head lacks it
+    buffers       pattern of the names, without the prefix, of tensors that are no parameters
+    is_transposed  whether folders have the matrices of blocks in reverse order of dims
+    notes         (config) -> sentences about properties of a folder that the run does not have
+    """
+
+    kind: str
+    noun: str
+    config: type[ModelType]
+    only: Mapping[str, tuple[Any, ...]]
+    tensors: Callable[[Model], Sequence[TensorRow]]
+    keys: Callable[[Any], dict[str, Any]]
+    described: Callable[[Model], dict[str, Any]]
+    prefix: str
+    buffers: str
+    is_transposed: bool = False
+    notes: Callable[[Any, Path], list[str]] = lambda config, folder: []
+
+    def counterparts(self, keys: Model, vocabulary: int) -> Iterator[tuple[str, list[Counterpart]]]:
+        """Yield each tensor, in the order of the model: (our name, its parts in a folder)."""
+        width, shared = keys.width, keys.width // keys.heads * (keys.kv_heads or keys.heads)
+        sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
+        sizes |= {"G": shared, "Q": width + 2 * shared}
+        for ours, rows in groupby(self._rows(keys), lambda row: row.ours.partition(":")[0]):
+            parts, first = [], 0
+            for row in rows:
+                shape = tuple(sizes[letter] for letter in row.shape)
+                turns = self.is_transposed and ours.startswith("blocks.") and len(shape) == 2
+                name = row.theirs if row.theirs == THEIR_HEAD else self.prefix + row.theirs
+                own = slice(first, first + shape[0])
+                parts.append(Counterpart(name, shape[::-1] if turns else shape, own, turns))
+                first = own.stop
+            yield ours, parts
+
+    def facts(self, keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
+        """Return the keys of config.json for a model.    ends: the token that ends a document"""
+        sizes = {"vocab_size": vocabulary, "tie_word_embeddings": keys.tied}
+        return {**self.described(keys), **sizes, "bos_token_id": ends, "eos_token_id": ends}
+
+    def _rows(self, keys: Model) -> Iterator[TensorRow]:
+        def of_a_block(row: TensorRow) -> bool:
+            return "#" in row.ours
+
+        for repeats, rows in groupby(self.tensors(keys), of_a_block):
+            known = [row for row in rows if row.ours != HEAD or not keys.tied]
+            for block in range(keys.layers if repeats else 1):
+                for row in known:
+                    yield TensorRow(*(text.replace("#", str(block)) for text in row))
+
+    def modules(self, keys: Model) -> dict[str, str]:
+        """Return {our linear layer, or output of a joined one: its module}, with # for a block."""
+        return {
+            ".".join(
+                filter(None, (row.ours.partition(".weight")[0], row.ours.partition(":")[2]))
+            ): (row.theirs if row.theirs == THEIR_HEAD else self.prefix + row.theirs).removesuffix(
+                ".weight"
+            )
+            for row in self.tensors(keys)
+            if ".weight" in row.ours
+        }
+
+    def module_of(self, layer: str) -> str:
+        """Return the module of a linear layer, or of an output of a joined one; empty: none."""
+        return _renamed(layer, self.modules(Model()))
+
+    def layer_of(self, module: str) -> str:
+        """Return our name for a module; empty unless it is a linear layer."""
+        known = {theirs: ours for ours, theirs in self.modules(Model()).items()}
+        return _renamed(module, known) or _renamed(self.prefix + module, known)
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return the counterpart of a name with the number of a block."""
+    number = re.search(r"(?<=\.)[0-9]+(?=\.)", name, re.ASCII)
+    block = number[0] if number else "#"
+    return names.get(name.replace(f".{block}.", ".#.", 1), "").replace("#", block)
+
+
+def format_of_architecture(help: str, own: Architecture, models: tuple[str, ...]) -> Format:
+    """Return the row of FORMATS for folders of an architecture, with these values of model_type."""
+    reading, keys, writing = partial(read, own), partial(keys_of, own), partial(write, own)
+    return Format(help, WEIGHTS, CONFIGURATION, keys, reading, writing, models)
+
+
+def keys_of(own: Architecture, folder: Path) -> dict[str, Any]:
+    with refusing(folder):
+        return own.keys(_configuration(own, folder))
+
+
+def _configuration(own: Architecture, folder: Path) -> Any:
+    config = configuration(folder, CONFIGURATION, own.config)
+    for key, values in own.only.items():
+        check_only(key, getattr(config, key), values)
+    return config
+
+
+def check_only(key: str, value: Any, values: Sequence[Any]) -> None:
+    """Raise ValueError if config.json has another value for a key than mpitrain's model."""
+    if value not in values:
+        law = " or ".join(json.dumps(one) for one in values)
+        raise ValueError(
+            f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {law}"
+        )
+
+
+def check_heads(config: Any, heads: str, width: str) -> None:
+    if getattr(config, width) % getattr(config, heads):
+        raise ValueError(
+            f"{CONFIGURATION} says {heads} {getattr(config, heads)}, which does not divide {width} {getattr(config, width)}"
+        )
+
+
+def read(own: Architecture, folder: Path) -> Initial:
+    with refusing(folder):
+        config = _configuration(own, folder)
+        files, located = folders.tensors(folder, WEIGHTS)
+        keys = own.keys(config)
+        model = {key.removeprefix("model."): v for key, v in keys.items() if "model." in key}
+        tensors = _matched(own, Model(**model), config.vocab_size, located)
+    return Initial(folder, keys, tensors, [CONFIGURATION, *files], own.notes(config, folder))
+
+
+def _matched(
+    own: Architecture, keys: Model, vocabulary: int, located: Mapping[str, Located]
+) -> dict[str, AnyTensor]:
+    """Return {our name: tensor}; ValueError if a tensor is missing, unknown or of a wrong shape."""
+    left = {name.removeprefix(own.prefix): (name, tensor) for name, tensor in located.items()}
+    if len(left) < len(located):
+        raise ValueError(f"it has a tensor with and without the prefix {own.prefix}")
+    matched: dict[str, AnyTensor] = {}
+    # A wrong number of layers may be huge: the first missing tensor ends the iteration.
+    for ours, parts in own.counterparts(keys, vocabulary):
+        stored = []
+        for part in parts:
+            if (short := part.name.removeprefix(own.prefix)) not in left:
+                raise ValueError(f"it has no tensor {part.name}, which {CONFIGURATION} asks for")
+            name, tensor = left.pop(short)
+            check_float(name, tensor)
+            if tensor.shape != part.shape:
+                raise ValueError(
+                    f"{name!a} has the shape {tensor.shape}, but {CONFIGURATION} asks for {part.shape}"
+                )
+            stored.append(StoredTensor(tensor, part.is_transposed))
+        matched[ours] = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
+    left.pop(THEIR_HEAD, None)  # A tied head may be there as a copy.
+    if strange := sorted(name for name in left if not re.fullmatch(own.buffers, name, re.ASCII)):
+        raise ValueError(f"it has a tensor {left[strange[0]][0]!a}, which no {own.noun} has")
+    return matched
+
+
+def write(own: Architecture, model: Trained) -> FolderContents:
+    keys, tensors = model.config.model, model.tensors
+    if keys.kind != own.kind:
+        raise ConfigError(
+            f"A folder of a {own.noun} has a model of kind {own.kind}, but model.kind is {keys.kind}.",
+            "Name another run.",
+        )
+    vocabulary = tensors["embedding.tokens"].shape[0]
+    renamed: dict[str, AnyTensor] = {}
+    pairs = dict(own.counterparts(keys, vocabulary))
+    for ours, parts in pairs.items():
+        for part in parts:
+            tensor = tensors[ours] if len(parts) == 1 else RowsOfTensor(tensors[ours], part.rows)
+            renamed[part.name] = reversed_dims(tensor) if part.is_transposed else tensor
+    if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):
+        raise ConfigError(
+            f"A folder of a {own.noun} has no tensor for {strange[0]}, which this run has.",
+            "Name another run.",
+        )
+    ends = model.separator if 0 <= model.separator < vocabulary else None
+    texts = {
+        CONFIGURATION: {**own.facts(keys, vocabulary, ends), "dtype": model.dtype},
+        "generation_config.json": {
+            "_from_model_config": True,
+            "bos_token_id": ends,
+            "eos_token_id": ends,
+        },
+    }
+    return FolderContents(renamed, {name: json_text(content) for name, content in texts.items()})
