@@ -19,7 +19,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.layers.base import Documents, Gradients, Loss, Unit, Weights
+from mpitrain.layers.base import Gradients, Loss, Unit, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
@@ -32,7 +32,7 @@ from mpitrain.ops.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.parallel.grid import share
+from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.memory import Room
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
@@ -41,6 +41,7 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
+from mpitrain.run.inference import places_of
 from mpitrain.run.resolve import Resolved
 from mpitrain.trace.recorder import (
     BACKWARD,
@@ -166,13 +167,16 @@ class Body:
     layers  the layer factory
     """
 
-    def __init__(self, device: Device, config: Config, rank: int, ranks: int):
+    def __init__(self, device: Device, config: Config, axes: Axes, tp: int):
         self.device, self.count = device, Count()
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
-        group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
+        group, context = (
+            CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
+            for rank, ranks in ((tp, axes.tp), (0, axes.cp))
+        )
         ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout)
+        self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
         self.layers.memory = config.memory
         self.layers.itemsize = device.itemsize(config.precision.stored)
 
@@ -347,7 +351,7 @@ class Counter:
     def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
         config, plan = job.config, job.plan
         self._job, self._source = job, source
-        self._body = Body(job.device, config, tp, job.axes.tp)
+        self._body = Body(job.device, config, job.axes, tp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
@@ -374,14 +378,14 @@ class Counter:
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        documents = None
-        if config.data.attend == "document":
-            starts = np.zeros((len(rows), *inputs.shape[1:]), np.int32)
-            documents = Documents(body.placed(starts), body.placed(starts))
+        shape, is_cut = (len(rows), *inputs.shape[1:]), config.data.attend == "document"
+        starts = np.zeros(shape, np.int32) if is_cut else None
+        places = places_of(body.layers.now.tokens, shape, starts, body.placed)
+        inputs, targets = (body.layers.now.tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         pipe.train(
             [
-                (0, rows.start + part.start, len(part), True, documents and documents.of(part))
+                (0, rows.start + part.start, len(part), True, places and places.of(part))
                 for part in shares
             ],
             [(len(part), *inputs.shape[1:]) for part in shares],
@@ -401,6 +405,9 @@ class Counter:
         body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
+        share = body.layers.now.tokens
+        places = places_of(share, inputs.shape, None, body.placed)
+        inputs, targets = share.cut(inputs), share.cut(targets)
         for chunk in own(plan.stage_of, pp):
             storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
             replica = Replica(
@@ -409,7 +416,7 @@ class Counter:
             computed = job.device.half or storage.dtype
 
             def first(chunk: int = chunk, computed: Any = computed) -> Any:
-                body.layers.now.set(0, 0, rows, True)
+                body.layers.now.set(0, 0, rows, True, places)
                 if chunk == 0:
                     return body.placed(inputs)
                 return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
@@ -512,7 +519,7 @@ def bytes_needed(
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
-    tp, dp, pp, _ = axes.coords(rank) if rank < workers else (0, 0, 0, 0)
+    tp, dp, pp, *_ = axes.coords(rank) if rank < workers else (0, 0, 0)
     counter = Counter(job, source, units, tp)
     counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.

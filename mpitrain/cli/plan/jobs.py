@@ -12,6 +12,7 @@ import click
 from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
+    CP,
     DEVICE,
     DP,
     PP,
@@ -33,7 +34,7 @@ LEAST_BLOCKS = 5
 
 
 def job_options(function: Callable) -> Callable:
-    for option in reversed((CONFIG_FILE, PRESET, SET, DP, TP, PP, DEVICE)):
+    for option in reversed((CONFIG_FILE, PRESET, SET, DP, CP, TP, PP, DEVICE)):
         function = option(function)
     return function
 

@@ -46,9 +46,9 @@ class Counted(NamedTuple):
 
 
 def ranks_of(config: Config) -> int:
-    """Return the number of ranks: dp * tp * pp, and servers; an unset dp counts as 1."""
+    """Return the number of ranks: dp * cp * tp * pp, and servers; an unset dp counts as 1."""
     layout = config.layout
-    return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
+    return max(1, layout.dp) * layout.cp * layout.tp * layout.pp + servers_of(config)
 
 
 def count(unresolved: Config) -> Counted:
@@ -71,7 +71,7 @@ def count(unresolved: Config) -> Counted:
 def table(counted: Counted) -> Iterator[str]:
     config, axes = counted.config, counted.axes
     yield (
-        f"{config.model.kind}, {counted.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{config.model.kind}, {counted.parameters:,} parameters; {axes.product}, "
         f"{config.batch.micro_batches} micro-batch(es) of {counted.rows} row(s), {config.device.kind}"
     )
     if advice := slow_heads(config):

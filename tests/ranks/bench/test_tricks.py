@@ -58,7 +58,19 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
 @pytest.mark.parametrize(
     "ranks, settings, absent",
     [
-        (1, TINY, {"ZeRO 1", "ZeRO 2", "ZeRO 3", "overlap", "wire int8", "sequence parallelism"}),
+        (
+            1,
+            TINY,
+            {
+                "ZeRO 1",
+                "ZeRO 2",
+                "ZeRO 3",
+                "overlap",
+                "wire int8",
+                "sequence parallelism",
+                "context parallelism",
+            },
+        ),
         (
             2,
             [*TINY, "layout.pp=2", "pipeline.schedule=gpipe"],
@@ -69,7 +81,8 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
             [*TINY, "replication.mode=master"],
             {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
         ),
-        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
+        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism", "context parallelism"}),
+        (3, TINY, {"context parallelism", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
         (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
         (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),
