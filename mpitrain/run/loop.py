@@ -28,13 +28,13 @@ from mpitrain.run.hooks import (
     Watching,
     check_copies,
 )
-from mpitrain.run.metrics import ResumeInfo, past
+from mpitrain.run.metrics import METRICS, ResumeInfo, is_number, past, read_metrics
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.resolve import Given, agree_on
 from mpitrain.run.run_dir import claim, look
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
-from mpitrain.run.watcher import Watcher, watchers_of
+from mpitrain.run.watcher import Losses, Watcher, watchers_of
 from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
@@ -55,13 +55,24 @@ class Finished(NamedTuple):
     job: Job
     folder: Path
 
+    def __repr__(self) -> str:
+        config = self.job.trainer.config
+        losses = {
+            name: f"{name} {record[key]:.4f} after step {record['step']}"
+            for record in read_metrics(self.folder / METRICS)
+            for name, key in (("loss", "loss"), ("validation loss", "val_loss"))
+            if is_number(record.get(key))
+        }
+        run = f"{config.model.kind} with {self.job.trainer.parameter_count:,} parameters"
+        return "; ".join([f"{self.folder}: {run}{', stopped' * self.stopped}", *losses.values()])
+
 
 def train(
     transport: Transport,
     configured: Callable[[], Config],
     resume: str = "no",
     stop_requested: Callable[[], bool] | None = None,
-    watchers: Sequence[Watcher] = (),
+    watchers: Sequence[Watcher] | None = None,
     begins: Callable[[], Any] | None = None,
     ends: Callable[[], float | None] | None = None,
 ) -> Finished:
@@ -76,14 +87,14 @@ def train(
     stop_requested : callable, optional
         Called once a step, and for each batch of an evaluation. If it returns True on a rank, the
         run saves a checkpoint and ends. A resume makes the evaluation that is due.
-    watchers : sequence of Watcher
-        Called in this order, on rank 0.
+    watchers : sequence of Watcher, optional
+        Called in this order, on rank 0. None: one that prints the losses.
     begins : callable, optional
         Called before there is anything to save. From then on a signal must not end the process.
     ends : callable, optional
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
-    watchers = watchers if transport.rank == 0 else ()
+    watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
     with (
         closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog,
         ExitStack() as closed,

@@ -46,6 +46,16 @@ class Watcher:
         """Release files; called once, after an error too."""
 
 
+class Losses(Watcher):
+    """Prints the loss of each log and each evaluation, in a line of its own."""
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        print(f"step {record['step']}: loss {record['loss']:.4f}", flush=True)
+
+    def on_evaluation(self, record: dict[str, Any]) -> None:
+        print(f"step {record['step']}: validation loss {record['val_loss']:.4f}", flush=True)
+
+
 WATCHERS: Table[str, type[Watcher]] = Table()
 """Classes of watchers by name: a plugin adds rows, and run.watchers names them."""
 

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
@@ -465,7 +467,31 @@ def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
         folder = tmp_path / f"run/checkpoints/step-{one['step']:08d}"
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
-        assert 0 < one["checkpoint_s"] < one["wall_s"]
+        assert 0 < one["checkpoint_pause_s"] <= one["checkpoint_s"] < one["wall_s"]
+
+
+def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_path):
+    keys = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4"]
+    go(2, [*book, *keys, "run.steps=10", "run.eval_every=5", "checkpoint.background=true"])
+    words = ["runs", "checkpoints", str(tmp_path / "run")]
+    listed = CliRunner().invoke(commands, words)
+    assert listed.exit_code == 0 and "verified" not in listed.output
+    rows = [line.split() for line in listed.output.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["4", "8", "10"] and rows[2][-2:] == ["best,", "newest"]
+    nbytes = sum(
+        file.stat().st_size for file in (tmp_path / "run/checkpoints/step-00000008").iterdir()
+    )
+    assert abs(float(rows[1][1]) - nbytes / 1e6) < 0.06
+    assert CliRunner().invoke(commands, [*words, "--verify"]).output.count("verified") == 3
+    damaged = tmp_path / "run/checkpoints/step-00000008/state-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    listed = CliRunner().invoke(commands, [*words, "--verify"])
+    assert listed.exit_code == 1 and listed.output.count("verified") == 2
+    assert f"{damaged} was altered: block 0" in listed.output
+    with pytest.raises(
+        MpitrainError, match=r"keep_every 4 must be a multiple of checkpoint.every 3"
+    ):
+        parse(with_settings({}, [*keys, "checkpoint.every=3"]))
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3))

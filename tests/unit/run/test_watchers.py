@@ -75,7 +75,7 @@ def test_a_watcher_sees_each_event_once_in_its_order(book, ranks):
     ]
 
 
-def test_a_watcher_stops_a_run_early_and_is_closed_after_an_error(book):
+def test_a_watcher_stops_a_run_early_and_is_closed_after_an_error(book, capsys):
     class Patient(Notes):
         is_enough = False
 
@@ -95,6 +95,10 @@ def test_a_watcher_stops_a_run_early_and_is_closed_after_an_error(book):
     with pytest.raises(ZeroDivisionError):
         go(1, book, "yes", watchers=[broken])
     assert broken.calls[-1] == ("close", 0)
+    (ended,) = run_ranks(1, lambda own: train(own, lambda: config, "yes"))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("step 4: validation loss ")
+    assert ", stopped; loss " in repr(done[0]) and "validation loss" in repr(ended)
 
 
 def masked(data):
