@@ -15,6 +15,7 @@ from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import LayerFactory
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.regions import moved, overlap
@@ -104,7 +105,7 @@ class Inference:
         logits = self._own_logits(inputs, starts)
         if logits is None or not self._layers.context:
             return logits
-        whole = self._layers.all_tokens(computed(logits, self.arena), self.arena)
+        whole = all_tokens(computed(logits, self.arena), self._layers.context, self.arena)
         return whole[:, : inputs.shape[1]]
 
     def _own_logits(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
