@@ -26,7 +26,7 @@ class BadArray(NamedTuple):
     is_stored: bool = False
 
 
-class Watch:
+class Sentinel:
     """The first bad array of this rank.
 
     calls  of layers so far
@@ -49,7 +49,7 @@ class Watch:
 class WatchedLayer:
     """A unit's layer, whose results a watch sees."""
 
-    def __init__(self, layer: Any, unit: str, watch: Watch):
+    def __init__(self, layer: Any, unit: str, watch: Sentinel):
         self._layer, self._unit, self._watch = layer, unit, watch
         self._is_spoilt = False
 
@@ -111,7 +111,7 @@ def located(trainer: Trainer, repeat: Callable[[], Any]) -> str:
 
     repeat  runs the step again
     """
-    watch, transport = Watch(trainer), trainer.transport
+    watch, transport = Sentinel(trainer), trainer.transport
     for stage in trainer.pipe.stages.values():
         stage.replace_layers(lambda layer, unit: WatchedLayer(layer, unit, watch))
     repeat()
