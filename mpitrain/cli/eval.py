@@ -9,6 +9,7 @@ import click
 from mpitrain.cli.job_options import (
     BASE,
     BEST,
+    CP,
     OWN_DEVICE,
     PLUGINS,
     PP,
@@ -40,6 +41,7 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 )
 @output_option("--json", "Write the numbers to this JSON file.")
 @BEST
+@CP
 @TP
 @PP
 @OWN_DEVICE

@@ -396,10 +396,20 @@ class Batch(Section):
 
 
 class Layout(Section):
-    basic = ("dp", "tp", "pp")
+    basic = ("dp", "cp", "tp", "pp")
 
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
+    )
+    cp: int = Field(
+        1,
+        ge=1,
+        description="context-parallel size: the ranks of a group divide the tokens of each row",
+    )
+    cp_mode: Literal["ulysses"] = Field(
+        "ulysses",
+        description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
+        "heads of all tokens",
     )
     tp: int = Field(
         1,
@@ -745,9 +755,10 @@ class Device(Section):
         description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
         "query MPI and run a self-test",
     )
-    gemm: Literal["tiled", "library"] = Field(
+    gemm: Literal["tiled", "3xtf32", "library"] = Field(
         "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy). "
+        "3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact as float32",
     )
     passes: Literal["auto", "compiled", "numpy"] = Field(
         "auto",
@@ -757,7 +768,7 @@ class Device(Section):
     )
     tiles: str = Field(
         "",
-        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        description="gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
         "tiles by a cost model of this GPU",
     )
 

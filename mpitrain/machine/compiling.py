@@ -74,17 +74,23 @@ def compiling(source: str) -> AbstractContextManager[object]:
 def cache_of(what: str) -> Path:
     """Return this user's folder for the compiled kernels of one kind of engine, `what`.
 
+    It is that of `shared_cache_of`, else a new folder of this process.
+    """
+    return shared_cache_of(what) or _fresh_folder(what)
+
+
+def shared_cache_of(what: str) -> Path | None:
+    """Return this user's folder that all processes and starts share, or None.
+
     No other user may write to it, because code is loaded from it. It is ~/.cache/mpitrain/<what>,
-    else a folder in the temporary directory, else a new folder of this process.
+    else a folder in the temporary directory.
     """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
     # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
     at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
-    return (
-        temporary if _keeps_names(temporary.parent) and _is_own(temporary) else _fresh_folder(what)
-    )
+    return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else None
 
 
 def _is_own(folder: Path) -> bool:

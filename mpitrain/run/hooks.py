@@ -12,7 +12,7 @@ from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.files import mend, opened
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
@@ -101,6 +101,7 @@ class RunState:
             "ranks": self.transport.size,
             "hosts": len(set(self.transport.hosts)),
             "blas_threads": process.blas_threads_in_use(),
+            "blas_kernels": blas_kernels.in_use(),
             "parameters": trainer.parameter_count,
             **({"frozen": frozen} if (frozen := trainer.frozen_count) else {}),
             "held_out": self.source.held_out,

@@ -81,19 +81,19 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
 
-def test_a_library_s_products_train_as_our_own_do(tmp_path):
-    tiled, library = (
+def test_products_of_a_library_and_of_three_tf32_train_as_our_own_do(tmp_path):
+    tiled, *others = (
         curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
-        for gemm in ("tiled", "library")
+        for gemm in ("tiled", "library", "3xtf32")
     )
-    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(
-        library, tiled
-    )
+    for other in others:
+        assert np.all(np.abs(other[:, 0] / tiled[:, 0] - 1) <= 1e-4)
+        assert not np.array_equal(other, tiled)
 
 
 @pytest.mark.parametrize(
     "cuda_aware, wire, gemm",
-    [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "tiled")],
+    [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "3xtf32")],
 )
 def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(
     cuda_aware, wire, gemm, tmp_path, monkeypatch

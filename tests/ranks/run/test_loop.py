@@ -52,8 +52,8 @@ def test_a_stop_request_during_a_step_ends_the_run_after_it(book, tmp_path, monk
     assert newest(tmp_path / "run/checkpoints").name == "step-00000003"
 
 
-class Killed(Exception):
-    """Stands for a job that dies."""
+class Killed(BaseException):
+    """Stands for a job that dies: no rank hears of it."""
 
 
 def dies(*arguments, **more):
@@ -724,13 +724,7 @@ def assert_ended(tmp_path, *more):
 
 @pytest.mark.parametrize(
     "ranks, settings",
-    [
-        (1, []),
-        (2, ["layout.tp=2"]),
-        (2, ["layout.pp=2"]),
-        (3, ["replication.zero=1"]),
-        (5, ["replication.zero=3", "batch.size=10"]),
-    ],
+    [(1, []), (2, ["layout.pp=2"]), (5, ["replication.zero=3", "batch.size=10"])],
     ids=str,
 )
 def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
@@ -749,16 +743,22 @@ def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "name, counts",
-    [("prepare", (2, 3, 5)), ("_finish", (3, 6)), ("put_in_place", (3,)), ("drop_old", (3, 4, 6))],
+    "owner, name, counts, ranks, layout",
+    [
+        (Trainer, "step", (5, 8), 1, "layout.dp=1"),
+        (saving, "prepare", (2, 3, 5), 2, "layout.tp=2"),
+        (saving, "_finish", (3, 6), 2, "layout.pp=2"),
+        (saving, "put_in_place", (3,), 3, "replication.zero=1"),
+        (manifest, "drop_old", (3, 4, 6), 3, "replication.zero=3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("background", ("true", "false"))
-def test_a_kill_at_any_save_leaves_the_best_checkpoint(
-    name, counts, background, book, tmp_path, monkeypatch
+def test_a_kill_at_any_time_leaves_the_best_checkpoint(
+    owner, name, counts, ranks, layout, background, book, tmp_path, monkeypatch
 ):
-    owner, calls = manifest if name == "drop_old" else saving, []
     falling(monkeypatch, tmp_path / "copy")
-    real = getattr(owner, name)
+    calls, real = [], getattr(owner, name)
 
     def killed(*arguments):
         calls.append(1)
@@ -767,10 +767,10 @@ def test_a_kill_at_any_save_leaves_the_best_checkpoint(
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, killed)
-    settings = [*book, *BEST, f"checkpoint.background={background}"]
+    settings = [*book, *BEST, layout, f"checkpoint.background={background}"]
     for resume in ("no", *["auto"] * len(counts)):
         with suppress(Killed):
-            go(1, settings, resume)
+            go(ranks, settings, resume)
     assert len(calls) >= counts[0]
     assert_ended(tmp_path, "09")  # A kill while old checkpoints are removed may leave one.
 
