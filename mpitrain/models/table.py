@@ -135,6 +135,7 @@ MODELS: Table[str, Model] = Table(
         divides=(("heads", "width"), ("kv_heads", "heads")),
         check=_check_rotary,
         writes=True,
+        has_peer=True,
         flops=_transformer_flops,
         phrases={
             "model.layers": "transformer blocks",
