@@ -15,6 +15,7 @@ from mpitrain.cli import STOPPED
 from mpitrain.cli.job_options import (
     ALGORITHM,
     CONFIG_FILE,
+    CP,
     DATA,
     DEVICE,
     DP,
@@ -100,6 +101,7 @@ def _meant(option: str, args: list[str]) -> str:
 @EPOCHS
 @LR
 @DP
+@CP
 @TP
 @PP
 @DEVICE

@@ -396,10 +396,20 @@ class Batch(Section):
 
 
 class Layout(Section):
-    basic = ("dp", "tp", "pp")
+    basic = ("dp", "cp", "tp", "pp")
 
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
+    )
+    cp: int = Field(
+        1,
+        ge=1,
+        description="context-parallel size: the ranks of a group divide the tokens of each row",
+    )
+    cp_mode: Literal["ulysses"] = Field(
+        "ulysses",
+        description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
+        "heads of all tokens",
     )
     tp: int = Field(
         1,

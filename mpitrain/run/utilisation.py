@@ -85,7 +85,7 @@ def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: 
 
 def _alone(job: Resolved) -> Resolved:
     config: Config = job.config
-    one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
+    one_rank = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
         "layout": config.layout.model_copy(update=one_rank),
         "batch": config.batch.model_copy(update={"size": 1, "micro_batches": 1}),

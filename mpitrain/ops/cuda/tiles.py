@@ -186,6 +186,8 @@ NEAR = 2.0
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 SHORTEST = 256  # no split of a sum over K is shorter
+# Nor longer, with `FloatTile`: rounding errors grow with the number of additions in a row.
+LONGEST = 8192
 # Cycles of a block's start, with its first copies, and of its end for each element that a thread has
 # of the tile. Other blocks of the multiprocessor can hide them. Both are on paper.
 START, END = 1500, 35
@@ -320,11 +322,16 @@ def usual(
     tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
 ) -> Tiling:
     """Return the tiling of the lowest cost; of equals, the first tile and the fewest splits."""
-    splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
+    most = max(1, min(k // SHORTEST, MOST_SPLITS))
     return min(
-        (Tiling(tile, parts) for tile in tiles for parts in splits),
+        (Tiling(tile, parts) for tile in tiles for parts in range(fewest(tile, k), most + 1)),
         key=lambda tiling: cost(tiling, m, n, k, batches, engine),
     )
+
+
+def fewest(tile: Tile | TensorTile, k: int) -> int:
+    """Return the fewest splits of a sum over K with this tile."""
+    return min(count(k, LONGEST), MOST_SPLITS) if isinstance(tile, FloatTile) and k else 1
 
 
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
@@ -360,10 +367,12 @@ def worth_measuring(
     tilings, multiprocessors = [], engine.multiprocessors
     for tile in possible(a, engine.capability, is_3xtf32):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
+        least = fewest(tile, k)
         tilings += [
             Tiling(tile, splits)
-            for splits in SPLITS
-            if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * multiprocessors)
+            for splits in sorted({least, *SPLITS})
+            if splits == least
+            or (splits > least and k >= 128 * splits and blocks * splits <= 2 * multiprocessors)
         ]
     return tilings
 

@@ -104,7 +104,8 @@ def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, til
     [
         ((8192, 8192, 8192, 1), Tiling(FLOAT_TILES[0], 1)),
         ((8192, 768, 768, 1), Tiling(FLOAT_TILES[0], 1)),
-        ((768, 768, 8192, 1), Tiling(FLOAT_TILES[0], 7)),
+        ((768, 768, 8192, 1), Tiling(FLOAT_TILES[0], 11)),
+        ((8192, 768, 50257, 1), Tiling(FLOAT_TILES[0], 11)),  # no sum is longer than 8192
         ((32, 32, 64, 1), Tiling(FLOAT_TILES[2], 1)),
     ],
 )
@@ -171,6 +172,8 @@ def test_tiles_to_measure_include_split_sums_for_small_products(capability):
         tilings = worth_measuring(a, 64, 64, 1024, of(capability))
         assert {tiling.tile for tiling in tilings} == {*possible(a, capability)}
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}
+    long = worth_measuring(FLOATS, 8192, 768, 50257, of(90), True)
+    assert {tiling.splits for tiling in long} == {7}
     large = worth_measuring(FLOATS, 8192, 8192, 8192, of(capability))
     assert all(tiling.splits == 1 for tiling in large if tiling.tile == TILES[2])
 
