@@ -1,4 +1,4 @@
-"""The laws of transports and collectives on threads: 1, 2, 3, 5 and 8 ranks, 1 to 3 among the fast tests; sums on 6 and 7, too."""
+"""The laws of transports and collectives on threads: 1, 2, 3, 5 and 8 ranks, 1 to 3 in fast tests; sums on 6 and 7, too."""
 
 import numpy as np
 import pytest
