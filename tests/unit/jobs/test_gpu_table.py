@@ -117,7 +117,7 @@ def test_what_needs_wgmma_is_a_goal(dtype, kind, job, capsys):
     import kernels
 
     product = kernels.GemmRow(
-        "NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0
+        "NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0.0, 0
     )
     kernels.report(product, {})
     row = json.loads(capsys.readouterr().out)
