@@ -3,7 +3,7 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -266,9 +266,10 @@ class Alone(NamedTuple):
     units: Units
 
 
-def alone(config: Config, ranks: int) -> Alone:
-    """Resolve a configuration for `ranks` ranks of one host, in one process and without MPI.
+def alone(config: Config, hosts: Sequence[str]) -> Alone:
+    """Resolve a configuration for ranks on these hosts, in one process and without MPI.
 
+    hosts   the host of each rank
     raises  MpitrainError if configuration, data and ranks do not fit together
     """
     endpoint: Any = Unsent(0, 1, aligned_zeros)
@@ -277,15 +278,15 @@ def alone(config: Config, ranks: int) -> Alone:
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
-    resolved = resolve_here(agreed, ("",) * ranks)
+    resolved = resolve_here(agreed, hosts)
     resolved = resolved._replace(config=_with_data(resolved.config, source))
     _models(resolved, source, None, 0)
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 
-def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
-    from mpitrain.pipeline.partition import by_time, unit_seconds
+def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
+    """Measure the seconds of each unit, forward and backward, for one micro-batch on this rank."""
+    from mpitrain.pipeline.partition import unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
     backend, batch = device.backend, config.batch
@@ -307,18 +308,18 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
         _, gradient = layers.loss().gradient(logits.reshape(len(right), -1), right, 1.0, arena)
         return gradient.reshape(logits.shape)
 
-    transport.barrier()  # All ranks measure at the same time, as they compute in training.
-    seconds = transport.gather_text(
-        unit_seconds(
-            units,
-            backend.from_host(inputs),
-            loss,
-            backend,
-            arena,
-            config.precision.stored,
-            computed,
-        )
+    return unit_seconds(
+        units, backend.from_host(inputs), loss, backend, arena, config.precision.stored, computed
     )
+
+
+def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
+    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
+    from mpitrain.pipeline.partition import by_time
+
+    config, axes = resolved.config, resolved.axes
+    transport.barrier()  # All ranks measure at the same time, as they compute in training.
+    seconds = transport.gather_text(unit_times(resolved, source))
     stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
     counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})

@@ -7,7 +7,7 @@ rank can count the step of any other rank.
 
 import math
 from collections import Counter as Numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -88,6 +88,7 @@ class UnitCount(NamedTuple):
     peak     the most on the rank during the unit's forward and backward; the last unit's includes
              the loss
     flops    floating-point operations of matrix products, forward and backward
+    sums     {(operation, bytes of the array): times} of its collectives over tp, forward and backward
     """
 
     name: str
@@ -95,6 +96,7 @@ class UnitCount(NamedTuple):
     pending: int
     peak: int
     flops: int
+    sums: Mapping[tuple[str, int], int]
 
 
 class Fitting(NamedTuple):
@@ -147,10 +149,17 @@ class Unsent:
 
 
 class CountedGroup(Group):
-    """A tensor-parallel group of which only one rank exists; its collectives do nothing."""
+    """A tensor-parallel group of which only one rank exists; its collectives only count themselves.
+
+    sums  as in UnitCount, of the runs so far
+    """
+
+    def __init__(self, transport: Any, arena: Arena):
+        super().__init__(transport, arena=arena)
+        self.sums = Numbers[tuple[str, int]]()
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
-        return _NOTHING
+        return _Unrun(self.sums, (operation, array.nbytes))
 
 
 class _Context(NamedTuple):
@@ -164,6 +173,7 @@ class Body:
 
     count   FLOPs and bytes so far
     arena   keeps account of activations
+    group   counts the collectives of tensor parallelism
     layers  the layer factory
     """
 
@@ -172,9 +182,10 @@ class Body:
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
         group, context = (
-            CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
+            CountedGroup(self.endpoint(rank, ranks), self.arena)
             for rank, ranks in ((tp, axes.tp), (0, axes.cp))
         )
+        self.group = group
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
         self.layers.memory = config.memory
@@ -242,19 +253,24 @@ class _Phases(Silent):
         self._count.is_backward = False
 
 
-class _Nothing:
+class _Unrun:
+    """A reduction that only counts its runs."""
+
     algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
 
-    def run(self) -> None:
-        pass
+    def __init__(self, sums: Numbers[tuple[str, int]], what: tuple[str, int]):
+        self._sums, self._what = sums, what
 
-    start = wait = run
+    def run(self) -> None:
+        self._sums[self._what] += 1
+
+    start = run
 
     def poll(self) -> bool:
         return True
 
-
-_NOTHING: Any = _Nothing()
+    def wait(self) -> None:
+        pass
 
 
 class UnitCounter(Silent):
@@ -269,7 +285,7 @@ class UnitCounter(Silent):
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
         self._peaks, self._flops = [0] * len(units), [0] * len(units)
-        self._saved = [0] * len(units)
+        self._saved, self._sums = [0] * len(units), [Numbers[tuple[str, int]]() for _ in units]
         self._live, self._pending = [0] * len(units), [0] * len(units)
         self._unit = self._before = 0
 
@@ -292,12 +308,12 @@ class UnitCounter(Silent):
         else:
             stage.backward(0, gradient())
         # The halves run forwards again.
-        peaks, flops = [*self._peaks], [*self._flops]
+        peaks, flops, sums = [*self._peaks], [*self._flops], [dict(each) for each in self._sums]
         if self._lowest < len(self._units):
             stage.backward_input(0, gradient())
             stage.backward_weight(0)
         names = [unit.name for unit in self._units]
-        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops)]
+        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops, sums)]
 
     def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
         y = stage.forward(0, x())
@@ -317,6 +333,7 @@ class UnitCounter(Silent):
 
     def _begin(self, unit: int) -> None:
         self._unit, self._before = unit, self._body.count.flops
+        self._body.group.sums.clear()
         self._body.arena.peak = self._body.arena.live
 
     def compute(self, *fields: int, **more: int) -> int:
@@ -334,6 +351,7 @@ class UnitCounter(Silent):
         arena, unit = self._body.arena, self._unit
         self._peaks[unit] = max(self._peaks[unit], arena.peak)
         self._flops[unit] += self._body.count.flops - self._before
+        self._sums[unit] += self._body.group.sums
         if span == BACKWARD_WEIGHT:
             self._pending[unit] -= arena.live
 
@@ -346,6 +364,7 @@ class Counter:
 
     units  the model, as a function of a layer factory
     tp     tensor-parallel index
+    model  its units, before those of recomputed segments are joined
     """
 
     def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
@@ -357,6 +376,7 @@ class Counter:
         self._chunks = cut_in_chunks(
             units, self._body.layers, plan.stage_of, partition, config.model.freeze, config.lora
         )
+        self.model = self._chunks.model
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of pipeline stage `pp` in replica `dp`."""

@@ -361,10 +361,9 @@ class Trainer:
             self.arena.release()
         return outcome
 
-    def spoilt_ranks(self) -> list[int]:
-        """Return the ranks whose own loss was not finite in the last step; collective."""
-        own = bool(np.isfinite(self.backend.to_host(self._loss_sums)).all())
-        return [rank for rank, fine in enumerate(self.transport.gather_text(own)) if not fine]
+    def loss_sums(self) -> np.ndarray:
+        """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
+        return self.backend.to_host(self._loss_sums)
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""

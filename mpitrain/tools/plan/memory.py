@@ -54,7 +54,7 @@ def ranks_of(config: Config) -> int:
 def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
     ranks = ranks_of(unresolved)
-    job, source, units = alone(unresolved, ranks)
+    job, source, units = alone(unresolved, ("",) * ranks)
     config, axes, plan, device = job.config, job.axes, job.plan, job.device
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
     state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)

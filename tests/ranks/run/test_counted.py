@@ -10,6 +10,8 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
+pytestmark = pytest.mark.counted
+
 LLAMA = ["model.kind=llama", "model.kv_heads=2", "model.heads=4", "model.qkv_bias=true"]
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
 LAYOUTS = {

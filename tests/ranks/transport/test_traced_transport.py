@@ -308,7 +308,12 @@ def test_in_every_mode_the_breakdown_sums_to_the_whole(
                 described(trace, record)
             )
         assert (DEVICE in trace.records["kind"]) == ("device.kind=cuda-sim" in settings)
-        assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
+        computed = trace.records[trace.records["kind"] == COMPUTE]
+        has_trained = any(described(trace, record).startswith("the loss") for record in computed)
+        # An asynchronous worker that starts late finds that the other has drawn all tickets.
+        may_idle = trace.facts["place"] is None or "replication.update=async" in settings
+        assert has_trained or may_idle
+        assert trace.facts["peak_activation_bytes"] > 0 or not has_trained
     said = CliRunner().invoke(commands, ["report", str(moved)])
     assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
     assert f"{moved}/report/perfetto.json is for https://ui.perfetto.dev" in said.output
