@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from mpitrain.cli.generate import readable, sampling_options
-from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.session import MOST, configured_of, mpi_session
+from mpitrain.cli.job_options import changes, run_options
+from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.cli.terminal.output import output_columns
 from mpitrain.cli.terminal.stop_requests import EXIT
 
@@ -21,26 +21,9 @@ RESET = "/reset"
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--system", metavar="TEXT", help="The first message, of the role system.")
-@click.option(
-    "--tokens",
-    "count",
-    type=click.IntRange(1, MOST),
-    default=400,
-    show_default=True,
-    help="Most tokens of an answer.",
-)
 @sampling_options
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws."
-)
-@BEST
-@TP
-@PP
-@OWN_DEVICE
-@BASE
-@PLUGINS
+@run_options
 def command(
     run: Path,
     system: str | None,

@@ -396,7 +396,7 @@ class Batch(Section):
 
 
 class Layout(Section):
-    basic = ("dp", "cp", "tp", "pp")
+    basic = ("dp", "tp", "pp")
 
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
@@ -762,8 +762,8 @@ class Device(Section):
     )
     passes: Literal["auto", "compiled", "numpy"] = Field(
         "auto",
-        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
-        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        description="LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++ or "
+        "zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
         "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(
