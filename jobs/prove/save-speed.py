@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ def measure(steps: int, *settings: str) -> str:
     """Train, and return a line of figures."""
     saves: list[Save] = []
     beside: dict[bool, list[float]] = {True: [], False: []}
+    trainers: Any = Trainer
+    begun: Any = Save
     step, start = Trainer.step, Save.start
 
     def timed(trainer, index, *rest):
@@ -44,14 +47,14 @@ def measure(steps: int, *settings: str) -> str:
         saves.append(save)
         start(save, reach)
 
-    Trainer.step, Save.start = timed, started
+    trainers.step, begun.start = timed, started
     try:
         with tempfile.TemporaryDirectory() as folder:
             keys = [*JOB, f"run.steps={steps}", f"run.out={folder}/run", *settings]
             config = parse(with_settings({}, keys))
             run_ranks(1, lambda own: train(own, lambda: config))
     finally:
-        Trainer.step, Save.start = step, start
+        trainers.step, begun.start = step, start
     saved = [save for save in saves if save.is_published and save.nbytes]
     seconds = np.mean([save.seconds for save in saved])
     return (
@@ -66,13 +69,14 @@ def main() -> None:
     steps = int([*sys.argv[1:], "60"][0])
     print("sleeping steps: ", measure(steps, "run.delay=0:300", "checkpoint.every=5"), flush=True)
     print("computing steps:", measure(steps, "checkpoint.every=10"), flush=True)
+    files: Any = Writing
     write = Writing.write
 
     def slow(file, data):
         time.sleep(memoryview(data).nbytes / DISK)
         write(file, data)
 
-    Writing.write = slow
+    files.write = slow
     print("disk of 20 MB/s:", measure(steps, "run.delay=0:200", "checkpoint.every=15"), flush=True)
 
 
