@@ -92,6 +92,13 @@ PLUGINS = click.option(
 )
 
 
+def run_options(command: Callable) -> Callable:
+    """Give a command the directory of a trained run, and the options to open it."""
+    for option in (PLUGINS, BASE, OWN_DEVICE, PP, TP, BEST):
+        command = option(command)
+    return click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))(command)
+
+
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
     """Return the settings and, for each option that is given, `section.key=value`."""
     values = {KEYS[name]: value for name, value in options.items() if value not in (None, ())}

@@ -130,6 +130,12 @@ class Pipeline:
             self.now.set(*rows[instruction.micro])
             yield instruction
 
+    @property
+    def micro(self) -> int:
+        """The micro-batch of the running instruction of `train`."""
+        now = self.now.row, self.now.rows
+        return next(micro for micro, rows in self._rows.items() if rows[1:3] == now)
+
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; in this class there are none."""
 

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank
@@ -37,6 +35,8 @@ SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
 OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
+TOGETHER = ("all-reduce", "master")
+"""The modes in which all ranks can repeat a step together."""
 WORTH_COPYING = 1 << 20
 """Bytes of a rank from which checkpoint.background=auto saves in the background."""
 GROWING = 3
@@ -664,7 +664,7 @@ class Skipping(Hook):
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
-                f"not finite{self._where(outcome)}.",
+                f"not finite{self._where(step, outcome)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
             )
         if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
@@ -678,18 +678,19 @@ class Skipping(Hook):
                 else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
             )
 
-    def _where(self, outcome: StepResult) -> str:
-        """Return a clause that names the ranks where a step's loss is not finite; collective.
+    def _where(self, step: int, outcome: StepResult) -> str:
+        """Return a clause about the first arrays that are not finite in a step; collective.
 
         Empty if the ranks do not end each step together.
         """
-        run, transport = self._run, self._run.transport
-        if not run.is_common or outcome.ended is not None:
+        run = self._run
+        if run.config.replication.mode not in TOGETHER or outcome.ended is not None:
             return ""
-        if ranks := run.trainer.spoilt_ranks():
-            named = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8])
-            return f"; the loss is not finite on {len(ranks)} of {transport.size} ranks: {named}"
-        return "; the loss of each rank is finite" if np.isfinite(outcome.loss) else ""
+        from mpitrain.run.locating import located
+
+        trainer, number = run.trainer, step - 1
+        batch = trainer.replication.rows.batch(run.source, number, run.after(number).samples)
+        return located(trainer, lambda: trainer.step(number, *batch))
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
         """Write the last line of metrics, and return the error.

@@ -15,6 +15,7 @@ from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import LayerFactory
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.regions import moved, overlap
@@ -104,7 +105,7 @@ class Inference:
         logits = self._own_logits(inputs, starts)
         if logits is None or not self._layers.context:
             return logits
-        whole = self._layers.all_tokens(computed(logits, self.arena), self.arena)
+        whole = all_tokens(computed(logits, self.arena), self._layers.context, self.arena)
         return whole[:, : inputs.shape[1]]
 
     def _own_logits(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
@@ -117,10 +118,6 @@ class Inference:
         inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
-        if starts is not None:
-            # Padding to the right belongs to the last document.
-            more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
-            starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
         own, places = self.own(filled, 0), self.places(filled.shape, starts)
         logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
         if logits is None:
@@ -247,7 +244,7 @@ def places_of(
 
     share   the tokens of this rank
     shape   (B, T) of the rows
-    starts  from `Inference.cut`
+    starts  from `Inference.cut`; padding to the right belongs to the last document
     placed  copies an array to the backend's memory
     """
     if starts is None:
@@ -255,6 +252,9 @@ def places_of(
             return None
         own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         return Places(None, None, placed(np.ascontiguousarray(share.cut(own))))
+    if starts.shape != shape:
+        more = [(0, most - own) for most, own in zip(shape, starts.shape, strict=True)]
+        starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
     positions = positions_of(starts)
     whole = placed(positions)
     own = whole if share.ranks == 1 else placed(np.ascontiguousarray(share.cut(positions)))

@@ -304,9 +304,11 @@ class Trainer:
         indices.rows(inputs, self.share(), where)
         targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        predictions = math.prod(targets.shape[1:])  # of a whole row, of which this rank has some
-        shape = inputs.shape
         inputs, targets = self.inference.own(inputs, 0), self.inference.own(targets, IGNORED)
+        # A row has the tokens of all ranks that divide it, padding included.
+        count, *lengths = inputs.shape
+        shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
+        predictions = math.prod(shape[1 : targets.ndim])
         replication, of_update = self.replication, self.replication.rows.of_update
         weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
         loss_scale = replication.step_end.skips.scale.value
@@ -361,10 +363,9 @@ class Trainer:
             self.arena.release()
         return outcome
 
-    def spoilt_ranks(self) -> list[int]:
-        """Return the ranks whose own loss was not finite in the last step; collective."""
-        own = bool(np.isfinite(self.backend.to_host(self._loss_sums)).all())
-        return [rank for rank, fine in enumerate(self.transport.gather_text(own)) if not fine]
+    def loss_sums(self) -> np.ndarray:
+        """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
+        return self.backend.to_host(self._loss_sums)
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""

@@ -16,7 +16,7 @@ from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.context import Ulysses, all_tokens
+from mpitrain.parallel.tensor.context import Ulysses
 from mpitrain.parallel.tensor.linear import (
     Column,
     ColumnParallelLinear,
@@ -70,11 +70,6 @@ class LayerFactory(Plain):
         n, (sequences, tokens) = self.context.size, shape
         sequences, tokens = self.rows.filled((sequences, -(-tokens // n)))
         return sequences, n * tokens
-
-    def all_tokens(self, rows: Any, arena: Arena) -> Any:
-        """Return the tokens (B, T, C) of all context-parallel ranks, from those of this rank."""
-        assert self.context
-        return all_tokens(rows, self.context, arena)
 
     def whole(self, logits: Any, arena: Arena) -> Any:
         """Return all columns of the last layer's output, on every rank."""

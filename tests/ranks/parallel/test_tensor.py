@@ -225,6 +225,21 @@ def test_ranks_that_divide_tokens_train_20_steps_as_one_rank_does(settings, layo
         check_equal(alone, found, steps=steps)
 
 
+def test_rows_that_are_shorter_than_the_context_are_padded():
+    """7 tokens on 3 ranks: the last rank has one, and two that do not count."""
+
+    def told(transport, *layout):
+        trainer = build(transport, configured(*ONE, *layout), source=Tokens(251, 24)).trainer
+        tokens = np.random.default_rng(7).integers(251, size=(12, 8))
+        rows = tokens[trainer.share().start : trainer.share().stop]
+        steps = [trainer.step(step, rows[:, :-1], rows[:, 1:])[:2] for step in range(2)]
+        return *np.ravel(steps), *np.ravel(trainer.logits(rows[:1, :-1]))[:40].tolist()
+
+    (alone,) = run_ranks(1, told)
+    for found in run_ranks(3, told, "layout.cp=3"):
+        assert np.abs(np.subtract(found, alone)).max() <= 1e-9
+
+
 @pytest.mark.parametrize(
     "dp, wire, own_rows",
     [(2, "fp16", "false"), (2, "int8", "true"), (3, "int8", "false"), (3, "fp16", "true")],

@@ -270,6 +270,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     [
         (1, []),
         (5, ["replication.zero=3"]),
+        (2, ["layout.cp=2", "model.heads=2"]),
         (2, ["device.kind=cuda-sim"]),
         *(
             (3, [f"replication.{key}" for key in keys])
