@@ -17,7 +17,16 @@ from pathlib import Path
 from statistics import median
 
 RANKS = sys.argv[1] if len(sys.argv) > 1 else "2"
-JOB = ["--set", "batch.size=16", "--set", "model.context=256", "--set", "model.width=256", "--device", "cpu"]
+JOB = [
+    "--set",
+    "batch.size=16",
+    "--set",
+    "model.context=256",
+    "--set",
+    "model.width=256",
+    "--device",
+    "cpu",
+]
 TURNS, STEPS = 3, 8
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
 
@@ -26,10 +35,24 @@ def measured(folder: Path, settings: dict[str, str | int]) -> float:
     """Return the fastest step of a run, in s."""
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     usual = ["--set", "run.sample=0", "--set", "run.eval_rows=1", "--steps", str(STEPS)]
-    line = [*MPITRAIN, "launch", "-n", RANKS, "--", "train", *JOB, *words, *usual, "--out", str(folder)]
+    line = [
+        *MPITRAIN,
+        "launch",
+        "-n",
+        RANKS,
+        "--",
+        "train",
+        *JOB,
+        *words,
+        *usual,
+        "--out",
+        str(folder),
+    ]
     subprocess.run(line, check=True, capture_output=True)
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return min(record["step_s"] for record in records if record.get("step", 0) > 2 and "step_s" in record)
+    return min(
+        record["step_s"] for record in records if record.get("step", 0) > 2 and "step_s" in record
+    )
 
 
 with tempfile.TemporaryDirectory() as made:
@@ -39,7 +62,10 @@ with tempfile.TemporaryDirectory() as made:
     rows = {}
     for row in json.loads(file.read_text())["rows"]:  # the fastest first
         layout = row["layout"]
-        kind = *(layout[f"layout.{axis}"] for axis in ("dp", "tp", "pp")), layout["replication.zero"]
+        kind = (
+            *(layout[f"layout.{axis}"] for axis in ("dp", "tp", "pp")),
+            layout["replication.zero"],
+        )
         if kind[-1] in (0, 1, 3) and layout["memory.recompute"] == "none":
             rows.setdefault(kind, row)
     found: dict[tuple, list[float]] = {kind: [] for kind in rows}
@@ -54,10 +80,14 @@ with tempfile.TemporaryDirectory() as made:
 steps = [(kind, row["step_s"], min(found[kind])) for kind, row in rows.items()]
 print("dp tp pp zero   predicted ms   measured ms   error")
 for kind, predicted, seen in steps:
-    print(*(f"{n:2}" for n in kind), f"{1e3 * predicted:16.1f} {1e3 * seen:13.1f} {100 * (predicted / seen - 1):+7.1f}%")
+    print(
+        *(f"{n:2}" for n in kind),
+        f"{1e3 * predicted:16.1f} {1e3 * seen:13.1f} {100 * (predicted / seen - 1):+7.1f}%",
+    )
 error = median(abs(predicted / seen - 1) for _, predicted, seen in steps)
 loss = next(seen for _, _, seen in steps) / min(seen for _, _, seen in steps)
 pairs = [(a, b) for a, b in combinations(steps, 2) if abs(a[2] / b[2] - 1) > 0.05]
 tau = sum(1 if (a[1] < b[1]) == (a[2] < b[2]) else -1 for a, b in pairs) / max(1, len(pairs))
-print(f"median error {100 * error:.1f}%; the best predicted takes {loss:.2f} of the best measured; tau {tau:.2f} of {len(pairs)} pairs")
+print(f"median error {100 * error:.1f}%; the best predicted takes {loss:.2f} of the best measured")
+print(f"tau {tau:.2f} of {len(pairs)} pairs")
 sys.exit(error > 0.2 or loss > 1.1 or (bool(pairs) and tau < 0.7))
