@@ -762,8 +762,8 @@ class Device(Section):
     )
     passes: Literal["auto", "compiled", "numpy"] = Field(
         "auto",
-        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
-        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        description="LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++ or "
+        "zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
         "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(

@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -183,13 +183,16 @@ def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> 
 
 
 @contextmanager
-def locked(target: Path, source: str) -> Iterator[None]:
+def locked(target: Path, source: str, waits: bool = True) -> Iterator[bool]:
     """Lock the library's file, so that only one rank of a host compiles it, where files can be
-    locked.
+    locked; yield whether this rank may compile it, which is always so if it `waits`.
 
     source  name for the observer of compilations
     """
     with compiling(source), target.with_suffix(".lock").open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        is_free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError as error:
+            is_free = not isinstance(error, BlockingIOError)
+        yield is_free

@@ -27,6 +27,7 @@ from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, units_of
+from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -148,6 +149,7 @@ def build(
     if resolved.config.pipeline.partition == TIME:
         resolved = timed = _cut_by_time(transport, resolved, source)
         counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, source, room))
+    _prepare(transport, resolved.device)
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
     trainer.counted = counts
     kept = trainer.replication.kept()
@@ -186,6 +188,15 @@ def _open(
     counts = _counted(transport.rank, resolved, data, room)
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _prepare(transport: Transport, device: Device) -> None:
+    """Compile the kernels of the counted step, together with the other ranks of this host."""
+    here = transport.hosts[transport.rank]
+    beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
+    if (kernels := device.kernels) is not None and len(beside) > 1:
+        turn = beside.index(transport.rank)
+        on_all_ranks(transport, lambda: kernels.prepare(turn, len(beside)))
 
 
 def _models(
