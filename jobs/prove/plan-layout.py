@@ -59,7 +59,7 @@ with tempfile.TemporaryDirectory() as made:
     file = Path(made) / "layouts.json"
     plan = [*MPITRAIN, "plan", "layout", "--ranks", RANKS, *JOB, "--json", str(file)]
     print(subprocess.run(plan, check=True, capture_output=True, text=True).stdout)
-    rows = {}
+    rows: dict[tuple, dict] = {}
     for row in json.loads(file.read_text())["rows"]:  # the fastest first
         layout = row["layout"]
         kind = (
@@ -84,10 +84,10 @@ for kind, predicted, seen in steps:
         *(f"{n:2}" for n in kind),
         f"{1e3 * predicted:16.1f} {1e3 * seen:13.1f} {100 * (predicted / seen - 1):+7.1f}%",
     )
-error = median(abs(predicted / seen - 1) for _, predicted, seen in steps)
+middle = median(abs(predicted / seen - 1) for _, predicted, seen in steps)
 loss = next(seen for _, _, seen in steps) / min(seen for _, _, seen in steps)
 pairs = [(a, b) for a, b in combinations(steps, 2) if abs(a[2] / b[2] - 1) > 0.05]
 tau = sum(1 if (a[1] < b[1]) == (a[2] < b[2]) else -1 for a, b in pairs) / max(1, len(pairs))
-print(f"median error {100 * error:.1f}%; the best predicted takes {loss:.2f} of the best measured")
+print(f"median error {100 * middle:.1f}%; the best predicted takes {loss:.2f} of the best measured")
 print(f"tau {tau:.2f} of {len(pairs)} pairs")
-sys.exit(error > 0.2 or loss > 1.1 or (bool(pairs) and tau < 0.7))
+sys.exit(middle > 0.2 or loss > 1.1 or (bool(pairs) and tau < 0.7))
