@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from table import emit, micro
-from workload import DTYPES, FORMS, PRODUCTS, all_products, config, multiply, operands, source
+from workload import FORMS, PRODUCTS, WAYS, all_products, config, multiply, operands, source, stored
 
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cuda import Compiler
@@ -51,6 +51,9 @@ class Collector:
         self.found[source.path.stem, tuple(defines.items())] = signature.name
         return lambda *arguments: None
 
+    def prepare(self, *arguments: Any) -> None:
+        pass
+
     def multiply(self, *arguments: Any) -> None:
         pass
 
@@ -64,29 +67,29 @@ def searched(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
     collector = Collector(device)
     kernels, arena = Kernels(collector), HostBackend().arena()
     for shape, _ in PRODUCTS[kind]:
-        for dtype in map(np.dtype, DTYPES if kind == "cuda" else DTYPES[:1]):
-            for stored in FORMS:
-                a, b, c = operands(shape, dtype, stored)
-                ways = {"transposed_a": stored[0] == "T", "transposed_b": stored[1] == "T"}
-                for tiling in worth_measuring(a, *shape, device):
-                    product.gemm(kernels, arena, a, b, c, tiling=tiling, **ways)
+        for way in WAYS if kind == "cuda" else ("float32",):
+            for form in FORMS:
+                a, b, c = operands(shape, np.dtype(stored(way)), form)
+                flags = {"transposed_a": form[0] == "T", "transposed_b": form[1] == "T"}
+                for tiling in worth_measuring(a, *shape, device, way == "3xtf32"):
+                    product.gemm(kernels, arena, a, b, c, tiling=tiling, **flags)
     return collector.found
 
 
 def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
     collector = Collector(device)
     kernels = Kernels(collector)
-    for shape, dtype, name in all_products(kind):
-        multiply(kernels, HostBackend().arena(), shape, np.dtype(dtype), name)
+    for shape, way, name in all_products(kind):
+        multiply(kernels, HostBackend().arena(), shape, way, name)
     Nowhere.kind = kind
     BACKENDS[kind], KERNELS[kind] = Nowhere, lambda: kernels
     bench.SHAPES |= HEAD_SIZED
     bench.MOVED["cuda"] = 64
     for work in bench.works(device_for(kind), None):
         work.run()
-    for compute in ("float32", "bfloat16"):
+    for way in WAYS:
         try:
-            settings = config(kind, compute, layers=1)
+            settings = config(kind, way, layers=1)
         except MpitrainError:  # which the part that trains says
             continue
         run_ranks(1, step, kind, settings)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from table import emit
-from workload import VOCABULARY
+from workload import VOCABULARY, WAYS, stored, table
 
 from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, cost
@@ -33,7 +33,8 @@ class Gpu(NamedTuple):
 
 
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
-ATTENTION = {"float32": (22.4e12, 18.1e12), "bfloat16": (182e12, 139e12)}
+FLOAT32 = 22.4e12, 18.1e12
+ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32, "bfloat16": (182e12, 139e12)}
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
 SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
 """Of the memory's rate, likewise; a copy has 0.85."""
@@ -50,22 +51,22 @@ def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
 
 
 def tiled(
-    gpu: Gpu, stored: str, shape: tuple[int, int, int], compute: str, table: MeasuredTiles = DEFAULT
+    gpu: Gpu, form: str, shape: tuple[int, int, int], dtype: str, table: MeasuredTiles = DEFAULT
 ) -> tuple[Tiling, float]:
     """The tiling of a product, and its seconds."""
     engine: Any = SimpleNamespace(
         capability=90, multiprocessors=gpu.multiprocessors, multiprocessor=H100
     )
-    chosen = table.tiling(np.empty(0, compute), stored, (*shape, 1), engine)
+    chosen = table.tiling(np.empty(0, dtype), form, (*shape, 1), engine)
     return chosen, cost(chosen, *shape, 1, engine) / gpu.clock
 
 
-def tilings(gpu: Gpu, compute: str) -> Iterator[tuple[str, str, float]]:
-    for stored, shape in products():
-        (tile, splits), seconds = tiled(gpu, stored, shape, compute)
+def tilings(gpu: Gpu, way: str) -> Iterator[tuple[str, str, float]]:
+    for form, shape in products():
+        (tile, splits), seconds = tiled(gpu, form, shape, stored(way), table(way))
         yield (
             f"{tile.TILE_M} x {tile.TILE_N} x {tile.TILE_K}",
-            f"{stored} {' x '.join(map(str, shape))}, splits {splits}",
+            f"{form} {' x '.join(map(str, shape))}, splits {splits}",
             seconds,
         )
 
@@ -91,7 +92,7 @@ def total(gpu: Gpu, compute: str) -> float:
 
 
 def main() -> None:
-    for compute in ("float32", "bfloat16"):
+    for compute in WAYS:
         sides = [step(gpu, compute) for gpu in GPUS]
         for part in sides[0]:
             emit(

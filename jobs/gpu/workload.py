@@ -41,7 +41,8 @@ PRODUCTS = {
     ),
     "cuda-sim": (Products((33, 20, 41), ("NT", "TN+sums")),),
 }
-DTYPES = ("float32", "bfloat16")
+WAYS = {"float32": "tiled", "3xtf32": "3xtf32", "bfloat16": "tiled"}
+"""Ways to compute, and what device.gemm is for them; `3xtf32` computes with float32."""
 MODELS = {
     "cuda": "model.layers=12 model.width=768 model.heads=12 model.context=1024 batch.size=8",
     "cuda-sim": "model.layers=1 model.width=32 model.heads=2 model.context=16 batch.size=2",
@@ -54,19 +55,25 @@ BLOCKS = {"cuda": 5, "cuda-sim": 1}
 """Times that each side has its turn."""
 
 
-def table() -> MeasuredTiles:
-    """The tiles in $TILES, or none."""
-    return read_tiles(Path(os.environ["TILES"])) if os.environ.get("TILES") else DEFAULT
+def stored(way: str) -> str:
+    """The dtype of a way to compute."""
+    return "float32" if way == "3xtf32" else way
+
+
+def table(way: str) -> MeasuredTiles:
+    """The tiles in $TILES, or those of the cost model."""
+    known = read_tiles(Path(os.environ["TILES"])) if os.environ.get("TILES") else DEFAULT
+    return MeasuredTiles(known.measured, is_3xtf32=True) if way == "3xtf32" else known
 
 
 def all_products(kind: str) -> Iterator[tuple[tuple[int, int, int], str, str]]:
     for shape, products in PRODUCTS[kind]:
-        for dtype in DTYPES:
+        for way in WAYS:
             for name in products:
-                yield shape, dtype, name
+                yield shape, way, name
 
 
-def config(kind: str, compute: str, layers: int = 0) -> Config:
+def config(kind: str, way: str, layers: int = 0) -> Config:
     """A GPT trained by AdamW. layers: if not 0, fewer than it has.
 
     raises  ConfigError for what this version does not train
@@ -74,7 +81,8 @@ def config(kind: str, compute: str, layers: int = 0) -> Config:
     changes = [
         *MODELS[kind].split(),
         f"device.kind={kind}",
-        f"precision.compute={compute}",
+        f"precision.compute={stored(way)}",
+        f"device.gemm={WAYS[way]}",
         "optimizer.clip=0",
         "run.steps=1000",
     ]
@@ -105,8 +113,9 @@ def operands(
     )
 
 
-def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, name: str) -> None:
+def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], way: str, name: str) -> None:
     """Launch a product of PRODUCTS, ours and the library's, on operands that nobody has filled."""
+    dtype = np.dtype(stored(way))
     a, b, c = operands(shape, dtype, name)
     extras: dict[str, Any] = {}
     if name.endswith("+gelu"):
@@ -117,7 +126,7 @@ def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], dtype: Any, 
         }
     elif name.endswith("+sums"):
         extras = {"row_sums": np.empty(shape[0], np.float32)}
-    for one in (partial(product.gemm, table=table()), product.library):
+    for one in (partial(product.gemm, table=table(way)), product.library):
         one(
             kernels,
             arena,

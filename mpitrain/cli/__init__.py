@@ -74,7 +74,7 @@ COMMANDS = {
     "certify": Listed(
         "certify", "Measure every node, and print PASS or FAIL for each with the reason."
     ),
-    "runs": Listed("", "Look at runs: report, plot, metrics, diff."),
+    "runs": Listed("", "Look at runs: report, plot, metrics, checkpoints, diff."),
     "learn": Listed("", "Learn how training is distributed: explain, claims, exercise, check."),
 }
 RUNS = {
@@ -86,6 +86,7 @@ RUNS = {
         "runs:metrics",
         "Print losses, learning rate, speed and evaluations of runs, a line for each logged step.",
     ),
+    "checkpoints": Listed("runs:checkpoints", "List the checkpoints of a run, and verify them."),
     "diff": Listed(
         "runs:diff", "Find the first step at which two runs differ, and exit with 1 if they do."
     ),

@@ -11,35 +11,19 @@ from typing import Any
 import click
 
 from mpitrain.cli.generate import readable, sampling_options
-from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes
-from mpitrain.cli.session import MOST, configured_of, mpi_session
+from mpitrain.cli.job_options import changes, run_options
+from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.cli.terminal.output import output_columns
+from mpitrain.cli.terminal.stop_requests import EXIT
 
-RESET, EXIT = "/reset", "/exit"
-"""The lines that begin a new conversation, and end the chat: `launch` passes no Ctrl-D on."""
+RESET = "/reset"
+"""The line that begins a new conversation."""
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--system", metavar="TEXT", help="The first message, of the role system.")
-@click.option(
-    "--tokens",
-    "count",
-    type=click.IntRange(1, MOST),
-    default=400,
-    show_default=True,
-    help="Most tokens of an answer.",
-)
 @sampling_options
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws."
-)
-@BEST
-@TP
-@PP
-@OWN_DEVICE
-@BASE
-@PLUGINS
+@run_options
 def command(
     run: Path,
     system: str | None,
@@ -54,8 +38,8 @@ def command(
     """Talk with a model that was trained on conversations, in the terminal.
 
     A line is what you say, in the template of the run. /reset begins a new conversation. Ctrl-C
-    ends an answer, Ctrl-D or /exit the chat; under `launch`, Ctrl-C or /exit does. If model.context
-    is full, the oldest turns leave.
+    ends an answer (under `launch` the chat), Ctrl-D or /exit the chat. If model.context is full,
+    the oldest turns leave.
     """
     configured = configured_of(run, changes((), **options))
     with mpi_session(kind=lambda: configured().device.kind) as transport:

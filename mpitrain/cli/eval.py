@@ -6,24 +6,12 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import (
-    BASE,
-    BEST,
-    OWN_DEVICE,
-    PLUGINS,
-    PP,
-    TP,
-    Outputs,
-    changes,
-    check_files,
-    output_option,
-)
+from mpitrain.cli.job_options import CP, Outputs, changes, check_files, output_option, run_options
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--data", metavar="SOURCE", help="Evaluate on this source instead of the run's own.")
 @click.option(
     "--rows",
@@ -39,12 +27,8 @@ from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
     help='Evaluate on multiple-choice tasks instead: {"context", "choices", "answer"} on each line.',
 )
 @output_option("--json", "Write the numbers to this JSON file.")
-@BEST
-@TP
-@PP
-@OWN_DEVICE
-@BASE
-@PLUGINS
+@CP
+@run_options
 def command(
     run: Path, best: bool, tasks_file: Path | None, json_file: Path | None, **options: Any
 ) -> None:

@@ -11,11 +11,19 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import BASE, BEST, OWN_DEVICE, PLUGINS, PP, TP, changes, finite
+from mpitrain.cli.job_options import changes, finite, run_options
 from mpitrain.cli.session import MOST, configured_of, mpi_session
 from mpitrain.errors import visible
 
 SAMPLED = (
+    click.option(
+        "--tokens",
+        "count",
+        type=click.IntRange(1, MOST),
+        default=400,
+        show_default=True,
+        help="Most tokens of a text.",
+    ),
     click.option(
         "--temperature",
         type=click.FloatRange(min=0),
@@ -39,8 +47,15 @@ SAMPLED = (
         show_default=True,
         help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
     ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Seed of the draws; prompt i, from 0, has seed + i.",
+    ),
 )
-"""The options that say how to draw a token, as in `Sampling`."""
+"""The options that say how to draw tokens, as in `Sampling`."""
 
 
 def sampling_options(command: Callable) -> Callable:
@@ -50,7 +65,6 @@ def sampling_options(command: Callable) -> Callable:
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
     "prompt_texts",
@@ -65,14 +79,6 @@ def sampling_options(command: Callable) -> Callable:
     metavar="FILE",
     type=click.Path(path_type=Path),
     help='More prompts: one a line; of FILE.jsonl {"prompt": TEXT} a line.',
-)
-@click.option(
-    "--tokens",
-    "count",
-    type=click.IntRange(1, MOST),
-    default=400,
-    show_default=True,
-    help="Number of tokens to draw.",
 )
 @sampling_options
 @click.option(
@@ -97,25 +103,13 @@ def sampling_options(command: Callable) -> Callable:
     help="Prompts that each replica continues at the same time.",
 )
 @click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Seed of the draws; prompt i, from 0, has seed + i.",
-)
-@click.option(
     "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
 @click.option(
     "--ignore-eos", is_flag=True, help="Go on after the token that ends a text, as after any other."
 )
-@BEST
-@TP
-@PP
-@OWN_DEVICE
-@BASE
-@PLUGINS
+@run_options
 def command(
     run: Path,
     prompt_texts: tuple[str, ...],

@@ -23,6 +23,7 @@ KEYS = {
     "lr": "optimizer.lr",
     "rows": "run.eval_rows",
     "dp": "layout.dp",
+    "cp": "layout.cp",
     "tp": "layout.tp",
     "pp": "layout.pp",
     "device": "device.kind",
@@ -56,6 +57,7 @@ LR = click.option("--lr", type=float, metavar="X", help="Peak learning rate.")
 DP = click.option(
     "--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks)."
 )
+CP = click.option("--cp", type=int, metavar="N", help="Context-parallel ranks (default: 1).")
 TP = click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 PP = click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")
@@ -65,7 +67,7 @@ OWN_DEVICE = click.option(
 GEMM = click.option(
     "--gemm",
     metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels) or library (cuBLAS).",
+    help="Matrix products on a GPU: tiled (our kernels), 3xtf32 (float32 on tensor cores) or library (cuBLAS).",
 )
 ALGORITHM = click.option(
     "--algorithm",
@@ -88,6 +90,13 @@ PLUGINS = click.option(
     callback=lambda context, option, files: list(files) or None,
     help="A plugin that the run was trained with (repeatable): its run.plugins.",
 )
+
+
+def run_options(command: Callable) -> Callable:
+    """Give a command the directory of a trained run, and the options to open it."""
+    for option in (PLUGINS, BASE, OWN_DEVICE, PP, TP, BEST):
+        command = option(command)
+    return click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))(command)
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:

@@ -1,4 +1,6 @@
-"""`mpitrain runs`: `plot` draws loss curves, `metrics` prints series, `diff` finds the first difference of two runs."""
+"""`mpitrain runs`: `plot` draws loss curves, `metrics` prints series, `checkpoints` lists and verifies, `diff` finds the
+first difference of two runs.
+"""
 
 import sys
 from contextlib import closing
@@ -84,8 +86,39 @@ def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
     (write_csv if is_csv else print_columns)(rows, sys.stdout)
 
 
-DIFFERENT = 1
-"""Exit code of two runs that differ."""
+@click.command("checkpoints")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--verify",
+    "does_verify",
+    is_flag=True,
+    help="Read all files, and compare them with their SHA-256; exit with 1 if one is damaged.",
+)
+def checkpoints(run: Path, does_verify: bool) -> None:
+    """List the checkpoints of a run: step, size, seconds that the save took, validation loss."""
+    from mpitrain.run.run_dir import checkpoints_of
+    from mpitrain.tools.text_table import TextColumn, TextTable
+
+    if process.launched().rank > 0:
+        return  # only rank 0 lists
+    rows = list(checkpoints_of(run, does_verify))
+    table = TextTable(
+        [
+            TextColumn("step", "8d", "step"),
+            TextColumn("MB", "10.1f", lambda row: row.nbytes / 1e6),
+            TextColumn("saved in s", "10.2f", "seconds"),
+            TextColumn("MB/s", "8.1f", lambda row: row.nbytes / row.seconds / 1e6),
+            TextColumn("val. loss", "10.4f", "val_loss"),
+            TextColumn("", "<28", "note", gap=2),
+        ]
+    )
+    problems = [row.problem for row in rows if row.problem]
+    show([*table.lines(rows), *problems])
+    sys.exit(DAMAGED if problems else 0)
+
+
+DAMAGED, DIFFERENT = 1, 1
+"""Exit codes of a run with a damaged checkpoint, and of two runs that differ."""
 
 
 @click.command("diff")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
@@ -33,6 +33,7 @@ def mpi_session(
     does_trace: Callable[[], bool] = lambda: False,
     grace: Callable[[], float] = lambda: 0.0,
     thread_level: str = "serialized",
+    kernels: Callable[[], str | None] = lambda: None,
 ) -> "Iterator[Transport]":
     """Connect the ranks, yield the transport, and pass a barrier before any rank exits.
 
@@ -46,8 +47,10 @@ def mpi_session(
     does_trace   returns whether to record a trace, from before the first message; errors as above
     grace        returns the seconds from the end of the block to the end of this process; 0: no limit
     thread_level of MPI, as for `connect`
+    kernels      returns the kernels of OpenBLAS that a resumed run began with, or None
     """
     process.limit_blas_threads()
+    blas_kernels.choose(kernels)
     process.yield_crowded_cores()
     seconds = STALL_SECONDS
     recorder = None

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from mpitrain.cli import STOPPED
 from mpitrain.cli.job_options import (
     ALGORITHM,
     CONFIG_FILE,
+    CP,
     DATA,
     DEVICE,
     DP,
@@ -100,6 +101,7 @@ def _meant(option: str, args: list[str]) -> str:
 @EPOCHS
 @LR
 @DP
+@CP
 @TP
 @PP
 @DEVICE
@@ -146,6 +148,7 @@ def command(
         patience=lambda: configured().run.stall_seconds,
         does_trace=lambda: configured().run.trace,
         grace=lambda: configured().run.grace,
+        kernels=lambda: _kernels_of_run(config_file, changed) if resume else None,
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)
@@ -244,6 +247,18 @@ def _configured(
 
         tables = with_adapter_of_run(tables, then)
     return parse(tables, config_file)
+
+
+def _kernels_of_run(config_file: Path | None, settings: list[str]) -> str | None:
+    """Return the kernels of OpenBLAS with which the run to resume began, before NumPy is imported."""
+    from mpitrain.config import read_toml, with_settings
+    from mpitrain.errors import ConfigError
+    from mpitrain.machine.blas_kernels import recorded_in
+
+    with suppress(ConfigError, OSError, KeyError, TypeError):
+        tables = with_settings(read_toml(config_file) if config_file else {}, settings)
+        return recorded_in(Path(str(tables["run"]["out"])) / "metrics.jsonl")
+    return None
 
 
 def _as_begun(tables: dict[str, Any]) -> dict[str, Any]:

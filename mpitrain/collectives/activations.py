@@ -36,7 +36,7 @@ class BoundBuffer:
     number    in the order in which the group made its buffers: the same on all ranks
     raw       bytes, padded to a multiple of 64
     elements  array that collectives are bound to: (count,)
-    bound     {(operation, op): reduction}
+    bound     {(operation, op): reduction}; of an all-to-all, op is the number of the other buffer
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
@@ -92,7 +92,8 @@ class TimedReduction:
 
 
 class ActivationBuffer:
-    """Lease of an activation's buffer from a Group, with collectives that work in place.
+    """Lease of an activation's buffer from a Group, with collectives; all but the all-to-all work in
+    place.
 
     Methods `bound_...` return a reduction of the buffer, and do not run it. The first call of each
     method for a buffer binds the reduction, and so is collective.
@@ -121,6 +122,19 @@ class ActivationBuffer:
     def bound_all_gather(self) -> TimedReduction:
         """Return an all-gather of the `own` (or `own_rows`) of each rank."""
         return self._timed("all-gather", "", self._group.bind_all_gather)
+
+    def bound_all_to_all(self, incoming: "ActivationBuffer") -> TimedReduction:
+        """Return an all-to-all, out of place: chunk q of this array on rank p becomes chunk p of
+        `incoming` on rank q.
+
+        incoming  another lease of the same group, with as many elements of the same dtype
+        """
+        buffer = incoming._buffer
+        return self._timed(
+            "all-to-all",
+            str(buffer.number),
+            lambda elements: self._group.bind_all_to_all(elements, buffer.elements),
+        )
 
     # The names of version 0.1, kept for one version: they bind, and run nothing.
     all_reduce, reduce_scatter, all_gather = (

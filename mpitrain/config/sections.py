@@ -139,6 +139,12 @@ class Run(Section):
         ge=0,
         description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
     )
+    max_hours: float = Field(
+        0.0,
+        ge=0,
+        description="hours of this start, before the end of which the run saves a checkpoint and stops with exit code 85, as "
+        "before the time limit of a batch job; 0: there is no such end",
+    )
     digest_every: int = Field(
         0,
         ge=0,
@@ -394,6 +400,16 @@ class Layout(Section):
 
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
+    )
+    cp: int = Field(
+        1,
+        ge=1,
+        description="context-parallel size: the ranks of a group divide the tokens of each row",
+    )
+    cp_mode: Literal["ulysses"] = Field(
+        "ulysses",
+        description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
+        "heads of all tokens",
     )
     tp: int = Field(
         1,
@@ -714,6 +730,11 @@ class Checkpoint(Section):
         False,
         description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
     )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="steps between checkpoints that stay for ever, a multiple of checkpoint.every; 0: none does",
+    )
     background: Literal["auto", True, False] = Field(
         "auto",
         description="copy the state between two steps, and write the copies in a thread while the steps go on; auto: from 1 MiB "
@@ -734,19 +755,20 @@ class Device(Section):
         description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
         "query MPI and run a self-test",
     )
-    gemm: Literal["tiled", "library"] = Field(
+    gemm: Literal["tiled", "3xtf32", "library"] = Field(
         "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy)",
+        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy). "
+        "3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact as float32",
     )
     passes: Literal["auto", "compiled", "numpy"] = Field(
         "auto",
-        description="LayerNorm and GELU on cpu. compiled: fused passes in C++, which g++ or zig compiles "
-        "at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
+        description="LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++ or "
+        "zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
         "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
     )
     tiles: str = Field(
         "",
-        description="gemm tiled: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
+        description="gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
         "tiles by a cost model of this GPU",
     )
 

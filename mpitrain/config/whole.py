@@ -89,6 +89,14 @@ class Config(Section):
                 "or data.attend to window.",
             )
         every = self.run.eval_every
+        keep_every, saves = self.checkpoint.keep_every, self.checkpoint.every
+        if keep_every and (not saves or keep_every % saves):
+            raise ConfigError(
+                f"checkpoint.keep_every {keep_every} must be a multiple of checkpoint.every {saves}.",
+                "Set checkpoint.keep_every to a multiple, or to 0."
+                if saves
+                else "Set checkpoint.every, too.",
+            )
         if (self.run.patience and every < 1) or (self.checkpoint.best and every < 0):
             raise ConfigError(
                 f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",

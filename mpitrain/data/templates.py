@@ -149,7 +149,7 @@ def _jinja(text: str) -> Template:
     except TemplateError as error:
         raise ConfigError(
             f"data.template must be a Jinja template of transformers, but line {getattr(error, 'lineno', 0)} is wrong: "
-            f"{error.message}.",
+            f"{str(error.message).rstrip('.')}.",
             "Correct it, or set data.template to another one.",
         ) from None
 

@@ -47,7 +47,7 @@ class TensorRow(NamedTuple):
 
     ours    the name here, with # for the number of a block. Behind a colon stands the output of a
             joined layer, of which the folder has a tensor of its own: attention.qkv.weight:q
-    theirs  the name in the folder, without the prefix
+    theirs  the name in the folder
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, G columns of
             the keys, Q of queries, keys and values
     """
@@ -109,9 +109,8 @@ class Architecture(NamedTuple):
             for row in rows:
                 shape = tuple(sizes[letter] for letter in row.shape)
                 turns = self.is_transposed and ours.startswith("blocks.") and len(shape) == 2
-                name = row.theirs if row.theirs == THEIR_HEAD else self.prefix + row.theirs
                 own = slice(first, first + shape[0])
-                parts.append(Counterpart(name, shape[::-1] if turns else shape, own, turns))
+                parts.append(Counterpart(row.theirs, shape[::-1] if turns else shape, own, turns))
                 first = own.stop
             yield ours, parts
 
@@ -121,35 +120,27 @@ class Architecture(NamedTuple):
         return {**self.described(keys), **sizes, "bos_token_id": ends, "eos_token_id": ends}
 
     def _rows(self, keys: Model) -> Iterator[TensorRow]:
-        def of_a_block(row: TensorRow) -> bool:
-            return "#" in row.ours
-
-        for repeats, rows in groupby(self.tensors(keys), of_a_block):
+        for repeats, rows in groupby(self.tensors(keys), lambda row: "#" in row.ours):
             known = [row for row in rows if row.ours != HEAD or not keys.tied]
             for block in range(keys.layers if repeats else 1):
                 for row in known:
                     yield TensorRow(*(text.replace("#", str(block)) for text in row))
 
-    def modules(self, keys: Model) -> dict[str, str]:
-        """Return {our linear layer, or output of a joined one: its module}, with # for a block."""
-        return {
-            ".".join(
-                filter(None, (row.ours.partition(".weight")[0], row.ours.partition(":")[2]))
-            ): (row.theirs if row.theirs == THEIR_HEAD else self.prefix + row.theirs).removesuffix(
-                ".weight"
-            )
-            for row in self.tensors(keys)
-            if ".weight" in row.ours
-        }
+    def _modules(self) -> Iterator[tuple[str, str]]:
+        """Yield each linear layer, or output of a joined one, and its module, with # for a block."""
+        for ours, theirs, _ in self.tensors(Model()):
+            if ".weight" in ours:
+                layer = ours.replace(".weight", "").replace(":", ".")
+                yield layer, theirs.removesuffix(".weight")
 
     def module_of(self, layer: str) -> str:
         """Return the module of a linear layer, or of an output of a joined one; empty: none."""
-        return _renamed(layer, self.modules(Model()))
+        return _renamed(layer, dict(self._modules()))
 
     def layer_of(self, module: str) -> str:
         """Return our name for a module; empty unless it is a linear layer."""
-        known = {theirs: ours for ours, theirs in self.modules(Model()).items()}
-        return _renamed(module, known) or _renamed(self.prefix + module, known)
+        ours = {theirs: layer for layer, theirs in self._modules()}
+        return _renamed(module, ours) or _renamed(self.prefix + module, ours)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

@@ -1,9 +1,8 @@
 """The chat template in a folder of HuggingFace, as one text that needs no other file, and its writing."""
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from mpitrain.data.templates import as_jinja, with_names
 from mpitrain.files import contents
@@ -21,14 +20,9 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class _Settings(BaseModel):
     """The keys of tokenizer_config.json, or of special_tokens_map.json, that templates use."""
 
+    model_config = ConfigDict(extra="allow")
+
     chat_template: str | list[dict[str, str]] | None = None
-    bos_token: Any = None
-    eos_token: Any = None
-    unk_token: Any = None
-    sep_token: Any = None
-    pad_token: Any = None
-    cls_token: Any = None
-    mask_token: Any = None
 
 
 def chat_template(folder: Path) -> str:
@@ -43,7 +37,7 @@ def chat_template(folder: Path) -> str:
             if (folder / file).exists():
                 settings = configuration(folder, file, _Settings)
                 for name in NAMES:
-                    value = getattr(settings, name)
+                    value = (settings.model_extra or {}).get(name)
                     value = value.get("content") if isinstance(value, dict) else value
                     if isinstance(value, str):
                         names[name] = value

@@ -25,10 +25,6 @@ class StoredTensor(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.located.shape[::-1] if self.is_transposed else self.located.shape
 
-    @property
-    def whole(self) -> Rectangle:
-        return tuple(slice(0, length) for length in self.shape)
-
     def read(self, rectangle: Rectangle) -> np.ndarray:
         """Read a rectangle, in our order of dims, and no other byte of the file.
 
@@ -72,10 +68,6 @@ class ComputedTensor(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.own_shape[::-1] if self.is_transposed else self.own_shape
 
-    @property
-    def whole(self) -> Rectangle:
-        return tuple(slice(0, length) for length in self.shape)
-
     def read(self, rectangle: Rectangle) -> np.ndarray:
         made = self.made()
         return (made.T if self.is_transposed else made)[rectangle]
@@ -89,10 +81,6 @@ class JoinedTensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
-
-    @property
-    def whole(self) -> Rectangle:
-        return tuple(slice(0, length) for length in self.shape)
 
     def read(self, rectangle: Rectangle) -> np.ndarray:
         """Read a rectangle, as `StoredTensor.read`, from the parts that have rows of it."""
@@ -115,10 +103,6 @@ class RowsOfTensor(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.rows.stop - self.rows.start, *self.of.shape[1:]
 
-    @property
-    def whole(self) -> Rectangle:
-        return tuple(slice(0, length) for length in self.shape)
-
     def read(self, rectangle: Rectangle) -> np.ndarray:
         rows, *rest = rectangle
         return self.of.read(
@@ -127,6 +111,10 @@ class RowsOfTensor(NamedTuple):
 
 
 AnyTensor = StoredTensor | ComputedTensor | JoinedTensor | RowsOfTensor
+
+
+def read_whole(tensor: AnyTensor) -> np.ndarray:
+    return tensor.read(tuple(slice(0, length) for length in tensor.shape))
 
 
 def parts_of(tensor: AnyTensor) -> tuple[StoredTensor, ...]:
@@ -144,7 +132,7 @@ def reversed_dims(tensor: AnyTensor) -> ComputedTensor | StoredTensor:
 
 def as_ours(stored: AnyTensor) -> ComputedTensor:
     """Return the tensor as a `ComputedTensor`, in our order of dims whichever order its file has."""
-    return ComputedTensor(lambda: stored.read(stored.whole), stored.shape)
+    return ComputedTensor(lambda: read_whole(stored), stored.shape)
 
 
 def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
@@ -154,7 +142,7 @@ def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
         return stored
 
     def made() -> np.ndarray:
-        own = stored.read(stored.whole)
+        own = read_whole(stored)
         return np.pad(own, [(0, now - then) for now, then in zip(shape, own.shape, strict=True)])
 
     return ComputedTensor(made, shape)
@@ -167,11 +155,11 @@ def merged(weight: AnyTensor, pairs: list[tuple[slice, AnyTensor, AnyTensor]], s
     """
 
     def made() -> np.ndarray:
-        values = weight.read(weight.whole)
+        values = read_whole(weight)
         # The sum is rounded once, to the dtype of the weight.
         total = values.astype(np.float64)
         for rows, a, b in pairs:
-            total[rows] += scale * (b.read(b.whole).astype(np.float64) @ a.read(a.whole))
+            total[rows] += scale * (read_whole(b).astype(np.float64) @ read_whole(a))
         return total.astype(values.dtype)
 
     return ComputedTensor(made, weight.shape)
@@ -187,10 +175,10 @@ def stacked(pairs: list[tuple[slice, AnyTensor, AnyTensor]], outputs: int):
     inputs = pairs[0][1].shape[1]
 
     def made_a() -> np.ndarray:
-        return np.concatenate([a.read(a.whole) for _, a, _ in pairs])
+        return np.concatenate([read_whole(a) for _, a, _ in pairs])
 
     def made_b() -> np.ndarray:
-        blocks = [b.read(b.whole) for _, _, b in pairs]
+        blocks = [read_whole(b) for _, _, b in pairs]
         whole = np.zeros((outputs, sum(ranks)), blocks[0].dtype)
         first = 0
         for (rows, _, _), block, rank in zip(pairs, blocks, ranks, strict=True):

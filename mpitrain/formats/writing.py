@@ -17,7 +17,7 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
 from mpitrain.formats.folder import FolderContents, json_text
 from mpitrain.formats.safetensors_files import Writing, WritingTensors
-from mpitrain.formats.tensors import AnyTensor
+from mpitrain.formats.tensors import AnyTensor, read_whole
 
 SETTINGS = "tokenizer_config.json"
 CLASS = "PreTrainedTokenizerFast"
@@ -120,7 +120,7 @@ def _shards(tensors: Mapping[str, AnyTensor], width: int, shard_bytes: int) -> l
 def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
     """Read a tensor and round it to a dtype; ConfigError if a rounded value is not finite."""
     try:
-        values = tensor.read(tensor.whole)
+        values = read_whole(tensor)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or name} cannot be read: {error.strerror or error}.",

@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_rows(Steps& out, const Element* own, in
 #pragma unroll
         for (int j = 0; j < STEP / 16; ++j) {
             unsigned b[2][2];
-            Other::b_from_rows_of_n(b, other, 16 * d, 16 * j);
+            Other::b_from_rows_of_n(b[0], b[1], other, 16 * d, 16 * j);
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) {
                 mma_m16n8k16(out[f][2 * j], a[f], b[0], Element{});
@@ -173,7 +173,7 @@ __device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, cons
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             unsigned b[2][2];
-            Other::b_from_rows_of_k(b, other, 16 * s, 16 * d);
+            Other::b_from_rows_of_k(b[0], b[1], other, 16 * s, 16 * d);
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) {
                 mma_m16n8k16(out[f][2 * d], a[f], b[0], Element{});

@@ -17,7 +17,7 @@ import numpy as np
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Dims, Function, Multiprocessor
 from mpitrain.kernels.source import Signature, SourceFile
-from mpitrain.machine.compiling import cache_of, compiling
+from mpitrain.machine.compiling import cache_of, locked
 
 # Any kernel may use these bytes of shared memory, static and dynamic together, without a request.
 WITHOUT_ASKING = 48 << 10
@@ -144,6 +144,9 @@ class CudaEngine:
     def name(self) -> str:
         runtime = self._cupy.cuda.runtime
         return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+
+    def prepare(self, source: SourceFile, defines: dict[str, str], waits: bool) -> None:
+        self._compiler.compile(source, defines, waits)
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Return one kernel of a source, the same `Launch` for all sizes of blocks and all threads.
@@ -285,9 +288,10 @@ class Compiler:
         self.architecture = architecture(capability, cupy.cuda.nvrtc.getSupportedArchs())
         """The architecture, as in NVRTC's option."""
 
-    def compile(self, source: SourceFile, defines: Mapping[str, str]) -> Path:
+    def compile(self, source: SourceFile, defines: Mapping[str, str], waits: bool = True) -> Path:
         """Return the file of the machine code, or of PTX for a device newer than NVRTC.
 
+        waits   for another rank that compiles it; if not, the file may not exist yet
         raises  KernelError with NVRTC's messages
         """
         macros = tuple(f"-D{macro}={value}" for macro, value in defines.items())
@@ -295,25 +299,22 @@ class Compiler:
         key = hashlib.sha256(repr((source.text, options, self._version)).encode()).hexdigest()[:32]
         is_code = self.architecture.startswith("sm_")
         path = self._folder / f"{source.path.stem}-{key}.{'cubin' if is_code else 'ptx'}"
-        if not path.exists():
-            # These options name the folders of CUDA's and CuPy's headers. The key omits them,
-            # because they differ between machines.
-            headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
-            self._write(
-                path,
-                self._compiled(
-                    source,
-                    (*options, *(option for option in headers if option.startswith("-I"))),
-                    is_code,
-                ),
-            )
+        if path.exists():
+            return path
+        with locked(path, source.path.name, waits) as is_free:
+            if is_free and not path.exists():
+                # These options name the folders of CUDA's and CuPy's headers. The key omits them,
+                # because they differ between machines.
+                headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
+                options += tuple(option for option in headers if option.startswith("-I"))
+                self._write(path, self._compiled(source, options, is_code))
         return path
 
     def _compiled(self, source: SourceFile, options: tuple[str, ...], is_code: bool) -> bytes:
         nvrtc = self._cupy.cuda.nvrtc
         program = nvrtc.createProgram(source.text, source.path.name, (), ())
         try:
-            with compiling(source.path.name), own_locale():
+            with own_locale():
                 nvrtc.compileProgram(program, options)
             # CuPy drops the last byte, as the end of a text. For machine code, the 0 restores it.
             return nvrtc.getCUBIN(program) + b"\0" if is_code else nvrtc.getPTX(program)

@@ -1,7 +1,7 @@
-// C = alpha op(A) op(B) + beta C on tensor cores: float16 or bfloat16 elements, float32 sums; the arguments and the
-// epilogue are those of gemm.cu, and so are ROW_SUMS and split sums.
+// C = alpha op(A) op(B) + beta C on tensor cores: float16, bfloat16 or float32 elements, float32 sums; the arguments and the
+// epilogue are those of gemm.cu, and so are ROW_SUMS and split sums. Of float32, three products of TF32 make one.
 //
-// A block of THREADS threads computes TILE_M x TILE_N; each warp WARP_M x WARP_N, in products of 16 x 8 x 16. STAGES
+// A block of THREADS threads computes TILE_M x TILE_N; each warp WARP_M x WARP_N, in products of 16 x 8 x SLICE. STAGES
 // tiles of TILE_K are under way at once: asynchronous copies fill the stage after next while this one is computed with. A
 // thread copies the same chunks of each tile, so its two pointers run along K. Row sums are products with a column of ones.
 // In shared memory a tile keeps the order in which the operand is stored; matrix loads transpose where that order is not
@@ -13,14 +13,14 @@
 #include "tensor_tile.cuh"
 
 constexpr int WARPS_N = TILE_N / WARP_N, THREADS = TILE_M / WARP_M * WARPS_N * 32;
-constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, SLICES = TILE_K / 16;
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, SLICES = TILE_K / SLICE;
 // Row sums are products with a column of ones. Of the warps with the same rows, each sums up so many fragments.
 constexpr int SUMMED = (FRAGMENTS_M + WARPS_N - 1) / WARPS_N;
-// As many blocks share a multiprocessor's registers as leave each thread 64 beside its sums, but no more than four.
-constexpr int ROOM = 65536 / (THREADS * (WARP_M * WARP_N / 32 + 64));
+// As many blocks share a multiprocessor's registers as leave each thread 64 beside its sums, of float32 128, but no more than four.
+constexpr int ROOM = 65536 / (THREADS * (WARP_M * WARP_N / 32 + (sizeof(Element) == 4 ? 128 : 64)));
 constexpr int BLOCKS = __CUDA_ARCH__ < 800 || ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 
-static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && TILE_K % 32 == 0, "whole fragments fill a warp's part, by turns in two buffers");
+static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && SLICES % 2 == 0, "whole fragments fill a warp's part, by turns in two buffers");
 
 // A piece of A and one of B, each in the order in which the operand is stored.
 using CopiesA = Copies<!TRANSPOSED_A, TILE_M, TILE_K, THREADS>;
@@ -35,7 +35,7 @@ constexpr int WIDE = RUN<Result>;
 // Lanes that move one row, of a width that they divide. Two lanes move 32 bytes or more: a whole sector.
 constexpr int ROW_LANES = WARP_N % 32 == 0 ? WARP_N / WIDE : 2, RUNS = WARP_N / (ROW_LANES * WIDE);
 constexpr int ROWS_AT_ONCE = 32 / ROW_LANES, ROUNDS = 16 / ROWS_AT_ONCE;
-static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * 2, "what goes out fits where the pieces were");
+static_assert(THREADS / 32 * OUT_FLOATS * 4 <= STAGES * STAGE * sizeof(Element), "what goes out fits where the pieces were");
 
 // A lane's part of a row on its way out. Of two fours, neighbouring lanes read different ones first: eight lanes meet no bank
 // twice.
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
         next_b.fetch(stages + stage * STAGE + PieceA::ELEMENTS, ldb, CHUNKED, part, parts);
         if (part + 1 == parts) copy_async_commit();
     };
-    unsigned a[2][FRAGMENTS_M][4], b[2][FRAGMENTS_N / 2][2][2];    // of a slice of K, and of the next one
+    unsigned a[2][FRAGMENTS_M][4], b[2][FRAGMENTS_N][2];    // of a slice of K, and of the next one
     auto load = [&](int stage, int k, int buffer) {
         const Element *a_piece = stages + stage * STAGE, *b_piece = a_piece + PieceA::ELEMENTS;
 #pragma unroll
@@ -84,14 +84,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
         }
 #pragma unroll
         for (int j = 0; j < FRAGMENTS_N / 2; ++j) {
-            if (TRANSPOSED_B) PieceB::b_from_rows_of_n(b[buffer][j], b_piece, k, nw + 16 * j);
-            else PieceB::b_from_rows_of_k(b[buffer][j], b_piece, k, nw + 16 * j);
+            if (TRANSPOSED_B) PieceB::b_from_rows_of_n(b[buffer][2 * j], b[buffer][2 * j + 1], b_piece, k, nw + 16 * j);
+            else PieceB::b_from_rows_of_k(b[buffer][2 * j], b[buffer][2 * j + 1], b_piece, k, nw + 16 * j);
         }
     };
 
     float sums[FRAGMENTS_M][FRAGMENTS_N][4] = {};
     const bool sums_rows = ROW_SUMS && tile.n == 0;    // in the first tile of each row of tiles
-    float row_sums_of[SUMMED][4] = {};
+    float row_sums_of[SUMMED][1][4] = {};
 
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) fetch(s, 0, 1);
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
         for (int slice = 0; slice < SLICES; ++slice) {
             fetch(free, slice, SLICES);
             if (slice + 1 < SLICES) {
-                load(stage, 16 * (slice + 1), (slice + 1) % 2);
+                load(stage, SLICE * (slice + 1), (slice + 1) % 2);
             } else {
                 free = stage;
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -114,16 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
                 load(stage, 0, 0);
             }
 #pragma unroll
-            for (int i = 0; i < FRAGMENTS_M; ++i)
-#pragma unroll
-                for (int j = 0; j < FRAGMENTS_N; ++j)
-                    mma_m16n8k16(sums[i][j], a[slice % 2][i], b[slice % 2][j / 2][j % 2], Element{});
+            for (int i = 0; i < FRAGMENTS_M; ++i) multiply_add(sums[i], a[slice % 2][i], b[slice % 2], Element{});
             if (sums_rows) {
-                const unsigned ones[2] = {packed(1.0f, 1.0f), packed(1.0f, 1.0f)};
+                const unsigned ones[1][2] = {packed(1.0f, 1.0f), packed(1.0f, 1.0f)};
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS_M; ++i)
                     if (i % WARPS_N == warp % WARPS_N)
-                        mma_m16n8k16(row_sums_of[i / WARPS_N], a[slice % 2][i], ones, Element{});
+                        multiply_add(row_sums_of[i / WARPS_N], a[slice % 2][i], ones, Element{});
             }
         }
     }
@@ -178,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     for (int i = 0; i < SUMMED; ++i) {
         const int fragment = i * WARPS_N + warp % WARPS_N, m = m0 + mw + 16 * fragment + lane / 4;
         if (fragment >= FRAGMENTS_M) continue;
-        if (m < M) summed[m] = row_sums_of[i][0];
-        if (m + 8 < M) summed[m + 8] = row_sums_of[i][2];
+        if (m < M) summed[m] = row_sums_of[i][0][0];
+        if (m + 8 < M) summed[m + 8] = row_sums_of[i][0][2];
     }
 }

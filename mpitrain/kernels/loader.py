@@ -92,6 +92,12 @@ class Engine(Protocol):
     def name(self) -> str:
         """The device's name."""
 
+    def prepare(self, source: SourceFile, defines: dict[str, str], waits: bool) -> None:
+        """Compile a source into the cache, for `load`.
+
+        If another rank is compiling it, wait for that, or with `waits` False leave it.
+        """
+
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Return one kernel of a source, compiled with these macros or taken from a cache.
 
@@ -169,12 +175,14 @@ class Kernels:
     folder     the folder of the .cu files
     launches   number of launches so far
     plans      a cache for callers: the results that they computed from shapes
+    expected   (kernel, macros) of launches to come, in their order, as keys
     """
 
     def __init__(self, engine: Engine, folder: Path = FOLDER):
         self.engine = engine
         self.launches = 0
         self.plans: dict[tuple, Any] = {}
+        self.expected: dict[tuple[str, tuple[tuple[str, str], ...]], None] = {}
         self._takes_plain = engine.takes_plain
         self._sources = {
             name: source for source in package_sources(folder).values() for name in source.kernels
@@ -239,6 +247,18 @@ class Kernels:
                 pass  # the error came before the launch; the checks below report it in detail
         ready.function(grid, block, self._checked(name, grid, ready, arguments), shared)
         self.launches += 1
+
+    def prepare(self, turn: int, ranks: int) -> None:
+        """Compile the expected kernels, as one of several ranks that share a cache.
+
+        Each rank begins elsewhere, and leaves out what others are compiling. Then it waits for
+        these. So `ranks` ranks take 1 / ranks of the time, but not less than the longest source.
+        """
+        wanted = [(self._sources[name], dict(defines)) for name, defines in self.expected]
+        begin = turn * len(wanted) // ranks
+        for waits in (False, True):
+            for source, defines in wanted[begin:] + wanted[:begin]:
+                self.engine.prepare(source, defines, waits)
 
     def macros(self, **defines: Any) -> Macros:
         """Return Macros with these defines, always the same object, so that launches share one

@@ -1,6 +1,7 @@
 // The PTX instructions that kernels use, one function each. The simulator brings its own (simulator/tensor_cores.h).
 //
 // mma_m16n8k16      D (16 x 8, float) += A (16 x 16) B (16 x 8), a warp together; sm_80, or two steps of k8 on sm_75
+// mma_m16n8k8_tf32  D (16 x 8, float) += A (16 x 8) B (8 x 8), in TF32: float32 whose last 13 bits do not count; sm_80
 // ldmatrix_x4       four 8 x 8 matrices of 16-bit elements from shared memory, lane 8 i + r naming row r of matrix i
 // copy_async_16     16 bytes from global to shared memory past the registers, the bytes from `valid` on as zeros
 // copy_async_if     4 or 16 bytes likewise; where they do not exist they are not read, and are zeros
@@ -32,6 +33,15 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[
     mma_m16n8k8(d, a[2], a[3], b[1]);
 #endif
 }
+
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
 
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {

@@ -1,21 +1,33 @@
-// Tiles of 16-bit elements in shared memory, as asynchronous copies fill them and tensor cores read them.
+// Tiles of 16-bit elements or of float32 in shared memory, as asynchronous copies fill them and tensor cores read them.
 #pragma once
 #include "ptx.cuh"
 
-constexpr int CHUNK = 8;    // elements in 16 bytes, what one copy moves
+constexpr int CHUNK = 16 / sizeof(Element);    // elements in 16 bytes, what one copy moves
+constexpr int SLICE = 2 * CHUNK;               // elements of K in a fragment: 16, or 8 of float32
 
-// ROWS x COLUMNS elements in the order in which global memory has them. Rows are padded by a chunk, so that the eight rows
-// of a matrix load lie in different banks.
-template <int ROWS, int COLUMNS> struct SharedTile {
-    static constexpr int PITCH = COLUMNS + CHUNK, ELEMENTS = ROWS * PITCH;
+// ROWS x COLUMNS elements in the order in which global memory has them. Rows are padded, by a chunk or by eight float32, so
+// that the eight rows of a matrix load lie in different banks, or the four rows that a warp reads without one.
+template <int ROWS, int COLUMNS, int PADDING = CHUNK> struct SharedTile {
+    static constexpr int PITCH = COLUMNS + PADDING, ELEMENTS = ROWS * PITCH;
     static_assert(COLUMNS % CHUNK == 0, "whole chunks fill a row");
 
     // 16 x 16 elements from (row, column) on, as four 8 x 8 matrices: with ROWS_FIRST (r, c), (r + 8, c), (r, c + 8),
-    // (r + 8, c + 8), else the middle two in the other order. TRANSPOSED transposes each.
+    // (r + 8, c + 8), else the middle two in the other order. TRANSPOSED transposes each. In float32 a matrix has rows of
+    // one chunk: 8 x 4. No instruction transposes it, so that each lane reads its own four elements.
     template <bool ROWS_FIRST, bool TRANSPOSED>
     static __device__ __forceinline__ void read(unsigned (&matrices)[4], const Element* tile, int row, int column) {
-        const int lane = threadIdx.x % 32, second = lane / 8 % 2 * 8, last = lane / 16 * 8;
-        const int down = ROWS_FIRST ? second : last, right = ROWS_FIRST ? last : second;
+        const int lane = threadIdx.x % 32;
+        if (TRANSPOSED && sizeof(Element) == 4) {
+            const Element* at = tile + (row + lane % 4) * PITCH + column + lane / 4;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int last = i / 2, second = i % 2, down = ROWS_FIRST ? second : last, right = ROWS_FIRST ? last : second;
+                memcpy(&matrices[i], at + down * CHUNK * PITCH + right * 8, 4);
+            }
+            return;
+        }
+        const int second = lane / 8 % 2 * 8, last = lane / 16 * 8;
+        const int down = ROWS_FIRST ? second : last, right = (ROWS_FIRST ? last : second) / 8 * CHUNK;
         const Element* at = tile + (row + down + lane % 8) * PITCH + column + right;
         if (TRANSPOSED) ldmatrix_x4_transposed(matrices, at);
         else ldmatrix_x4(matrices, at);
@@ -30,25 +42,25 @@ template <int ROWS, int COLUMNS> struct SharedTile {
     }
 
     // Two fragments of B (k x n), of columns n ... n + 7 and n + 8 ... n + 15.
-    static __device__ __forceinline__ void b_from_rows_of_n(unsigned (&b)[2][2], const Element* tile, int k, int n) {
+    static __device__ __forceinline__ void b_from_rows_of_n(unsigned (&b)[2], unsigned (&next)[2], const Element* tile, int k, int n) {
         unsigned four[4];
         read<false, false>(four, tile, n, k);
-        b[0][0] = four[0], b[0][1] = four[1], b[1][0] = four[2], b[1][1] = four[3];
+        b[0] = four[0], b[1] = four[1], next[0] = four[2], next[1] = four[3];
     }
-    static __device__ __forceinline__ void b_from_rows_of_k(unsigned (&b)[2][2], const Element* tile, int k, int n) {
+    static __device__ __forceinline__ void b_from_rows_of_k(unsigned (&b)[2], unsigned (&next)[2], const Element* tile, int k, int n) {
         unsigned four[4];
         read<true, true>(four, tile, k, n);
-        b[0][0] = four[0], b[0][1] = four[1], b[1][0] = four[2], b[1][1] = four[3];
+        b[0] = four[0], b[1] = four[1], next[0] = four[2], next[1] = four[3];
     }
 };
 
 // The tiles of one operand along K, and a thread's share of the copies: in each tile the same chunks, so that its pointer runs.
 // The operand has W x K elements, stored as rows of K if K_IS_CONTIGUOUS, else as rows of W; what lies beyond it becomes 0.
-// Eight lanes copy at once: a row of 64 elements, or eight rows of 32, which the padding keeps in different banks.
+// Eight lanes copy at once: eight chunks of a row, or one of each of eight rows, which the padding keeps in different banks.
 template <bool K_IS_CONTIGUOUS, int WIDTH, int DEPTH_K, int THREADS> struct Copies {
     static constexpr int ROWS = K_IS_CONTIGUOUS ? WIDTH : DEPTH_K, COLUMNS = K_IS_CONTIGUOUS ? DEPTH_K : WIDTH;
-    using Tile = SharedTile<ROWS, COLUMNS>;
-    static constexpr int LANES = COLUMNS % 64 == 0 ? 8 : 4, AT_ONCE = THREADS / LANES, ACROSS = LANES * CHUNK;
+    using Tile = SharedTile<ROWS, COLUMNS, K_IS_CONTIGUOUS ? CHUNK : 8>;
+    static constexpr int LANES = COLUMNS / CHUNK % 8 > 0 ? 4 : THREADS / ROWS > 8 ? THREADS / ROWS : 8, AT_ONCE = THREADS / LANES, ACROSS = LANES * CHUNK;
     static_assert(COLUMNS % ACROSS == 0 && ROWS % AT_ONCE == 0, "all threads copy equally");
 
     const Element* next;    // this thread's first chunk of the next tile
@@ -56,9 +68,9 @@ template <bool K_IS_CONTIGUOUS, int WIDTH, int DEPTH_K, int THREADS> struct Copi
     int rows_left, columns_left;    // from that chunk on to the end of the operand
 
     static __device__ __forceinline__ int row() {
-        return LANES == 8 ? threadIdx.x / 8 : threadIdx.x / 32 * 8 + threadIdx.x % 8;
+        return LANES == 4 ? threadIdx.x / 32 * 8 + threadIdx.x % 8 : threadIdx.x / LANES;
     }
-    static __device__ __forceinline__ int column() { return (LANES == 8 ? threadIdx.x % 8 : threadIdx.x / 8 % 4) * CHUNK; }
+    static __device__ __forceinline__ int column() { return (LANES == 4 ? threadIdx.x / 8 % 4 : threadIdx.x % LANES) * CHUNK; }
 
     __device__ __forceinline__ Copies(const Element* operand, long long pitch, int w0, int W, int k0, int K)
         : down(AT_ONCE * pitch) {
@@ -106,10 +118,50 @@ struct FourOfFragment {
     }
 };
 
-// Two numbers as the elements of one 32-bit word, the first in the lower half.
+// Two numbers as the elements of one 32-bit word, the first in the lower half; of float32 the first alone.
 __device__ __forceinline__ unsigned packed(float x, float y) {
     const Element both[2] = {narrow<Element>(x), narrow<Element>(y)};
     unsigned word;
     memcpy(&word, both, sizeof word);
     return word;
+}
+
+#if __CUDA_ARCH__ >= 800
+template <int N> __device__ __forceinline__ void split_tf32(const unsigned (&x)[N], unsigned (&high)[N], unsigned (&low)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        high[i] = x[i] + 0x1000 & ~0x1fffu;
+        low[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(high[i]));
+    }
+}
+#endif
+
+// sums += A B: a fragment of A with N fragments of B. The last argument chooses by its type alone.
+template <int N, class T>
+__device__ __forceinline__ void multiply_add(float (&sums)[N][4], const unsigned (&a)[4], const unsigned (&b)[N][2], T type) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) mma_m16n8k16(sums[j], a, b[j], type);
+}
+
+// float32: x = high + low, each rounded to the 11 bits of TF32, which leaves 2^-23 of x. Of the four products the fourth,
+// low x low, is as small. Tensor cores cut off what a sum has beyond 24 bits: three products start at 0 and the rounding
+// addition follows, or errors of one sign would grow with K.
+template <int N>
+__device__ __forceinline__ void multiply_add(float (&sums)[N][4], const unsigned (&a)[4], const unsigned (&b)[N][2], float) {
+    unsigned a_high[4], a_low[4], b_high[N][2], b_low[N][2];
+    float part[N][4] = {};
+    split_tf32(a, a_high, a_low);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        split_tf32(b[j], b_high[j], b_low[j]);
+        mma_m16n8k8_tf32(part[j], a_low, b_high[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) mma_m16n8k8_tf32(part[j], a_high, b_low[j]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) mma_m16n8k8_tf32(part[j], a_high, b_high[j]);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[j][i] += part[j][i];
 }

@@ -6,22 +6,34 @@
 constexpr int WIDE = RUN<Element>;
 
 // square_parts[b] = block b's sum of squares, nonfinite_parts[b] = how many of its elements are infinite or NaN: the
-// gradient norm, and whether it may be used, in one pass.
+// gradient norm, and whether it may be used, in one pass. The squares of a run, 4 or 8, are added in float32 where none can
+// overflow and none that counts is subnormal: an error below 2^-21. Only other runs can have elements that are not finite.
 extern "C" __global__ void __launch_bounds__(256) gradient_facts(
     long long n, const Element* __restrict__ x, double* __restrict__ square_parts, double* __restrict__ nonfinite_parts) {
     __shared__ double scratch[8];
-    double squares = 0, nonfinite = 0;
+    __shared__ int counts[8];
+    double squares = 0;
+    int nonfinite = 0;
     each_share<WIDE>(n, [&](auto here) {
-        Sum xs[WIDE];
+        Sum xs[WIDE], run = 0, largest = 0;
         here.load(x, xs);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
+            run += xs[j] * xs[j];
+            largest = larger(largest, Sum(fabs(xs[j])));
+        }
+        if (largest == 0 || (largest > Sum(0x1p-40) && largest < Sum(0x1p60))) {
+            squares += run;
+            return;
+        }
+#pragma unroll 1
+        for (int j = 0; j < WIDE; ++j) {
             squares += double(xs[j]) * double(xs[j]);
-            if (!isfinite(xs[j])) nonfinite += 1;
+            nonfinite += !isfinite(xs[j]);
         }
     }, x);
     squares = block_sum(squares, scratch);
-    nonfinite = block_sum(nonfinite, scratch);
+    nonfinite = block_sum(nonfinite, counts);
     if (threadIdx.x > 0) return;
     square_parts[blockIdx.x] = squares;
     nonfinite_parts[blockIdx.x] = nonfinite;

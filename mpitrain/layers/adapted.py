@@ -24,6 +24,8 @@ from __future__ import annotations  # help() then prints signatures as they are 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpitrain.layers.base import Gradients, Parameter, Weights
 from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
@@ -61,7 +63,7 @@ class InputDropout:
         self.ops, self.now, self.seed = layers.ops, layers.now, layers.seed
         self._rate, self._number = rate, number
 
-    def row_numbers(self, shape: Sequence[int]) -> range:
+    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         return self.now.numbers(shape[0])
 
     def of(self, weight: Parameter) -> Callable[..., Any]:

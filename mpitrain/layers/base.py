@@ -294,19 +294,41 @@ def fusion_of(layer: Any) -> Fusion:
     return getattr(layer, "fusion", Fusion())
 
 
-class Documents(NamedTuple):
-    """The documents of some rows, in the memory of the layers (as position_ids of transformers).
+class TokenShare(NamedTuple):
+    """The tokens that a rank of a context-parallel group has of every row: the rank-th run of them."""
 
-    starts     (B, T) int32: the index in the row of the first token of each token's document
-    positions  (B, T) int32: the position of each token in its document
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, count: int) -> range:
+        """Return the indices in the row of this rank's tokens, for rows of `count` tokens."""
+        each = count // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def cut(self, rows: Any) -> Any:
+        """Return this rank's tokens (B, T / ranks) of rows (B, T), as a view; one rank has all of any rows."""
+        if self.ranks == 1:
+            return rows
+        own = self.of(rows.shape[1])
+        return rows[:, own.start : own.stop]
+
+
+class Places(NamedTuple):
+    """The places of some rows' tokens, in the memory of the layers (as position_ids of transformers).
+
+    starts     (B, T) int32: the index in the row of the first token of each token's document; None:
+               each row is one document
+    positions  (B, T) int32: the position of each token in its document; None: its index in the row
+    own        (B, T / ranks) int32: the positions of this rank's tokens (`TokenShare`)
     """
 
     starts: Any
     positions: Any
+    own: Any
 
-    def of(self, rows: range) -> Documents:
-        """Return the documents of some of the rows, as views."""
-        return Documents(*(one[rows.start : rows.stop] for one in self))
+    def of(self, rows: range) -> Places:
+        """Return the places of the tokens of some of the rows, as views."""
+        return Places(*(None if one is None else one[rows.start : rows.stop] for one in self))
 
 
 class Now:
@@ -319,28 +341,36 @@ class Now:
     row        number of the first row within the global batch of the step
     rows       number of rows in the micro-batch
     trains     False in an evaluation and for logits, with step and row 0
-    documents  of these rows; None: each row is one document
+    places     of the tokens of these rows; None: each row is one document, all of it on this rank
+    tokens     which tokens of every row this rank has
     """
 
     step: int
     row: int
     rows: int
     trains: bool
-    documents: Documents | None = None
+    places: Places | None = None
+    tokens: TokenShare = TokenShare()
 
     def set(
-        self, step: int, row: int, rows: int, trains: bool, documents: Documents | None = None
+        self, step: int, row: int, rows: int, trains: bool, places: Places | None = None
     ) -> None:
         self.step, self.row, self.rows, self.trains = step, row, rows, trains
-        self.documents = documents
+        self.places = places
 
-    def numbers(self, count: int) -> range:
-        """Return the numbers of the rows of an activation within the global batch.
+    def numbers(self, count: int) -> range | np.ndarray:
+        """Return the numbers of the rows of an activation within the global batch, a range without
+        context parallelism.
 
-        count  rows of the whole activation: `rows` samples, or rows x T tokens of sequences
+        count  rows of the activation on all tensor-parallel ranks: `rows` samples, or the tokens
+               that this rank has of each of `rows` sequences
         """
-        first = self.row * (count // max(1, self.rows))
-        return range(first, first + count)
+        each, share = count // max(1, self.rows), self.tokens
+        if share.ranks == 1:
+            return range(self.row * each, self.row * each + count)
+        whole = each * share.ranks
+        rows = np.arange(self.row, self.row + self.rows)
+        return (rows[:, None] * whole + np.array(share.of(whole))).reshape(-1)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse values that have not been set."""

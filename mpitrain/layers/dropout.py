@@ -6,8 +6,11 @@ not saved: the backward draws it again. Where `now.trains` is False, nothing is 
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, starmap
 from typing import Any, Protocol
+
+import numpy as np
 
 from mpitrain.layers.base import (
     Fusion,
@@ -33,7 +36,7 @@ class Drawing(Protocol):
     now: Now
     seed: int
 
-    def row_numbers(self, shape: Sequence[int]) -> range: ...
+    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray: ...
 
 
 class Dropout:
@@ -81,20 +84,30 @@ class Dropout:
 
         out  receives the result, and may be x; None: a new buffer
         """
-        width = x.shape[-1]
-        columns = self.columns or width
-        first = self.layers.row_numbers(x.shape).start * columns + self.column
-        arrays = [None if one is None else one.reshape(-1, width) for one in (residual, out)]
-        return self.layers.ops.dropout(
-            x.reshape(-1, width),
-            self.key,
-            self.layers.now.step,
-            first,
-            columns,
-            self.rate,
-            arena,
-            *arrays,
-        ).reshape(x.shape)
+        width, numbers = x.shape[-1], self.layers.row_numbers(x.shape)
+        if not isinstance(numbers, range) and out is None:
+            out = arena.take(x.shape, x.dtype)
+        x, shape = x.reshape(-1, width), x.shape
+        more = [None if one is None else one.reshape(-1, width) for one in (residual, out)]
+        if isinstance(numbers, range):
+            return self._drawn(numbers.start, x, arena, *more).reshape(shape)
+        for run in runs_in(numbers) if len(numbers) else ():
+            arrays = [None if one is None else one[run] for one in more]
+            self._drawn(int(numbers[run.start]), x[run], arena, *arrays)
+        return out
+
+    def _drawn(self, first: int, x: Any, arena: Arena, *more: Any) -> Any:
+        """Return x after dropout, of rows with numbers from `first` on; `more` as of the operation."""
+        columns = self.columns or x.shape[-1]
+        at = first * columns + self.column
+        key, step = self.key, self.layers.now.step
+        return self.layers.ops.dropout(x, key, step, at, columns, self.rate, arena, *more)
+
+
+def runs_in(numbers: np.ndarray) -> Iterator[slice]:
+    """Iterate over the runs of consecutive numbers, as slices of their indices."""
+    ends = [*(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    return starmap(slice, pairwise([0, *ends]))
 
 
 class Dropped:

@@ -12,6 +12,8 @@ from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpitrain.config import Memory
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
@@ -292,7 +294,7 @@ class SwiGlu:
 
 
 class Lookups(NamedTuple):
-    """The states of an embedding's lookups of tokens and of positions within documents."""
+    """The states of an embedding's lookups of tokens and of positions."""
 
     tokens: Any
     positions: Any
@@ -301,7 +303,7 @@ class Lookups(NamedTuple):
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    now        of the layer factory; positions begin anew at each document of `now.documents`
+    now        of the layer factory; `now.places` has the positions of tokens
     has_table  whether the vectors of positions, a second table, are added
     """
 
@@ -331,11 +333,11 @@ class Embedding:
         return (*shape, self.width)
 
     def forward(self, w, x, arena):
-        documents = self.now.documents
-        if documents is None or not self.has_table:
+        places = self.now.places
+        if places is None or not self.has_table:
             return self.ops.embedding(x, w["tokens"], w.get("positions"), arena)
         y, saved = self.ops.embedding(x, w["tokens"], None, arena)
-        return y, Lookups(saved, self._add_positions(w, y, documents.positions, arena))
+        return y, Lookups(saved, self._add_positions(w, y, places.own, arena))
 
     def forward_next(self, w, x, past, arena):
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
@@ -389,7 +391,7 @@ class Attention:
     kv_heads  number of key and value heads on this rank, G
     every     number of query heads on all ranks
     drop      dropout of the probabilities, or None
-    now       of the layer factory; a query sees no key of another document of `now.documents`
+    now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
     """
 
@@ -419,11 +421,11 @@ class Attention:
         return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
 
     def forward(self, w, x, arena):
-        width, documents = self._width(x.shape), self.now.documents
+        width, places = self._width(x.shape), self.now.places
         if self.rotary:
-            x = self._turned(x, 1, documents and documents.positions, arena)
+            x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
-        starts = () if documents is None else (documents.starts,)
+        starts = () if places is None else (places.starts,)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
@@ -446,8 +448,8 @@ class Attention:
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
         if self.rotary:
-            documents = self.now.documents
-            self._turned(dx, -1, documents and documents.positions, arena, dx)
+            places = self.now.places
+            self._turned(dx, -1, places and places.positions, arena, dx)
         return dx, None
 
     def _turned(self, x, direction, positions, arena, out=None):
@@ -493,7 +495,6 @@ class Plain:
 
     _embedding: type[Embedding] = Embedding
     _norm: type[Norm] = Norm
-    _attention: type[Attention] = Attention
     _column: type[Linear] = FusedLinear
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
@@ -511,10 +512,11 @@ class Plain:
         """The first argument of the layers' classes."""
         return self.ops
 
-    def row_numbers(self, shape: Sequence[int]) -> range:
+    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
 
-        Rows are samples, or the tokens of sequences, counted from the first row of the batch.
+        Rows are samples, or the tokens of sequences, counted from the first row of the batch. It is
+        a range, but with layout.cp, where this rank has a run of tokens of each row.
         """
         return self.now.numbers(math.prod(shape[:-1]))
 
@@ -629,8 +631,11 @@ class Plain:
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._attention(self._source, heads, shared, drop, self.now, rotary)
+        attention = self._heads(heads, shared, drop, self.now, rotary)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
+
+    def _heads(self, *arguments: Any) -> Attention:
+        return Attention(self.ops, *arguments)
 
     def column_linear(
         self,

@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
@@ -74,17 +74,23 @@ def compiling(source: str) -> AbstractContextManager[object]:
 def cache_of(what: str) -> Path:
     """Return this user's folder for the compiled kernels of one kind of engine, `what`.
 
+    It is that of `shared_cache_of`, else a new folder of this process.
+    """
+    return shared_cache_of(what) or _fresh_folder(what)
+
+
+def shared_cache_of(what: str) -> Path | None:
+    """Return this user's folder that all processes and starts share, or None.
+
     No other user may write to it, because code is loaded from it. It is ~/.cache/mpitrain/<what>,
-    else a folder in the temporary directory, else a new folder of this process.
+    else a folder in the temporary directory.
     """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
     # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
     at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
-    return (
-        temporary if _keeps_names(temporary.parent) and _is_own(temporary) else _fresh_folder(what)
-    )
+    return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else None
 
 
 def _is_own(folder: Path) -> bool:
@@ -177,13 +183,16 @@ def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> 
 
 
 @contextmanager
-def locked(target: Path, source: str) -> Iterator[None]:
+def locked(target: Path, source: str, waits: bool = True) -> Iterator[bool]:
     """Lock the library's file, so that only one rank of a host compiles it, where files can be
-    locked.
+    locked; yield whether this rank may compile it, which is always so if it `waits`.
 
     source  name for the observer of compilations
     """
     with compiling(source), target.with_suffix(".lock").open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        is_free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError as error:
+            is_free = not isinstance(error, BlockingIOError)
+        yield is_free

@@ -148,9 +148,18 @@ def yield_crowded_cores() -> None:
             os.environ.setdefault(name, "1")
 
 
+OPENBLAS_KERNELS = "OPENBLAS_CORETYPE"
+
+
+def blas_kernels() -> str:
+    """Return the kernels that OpenBLAS was told to use; empty: its own choice."""
+    return os.environ.get(OPENBLAS_KERNELS, "")
+
+
 def choose_blas_kernels(kernels: str) -> None:
-    """Select kernels of OpenBLAS, such as Haswell, before NumPy is imported."""
-    os.environ["OPENBLAS_CORETYPE"] = kernels
+    """Tell OpenBLAS to use kernels such as Haswell, or none, before NumPy is imported."""
+    os.environ.pop(OPENBLAS_KERNELS, None)
+    os.environ |= {OPENBLAS_KERNELS: kernels} if kernels else {}
 
 
 def lower_blas_threads(local_size: int) -> None:
@@ -371,6 +380,8 @@ def processor(path: str = "/proc/cpuinfo") -> Processor:
     facts: dict[str, str] = {}
     with open(path, encoding="utf-8") as lines:
         for line in lines:
+            if not line.strip() and facts:
+                break
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
     return Processor(

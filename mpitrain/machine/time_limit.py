@@ -1,5 +1,6 @@
 """The time limit of a batch job: a run stops early enough to save a checkpoint before it."""
 
+import math
 import subprocess
 import threading
 import time
@@ -17,7 +18,7 @@ UNMEASURED = 30.0
 
 
 class TimeLimit:
-    """Decides on rank 0 whether the run must stop because its batch job ends soon.
+    """Decides on rank 0 whether the run must stop because its batch job, or run.max_hours, ends soon.
 
     It reserves time for 3 of the slowest checkpoints, two exchanges of stop requests, and a few
     seconds. The run trains for at least half of the time that was left when the
@@ -26,10 +27,18 @@ class TimeLimit:
     ends          returns the end of the job in seconds since 1970, or None; None: there is none
     checkpoint_s  seconds of the slowest checkpoint before this job resumed the run; 0: none
     steps         steps between two exchanges of stop requests
+    seconds       of this start after which the run ends in any case; 0: there is no such end
     """
 
-    def __init__(self, ends: Callable[[], float | None] | None, checkpoint_s: float, steps: int):
+    def __init__(
+        self,
+        ends: Callable[[], float | None] | None,
+        checkpoint_s: float,
+        steps: int,
+        seconds: float = 0.0,
+    ):
         self._ends, self._steps = ends, steps
+        self._at = time.time() + seconds if seconds else math.inf
         self._checkpoint_s, self._step_s = checkpoint_s, 0.0
         self._first_s: float | None = None
         self._most: float | None = None
@@ -58,7 +67,8 @@ class TimeLimit:
 
     def left(self) -> float | None:
         end = self._ends() if self._ends else None
-        return None if end is None else end - time.time()
+        end = self._at if end is None else min(end, self._at)
+        return None if end == math.inf else end - time.time()
 
     def is_near(self) -> bool:
         left = self.left()

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.config import Config, Lora
+from mpitrain.config import Config, Layout, Lora
 from mpitrain.config import Model as Keys
 from mpitrain.data import Form, Source, Unopened, source_kind
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Unit, are_units
 from mpitrain.layers.plain import Plain
 from mpitrain.models.classifiers import cnn, mlp
@@ -135,6 +135,7 @@ MODELS: Table[str, Model] = Table(
         divides=(("heads", "width"), ("kv_heads", "heads")),
         check=_check_rotary,
         writes=True,
+        has_peer=True,
         flops=_transformer_flops,
         phrases={
             "model.layers": "transformer blocks",
@@ -217,11 +218,20 @@ def kinds(does_count: Callable[[Model], bool]) -> list[str]:
 
 def check_model(config: Config) -> None:
     """Raise ConfigError for keys of [model] and [layout] that this kind of model does not support."""
-    model, tp, row = config.model, config.layout.tp, MODELS[config.model.kind]
-    if config.layout.sequence_parallel and row.takes != "tokens":
+    model, layout, row = config.model, config.layout, MODELS[config.model.kind]
+    for key, idle, is_set in (
+        ("sequence_parallel", "false", layout.sequence_parallel),
+        ("cp", 1, layout.cp > 1),
+    ):
+        if is_set and row.takes != "tokens":
+            raise ConfigError(
+                f"layout.{key} divides rows of tokens, but model.kind is {model.kind}.",
+                f"Set layout.{key} to {idle}.",
+            )
+    if model.context % layout.cp and row.takes == "tokens":
         raise ConfigError(
-            f"layout.sequence_parallel divides rows of tokens, but model.kind is {model.kind}.",
-            "Set layout.sequence_parallel to false.",
+            f"layout.cp divides the tokens of a row equally, but {layout.cp} does not divide model.context {model.context}.",
+            f"Set model.context to {multiples_near(model.context, layout.cp)}.",
         )
     for key in ("kv_heads", "qkv_bias", "rope_scaling"):
         if getattr(model, key) and "kv_heads" not in row.split.split():
@@ -229,7 +239,7 @@ def check_model(config: Config) -> None:
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
             )
-    _check_split(row, model, tp)
+    _check_split(row, model, layout)
     for key, other in row.divides:
         count, of = getattr(model, key), getattr(model, other)
         if count and of % count:
@@ -241,18 +251,19 @@ def check_model(config: Config) -> None:
     row.check(config)
 
 
-def _check_split(row: Model, model: Keys, tp: int) -> None:
-    if not row.split and tp > 1:
+def _check_split(row: Model, model: Keys, layout: Layout) -> None:
+    if not row.split and layout.tp > 1:
         raise ConfigError(
-            f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {tp}.",
+            f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {layout.tp}.",
             "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
         )
     for name in row.split.split():
-        _check_divided(row, model, tp, name)
+        _check_divided(row, model, layout, name)
 
 
-def _check_divided(row: Model, model: Keys, tp: int, name: str) -> None:
-    key, count = f"model.{name}", getattr(model, name)
+def _check_divided(row: Model, model: Keys, layout: Layout, name: str) -> None:
+    key, count, tp = f"model.{name}", getattr(model, name), layout.tp * layout.cp
+    divisor = "layout.tp" if layout.cp == 1 else "layout.tp x layout.cp"
     if count % tp == 0:
         return
     bounds = [getattr(model, other) for own, other in row.divides if own == name]
@@ -261,11 +272,11 @@ def _check_divided(row: Model, model: Keys, tp: int, name: str) -> None:
     divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
     ways = [
         f"{way} to {' or '.join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))}"
-        for way, numbers, now in ((key, fitting, count), ("layout.tp", divisors, tp))
+        for way, numbers, now in ((key, fitting, count), (divisor, divisors, tp))
         if numbers
     ]
     raise ConfigError(
-        f"layout.tp must divide {key}, but {tp} does not divide {count}.",
+        f"{divisor} must divide {key}, but {tp} does not divide {count}.",
         f"Set {', or '.join(ways)}.",
     )
 

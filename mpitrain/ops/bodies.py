@@ -17,7 +17,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend
-from mpitrain.ops.host.attention import FORWARDS
+from mpitrain.ops.host.attention import forwards
 from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.operands import Operand, Sizes, dims, operands
 from mpitrain.ops.table import OPERATIONS, Operation, Ops
@@ -34,11 +34,13 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
     passes     as device.passes
     raises     ConfigError or KernelError if this machine cannot compile the passes
     """
-    chosen = FORWARDS[attention]._asdict()
+    chosen: dict[str, Callable[..., Any]] = {}
     if passes == "compiled":
         from mpitrain.ops.host import compiled
 
-        chosen |= compiled.bodies()
+        chosen |= compiled.bodies(attention)
+    else:
+        chosen |= forwards(attention)._asdict()
     return _each(lambda name, row: chosen.get(name, row.host))
 
 

@@ -97,7 +97,7 @@ def counted(ops: Ops, count: Count) -> Ops:
 class Unlaunched:
     """The kernels of a device, without launches and without products.
 
-    A stand-in for `Kernels` where only leases count.
+    A stand-in for `Kernels` where only leases count. The kernels expect what it does not launch.
     """
 
     def __init__(self, kernels: Any):
@@ -109,10 +109,24 @@ class Unlaunched:
             multiply=lambda *arguments: None,
         )
         self.plans: dict[tuple, Any] = {}
-        self.launches = 0
+        self.launches, self._expected = 0, kernels.expected
 
-    def launch(self, *arguments: Any, **named: Any) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[Any],
+        shared: int = 0,
+        macros: Any = None,
+        fresh: str = "",
+        strided: str = "",
+        **defines: Any,
+    ) -> None:
         self.launches += 1
+        if 0 not in grid:
+            words = macros.defines if macros else defines
+            self._expected[name, tuple((key, str(value)) for key, value in words.items())] = None
 
     def macros(self, **defines: Any) -> SimpleNamespace:
         return SimpleNamespace(defines=defines)

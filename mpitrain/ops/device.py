@@ -163,6 +163,11 @@ def device_for(
 
     multiply = product.chosen(gemm, tiles)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
+    if gemm == "3xtf32" and kernels.engine.capability < 80:
+        raise ConfigError(
+            f"device.gemm=3xtf32 needs tensor cores with TF32, but {kernels.engine.name} has none.",
+            "Use --gemm tiled.",
+        )
     device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
     if compute not in HALVES:
         return device

@@ -53,6 +53,12 @@ class Axes(NamedTuple):
         return self.dp * self.cp
 
     @property
+    def product(self) -> str:
+        """The sizes in words; cp is absent if it is 1."""
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"dp {self.dp}{context} x tp {self.tp} x pp {self.pp}"
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The sizes as a checkpoint has them: cp is absent if it is 1, as in older checkpoints."""
         return {axis: n for axis, n in self._asdict().items() if axis != "cp" or n > 1}
@@ -73,16 +79,16 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
              row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
     """
     layout = config.layout
-    dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.pp))
-    mesh = Axes(layout.tp, dp, layout.pp, servers)
+    dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.cp * layout.pp))
+    mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp)
     if mesh.ranks != ranks:
         beside = f" + servers {servers}" if servers else ""
         ways = ["--dp (0 takes all ranks)"] if layout.dp else []
-        ways += [f"--{axis}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+        ways += [f"--{axis}" for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1]
         if servers:
             ways.append("replication.servers" if servers > 1 else "replication.mode")
         raise ConfigError(
-            f"dp {dp} x tp {layout.tp} x pp {layout.pp}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
+            f"{mesh.product}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
             f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
         )
     micro_batches, size = config.batch.micro_batches or 1, config.batch.size
@@ -157,9 +163,11 @@ class Grid:
     tp, pp        the group along that axis: all ranks that share this rank's other coordinates;
                   on a server, only itself
     copies        the group along dp and cp together: all ranks with the same parameters
+    cp            the group along cp: the ranks that divide the tokens of a row; None if there are no
+                  others
     servers       the group of the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
-                  model chunk does
+                  model chunk does, or with layout.cp one for each run of tokens
     holders       {name: tied group}, the ranks of this replica that store the same elements of some
                   tensors. "tp": the tensor-parallel group, for tensors that all its ranks store; a
                   tied tensor's full name: the stages that use it.
@@ -208,6 +216,7 @@ class Grid:
             # A ring's order of summation does not depend on the hosts.
             self.copies.algorithm = "ring"
         self.pp = axis(here.tp + axes.tp * copy)
+        self.cp = axis(here.tp + axes.tp * (here.dp + axes.dp * here.pp)) if axes.cp > 1 else None
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
 
@@ -307,6 +316,11 @@ class Grid:
 
         shards = [group.transport for group in groups if group is not self.tp and group.size > 1]
         return FactSums(bind, counts, shards[0] if shards else None)
+
+    @property
+    def exchanged_s(self) -> float:
+        """Seconds that this rank has waited in collectives of activations so far."""
+        return sum(group.exchanged_s for group in (self.tp, self.cp) if group)
 
     @property
     def scratch_bytes(self) -> int:

@@ -89,6 +89,7 @@ _WITHOUT_LAYOUTS = only(
     replication__zero=0,
     layout__tp=1,
     layout__pp=1,
+    layout__cp=1,
 )
 
 _OF_STREAMS = first(
@@ -99,6 +100,7 @@ _OF_STREAMS = first(
         replication__mode="all-reduce",
         replication__zero=0,
         replication__wire="none",
+        layout__cp=1,
     ),
 )
 

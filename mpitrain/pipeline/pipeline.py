@@ -5,7 +5,7 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
-from mpitrain.layers.base import Documents, Now, Unit, forward_only
+from mpitrain.layers.base import Now, Places, Unit, forward_only
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.pipeline.execute import Channel, execute
@@ -20,7 +20,7 @@ from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
 
 Shape = tuple[int, ...]
-Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Documents | None]
+Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Places | None]
 """The arguments of `Now.set` for a micro-batch."""
 
 
@@ -130,24 +130,28 @@ class Pipeline:
             self.now.set(*rows[instruction.micro])
             yield instruction
 
+    @property
+    def micro(self) -> int:
+        """The micro-batch of the running instruction of `train`."""
+        now = self.now.row, self.now.rows
+        return next(micro for micro, rows in self._rows.items() if rows[1:3] == now)
+
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; in this class there are none."""
 
-    def infer(
-        self, shape: Shape, first: Callable[[], Any], documents: Documents | None = None
-    ) -> Any:
+    def infer(self, shape: Shape, first: Callable[[], Any], places: Places | None = None) -> Any:
         """Run one forward without a backward, and return the model's output.
 
         Only the last chunk's stage has the output; the others return None.
 
         shape      of the model's input
         first      () -> that input; called only on the stage of the first chunk
-        documents  of these rows; None: each row is one document
+        places  of the tokens of these rows, for `Now.set`
         """
         outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
         execute(
-            self._announced(self._infer_program, {0: (0, 0, shape[0], False, documents)}),
+            self._announced(self._infer_program, {0: (0, 0, shape[0], False, places)}),
             self._infer_stages,
             len(self._chunks),
             lambda micro: first(),

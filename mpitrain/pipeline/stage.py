@@ -49,11 +49,12 @@ class Stage:
         lowest  number of the first unit with a backward; all units before are frozen and save no
                 activations
         """
-        self._layers = [(first + index, unit.layer) for index, unit in enumerate(units)]
+        self._layers: list[tuple[int, Any]] = [
+            (first + index, unit.layer) for index, unit in enumerate(units)
+        ]
         self._lowest = lowest
-        self._backward = [
-            (index, *each) for index, each in enumerate(self._layers) if each[0] >= lowest
-        ][::-1]
+        self._order_backward()
+        self._names = [unit.name for unit in units]
         self._store, self._reducer = replication.store, replication.reducer
         self._arena, self._poll = arena, poll
         # These functions begin and end a unit's span in the trace. After an error the span stays open.
@@ -61,11 +62,24 @@ class Stage:
         self._pass = recorder.compute, self._poll, recorder.end, names
         self._segments = [segment_of(unit) for unit in units]
         # The names of the units before the first forward, which checks their outputs.
-        self._unseen = [unit.name for unit in units]
+        self._unseen = self._names
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
         self._left = 0
+
+    def replace_layers(self, replaced: Callable[[Any, str], Any]) -> None:
+        """Let others compute in place of the layers.    replaced: (layer, name of its unit) -> layer"""
+        self._layers = [
+            (number, replaced(layer, name))
+            for (number, layer), name in zip(self._layers, self._names, strict=True)
+        ]
+        self._order_backward()
+
+    def _order_backward(self) -> None:
+        self._backward = [
+            (index, *each) for index, each in enumerate(self._layers) if each[0] >= self._lowest
+        ][::-1]
 
     def begin(self, micro_batches: int) -> None:
         """Begin a step of this many micro-batches; the last one's backward completes the gradients."""

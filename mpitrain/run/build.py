@@ -3,7 +3,7 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +27,7 @@ from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import Plain
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, units_of
+from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
@@ -148,6 +149,7 @@ def build(
     if resolved.config.pipeline.partition == TIME:
         resolved = timed = _cut_by_time(transport, resolved, source)
         counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, source, room))
+    _prepare(transport, resolved.device)
     trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
     trainer.counted = counts
     kept = trainer.replication.kept()
@@ -186,6 +188,15 @@ def _open(
     counts = _counted(transport.rank, resolved, data, room)
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return _Opened(resolved, data, models, room, counts, facts)
+
+
+def _prepare(transport: Transport, device: Device) -> None:
+    """Compile the kernels of the counted step, together with the other ranks of this host."""
+    here = transport.hosts[transport.rank]
+    beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
+    if (kernels := device.kernels) is not None and len(beside) > 1:
+        turn = beside.index(transport.rank)
+        on_all_ranks(transport, lambda: kernels.prepare(turn, len(beside)))
 
 
 def _models(
@@ -255,9 +266,10 @@ class Alone(NamedTuple):
     units: Units
 
 
-def alone(config: Config, ranks: int) -> Alone:
-    """Resolve a configuration for `ranks` ranks of one host, in one process and without MPI.
+def alone(config: Config, hosts: Sequence[str]) -> Alone:
+    """Resolve a configuration for ranks on these hosts, in one process and without MPI.
 
+    hosts   the host of each rank
     raises  MpitrainError if configuration, data and ranks do not fit together
     """
     endpoint: Any = Unsent(0, 1, aligned_zeros)
@@ -266,15 +278,15 @@ def alone(config: Config, ranks: int) -> Alone:
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
-    resolved = resolve_here(agreed, ("",) * ranks)
+    resolved = resolve_here(agreed, hosts)
     resolved = resolved._replace(config=_with_data(resolved.config, source))
     _models(resolved, source, None, 0)
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 
-def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
-    from mpitrain.pipeline.partition import by_time, unit_seconds
+def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
+    """Measure the seconds of each unit, forward and backward, for one micro-batch on this rank."""
+    from mpitrain.pipeline.partition import unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
     backend, batch = device.backend, config.batch
@@ -296,18 +308,18 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
         _, gradient = layers.loss().gradient(logits.reshape(len(right), -1), right, 1.0, arena)
         return gradient.reshape(logits.shape)
 
-    transport.barrier()  # All ranks measure at the same time, as they compute in training.
-    seconds = transport.gather_text(
-        unit_seconds(
-            units,
-            backend.from_host(inputs),
-            loss,
-            backend,
-            arena,
-            config.precision.stored,
-            computed,
-        )
+    return unit_seconds(
+        units, backend.from_host(inputs), loss, backend, arena, config.precision.stored, computed
     )
+
+
+def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
+    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
+    from mpitrain.pipeline.partition import by_time
+
+    config, axes = resolved.config, resolved.axes
+    transport.barrier()  # All ranks measure at the same time, as they compute in training.
+    seconds = transport.gather_text(unit_times(resolved, source))
     stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
     counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
     pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mpitrain.data.templates import ASSISTANT, USER, Turn
+from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.run.generate import (
     PromptRequest,
@@ -35,14 +36,18 @@ class Chat:
         raises   ConfigError if the run was not trained on conversations
         """
         data = trainer.config.data
-        check_writes(trainer.config.model.kind)
-        if not data.template:
-            raise ConfigError(
-                f"A chat needs the template of conversations, but the run in {folder} was not trained on any.",
-                "Use `mpitrain generate`.",
-            )
+
+        def tokenizer() -> Tokenizer | None:
+            check_writes(trainer.config.model.kind)
+            if not data.template:
+                raise ConfigError(
+                    f"A chat needs the template of conversations, but the run in {folder} was not trained on any.",
+                    "Use `mpitrain generate`.",
+                )
+            return tokenizer_of_run(folder, data)
+
         self._trainer, self.note = trainer, ""
-        self._tokenizer = on_all_ranks(trainer.transport, lambda: tokenizer_of_run(folder, data))
+        self._tokenizer = on_all_ranks(trainer.transport, tokenizer)
         ends = ends_of(self._tokenizer, data)
         self._request = request._replace(stops=end_of_turn(data), cuts=False, ends=ends)
         self._first: list[Turn] = [("system", system)] if system else []

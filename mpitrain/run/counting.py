@@ -7,7 +7,7 @@ rank can count the step of any other rank.
 
 import math
 from collections import Counter as Numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.layers.base import Documents, Gradients, Loss, Unit, Weights
+from mpitrain.layers.base import Gradients, Loss, Unit, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
@@ -32,7 +32,7 @@ from mpitrain.ops.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.parallel.grid import share
+from mpitrain.parallel.grid import Axes, share
 from mpitrain.parallel.memory import Room
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
@@ -41,6 +41,7 @@ from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
+from mpitrain.run.inference import places_of
 from mpitrain.run.resolve import Resolved
 from mpitrain.trace.recorder import (
     BACKWARD,
@@ -87,6 +88,7 @@ class UnitCount(NamedTuple):
     peak     the most on the rank during the unit's forward and backward; the last unit's includes
              the loss
     flops    floating-point operations of matrix products, forward and backward
+    sums     {(operation, bytes of the array): times} of its collectives over tp, forward and backward
     """
 
     name: str
@@ -94,6 +96,7 @@ class UnitCount(NamedTuple):
     pending: int
     peak: int
     flops: int
+    sums: Mapping[tuple[str, int], int]
 
 
 class Fitting(NamedTuple):
@@ -146,10 +149,17 @@ class Unsent:
 
 
 class CountedGroup(Group):
-    """A tensor-parallel group of which only one rank exists; its collectives do nothing."""
+    """A tensor-parallel group of which only one rank exists; its collectives only count themselves.
+
+    sums  as in UnitCount, of the runs so far
+    """
+
+    def __init__(self, transport: Any, arena: Arena):
+        super().__init__(transport, arena=arena)
+        self.sums = Numbers[tuple[str, int]]()
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
-        return _NOTHING
+        return _Unrun(self.sums, (operation, array.nbytes))
 
 
 class _Context(NamedTuple):
@@ -163,16 +173,21 @@ class Body:
 
     count   FLOPs and bytes so far
     arena   keeps account of activations
+    group   counts the collectives of tensor parallelism
     layers  the layer factory
     """
 
-    def __init__(self, device: Device, config: Config, rank: int, ranks: int):
+    def __init__(self, device: Device, config: Config, axes: Axes, tp: int):
         self.device, self.count = device, Count()
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
-        group = CountedGroup(self.endpoint(rank, ranks), arena=self.arena)
+        group, context = (
+            CountedGroup(self.endpoint(rank, ranks), self.arena)
+            for rank, ranks in ((tp, axes.tp), (0, axes.cp))
+        )
+        self.group = group
         ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout)
+        self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
         self.layers.memory = config.memory
         self.layers.itemsize = device.itemsize(config.precision.stored)
 
@@ -238,19 +253,24 @@ class _Phases(Silent):
         self._count.is_backward = False
 
 
-class _Nothing:
+class _Unrun:
+    """A reduction that only counts its runs."""
+
     algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
 
-    def run(self) -> None:
-        pass
+    def __init__(self, sums: Numbers[tuple[str, int]], what: tuple[str, int]):
+        self._sums, self._what = sums, what
 
-    start = wait = run
+    def run(self) -> None:
+        self._sums[self._what] += 1
+
+    start = run
 
     def poll(self) -> bool:
         return True
 
-
-_NOTHING: Any = _Nothing()
+    def wait(self) -> None:
+        pass
 
 
 class UnitCounter(Silent):
@@ -265,7 +285,7 @@ class UnitCounter(Silent):
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
         self._peaks, self._flops = [0] * len(units), [0] * len(units)
-        self._saved = [0] * len(units)
+        self._saved, self._sums = [0] * len(units), [Numbers[tuple[str, int]]() for _ in units]
         self._live, self._pending = [0] * len(units), [0] * len(units)
         self._unit = self._before = 0
 
@@ -288,12 +308,12 @@ class UnitCounter(Silent):
         else:
             stage.backward(0, gradient())
         # The halves run forwards again.
-        peaks, flops = [*self._peaks], [*self._flops]
+        peaks, flops, sums = [*self._peaks], [*self._flops], [dict(each) for each in self._sums]
         if self._lowest < len(self._units):
             stage.backward_input(0, gradient())
             stage.backward_weight(0)
         names = [unit.name for unit in self._units]
-        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops)]
+        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops, sums)]
 
     def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
         y = stage.forward(0, x())
@@ -313,6 +333,7 @@ class UnitCounter(Silent):
 
     def _begin(self, unit: int) -> None:
         self._unit, self._before = unit, self._body.count.flops
+        self._body.group.sums.clear()
         self._body.arena.peak = self._body.arena.live
 
     def compute(self, *fields: int, **more: int) -> int:
@@ -330,6 +351,7 @@ class UnitCounter(Silent):
         arena, unit = self._body.arena, self._unit
         self._peaks[unit] = max(self._peaks[unit], arena.peak)
         self._flops[unit] += self._body.count.flops - self._before
+        self._sums[unit] += self._body.group.sums
         if span == BACKWARD_WEIGHT:
             self._pending[unit] -= arena.live
 
@@ -342,17 +364,19 @@ class Counter:
 
     units  the model, as a function of a layer factory
     tp     tensor-parallel index
+    model  its units, before those of recomputed segments are joined
     """
 
     def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
         config, plan = job.config, job.plan
         self._job, self._source = job, source
-        self._body = Body(job.device, config, tp, job.axes.tp)
+        self._body = Body(job.device, config, job.axes, tp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
             units, self._body.layers, plan.stage_of, partition, config.model.freeze, config.lora
         )
+        self.model = self._chunks.model
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of pipeline stage `pp` in replica `dp`."""
@@ -374,14 +398,14 @@ class Counter:
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        documents = None
-        if config.data.attend == "document":
-            starts = np.zeros((len(rows), *inputs.shape[1:]), np.int32)
-            documents = Documents(body.placed(starts), body.placed(starts))
+        shape, is_cut = (len(rows), *inputs.shape[1:]), config.data.attend == "document"
+        starts = np.zeros(shape, np.int32) if is_cut else None
+        places = places_of(body.layers.now.tokens, shape, starts, body.placed)
+        inputs, targets = (body.layers.now.tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         pipe.train(
             [
-                (0, rows.start + part.start, len(part), True, documents and documents.of(part))
+                (0, rows.start + part.start, len(part), True, places and places.of(part))
                 for part in shares
             ],
             [(len(part), *inputs.shape[1:]) for part in shares],
@@ -401,6 +425,9 @@ class Counter:
         body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
+        share = body.layers.now.tokens
+        places = places_of(share, inputs.shape, None, body.placed)
+        inputs, targets = share.cut(inputs), share.cut(targets)
         for chunk in own(plan.stage_of, pp):
             storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
             replica = Replica(
@@ -409,7 +436,7 @@ class Counter:
             computed = job.device.half or storage.dtype
 
             def first(chunk: int = chunk, computed: Any = computed) -> Any:
-                body.layers.now.set(0, 0, rows, True)
+                body.layers.now.set(0, 0, rows, True, places)
                 if chunk == 0:
                     return body.placed(inputs)
                 return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
@@ -512,7 +539,7 @@ def bytes_needed(
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
-    tp, dp, pp, _ = axes.coords(rank) if rank < workers else (0, 0, 0, 0)
+    tp, dp, pp, *_ = axes.coords(rank) if rank < workers else (0, 0, 0)
     counter = Counter(job, source, units, tp)
     counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.

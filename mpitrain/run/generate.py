@@ -305,7 +305,7 @@ def _drawn(
     """Return a token for each prompt; 0 if the prompt has ended, or another rank draws for it."""
     drawn = [0] * len(windows)
     logits = reader.read([windows[index] for index in share], trainer.config.model.context)
-    if logits is not None and trainer.grid.reports_loss:
+    if logits is not None and trainer.grid.reports_loss and not trainer.grid.coords.cp:
         for index, row in zip(share, logits, strict=True):
             if index in active:
                 drawn[index] = draw(row, sampling, generators[index])

@@ -8,13 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank
 from mpitrain.files import mend, opened
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
@@ -37,6 +35,8 @@ SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
 OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
+TOGETHER = ("all-reduce", "master")
+"""The modes in which all ranks can repeat a step together."""
 WORTH_COPYING = 1 << 20
 """Bytes of a rank from which checkpoint.background=auto saves in the background."""
 GROWING = 3
@@ -75,7 +75,9 @@ class RunState:
         self.first, self.steps = job.step, self.config.run.steps
         self.source: Source = job.data
         exchange = mode_of(self.config).exchange(self.config.replication)
-        self.limit = TimeLimit(ends, before.checkpoint_s, exchange)
+        is_root = self.transport.rank == 0
+        seconds = 3600 * self.config.run.max_hours * is_root
+        self.limit = TimeLimit(ends, before.checkpoint_s, exchange, seconds)
         self._stop_requested = stop_requested
         self.saved_at = self.first if location.saved else None
         self.save: saving.Save | None = None
@@ -84,7 +86,6 @@ class RunState:
         self.hooks: list[Hook] = []
         self.batch_name = self.recorder.name(ROWS)
         self._began = 0.0
-        is_root = self.transport.rank == 0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
     def begin(self, location: RunLocation) -> None:
@@ -100,6 +101,7 @@ class RunState:
             "ranks": self.transport.size,
             "hosts": len(set(self.transport.hosts)),
             "blas_threads": process.blas_threads_in_use(),
+            "blas_kernels": blas_kernels.in_use(),
             "parameters": trainer.parameter_count,
             **({"frozen": frozen} if (frozen := trainer.frozen_count) else {}),
             "held_out": self.source.held_out,
@@ -341,7 +343,8 @@ class Saving(Hook):
         elif every and step and step % every == 0 and run.saved_at != step:
             run.met_at = step
             with run.recorder.pausing("checkpoint"):
-                if run.save and not all(run.transport.gather_text(run.save.is_published)):
+                # A checkpoint that stays for ever waits for the one before.
+                if not self._stays(step) and not self._is_over():
                     self._skipped += 1
                 else:
                     self._wait()
@@ -378,6 +381,16 @@ class Saving(Hook):
         elif save:
             save.give_up()
 
+    def _is_over(self) -> bool:
+        """Return whether the save that was on its way is published; collective."""
+        save = self._run.save
+        return save is None or all(self._run.transport.gather_text(save.is_published))
+
+    def _stays(self, step: int) -> bool:
+        """Return whether a checkpoint stays although it is old."""
+        every = self._run.config.checkpoint.keep_every
+        return step == self._best or bool(every and step % every == 0)
+
     def _begin(self, step: int, in_background: bool) -> None:
         """Begin a save while none is on its way; collective."""
         run, trainer, config = self._run, self._run.trainer, self._run.config
@@ -394,7 +407,7 @@ class Saving(Hook):
             trainer.backend,
             manifest,
             config.checkpoint.keep,
-            lambda step: step == self._best,
+            self._stays,
             room_for_copies(trainer) if in_background and config.checkpoint.background else None,
             WORTH_COPYING if config.checkpoint.background == "auto" else 0,
         )
@@ -441,7 +454,7 @@ class Saving(Hook):
         run, config = self._run, self._run.config.checkpoint
         if run.transport.rank == 0 and config.best:
             with suppress(OSError), opened(run.folder / CHECKPOINTS, inner=1) as folder:
-                drop_old(folder, config.keep, lambda step: step == self._best)
+                drop_old(folder, config.keep, self._stays)
 
 
 def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
@@ -651,7 +664,7 @@ class Skipping(Hook):
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
-                f"not finite{self._where(outcome)}.",
+                f"not finite{self._where(step, outcome)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
             )
         if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
@@ -665,18 +678,19 @@ class Skipping(Hook):
                 else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
             )
 
-    def _where(self, outcome: StepResult) -> str:
-        """Return a clause that names the ranks where a step's loss is not finite; collective.
+    def _where(self, step: int, outcome: StepResult) -> str:
+        """Return a clause about the first arrays that are not finite in a step; collective.
 
         Empty if the ranks do not end each step together.
         """
-        run, transport = self._run, self._run.transport
-        if not run.is_common or outcome.ended is not None:
+        run = self._run
+        if run.config.replication.mode not in TOGETHER or outcome.ended is not None:
             return ""
-        if ranks := run.trainer.spoilt_ranks():
-            named = ", ".join(f"{rank} ({transport.hosts[rank]})" for rank in ranks[:8])
-            return f"; the loss is not finite on {len(ranks)} of {transport.size} ranks: {named}"
-        return "; the loss of each rank is finite" if np.isfinite(outcome.loss) else ""
+        from mpitrain.run.locating import located
+
+        trainer, number = run.trainer, step - 1
+        batch = trainer.replication.rows.batch(run.source, number, run.after(number).samples)
+        return located(trainer, lambda: trainer.step(number, *batch))
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
         """Write the last line of metrics, and return the error.

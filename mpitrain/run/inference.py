@@ -10,11 +10,12 @@ import numpy as np
 from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, TrainingError, on_every_rank
-from mpitrain.layers.base import Documents, Loss, Unit
+from mpitrain.layers.base import Loss, Places, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import LayerFactory
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.regions import moved, overlap
@@ -34,7 +35,7 @@ _WAYS_OUT = {
 class Inference:
     """The model of a trainer, for logits, losses, evaluation and generation.
 
-    All methods but `cut`, `documents` and `placed` are collective.
+    All methods but `cut`, `places` and `placed` are collective.
     """
 
     def __init__(
@@ -68,11 +69,20 @@ class Inference:
         is_cut = self.config.data.attend == "document" and targets.ndim == 2
         return without_ends(targets) if is_cut else (targets, None)
 
-    def documents(self, starts: np.ndarray | None) -> Documents | None:
-        """Return the documents of some rows, in the backend's memory.    starts: from `cut`"""
-        if starts is None:
-            return None
-        return Documents(self.placed(starts), self.placed(positions_of(starts)))
+    def places(self, shape: Shape, starts: np.ndarray | None) -> Places | None:
+        return places_of(self._layers.now.tokens, shape, starts, self.placed)
+
+    def own(self, rows: np.ndarray, fill: int) -> np.ndarray:
+        """Return this rank's tokens of rows (B, T), or of their targets.
+
+        fill  the value after the ends of rows, if their tokens do not divide among the ranks
+        """
+        share = self._layers.now.tokens
+        if share.ranks == 1:
+            return rows
+        missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
+        filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
+        return np.ascontiguousarray(share.cut(filled))
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
@@ -88,30 +98,40 @@ class Inference:
         )
 
     def infer(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
-        """Return this tensor-parallel rank's columns of the logits; None except on the last stage.
+        """Return the logits of all tokens, with this tensor-parallel rank's columns.
 
-        If sequence parallelism cannot divide the rows, the inputs are padded with zeros. The
-        padding comes after all rows or to the right of them. The causal mask hides it.
+        None except on the last stage.    starts: from `cut`
+        """
+        logits = self._own_logits(inputs, starts)
+        if logits is None or not self._layers.context:
+            return logits
+        whole = all_tokens(computed(logits, self.arena), self._layers.context, self.arena)
+        return whole[:, : inputs.shape[1]]
+
+    def _own_logits(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+        """Return the logits of this rank's tokens, with this tensor-parallel rank's columns.
+
+        None except on the last stage. If the ranks cannot divide the rows or their tokens, the
+        inputs are padded with zeros. The padding comes after all rows or to the right of them. The
+        causal mask hides it.
         """
         inputs = self._indices.tokens(inputs, "an input")
-        filled = np.zeros(self._layers.rows.filled(inputs.shape), inputs.dtype)
+        filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
-        if starts is not None:
-            # Padding to the right belongs to the last document.
-            more = [(0, most - own) for most, own in zip(filled.shape, inputs.shape, strict=True)]
-            starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
-        documents = self.documents(starts)
-        logits = self.pipe.infer(filled.shape, lambda: self.placed(filled), documents)
+        own, places = self.own(filled, 0), self.places(filled.shape, starts)
+        logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
         if logits is None:
             return None
-        lengths = inputs.shape[: logits.ndim - 1]
+        lengths = self.own(inputs, 0).shape[: logits.ndim - 1]
         if isinstance(logits, ChunkedLogits):
             return logits.cut(lengths, self.arena)
         return logits[tuple(map(slice, lengths))]
 
     def logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole logits for an input of this shape, without padding rows."""
-        *rows, columns = self.pipe.output_shape(self._layers.rows.filled(shape))
+        ranks, (count, *lengths) = self._layers.now.tokens.ranks, self._layers.filled(shape)
+        *rows, columns = self.pipe.output_shape((count, *(each // ranks for each in lengths)))
+        rows[1:] = [each * ranks for each in rows[1:]]
         return *map(min, rows, shape), self._layers.columns(columns)
 
     def evaluate(
@@ -147,11 +167,15 @@ class Inference:
         return loss / count, right / count
 
     def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
+        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective.
+
+        With layout.cp each of these ranks sums the losses of its tokens.
+        """
         targets = self._indices.targets(targets, inputs.shape, self.logits_shape, "a batch")
+        targets = self.own(targets, IGNORED)
         flat = self.backend.from_host(targets).reshape(-1)
-        losses, length = np.zeros(len(inputs)), inputs.shape[1]
-        logits = self.infer(inputs)
+        losses, length = np.zeros(len(inputs)), targets.shape[1]
+        logits = self._own_logits(inputs)
         if logits is None:
             return losses
         for place, some in sliced(logits, self.arena):
@@ -173,9 +197,10 @@ class Inference:
         targets = self._indices.targets(
             targets, inputs.shape, self.logits_shape, "a held-out batch"
         )
+        targets = self.own(targets, IGNORED)
         counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self.infer(inputs, starts)
+        logits = self._own_logits(inputs, starts)
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
@@ -210,6 +235,30 @@ class Inference:
         rows = computed(logits, self.arena)[:, token]
         whole = self._layers.whole(rows, self.arena)
         return np.asarray(self.backend.to_host(whole), np.float64)
+
+
+def places_of(
+    share: TokenShare, shape: Shape, starts: np.ndarray | None, placed: Callable[[np.ndarray], Any]
+) -> Places | None:
+    """Return the places of the tokens of some rows.
+
+    share   the tokens of this rank
+    shape   (B, T) of the rows
+    starts  from `Inference.cut`; padding to the right belongs to the last document
+    placed  copies an array to the backend's memory
+    """
+    if starts is None:
+        if share.ranks == 1:
+            return None
+        own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        return Places(None, None, placed(np.ascontiguousarray(share.cut(own))))
+    if starts.shape != shape:
+        more = [(0, most - own) for most, own in zip(shape, starts.shape, strict=True)]
+        starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
+    positions = positions_of(starts)
+    whole = placed(positions)
+    own = whole if share.ranks == 1 else placed(np.ascontiguousarray(share.cut(positions)))
+    return Places(placed(starts), whole, own)
 
 
 def evaluated_rows(run: Run, source: Source) -> int:

@@ -18,7 +18,7 @@ from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
 from mpitrain.formats.safetensors_files import FLOATS
 from mpitrain.formats.table import format_of
-from mpitrain.formats.tensors import AnyTensor, StoredTensor
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, read_whole
 from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
@@ -185,7 +185,7 @@ def _filled_with_codes(
             shape = entry.parameter.shape
             if stored is None or stored.shape != shape:
                 raise _unfit(folder, entry.name, shape, stored)
-            whole = stored.read(stored.whole)
+            whole = read_whole(stored)
             _check_finite(folder, entry.name, whole)
             values = entry.encoded(whole, buffer.array.dtype)
             entry.write(values, buffer.array, backend, buffer.pieces)
@@ -334,7 +334,9 @@ def check_head(adapter: Initial, base: Initial) -> None:
             and all(
                 np.array_equal(head.read(rows), weight.read(rows).astype(dtype))
                 for first in range(0, head.shape[0], ROWS)
-                for rows in [(slice(first, min(first + ROWS, head.shape[0])), head.whole[1])]
+                for rows in [
+                    (slice(first, min(first + ROWS, head.shape[0])), slice(0, head.shape[1]))
+                ]
             )
         )
     if not is_same:

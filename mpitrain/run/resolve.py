@@ -19,11 +19,10 @@ from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.data import beside, source_kind
 from mpitrain.errors import ConfigError
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device, device_for
-from mpitrain.ops.host import compiled
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import Axes, axes, divisor
@@ -95,23 +94,30 @@ def agree_on(
         configs.append(config := configured())
         source, kind, place = config.data.source, config.device.kind, look(config)
         gpu = process.current_gpu() if kind in ("auto", "cuda") else process.Gpu()
-        chooses = config.device.passes == "auto" and kind in ("auto", "cpu") and not gpu.seen
+        compiles = False
+        if config.device.passes == "auto" and kind in ("auto", "cpu") and not gpu.seen:
+            from mpitrain.ops.host import compiled
+
+            compiles = compiled.is_here(config.precision.stored)
         return [
             config.flat(),
             gpu,
             uuid4().hex,
             place,
             beside(source) if source_kind(source).is_token_file else "",
-            chooses and compiled.is_here(config.precision.stored),
+            compiles,
+            blas_kernels.in_use(),
         ]
 
     everyone = from_all_ranks(transport, record)
-    flats, gpus, runs, places, validations, compiles = zip(*everyone, strict=True)
+    flats, gpus, runs, places, validations, compiles, products = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     data = config.data.model_copy(update={"validation": validation})
     config = config.model_copy(update={"data": data})
+    if transport.rank == 0:
+        _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))
     passes = location.passes
     if passes == "auto":
         passes = "compiled" if all(compiles) else "numpy"
@@ -162,6 +168,24 @@ def facts_of(resolved: Resolved) -> dict[str, Any]:
         "replication.tuning": crc32(repr(resolved.tuning).encode()),
         "pipeline.schedule": crc32(repr(resolved.plan).encode()),
     }
+
+
+def _say_that_kernels_differ(by_host: dict[str, tuple[str, str]]) -> None:
+    """Warn if hosts with one type of processor chose several kernels of OpenBLAS.
+
+    by_host  {host: (processor, kernels)}
+    """
+    kinds = {*by_host.values()}
+    if len(kinds) > len({processor for processor, _ in kinds}):
+        named = ", ".join(
+            f"{host} {kernels or 'its own'}" for host, (_, kernels) in by_host.items()
+        )
+        print(
+            f"warning: OpenBLAS multiplies with several kernels on equal processors: {named}. "
+            "To have one rounding, export OPENBLAS_CORETYPE on all hosts.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def say_resolved(transport: Transport, config: Config, resolved: Resolved) -> None:

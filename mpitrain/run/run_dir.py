@@ -16,15 +16,16 @@ RUN/
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 
@@ -48,7 +49,16 @@ from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
-from mpitrain.run.checkpoint.manifest import CHECKPOINTS, LOCK, newest, step_of, steps, sweep
+from mpitrain.run.checkpoint.manifest import (
+    CHECKPOINTS,
+    LOCK,
+    newest,
+    read_manifest,
+    step_of,
+    steps,
+    sweep,
+    verify,
+)
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
@@ -364,17 +374,77 @@ def checkpoint_of(run: Path, best: bool) -> Path:
     if not best:
         return newest(run / CHECKPOINTS)
     saved = {step_of(path.name): path for path in steps(run / CHECKPOINTS)}
-    losses = {
-        record["step"]: record["val_loss"]
-        for record in metrics_of(run)
-        if record.get("step") in saved and is_number(record.get("val_loss"))
-    }
+    losses = _losses(metrics_of(run), saved)
     if not losses:
         raise CheckpointError(
             f"--best needs a checkpoint with a validation loss, but {run} has none.",
             "Leave it out, or train with --set checkpoint.best=true.",
         )
-    return saved[min(losses, key=lambda step: (losses[step], step))]
+    return saved[_best(losses)]
+
+
+def _losses(records: Sequence[Mapping[str, Any]], saved: Container[Any]) -> dict[int, float]:
+    """Return the validation losses of the saved steps."""
+    return {
+        record["step"]: record["val_loss"]
+        for record in records
+        if record.get("step") in saved and is_number(record.get("val_loss"))
+    }
+
+
+def _best(losses: Mapping[int, float]) -> int:
+    return min(losses, key=lambda step: (losses[step], step))
+
+
+class ListedCheckpoint(NamedTuple):
+    """A checkpoint of a run; a number that is not known is NaN.
+
+    seconds   that its save took
+    note      whether it is the best or the newest, and what a verification found
+    problem   the reason why it cannot be read; empty: there is none
+    """
+
+    step: int
+    nbytes: float
+    seconds: float
+    val_loss: float
+    note: str
+    problem: str
+
+
+def checkpoints_of(run: Path, does_verify: bool) -> Iterator[ListedCheckpoint]:
+    """Iterate over the checkpoints of a run, oldest first; with `does_verify` read all their blocks.
+
+    raises  ConfigError if this is no run
+    """
+    records = metrics_of(run)
+    paths = {step_of(path.name): path for path in steps(run / CHECKPOINTS)}
+    took = {one.get("step"): one["checkpoint_s"] for one in records if "checkpoint_s" in one}
+    losses = _losses(records, paths)
+    for step, path in paths.items():
+        notes, problem, nbytes = [], "", math.nan
+        if losses and step == _best(losses):
+            notes.append("best")
+        if path == [*paths.values()][-1]:
+            notes.append("newest")
+        try:
+            manifest = read_manifest(path)
+            nbytes = sum(file.nbytes for file in manifest.files.values())
+            if does_verify:
+                verify(path, manifest, 0, 1)
+                notes.append("verified")
+        except CheckpointError as error:
+            notes.append("damaged")
+            problem = error.law
+        seconds = took.get(step)
+        yield ListedCheckpoint(
+            step,
+            nbytes,
+            seconds if is_number(seconds) and seconds else math.nan,
+            losses.get(step, math.nan),
+            ", ".join(notes),
+            problem,
+        )
 
 
 def _tokenizer_in(folder: Path) -> bytes | None:

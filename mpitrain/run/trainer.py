@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
-from mpitrain.data import Source
+from mpitrain.data import IGNORED, Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
@@ -120,7 +120,7 @@ class Trainer:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
-        self._layers = layers = layers_for(ops, grid.tp, self.config.layout)
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp)
         layers.memory, layers.seed = memory, self.config.run.seed
         layers.itemsize = resolved.device.itemsize(self.config.precision.stored)
 
@@ -144,8 +144,8 @@ class Trainer:
         cut = on_all_ranks(self.transport, assigned)
         model, chunks, tied = cut
         decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
-        if layers.rows.partial:
-            # A single new token has no rows to divide, so text is generated with whole rows.
+        if layers.rows.partial or layers.context:
+            # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
             whole = layers_for(ops, grid.tp, layout)
             whole.memory = memory
@@ -304,7 +304,11 @@ class Trainer:
         indices.rows(inputs, self.share(), where)
         targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
         rows, micro_batches = len(inputs), self.config.batch.micro_batches
-        predictions = math.prod(targets.shape[1:])
+        inputs, targets = self.inference.own(inputs, 0), self.inference.own(targets, IGNORED)
+        # A row has the tokens of all ranks that divide it, padding included.
+        count, *lengths = inputs.shape
+        shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
+        predictions = math.prod(shape[1 : targets.ndim])
         replication, of_update = self.replication, self.replication.rows.of_update
         weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
         loss_scale = replication.step_end.skips.scale.value
@@ -331,13 +335,10 @@ class Trainer:
         replication.step_end.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, documents = self.share().start, self.inference.documents(starts)
+            start, places = self.share().start, self.inference.places(shape, starts)
             self.pipe.train(
                 [
-                    (
-                        *(index, start + part.start, len(part), True),
-                        documents and documents.of(part),
-                    )
+                    (*(index, start + part.start, len(part), True), places and places.of(part))
                     for part in shares
                 ],
                 [(len(part), *inputs.shape[1:]) for part in shares],
@@ -362,10 +363,9 @@ class Trainer:
             self.arena.release()
         return outcome
 
-    def spoilt_ranks(self) -> list[int]:
-        """Return the ranks whose own loss was not finite in the last step; collective."""
-        own = bool(np.isfinite(self.backend.to_host(self._loss_sums)).all())
-        return [rank for rank, fine in enumerate(self.transport.gather_text(own)) if not fine]
+    def loss_sums(self) -> np.ndarray:
+        """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
+        return self.backend.to_host(self._loss_sums)
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""

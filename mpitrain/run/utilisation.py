@@ -22,7 +22,7 @@ from mpitrain.machine.compiling import cache_of
 from mpitrain.machine.process import processor
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
-from mpitrain.ops.host.product import mkl, put_product
+from mpitrain.ops.host.product import multiplier, put_product
 from mpitrain.parallel.grid import Axes
 from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
@@ -85,7 +85,7 @@ def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: 
 
 def _alone(job: Resolved) -> Resolved:
     config: Config = job.config
-    one_rank = {"dp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
+    one_rank = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
         "layout": config.layout.model_copy(update=one_rank),
         "batch": config.batch.model_copy(update={"size": 1, "micro_batches": 1}),
@@ -153,7 +153,7 @@ def _facts(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> dict[
     return {
         "device": device.kernels.engine.name if device.kernels else processor().name,
         "dtype": dtype.name,
-        "products": kernels if device.kernels else "MKL" if mkl() else f"NumPy {np.__version__}",
+        "products": kernels if device.kernels else f"{multiplier()} {np.__version__}",
         "threads": " ".join(process.environment().get(n, "") for n in process.BLAS_VARIABLES),
         "cores": process.cores(),
         "ranks": sharing,

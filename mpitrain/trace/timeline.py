@@ -43,7 +43,7 @@ class _Facts(BaseModel):
     ranks: Annotated[int, Field(ge=1, le=MOST)] = 1
     host: str = ""
     run: str | None = None
-    place: dict[Literal["dp", "tp", "pp"], Count] | None = None
+    place: dict[Literal["dp", "cp", "tp", "pp"], Count] | None = None
     parts: dict[Annotated[str, Field(pattern=r"\A(0|[1-9][0-9]{0,8})\z")], list[str]] = {}
     peak_activation_bytes: Count = 0
     released_bytes: Count = 0
@@ -308,7 +308,7 @@ def _checked(trace: Trace, rank: int, file: Path) -> Trace:
         facts.get("rank") != rank
         or not rank < facts.get("ranks", 0) < MOST
         or "host" not in facts
-        or (place is not None and len(place) < 3)
+        or (place is not None and not {"dp", "tp", "pp"} <= place.keys())
     ):
         raise ConfigError(
             f"The trace {file} does not say of what rank it is.", "Copy it again, whole."

@@ -7,7 +7,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 
 
 def main(words: list[str]) -> None:
@@ -17,6 +17,7 @@ def main(words: list[str]) -> None:
     ends all ranks. Other ranks may be waiting for its messages.
     """
     process.limit_blas_threads()
+    blas_kernels.choose()
     process.yield_crowded_cores()
     # These import NumPy, which must find the limit set.
     from mpi4py.run import run_command_line, set_abort_status

@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product, tiles
-from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, product_3xtf32, split_tf32
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 SHAPES = [
@@ -121,6 +121,29 @@ def check(
         assert_close(saved, truth, result, "saved")
     if row_sums is not None:
         assert_close(row_sums, op_a.sum(1), row_sums.dtype.name, "row sums")
+
+
+def check_3xtf32(kernels: Kernels, m: int, n: int, k: int, ta: bool, tb: bool, tile: Any) -> None:
+    """A float32 product on tensor cores has the accuracy of float32, and so has what it means."""
+    a, b = (numbers(seed, *shape).astype("float32") for seed, shape in ((1, (m, k)), (2, (k, n))))
+    c, truth = np.empty((m, n), "float32"), values(a) @ values(b)
+    product.gemm(
+        kernels,
+        Arena(),
+        a.T.copy() if ta else a,
+        b.T.copy() if tb else b,
+        c,
+        transposed_a=ta,
+        transposed_b=tb,
+        tiling=tiles.Tiling(tile, 1),
+    )
+    one_tf32 = split_tf32(a)[0] @ split_tf32(b)[0]
+    for result, least, most in (
+        (c, 0, 5e-7),
+        (product_3xtf32(a, b), 0, 1e-6),
+        (one_tf32, 1e-4, 1e-3),
+    ):
+        assert least <= np.abs(result - truth).max() / np.abs(truth).max() <= most
 
 
 def check_combine(kernels: Kernels, m: int, n: int, blocks: int) -> None:
@@ -251,6 +274,17 @@ def tensor() -> Iterator[partial]:
             result=result,
             **ways,
         )
+    *others, small_float = tiles.FLOAT_TILES
+    for ta, tb in TRANSPOSITIONS:
+        here = partial(check, ta=ta, tb=tb, tile=small_float)
+        for m, n, k in [*SHAPES, (32, 40, 200)]:
+            yield partial(here, m=m, n=n, k=k)
+        if ta != tb:
+            yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu")
+        yield partial(check_3xtf32, m=24, n=36, k=768, ta=ta, tb=tb, tile=small_float)
+    yield partial(check, m=40, n=30, k=200, tile=small_float, splits=3, extra=True, ta=True)
+    for tile in others:
+        yield partial(check, m=tile.TILE_M + 8, n=tile.TILE_N - 8, k=56, tile=tile, ta=True)
     yield partial(check, m=48, n=40, k=136, tile=small, dtype="bfloat16", extra=True, ta=True)
     yield partial(check, m=33, n=17, k=20, tile=small, dtype="float16", batch=3, extra=True)
     yield partial(check, m=33, n=40, k=48, tile=small, dtype="bfloat16", activation="gelu backward")

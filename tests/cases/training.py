@@ -293,10 +293,13 @@ def check_totals(kernels: Kernels, count: int, dtype: str) -> None:
 
 
 def check_large_squares(kernels: Kernels) -> None:
-    """Squares beyond float32 are summed in double."""
-    assert_close(
-        bodies.cuda(kernels).gradient_facts(np.full(10, 1e30, np.float32), Arena())[0], 1e61
-    )
+    """Squares that float32 has, beyond it and below: an error below 1e-6, and none of ones."""
+    facts = bodies.cuda(kernels).gradient_facts
+    assert facts(np.ones(100_003, np.float32), Arena())[0] == 100_003
+    for size in (1e30, 1e18, 1.0, 1e-12, 1e-25):
+        x = (size * numbers(1, 10_001)).astype(np.float32)
+        x[::7] *= np.float32(1e-12)
+        assert abs(facts(x, Arena())[0] / (values(x) ** 2).sum() - 1) <= 1e-6, size
 
 
 def check_conversion(kernels: Kernels, count: int, source: str, target: str) -> None:

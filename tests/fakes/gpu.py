@@ -14,6 +14,7 @@ class FakeEngine:
     """Launches kernels on tests.fakes.cupy arrays.
 
     noted   by thread, what it has launched: kernel, blocks, threads, and each argument as an address or a number
+    prepared  by thread, the sources and macros that it was to compile
     streams by thread and launch: whether the current stream was one of messages
     """
 
@@ -23,8 +24,12 @@ class FakeEngine:
         self.capability, self.multiprocessors = simulated.capability, simulated.multiprocessors
         self.multiprocessor = simulated.multiprocessor
         self.noted, self.streams = defaultdict(list), defaultdict(list)
+        self.prepared = defaultdict(list)
 
     name, takes_plain = "a fake GPU", False
+
+    def prepare(self, source, defines, waits):
+        self.prepared[threading.get_ident()].append((source.path.stem, tuple(defines.items())))
 
     def load(self, source, signature, defines):
         function = self._simulator.load(source, signature, defines)

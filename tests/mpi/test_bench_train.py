@@ -1,6 +1,7 @@
 """`mpitrain bench train`: what it prints, and what it refuses. Never how fast."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -68,6 +69,9 @@ def sides(tmp_path_factory):
         "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
     }
     del calls[PEERS[0]]  # "against" has this peer, too
+    if find_spec("transformers"):
+        llama = sets(model__kind="llama", model__kv_heads=1, model__qkv_bias="true")
+        calls["llama"] = [*TINY, *llama, *sets(replication__zero=3)]
     folder = tmp_path_factory.mktemp("sides")
     words = [
         ["bench", "train", "--peer", "torch", *more, "--json", f"{number}.json"]
@@ -104,6 +108,11 @@ def test_sides_of_other_settings_and_pytorch_do_the_same_work(sides):
 @pytest.mark.parametrize("peer", PEERS[1:])
 def test_each_stage_of_zero_has_its_peer(peer, sides):
     assert measured(sides, peer) == ["mpitrain", peer]
+
+
+def test_the_peer_of_a_llama_is_that_of_transformers(sides):
+    pytest.importorskip("transformers")
+    assert measured(sides, "llama") == ["mpitrain", PEERS[3]]
 
 
 def test_stages_have_the_schedule_of_pytorch(sides):

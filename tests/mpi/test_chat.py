@@ -66,7 +66,7 @@ def asks(shown):
 
 
 def test_a_conversation_on_a_terminal(run):
-    typed = ["q1\n", "q2\n", "q3\n", "/reset\n", "q4\n", "x" * 50 + "\n", "/exit\n"]
+    typed = ["q1\n", "q2\n", "q3\n", "/reset\n", "q4\n", "x" * 50 + "\n", "\x04"]
     words = ["launch", "-n", 2, "--", "chat", run, "--temperature", 0]
     code, data = talk([(asks, text) for text in typed], *words)
     shown = rendered(data, 80)

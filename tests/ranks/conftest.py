@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from mpitrain.run import build, utilisation
+from mpitrain.run.counting import StepCounts
 from tests.runs import TEXT, TINY
 
 
@@ -18,6 +20,16 @@ def one_core():
     os.sched_setaffinity(0, {sorted(allowed)[(os.getppid() + worker) % len(allowed)]})
     yield
     os.sched_setaffinity(0, allowed)
+
+
+@pytest.fixture(autouse=True)
+def uncounted(request, monkeypatch):
+    """No job counts its step or measures the rate of products before it begins, which takes half of the time; but those of tests
+    that are marked `counted`.
+    """
+    if not request.node.get_closest_marker("counted"):
+        monkeypatch.setattr(build, "_counted", lambda *_: StepCounts())
+        monkeypatch.setattr(utilisation, "gemm_peak", lambda *_: None)
 
 
 @pytest.fixture

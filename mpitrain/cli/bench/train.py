@@ -10,6 +10,7 @@ import click
 
 from mpitrain.cli.bench.rows import BenchReport, counted
 from mpitrain.cli.job_options import (
+    CP,
     DEVICE,
     GEMM,
     PP,
@@ -100,6 +101,7 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
 @click.command("train")
 @DEVICE
 @GEMM
+@CP
 @TP
 @PP
 @click.option(

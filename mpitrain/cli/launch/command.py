@@ -30,7 +30,7 @@ from mpitrain.cli.launch.hosts import (
 )
 from mpitrain.cli.launch.program import program
 from mpitrain.cli.launch.supervise import Requests, run
-from mpitrain.cli.terminal.stop_requests import FLAG
+from mpitrain.cli.terminal.stop_requests import EXIT, FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 
@@ -252,7 +252,7 @@ def command(
                 requests,
                 target.command == "train" and not asks,
                 bool(target.command),
-                target.command == "chat",
+                EXIT if target.command == "chat" else "",
             )
         )
 

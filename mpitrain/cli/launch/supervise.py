@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
 from mpitrain.cli.launch.failed import KILLED, Failure, KilledRanks
@@ -272,15 +273,15 @@ def run(
     requests: Requests,
     is_training: bool,
     is_ours: bool = True,
-    talks: bool = False,
+    last_line: str = "",
 ) -> int:
     """Start the command line in a session of its own; return the exit code of the run.
 
     The first stop signal asks a training run for a checkpoint; another command's launcher is
     terminated by it. The second one terminates the launcher, and any later one kills it.
 
-    is_ours  whether the program is an mpitrain command, whose ranks may draw bars on the terminal
-    talks    whether the program reads lines of the terminal, which Open MPI forwards in its session alone
+    is_ours    whether the program is an mpitrain command, whose ranks may draw bars on the terminal
+    last_line  what a program that talks reads at the end of standard input; "": it does not talk
     """
     environment, screen = {**os.environ, **settings}, Screen()
     # These screens show the ranks' standard output and standard error, if they draw bars.
@@ -294,12 +295,15 @@ def run(
     process = subprocess.Popen(
         line,
         env=environment,
-        start_new_session=not talks,
+        start_new_session=True,
         preexec_fn=_end_with_parent,
+        stdin=subprocess.PIPE if last_line else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert process.stdout and process.stderr
+    if process.stdin:
+        threading.Thread(target=_forward, args=(process.stdin, last_line), daemon=True).start()
     words = LauncherOutput()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [
@@ -382,6 +386,15 @@ def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_beg
         process.terminate()
     else:
         _kill(process.pid)
+
+
+def _forward(target: IO[bytes], last_line: str) -> None:
+    """Forward standard input. Open MPI forwards no end, and nothing from a terminal of another session."""
+    with contextlib.suppress(OSError), target:
+        while data := os.read(0, 1 << 16):
+            target.write(data)
+            target.flush()
+        target.write(f"\n{last_line}\n".encode())
 
 
 def _end_with_parent() -> None:

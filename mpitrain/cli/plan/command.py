@@ -10,7 +10,7 @@ import click
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.rows import Bytes
 from mpitrain.cli.job_options import Outputs, check_files, output_option
-from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, memory, tricks
+from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, layout, memory, tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
@@ -352,5 +352,14 @@ def _plan(
     outputs.settle()
 
 
-for subcommand in (memory, tricks, batch, MICRO_BATCHES, allreduce, reduce_scatter, all_gather):
+for subcommand in (
+    layout,
+    memory,
+    tricks,
+    batch,
+    MICRO_BATCHES,
+    allreduce,
+    reduce_scatter,
+    all_gather,
+):
     command.add_command(subcommand)

@@ -1,5 +1,7 @@
 """`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +14,7 @@ import click
 from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
+    CP,
     DEVICE,
     DP,
     PP,
@@ -26,6 +29,7 @@ from mpitrain.cli.job_options import (
     output_option,
 )
 from mpitrain.cli.session import MOST, mpi_session
+from mpitrain.errors import multiples_near
 from mpitrain.machine import process
 
 LEAST_BLOCKS = 5
@@ -33,7 +37,7 @@ LEAST_BLOCKS = 5
 
 
 def job_options(function: Callable) -> Callable:
-    for option in reversed((CONFIG_FILE, PRESET, SET, DP, TP, PP, DEVICE)):
+    for option in reversed((CONFIG_FILE, PRESET, SET, DP, CP, TP, PP, DEVICE)):
         function = option(function)
     return function
 
@@ -54,6 +58,77 @@ def memory(
 
     job = configured(config_file, changes(settings, **options), preset)
     click.echo("\n".join(table(count(job))))
+
+
+@click.command("layout")
+@job_options
+@click.option("--ranks", type=click.IntRange(1, 1 << 16), required=True, help="Ranks of the job.")
+@click.option(
+    "--hosts", type=click.IntRange(1), default=1, show_default=True, help="Hosts with equal ranks."
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(1e-3),
+    callback=finite,
+    metavar="GFLOPS",
+    help="GFLOP/s of a rank in the layers of this model (default: measured here).",
+)
+@click.option(
+    "--memory",
+    type=click.FloatRange(1e-3),
+    callback=finite,
+    metavar="GB",
+    help="Memory of a rank (default: memory.limit_gb, or what is free here).",
+)
+@output_option("--json", "Write all layouts to this file.")
+@output_option("--plot", "Draw step time over memory to this file (needs mpitrain[report]).")
+def layout(
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    ranks: int,
+    hosts: int,
+    rate: float | None,
+    memory: float | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    **options: Any,
+) -> None:
+    """Predict which layout of a job is the fastest: mpitrain plan layout --ranks 16 --hosts 4
+
+    One process, without MPI, tries every dp x tp x pp, stage of ZeRO, number of micro-batches, and
+    recomputation. It predicts step time and memory of each. A layout key that differs from its
+    default stays as it is. Set replication.tuning to the file of `bench fit` on the hosts.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    for name in process.BLAS_VARIABLES:  # NumPy is not loaded yet.
+        os.environ.setdefault(name, str(max(1, process.cores() * hosts // ranks)))
+    from mpitrain.errors import ConfigError
+    from mpitrain.files import write_whole
+    from mpitrain.tools.plan.layout import Planner, draw, rank, report
+
+    if ranks % hosts:
+        raise ConfigError(
+            f"Every host has equally many ranks, but {hosts} hosts do not divide {ranks} ranks.",
+            f"Take {multiples_near(ranks, hosts)} ranks.",
+        )
+    check_files(0, [json_file], plot_file)
+    given = configured(config_file, changes(settings, **options), preset)
+    names = [f"host {number * hosts // ranks}" for number in range(ranks)]
+    planner = Planner(given, names, 1e9 * (rate or 0), 1e9 * (memory or 0))
+    ranking = rank(planner, given)
+    click.echo("\n".join(report(ranking, planner, names)))
+    outputs = Outputs()
+    if json_file:
+        facts = {"ranks": ranks, "hosts": hosts, "flops_per_s": planner.rate}
+        rows = [each.facts() for each in ranking.predictions]
+        with outputs.to(json_file):
+            write_whole(json_file, json.dumps({"header": facts, "rows": rows}) + "\n")
+    if plot_file:
+        with outputs.to(plot_file):
+            draw(ranking, planner.limit, plot_file)
+    outputs.settle()
 
 
 @click.command("batch")

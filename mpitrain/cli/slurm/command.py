@@ -224,7 +224,8 @@ def _check_training(request: BatchJob, parameters: dict[str, Any], settings: lis
             "Leave out --out.",
         )
     options = {
-        key: parameters[key] for key in ("out", "dp", "tp", "pp", "device", "gemm", "algorithm")
+        key: parameters[key]
+        for key in ("out", "dp", "cp", "tp", "pp", "device", "gemm", "algorithm")
     }
     config = _configured(
         parameters["config_file"],

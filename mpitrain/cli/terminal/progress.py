@@ -295,6 +295,8 @@ def way(config: Config) -> str:
         parts.append(
             f"{layout.tp} of them share layers by {shown(layout.algorithm)} all-reduce{rows}"
         )
+    if layout.cp > 1:
+        parts.append(f"{layout.cp} of them share rows by {layout.cp_mode}")
     if layout.pp > 1:
         parts.append(
             f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"

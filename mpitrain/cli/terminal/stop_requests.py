@@ -39,6 +39,8 @@ ATTEMPTS = 20
 """Attempts to remove a temporary directory in which files may still appear."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop."""
+EXIT = "/exit"
+"""The line that ends a chat, also in place of the end of standard input, which Open MPI forwards to no rank."""
 FLAG = "mpitrain_launched"
 """The value of Python's option -X on every rank that `launch` starts."""
 Event = Literal["began", "ended", "stopped", "not begun"]

@@ -275,6 +275,9 @@ class Simulator:
         self.cache = cache or cache_of("simulator")
         self._runtime = c.CDLL(str(build_runtime(self.cache)))
 
+    def prepare(self, source: SourceFile, defines: dict[str, str], waits: bool) -> None:
+        """Do nothing: to look for libraries that exist would take longer than all but one start."""
+
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
         path = build_kernels(source, defines, self.checked, self.capability, self.cache)
         # Each load makes a CDLL object of its own. Threads that share one would race on `restype`

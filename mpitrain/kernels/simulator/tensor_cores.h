@@ -1,6 +1,7 @@
 // The PTX instructions that kernels reach through ptx.cuh: tensor-core products, matrix loads, asynchronous copies, powers.
 // Fragment layouts are those of the PTX ISA, sections "Matrix fragments for mma.m16n8k16" and "ldmatrix", so that a
-// kernel's own index arithmetic is tested; the order and rounding of the hardware's sums is not modelled.
+// kernel's own index arithmetic is tested. Sums of TF32 are cut off towards 0, as tensor cores do; of others neither the order
+// nor the rounding of sums is modelled.
 #pragma once
 #include "half.h"
 
@@ -32,6 +33,30 @@ inline SIMULATOR_OWN void multiply(void** arrived) {
         const int g = lane >> 2, t = lane & 3;
         for (int i = 0; i < 4; ++i)
             for (int k = 0; k < depth; ++k) mine->d[i] += a[g + (i >> 1) * 8][k] * b[k][t * 2 + (i & 1)];
+    }
+}
+
+inline SIMULATOR_OWN float tf32_value(unsigned word) { return __builtin_bit_cast(float, word & ~0x1fffu); }
+
+// The same of TF32, eight elements of K deep.
+inline SIMULATOR_OWN void multiply_tf32(void** arrived) {
+    float a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto* mine = static_cast<Product*>(arrived[lane]);
+        const int g = lane >> 2, t = lane & 3;
+        for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = tf32_value(mine->a[i]);
+        for (int i = 0; i < 2; ++i) b[t + i * 4][g] = tf32_value(mine->b[i]);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        auto* mine = static_cast<Product*>(arrived[lane]);
+        const int g = lane >> 2, t = lane & 3;
+        for (int i = 0; i < 4; ++i) {
+            double sum = mine->d[i];
+            for (int k = 0; k < 8; ++k) sum += double(a[g + (i >> 1) * 8][k]) * b[k][t * 2 + (i & 1)];
+            const float nearest = float(sum);
+            const bool is_beyond = fabs(double(nearest)) > fabs(sum);
+            mine->d[i] = is_beyond ? __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, nearest) - 1) : nearest;
+        }
     }
 }
 
@@ -80,6 +105,10 @@ inline SIMULATOR_OWN void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], co
 inline SIMULATOR_OWN void mma_m16n8k8(float (&d)[4], unsigned a0, unsigned a1, unsigned b0, SIMULATOR_HERE) {
     const unsigned a[2] = {a0, a1}, b[1] = {b0};
     ::simulator::multiply_add(d, a, b, 8, false, place);
+}
+inline SIMULATOR_OWN void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMULATOR_HERE) {
+    ::simulator::Product mine{d, a, b, 8, false};
+    ::simulator::meet(~0u, &::simulator::multiply_tf32, &mine, place);
 }
 inline SIMULATOR_OWN void ldmatrix_x4(unsigned (&result)[4], const void* row, SIMULATOR_HERE) {
     ::simulator::load_matrix(result, row, 4, false, place);

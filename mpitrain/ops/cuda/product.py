@@ -30,7 +30,10 @@ def chosen(gemm_key: str, tiles: str = "") -> Multiply:
     """
     if gemm_key == "library":
         return library
-    return partial(gemm, table=read_tiles(Path(tiles)) if tiles else DEFAULT)
+    table = read_tiles(Path(tiles)) if tiles else DEFAULT
+    if gemm_key == "3xtf32":
+        table = MeasuredTiles(table.measured, is_3xtf32=True)
+    return partial(gemm, table=table)
 
 
 class ProductLaunch(NamedTuple):
@@ -104,7 +107,7 @@ def gemm(
         asked,
         table,
         tiling,
-        a.itemsize == 2 and (address(a) | address(b)) % 16 == 0,
+        (a.itemsize == 2 or table.is_3xtf32 or tiling) and (address(a) | address(b)) % 16 == 0,
     )
     plan = kernels.plans.get(key)
     if plan is None:

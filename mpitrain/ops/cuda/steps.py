@@ -264,6 +264,11 @@ def adamw8bit(
 
 
 def gradient_facts(kernels: Kernels, x, arena):
+    return total(kernels, _facts(kernels, x, arena), arena)
+
+
+def _facts(kernels: Kernels, x: Any, arena: Any) -> Any:
+    """Return each block's sum of squares and number of elements that are not finite: (2, blocks)."""
     count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
     facts = arena.take((2, count), "float64")
     kernels.launch(
@@ -274,7 +279,7 @@ def gradient_facts(kernels: Kernels, x, arena):
         macros=KINDS[x.dtype].macros,
         fresh="square_parts nonfinite_parts",
     )
-    return total(kernels, facts, arena)
+    return facts
 
 
 def _types(p: Any, mirror: Any) -> Typed:
@@ -289,17 +294,7 @@ ROWS_OF_A_BLOCK, COLUMNS_OF_A_BLOCK = 8, 32  # of sums of squares along rows, an
 
 
 def add_squares(kernels: Kernels, x, squares, arena):
-    count = max(blocks(x.size, KINDS[x.dtype].macros.run)[0], 1)
-    sums = arena.take((2, count), "float64")
-    kernels.launch(
-        "gradient_facts",
-        (count,),
-        POINTWISE,
-        (x.size, x, sums[0], sums[1]),
-        macros=KINDS[x.dtype].macros,
-        fresh="square_parts nonfinite_parts",
-    )
-    _add_total(kernels, x, sums[:1], squares)
+    _add_total(kernels, x, _facts(kernels, x, arena)[:1], squares)
 
 
 def lamb_moments(

@@ -88,34 +88,45 @@ class TensorTile(NamedTuple):
         return "gemm_tensor"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 2
+
+    @property
+    def slowness(self) -> int:
+        """Time of tensor cores for a multiply-add, relative to 16-bit elements."""
+        return 1 if self.itemsize == 2 else 6
+
+    @property
     def threads(self) -> int:
         return self.TILE_M * self.TILE_N // (self.WARP_M * self.WARP_N) * 32
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory, enough for operands stored in either order."""
-        a = max(self.TILE_M * (self.TILE_K + 8), self.TILE_K * (self.TILE_M + 8))
-        b = max(self.TILE_N * (self.TILE_K + 8), self.TILE_K * (self.TILE_N + 8))
-        return 2 * (a + b) * self.STAGES
+        chunk = 16 // self.itemsize
+        a = max(self.TILE_M * (self.TILE_K + chunk), self.TILE_K * (self.TILE_M + 8))
+        b = max(self.TILE_N * (self.TILE_K + chunk), self.TILE_K * (self.TILE_N + 8))
+        return self.itemsize * (a + b) * self.STAGES
 
     @property
     def registers(self) -> int:
         """The most registers of a thread, a result of gemm_tensor.cu's launch bounds.
 
-        The bounds count a thread's sums and 64 registers more.
+        The bounds count a thread's sums and 64 registers more, of float32 128 more.
         """
-        room = 65536 // (self.threads * (self.WARP_M * self.WARP_N // 32 + 64))
+        room = 65536 // (self.threads * (self.WARP_M * self.WARP_N // 32 + 32 * self.itemsize))
         return min(255, 65536 // (self.threads * min(4, max(1, room))) // GRAIN * GRAIN)
 
     @property
     def loading(self) -> float:
         """Cycles of shared memory for one element of K of a block.
 
-        It serves 64 elements per cycle. Each warp reads its rows of A and columns of B, and
+        It serves 128 bytes per cycle. Each warp reads its rows of A and columns of B, and
         copies write those of the block.
         """
-        warps = self.threads // 32
-        return (warps * (self.WARP_M + self.WARP_N) + self.TILE_M + self.TILE_N) / 64
+        elements = self.threads // 32 * (self.WARP_M + self.WARP_N) + self.TILE_M + self.TILE_N
+        return self.itemsize * elements / 128
 
     @property
     def step(self) -> float:
@@ -123,8 +134,9 @@ class TensorTile(NamedTuple):
 
         Tensor cores, shared memory and the L2 cache work at the same time, and the slowest one decides.
         """
-        copying = 2 * (self.TILE_M + self.TILE_N) / L2_RATE
-        times = self.loading, self.TILE_M * self.TILE_N / TENSOR_RATE, copying
+        copying = self.itemsize * (self.TILE_M + self.TILE_N) / L2_RATE
+        multiplying = self.slowness * self.TILE_M * self.TILE_N / TENSOR_RATE
+        times = self.loading, multiplying, copying
         return max(times) + EXPOSED * min(times)
 
     @property
@@ -134,6 +146,14 @@ class TensorTile(NamedTuple):
         One warp for each scheduler cannot hide all waits. With two, only barriers stop all warps at once.
         """
         return 1.1 if self.threads >= 256 else 1.6
+
+
+class FloatTile(TensorTile):
+    """The same of float32, as three products of TF32, which have half the rate of 16-bit ones."""
+
+    @property
+    def itemsize(self) -> int:
+        return 4
 
 
 TILES = (
@@ -154,6 +174,11 @@ TENSOR_TILES = (
     TensorTile(256, 128, 32, 64, 64, 3),
     TensorTile(128, 256, 32, 64, 64, 3),
 )
+FLOAT_TILES = (
+    FloatTile(128, 128, 16, 64, 32, 4),
+    FloatTile(64, 64, 16, 32, 32, 4),
+    FloatTile(32, 32, 16, 16, 16, 3),
+)
 ONLY_MEASURED = TILES[3:]  # they take a measurement: `cost` finds them a few percent apart
 MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
 # A measurement holds for shapes with every dim within this factor.
@@ -161,6 +186,8 @@ NEAR = 2.0
 SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = 32
 SHORTEST = 256  # no split of a sum over K is shorter
+# Nor longer, with `FloatTile`: rounding errors grow with the number of additions in a row.
+LONGEST = 8192
 # Cycles of a block's start, with its first copies, and of its end for each element that a thread has
 # of the tile. Other blocks of the multiprocessor can hide them. Both are on paper.
 START, END = 1500, 35
@@ -215,10 +242,12 @@ class MeasuredTiles:
 
     It takes the tiling of the nearest measured shape, if every dim differs at most by the factor
     NEAR.
+
+    is_3xtf32  float32 is multiplied on tensor cores, as three products of TF32
     """
 
-    def __init__(self, measured: Iterable[FastestTile] = ()):
-        self.measured = tuple(measured)
+    def __init__(self, measured: Iterable[FastestTile] = (), is_3xtf32: bool = False):
+        self.measured, self.is_3xtf32 = tuple(measured), is_3xtf32
         # The choice is cached: a search in every product would cost as much as the launch.
         self._chosen: dict[tuple, Tiling] = {}
 
@@ -239,7 +268,7 @@ class MeasuredTiles:
         )
         if key not in self._chosen:
             self._chosen[key] = self._choose(
-                possible(a, engine.capability), a.dtype.name, stored, shape, engine
+                possible(a, engine.capability, self.is_3xtf32), a.dtype.name, stored, shape, engine
             )
         return self._chosen[key]
 
@@ -274,13 +303,17 @@ def count(extent: int, size: int) -> int:
     return -(-extent // size)
 
 
-def possible(a: Any, capability: int) -> tuple[Tile | TensorTile, ...]:
-    """Return the tiles that can multiply operands like `a`: on tensor cores wherever possible."""
+def possible(a: Any, capability: int, is_3xtf32: bool = False) -> tuple[Tile | TensorTile, ...]:
+    """Return the tiles that can multiply operands like `a`: on tensor cores wherever possible, but
+    float32 only with `is_3xtf32`.
+    """
     kind = c_type(a)
     if kind == "__half" and 75 <= capability < 80:
         return two_stages()
     if kind in ("__half", "__nv_bfloat16") and capability >= 80:
-        return _fitting(shared_of(capability))
+        return _fitting(TENSOR_TILES, shared_of(capability))
+    if kind == "float" and is_3xtf32 and capability >= 80:
+        return _fitting(FLOAT_TILES, shared_of(capability))
     size = max(4, a.itemsize)
     return tuple(tile for tile in TILES if tile.static(size) <= MOST_STATIC)
 
@@ -289,11 +322,16 @@ def usual(
     tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
 ) -> Tiling:
     """Return the tiling of the lowest cost; of equals, the first tile and the fewest splits."""
-    splits = range(1, max(1, min(k // SHORTEST, MOST_SPLITS)) + 1)
+    most = max(1, min(k // SHORTEST, MOST_SPLITS))
     return min(
-        (Tiling(tile, parts) for tile in tiles for parts in splits),
+        (Tiling(tile, parts) for tile in tiles for parts in range(fewest(tile, k), most + 1)),
         key=lambda tiling: cost(tiling, m, n, k, batches, engine),
     )
+
+
+def fewest(tile: Tile | TensorTile, k: int) -> int:
+    """Return the fewest splits of a sum over K with this tile."""
+    return min(count(k, LONGEST), MOST_SPLITS) if isinstance(tile, FloatTile) and k else 1
 
 
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
@@ -319,18 +357,22 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     return GAIN * multiplying + LAUNCH + (2 * splits + 1) * 4 * elements / multiprocessors / BYTES
 
 
-def worth_measuring(a: Any, m: int, n: int, k: int, engine: Engine) -> list[Tiling]:
+def worth_measuring(
+    a: Any, m: int, n: int, k: int, engine: Engine, is_3xtf32: bool = False
+) -> list[Tiling]:
     """Return the candidates for a measurement: every tile, with splits of K where they can pay.
 
     A split pays if its length is at least 128 and the blocks do not exceed two per multiprocessor.
     """
     tilings, multiprocessors = [], engine.multiprocessors
-    for tile in possible(a, engine.capability):
+    for tile in possible(a, engine.capability, is_3xtf32):
         blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
+        least = fewest(tile, k)
         tilings += [
             Tiling(tile, splits)
-            for splits in SPLITS
-            if splits == 1 or (k >= 128 * splits and blocks * splits <= 2 * multiprocessors)
+            for splits in sorted({least, *SPLITS})
+            if splits == least
+            or (splits > least and k >= 128 * splits and blocks * splits <= 2 * multiprocessors)
         ]
     return tilings
 
@@ -390,8 +432,8 @@ def write_tiles(path: Path, device: str, measured: Iterable[FastestTile]) -> Non
 def _entry(line: _TileLine) -> FastestTile:
     """Return a line of the file as `FastestTile`; ValueError for a tile that no kernel has."""
     wanted, splits = line.plan
-    tiles: list[Tile | TensorTile] = [*TILES, *TENSOR_TILES, *two_stages()]
-    for tile in tiles:
+    on_tensor_cores = FLOAT_TILES if line.elements == "float32" else TENSOR_TILES + two_stages()
+    for tile in TILES + on_tensor_cores:
         if [*tile] == wanted and tile.kernel == line.kernel:
             return FastestTile(
                 line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits)
@@ -406,6 +448,6 @@ def two_stages() -> tuple[TensorTile, ...]:
 
 
 @cache
-def _fitting(nbytes: int) -> tuple[TensorTile, ...]:
-    """Return the tensor tiles for devices with this shared memory per block."""
-    return tuple(tile for tile in TENSOR_TILES if tile.shared <= nbytes)
+def _fitting(tiles: tuple[TensorTile, ...], nbytes: int) -> tuple[TensorTile, ...]:
+    """Return the tiles for devices with this shared memory per block."""
+    return tuple(tile for tile in tiles if tile.shared <= nbytes)

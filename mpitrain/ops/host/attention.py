@@ -94,12 +94,18 @@ class Forwards(NamedTuple):
     attention_dropout: Callable[..., Any]
 
 
-def _forwards(attended: Callable[..., Any]) -> Forwards:
-    """Return the forward functions of a body: (q, kv, heads, masks or None, arena, starts, offset)
-    -> (y, saved).
+def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
+    """Return the forward functions for a value of memory.attention.
+
+    tiled, whole  the passes of the bodies; None: NumPy's
     """
 
-    def attention(q, kv, heads, arena, starts=None, offset=0):
+    def attended(q, kv, heads, masks, arena, starts, offset):
+        is_tiled = attention == "tiled" or (attention == "auto" and kv.shape[1] >= TILED_FROM)
+        body, passes = (attention_tiled, tiled) if is_tiled else (attention_whole, whole)
+        return body.attended(q, kv, heads, masks, arena, starts, offset, passes)
+
+    def attention_without(q, kv, heads, arena, starts=None, offset=0):
         return attended(q, kv, heads, None, arena, starts, offset)
 
     def attention_dropout(
@@ -108,20 +114,8 @@ def _forwards(attended: Callable[..., Any]) -> Forwards:
         masks = AttentionMask(key, step, first, every, rate, q.shape[1])
         return attended(q, kv, heads, masks, arena, starts, offset)
 
-    return Forwards(attention, attention_dropout)
+    return Forwards(attention_without, attention_dropout)
 
 
-def _by_length(q, kv, *arguments):
-    body = attention_tiled if kv.shape[1] >= TILED_FROM else attention_whole
-    return body.attended(q, kv, *arguments)
-
-
-FORWARDS = {
-    "auto": _forwards(_by_length),
-    "tiled": _forwards(attention_tiled.attended),
-    "whole": _forwards(attention_whole.attended),
-}
-"""{value of memory.attention: its forward functions}"""
-
-attention, attention_dropout = FORWARDS["auto"]
+attention, attention_dropout = forwards("auto")
 attention_dropout_backward = attention_backward

@@ -14,7 +14,8 @@ Q queries and K keys.
 """
 
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class TiledState(NamedTuple):
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); log_sums: (B, H, T); drop: masks of dropout, or None
     starts  (B, T) first token of each token's document, or None
+    passes  `PASSES`, or those in C++
     """
 
     q: np.ndarray
@@ -38,6 +40,7 @@ class TiledState(NamedTuple):
     drop: AttentionMask | None
     starts: np.ndarray | None
     offset: int
+    passes: Any
 
     def backward(self, dy, dq, dkv, arena):
         backward(dy, *self, dq, dkv, arena)
@@ -52,6 +55,7 @@ class ForwardTile(NamedTuple):
     is_first      whether this tile has the first keys of its queries
     rows, keys    the queries and keys of this tile
     dropped          (Q, K): the weights after dropout; the scores if there is none
+    end           number of keys of the tile that the first query sees, or less than 1
     firsts        (Q,) the column of the first visible key; None: there are no documents
     """
 
@@ -70,6 +74,7 @@ class ForwardTile(NamedTuple):
     rows: slice
     keys: slice
     dropped: np.ndarray
+    end: int
     firsts: np.ndarray | None = None
 
     def within(self, firsts, is_first):
@@ -83,11 +88,13 @@ class ForwardTile(NamedTuple):
             is_first=is_first,
             keys=slice(self.keys.start + cut, self.keys.stop),
             dropped=self.dropped[:, cut:],
+            end=self.end - cut,
             firsts=firsts - cut,
         )
 
 
-def attended(queries, kv, heads, drop, arena, starts=None, offset=0, tile=None):
+def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None, tile=None):
+    passes = passes or PASSES
     (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -116,16 +123,16 @@ def attended(queries, kv, heads, drop, arena, starts=None, offset=0, tile=None):
                 v[...] = every_v[head * groups // heads]
             fill = partial(drop.fill, sequence, head) if drop else None
             with np.errstate(over="ignore", invalid="ignore"):
-                _sum_values(tiles, fill)
+                passes.sum_values(tiles, fill)
             if not (SAFE[0] < sums.min(initial=1) and sums.max(initial=1) < SAFE[1]):
                 # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
                 # the row maxima as for the exponentials. So only such a head has a shift.
                 np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
-                _sum_values(tiles, fill)
+                passes.sum_values(tiles, fill)
             np.divide(out, sums[:, None], out=every_y[head])
             np.log(sums, out=sums)
             np.subtract(sums, q[:, width], out=log_sums[sequence, head])
-    return y, TiledState(queries, kv, y, log_sums, tile, drop, starts, offset)
+    return y, TiledState(queries, kv, y, log_sums, tile, drop, starts, offset, passes)
 
 
 def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
@@ -160,12 +167,13 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
                     rows,
                     keys,
                     dropped[: own.size].reshape(own.shape),
+                    diagonal + 1 - start,
                 )
             )
     return tiles
 
 
-def _sum_values(tiles, fill):
+def sum_values(tiles, fill):
     """Fill the sums with the row sums of exp(scores), and out with exp(scores) v.
 
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
@@ -213,6 +221,7 @@ class BackwardTile(NamedTuple):
     rows, keys      the queries and keys of this tile
     dropped            (Q, K): the weights after dropout; the weights if there is none
     minus_dots      (Q, 1), of dropout: -dot
+    end             as of a `ForwardTile`
     firsts       (Q,) the column of the first visible key; None: there are no documents
     """
 
@@ -237,6 +246,7 @@ class BackwardTile(NamedTuple):
     keys: slice
     dropped: np.ndarray
     minus_dots: np.ndarray
+    end: int
     firsts: np.ndarray | None = None
 
     def within(self, firsts, is_first):
@@ -254,7 +264,9 @@ BY_QUERY = (
 """The arrays of a tile with a row for each query, or for each of the first queries."""
 
 
-def backward(dy, queries, kv, y, log_sums, tile, drop, starts, offset, dqueries, dkv, arena):
+def backward(
+    dy, queries, kv, y, log_sums, tile, drop, starts, offset, passes, dqueries, dkv, arena
+):
     (batch, heads, count), length, dtype = log_sums.shape, kv.shape[1], queries.dtype
     width = dy.shape[2] // heads
     groups = kv.shape[2] // (2 * width)
@@ -292,7 +304,7 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, starts, offset, dqueries,
                 kt[:width], vt[:width] = every_k[group].T, every_v[group].T
                 k[...] = every_k[group]
             dq.fill(0)
-            _add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
+            passes.add_gradients(tiles, partial(drop.fill, sequence, head) if drop else None)
             np.multiply(dq, scale, out=every_dq[head])
             if number == 0:
                 every_dk[group], every_dv[group] = dk, dv
@@ -342,30 +354,36 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
                     keys,
                     dropped[:size].reshape(shape),
                     minus_dots[rows],
+                    above + 1,
                 )
             )
     return tiles
 
 
-def _add_gradients(tiles, fill):
-    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv.
+def tile_backward(t, fill):
+    """Fill the tile's weights, those after dropout, and the gradient of its scores.
 
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
     """
+    np.matmul(t.q, t.kt, out=t.weights)
+    if t.mask.size:
+        np.add(t.masked, t.mask, out=t.masked)
+    if t.firsts is not None:
+        hide(t.weights, t.firsts)
+    np.exp(t.weights, out=t.weights)
+    np.matmul(t.d, t.vt, out=t.dscores)
+    if fill:
+        fill(t.rows, t.keys, t.dropped)
+        np.multiply(t.dscores, t.dropped, out=t.dscores)
+        np.add(t.dscores, t.minus_dots, out=t.dscores)
+        np.multiply(t.dropped, t.weights, out=t.dropped)
+    np.multiply(t.dscores, t.weights, out=t.dscores)
+
+
+def add_gradients(tiles, fill, fill_tile=tile_backward):
+    """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv."""
     for t in tiles:
-        np.matmul(t.q, t.kt, out=t.weights)
-        if t.mask.size:
-            np.add(t.masked, t.mask, out=t.masked)
-        if t.firsts is not None:
-            hide(t.weights, t.firsts)
-        np.exp(t.weights, out=t.weights)
-        np.matmul(t.d, t.vt, out=t.dscores)
-        if fill:
-            fill(t.rows, t.keys, t.dropped)
-            np.multiply(t.dscores, t.dropped, out=t.dscores)
-            np.add(t.dscores, t.minus_dots, out=t.dscores)
-            np.multiply(t.dropped, t.weights, out=t.dropped)
-        np.multiply(t.dscores, t.weights, out=t.dscores)
+        fill_tile(t, fill)
         if t.is_first:
             np.matmul(t.dropped.T, t.only_d, out=t.dv)
             np.matmul(t.dscores.T, t.only_q, out=t.dk)
@@ -373,6 +391,9 @@ def _add_gradients(tiles, fill):
             np.add(t.dv, np.matmul(t.dropped.T, t.only_d, out=t.part_k), out=t.dv)
             np.add(t.dk, np.matmul(t.dscores.T, t.only_q, out=t.part_k), out=t.dk)
         np.add(t.dq, np.matmul(t.dscores, t.k, out=t.part_q), out=t.dq)
+
+
+PASSES = SimpleNamespace(sum_values=sum_values, add_gradients=add_gradients)
 
 
 def visible(tiles, starts):

@@ -9,7 +9,8 @@ With documents a block skips the keys before the document of its first query.
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class WholeState(NamedTuple):
 
     drop    masks of dropout, or None
     starts  (B, T) first token of each token's document, or None
+    passes  `PASSES`, or those in C++
     """
 
     q: np.ndarray
@@ -48,13 +50,15 @@ class WholeState(NamedTuple):
     blocks: list[QueryBlock]
     drop: AttentionMask | None
     starts: np.ndarray | None
+    passes: Any
 
     def backward(self, dy, dq, dkv, arena):
         _backward(dy, self, dq, dkv, arena)
 
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
-def attended(q, kv, heads, drop, arena, starts=None, offset=0):
+def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
+    passes = passes or PASSES
     (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -87,13 +91,15 @@ def attended(q, kv, heads, drop, arena, starts=None, offset=0):
             scaled = np.multiply(
                 own_q[:, :, rows], width**-0.5, out=every_scaled[:, :, : exp.shape[2]]
             )
-            _exponentials(scaled, k[:, :, keys], mask, masked, ones[keys], exp, inverse, firsts)
+            passes.exponentials(
+                scaled, k[:, :, keys], mask, masked, ones[keys], exp, inverse, firsts
+            )
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
             np.multiply(np.matmul(exp, v[:, :, keys], out=scaled), inverse, out=out[:, :, rows])
-    return y, WholeState(q, kv, heads, blocks, drop, starts)
+    return y, WholeState(q, kv, heads, blocks, drop, starts, passes)
 
 
 def _within(starts, stop, *arrays):
@@ -124,7 +130,7 @@ def _masks(drop, sequence, rows, exp, scratch):
 
 
 def _backward(dy, saved, dq, dkv, arena):
-    q, kv, heads, blocks, drop, starts = saved
+    q, kv, heads, blocks, drop, starts, passes = saved
     (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -163,15 +169,8 @@ def _backward(dy, saved, dq, dkv, arena):
             np.multiply(d[:, :, rows], inverse, out=ds)
             np.multiply(ds, width**-0.5, out=scaled)
             np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
-            weights = exp
-            if masks is not None:
-                dscore *= masks
-                weights = np.multiply(exp, masks, out=masks)
-            _write_or_add(weights, ds, dv[:, keys], is_last, part)
-            np.vecdot(exp, dscore, out=dot[..., 0])
-            dot *= inverse
-            dscore -= dot
-            dscore *= exp
+            passes.scores_backward(exp, inverse, dscore, masks, dot)
+            _write_or_add(exp if masks is None else masks, ds, dv[:, keys], is_last, part)
             np.matmul(dscore, k[:, :, keys], out=own_dq[:, :, rows])
             block_q = own_q[:, :, rows]
             if each > 1:
@@ -180,7 +179,7 @@ def _backward(dy, saved, dq, dkv, arena):
             _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
 
 
-def _exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
+def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
     """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
@@ -213,6 +212,24 @@ def _exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
     np.divide(1, inverse, out=inverse)
+
+
+def scores_backward(exp, inverse, dscore, masks, dot):
+    """Turn the gradient of the weights into that of the scores, in place.
+
+    masks  of dropout, or None; becomes the weights after dropout
+    exp, dscore, masks: (G, R, Q, K); inverse, dot: (G, R, Q, 1); dot is scratch
+    """
+    if masks is not None:
+        dscore *= masks
+        np.multiply(exp, masks, out=masks)
+    np.vecdot(exp, dscore, out=dot[..., 0])
+    dot *= inverse
+    dscore -= dot
+    dscore *= exp
+
+
+PASSES = SimpleNamespace(exponentials=exponentials, scores_backward=scores_backward)
 
 
 def _write_or_add(a, b, out, first, part):

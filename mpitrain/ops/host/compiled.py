@@ -7,10 +7,12 @@ bodies. M rows, C channels, K inputs, N outputs.
 
 import ctypes
 import hashlib
+import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,9 @@ from mpitrain.machine.compiling import (
     locked,
     processor_and_compiler,
 )
-from mpitrain.ops.host import layers
+from mpitrain.ops.host import attention_tiled, attention_whole, layers
+from mpitrain.ops.host.attention import forwards
+from mpitrain.ops.host.attention_whole import SAFE
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 from mpitrain.ops.weightless import has_memory
@@ -69,9 +73,14 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
         "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
         "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
         "layer_norm_backward": [SIZE, SIZE, *[ARRAY] * 9],
+        "weigh_tile": [*[SIZE] * 5, *[ARRAY] * 4],
+        "weigh_block": [*[SIZE] * 5, number, number, *[ARRAY] * 3],
+        "tile_backward": [*[SIZE] * 4, *[ARRAY] * 5],
+        "block_backward": [*[SIZE] * 3, *[ARRAY] * 4],
     }
     for name, types in signatures.items():
         getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
+    passes.weigh_block.restype = ctypes.c_int
     return passes
 
 
@@ -86,8 +95,10 @@ def is_here(stored: str) -> bool:
         return False
 
 
-def bodies() -> dict[str, Callable[..., Any]]:
+def bodies(attention: str = "auto") -> dict[str, Callable[..., Any]]:
     """Return the operations by name.
+
+    attention  as memory.attention
 
     raises  ConfigError or KernelError if this machine cannot compile them
     """
@@ -97,6 +108,7 @@ def bodies() -> dict[str, Callable[..., Any]]:
         "gelu": gelu,
         "layer_norm": layer_norm,
         "layer_norm_backward_input": layer_norm_backward_input,
+        **forwards(attention, TILED, WHOLE)._asdict(),
     }
 
 
@@ -141,6 +153,76 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     if has_memory(dy):
         library(dy.dtype).layer_norm_backward(*dy.shape, *operands)
     return dx, (dgain, dbias)
+
+
+def sum_values(tiles, fill):
+    """As `attention_tiled.sum_values`."""
+    for t in tiles:
+        np.matmul(t.q, t.kt, out=t.scores)
+        if fill:
+            fill(t.rows, t.keys, t.dropped)
+        if has_memory(t.scores):
+            library(t.scores.dtype).weigh_tile(
+                *_rows_of(t.scores),
+                t.end,
+                t.is_first,
+                _integers(t.firsts),
+                t.scores,
+                t.dropped if fill else None,
+                t.sums,
+            )
+        if t.is_first:
+            np.matmul(t.dropped, t.v, out=t.out)
+        else:
+            np.add(t.out, np.matmul(t.dropped, t.v, out=t.part), out=t.out)
+
+
+def tile_backward(t, fill):
+    """Fill the tile's weights, those after dropout, and the gradient of its scores."""
+    np.matmul(t.q, t.kt, out=t.weights)
+    np.matmul(t.d, t.vt, out=t.dscores)
+    drop = (t.dropped, t.minus_dots) if fill else (None, None)
+    if fill:
+        fill(t.rows, t.keys, t.dropped)
+    if has_memory(t.weights):
+        firsts = _integers(t.firsts)
+        library(t.weights.dtype).tile_backward(
+            *_rows_of(t.weights), t.end, firsts, t.weights, t.dscores, *drop
+        )
+
+
+def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
+    """As `attention_whole.exponentials`, which computes where a row needs a shift."""
+    np.matmul(q, k.swapaxes(2, 3), out=exp)
+    if has_memory(exp) and exp.size:
+        end, queries = exp.shape[3] - masked + 1, exp.shape[2]
+        if not library(exp.dtype).weigh_block(
+            *_rows_of(exp), end, queries, *SAFE, _integers(firsts), exp, inverse
+        ):
+            attention_whole.exponentials(q, k, mask, masked, ones, exp, inverse, firsts)
+
+
+def scores_backward(exp, inverse, dscore, masks, dot):
+    """As `attention_whole.scores_backward`."""
+    if has_memory(exp):
+        library(exp.dtype).block_backward(*_rows_of(exp), exp, inverse, dscore, masks)
+
+
+TILED = SimpleNamespace(
+    sum_values=sum_values,
+    add_gradients=partial(attention_tiled.add_gradients, fill_tile=tile_backward),
+)
+WHOLE = SimpleNamespace(exponentials=exponentials, scores_backward=scores_backward)
+
+
+def _rows_of(scores):
+    """Return the number of rows, of columns, and of elements from one row to the next."""
+    *many, columns = scores.shape
+    return math.prod(many), columns, scores.strides[-2] // scores.itemsize
+
+
+def _integers(firsts):
+    return None if firsts is None else np.ascontiguousarray(firsts, np.int64)
 
 
 def _are_plain(first, *others):

@@ -16,13 +16,10 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mpitrain.machine.backend import host_address
+from mpitrain.machine.blas_kernels import in_use
 from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
-AVX512 = ("SkylakeX", "Cooperlake", "SapphireRapids")
-"""OpenBLAS's names for its AVX-512 kernels."""
-AVX2_WAY = "export OPENBLAS_CORETYPE=Haswell"
-"""The command that selects the AVX2 kernels."""
 Pair = tuple[int, int]
 ONE_SUM = 1024
 """Bytes of a column of K numbers that OpenBLAS sums without a break, on every processor.
@@ -76,12 +73,7 @@ def mkl() -> dict[np.dtype, Callable]:
 
 
 def multiplier() -> str:
-    return "MKL" if mkl() else "NumPy"
-
-
-def uses_avx512() -> bool:
-    """Return whether NumPy's OpenBLAS multiplies with its AVX-512 kernels."""
-    return any(pool.get("architecture") in AVX512 for pool in threadpool_info())
+    return "MKL" if mkl() else f"NumPy {in_use()[1]}".strip()
 
 
 @cache

@@ -53,6 +53,27 @@ def linear(x, w, b, arena, out=None, residual=None):
     return into(out, plus(y if b is None else y + b, residual)), x
 
 
+def product_3xtf32(a, b):
+    """Return a b, as device.gemm=3xtf32 means it.
+
+    Each number is the sum of two of TF32, whose products are exact in float32. The product of the
+    two low parts is left out: 2^-22 of a b. The largest float32 numbers, and infinity, give NaN.
+    a: (M, K) float32; b: (K, N) float32
+    """
+    (a_high, a_low), (b_high, b_low) = split_tf32(a), split_tf32(b)
+    return a_low @ b_high + a_high @ b_low + a_high @ b_high
+
+
+def split_tf32(x):
+    """Return (high, low), float32 arrays that sum to x within 2^-23 of it.
+
+    Both are TF32: the last 13 bits are 0. high is the nearest to x; low is cut off.
+    """
+    last = np.uint32(0x1FFF)
+    high = (x.view(np.uint32) + np.uint32(0x1000) & ~last).view(np.float32)
+    return high, ((x - high).view(np.uint32) & ~last).view(np.float32)
+
+
 def logits(x, w, b, arena):
     """Return the result of `linear` for the output layer of a language model.
 

@@ -207,12 +207,12 @@ class AgreeAndUpdate(StepEnd):
         self._gradients_name = recorder.name("the sums of gradients", reducer.members)
         self._norm_name = recorder.name("the norm")
         self.update_name = recorder.name("the parameters")
-        self._exchanged_s = 0.0  # `begin` copies tp.exchanged_s to here
+        self._exchanged_s = 0.0  # `begin` copies grid.exchanged_s to here
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
 
     def begin(self, step: int) -> None:
-        self._exchanged_s = self.replica.grid.tp.exchanged_s
+        self._exchanged_s = self.replica.grid.exchanged_s
         if self._is_spoiled:
             self.reducer.buffer.fill(0)
             self._is_spoiled = False
@@ -229,7 +229,7 @@ class AgreeAndUpdate(StepEnd):
         with exposed:
             self.reducer.wait()
         self.recorder.go_on(wait)
-        exposed.seconds += self.replica.grid.tp.exchanged_s - self._exchanged_s
+        exposed.seconds += self.replica.grid.exchanged_s - self._exchanged_s
         span = self.recorder.compute(self._norm_name)
         stats = self.replica.gradient_stats(step_input, self.reducer.squared)
         self.recorder.end(span)

@@ -4,16 +4,19 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, Layout
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Layer, Loss, Unit
+from mpitrain.layers.base import Layer, Loss, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
+from mpitrain.parallel.tensor.context import Ulysses
 from mpitrain.parallel.tensor.linear import (
     Column,
     ColumnParallelLinear,
@@ -37,11 +40,36 @@ class LayerFactory(Plain):
 
     Its `rows` have a group of one rank, so that a model that names `ColumnParallelLinear` also runs
     on one rank.
+
+    context  the context-parallel group, which divides the tokens of each row; None: no other rank
     """
 
-    def __init__(self, ops: Ops, rows: ReplicatedRows):
+    def __init__(self, ops: Ops, rows: ReplicatedRows, context: Group | None = None):
         super().__init__(ops)
-        self.rows = rows
+        self.rows, self.context = rows, context
+        if context:
+            self.now.tokens = TokenShare(context.rank, context.size)
+
+    def attention(
+        self, width: int, heads: int, kv_heads: int | None = None, *rest: Any, **more: Any
+    ) -> Layer:
+        inner, context = super().attention(width, heads, kv_heads, *rest, **more), self.context
+        if not context:
+            return inner
+        return Ulysses(inner, heads, heads if kv_heads is None else kv_heads, self.rows, context)
+
+    def _heads(self, *arguments: Any) -> Attention:
+        if self.rows.group.size == 1 and not self.context:
+            return super()._heads(*arguments)
+        return HeadAttention(self, self.context, *arguments)
+
+    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
+        if not self.context:
+            return self.rows.filled(shape)
+        n, (sequences, tokens) = self.context.size, shape
+        sequences, tokens = self.rows.filled((sequences, -(-tokens // n)))
+        return sequences, n * tokens
 
     def whole(self, logits: Any, arena: Arena) -> Any:
         """Return all columns of the last layer's output, on every rank."""
@@ -61,7 +89,7 @@ class ShardedLayerFactory(LayerFactory):
     raises  ConfigError, in each constructor, for a number that does not divide by the ranks
     """
 
-    _embedding, _norm, _attention = VocabParallelEmbedding, ReplicatedNorm, HeadAttention
+    _embedding, _norm = VocabParallelEmbedding, ReplicatedNorm
     _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     _split: VocabParallelCrossEntropy | None = None
 
@@ -69,7 +97,7 @@ class ShardedLayerFactory(LayerFactory):
     def _source(self) -> Any:
         return self
 
-    def row_numbers(self, shape: Sequence[int]) -> range:
+    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
         return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
 
@@ -122,15 +150,15 @@ class GroupShape(NamedTuple):
     size: int
 
 
-def layers_for(ops: Ops, group: Group, layout: Layout) -> LayerFactory:
+def layers_for(
+    ops: Ops, group: Group, layout: Layout, context: Group | None = None
+) -> LayerFactory:
+    """Return the layer factory of a tensor-parallel group.    context: as of `LayerFactory`"""
     if group.size == 1:
-        return LayerFactory(ops, ReplicatedRows(group))
-    return ShardedLayerFactory(
-        ops,
-        SequenceSharded(group, layout.keep_gathered)
-        if layout.sequence_parallel
-        else ReplicatedRows(group),
-    )
+        return LayerFactory(ops, ReplicatedRows(group), context)
+    is_divided = layout.sequence_parallel
+    rows = SequenceSharded(group, layout.keep_gathered) if is_divided else ReplicatedRows(group)
+    return ShardedLayerFactory(ops, rows, context)
 
 
 def described(ops: Ops, layout: Layout) -> LayerFactory:
@@ -165,7 +193,7 @@ def check_saved(layers: Plain) -> None:
 
 
 def check_used(layers: Plain, config: Config) -> None:
-    """Raise ConfigError if a key of dropout or of documents needs a layer that the model lacks.
+    """Raise ConfigError if a key of dropout, documents or layout.cp needs a layer that the model lacks.
 
     layers  the factory, after the model has been built with it
     """
@@ -178,11 +206,15 @@ def check_used(layers: Plain, config: Config) -> None:
                 f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
                 f"Set {key} to 0, or make them with the layer factory.",
             )
-    if config.data.attend == "document" and "attention" not in layers.made:
-        raise ConfigError(
-            "data.attend=document needs the layer `attention` of the layer factory, but this model has none.",
-            "Set data.attend to window, or make attention with the layer factory.",
-        )
+    for key, usual, is_set in (
+        ("data.attend=document", "data.attend to window", config.data.attend == "document"),
+        (f"layout.cp={config.layout.cp}", "layout.cp to 1", config.layout.cp > 1),
+    ):
+        if is_set and "attention" not in layers.made:
+            raise ConfigError(
+                f"{key} needs the layer `attention` of the layer factory, but this model has none.",
+                f"Set {usual}, or make attention with the layer factory.",
+            )
 
 
 def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:

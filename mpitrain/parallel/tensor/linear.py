@@ -311,13 +311,23 @@ class Head(Column):
 
 
 class HeadAttention(Attention):
-    """Causal attention of this rank's heads, over whole sequences."""
+    """Causal attention of this rank's heads, over whole sequences.
 
-    def __init__(self, layers: Layers, heads: int, kv_heads: int, *rest: Any):
+    context  the context-parallel ranks, which divide the heads of a tensor-parallel rank, or None
+    """
+
+    def __init__(
+        self, layers: Layers, context: Group | None, heads: int, kv_heads: int, *rest: Any
+    ):
         run = own_run(layers.rows.group, heads, "heads")
         own = own_run(layers.rows.group, kv_heads, "key and value heads")
+        if context:
+            part = own_run(context, len(run), "heads")
+            run = run[part.start : part.stop]
+            own = own_run(context, len(own), "key and value heads")
         super().__init__(layers.ops, len(run), len(own), *rest)
-        self._rows, self.first, self.every = layers.rows, run.start, heads
+        self._rows = ReplicatedRows(layers.rows.group) if context else layers.rows
+        self.first, self.every = run.start, heads
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))

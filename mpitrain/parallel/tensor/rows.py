@@ -205,7 +205,7 @@ def sequences_together(tokens: int, ranks: int) -> int:
 def sequences_of(config: Config) -> int:
     """Return the number of which the sequences of each training micro-batch must be a multiple."""
     return (
-        sequences_together(config.model.context, config.layout.tp)
+        sequences_together(config.model.context // config.layout.cp, config.layout.tp)
         if config.layout.sequence_parallel
         else 1
     )
@@ -218,7 +218,7 @@ def check_rows(config: Config, axes: Axes) -> None:
     raises  ConfigError with the nearest numbers that do
     """
     size, parts = config.batch.size, config.batch.micro_batches
-    tokens, fitting = config.model.context, sequences_of(config)
+    tokens, fitting = config.model.context // axes.cp, sequences_of(config)
     shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
     odd = [rows for rows in shares if rows % fitting]
     if not odd:
@@ -226,7 +226,7 @@ def check_rows(config: Config, axes: Axes) -> None:
     ways = [
         # This size gives all micro-batches the same number of sequences.
         f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
-        f"model.context to {multiples_near(tokens, sequences_together(math.gcd(*shares), axes.tp))}",
+        f"model.context to {multiples_near(tokens * axes.cp, axes.cp * sequences_together(math.gcd(*shares), axes.tp))}",
     ]
     most, left = divmod(size, fitting * axes.dp)
     if not left and axes.pp == 1:

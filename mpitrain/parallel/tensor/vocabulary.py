@@ -51,7 +51,7 @@ class VocabParallelEmbedding(Embedding):
     ):
         super().__init__(layers.ops, vocab, context, width, draw, now, has_table)
         self._rows = layers.rows
-        self._rows.context = context
+        self._rows.context = context // self.now.tokens.ranks
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
 
     def parameters(self):
@@ -70,16 +70,14 @@ class VocabParallelEmbedding(Embedding):
                 "Pass one at a time, or longer ones.",
             )
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        documents = self.now.documents if self.has_table else None
+        places = self.now.places if self.has_table else None
         is_first = not self._rows.group.rank
-        positions = w.get("positions") if is_first and documents is None else None
+        positions = w.get("positions") if is_first and places is None else None
         _, saved = self.ops.embedding(
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
-        if documents is not None:
-            vectors, looked_up = self.ops.embedding(
-                documents.positions, w["positions"], None, arena
-            )
+        if places is not None:
+            vectors, looked_up = self.ops.embedding(places.own, w["positions"], None, arena)
             saved = Lookups(saved, looked_up)
             if is_first:
                 self.ops.add(lease.array, vectors, lease.array, arena)

@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mpitrain.config import Model
-from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.machine.process import blas_threads
 from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.trainer import Trainer
@@ -79,20 +78,11 @@ class Transformers:
         tensors  our parameters, whole, by their full names
         """
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from mpitrain.tools.bench.hugging_face import copied
 
         torch.set_num_threads(blas_threads())
-        architecture = ARCHITECTURES[model.kind]
-        settings = AutoConfig.for_model(**architecture.facts(model, vocabulary, None))
-        self.model: Any = AutoModelForCausalLM.from_config(settings).eval()
-        dtype = next(iter(tensors.values())).dtype
-        self.model.to(getattr(torch, dtype.name))
-        own = self.model.state_dict()
-        for ours, parts in architecture.counterparts(model, vocabulary):
-            for part in parts:
-                array = tensors[ours][part.rows]
-                array = array.T if part.is_transposed else array
-                own[part.name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        self.model = copied(model, vocabulary, tensors).eval()
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """The prompts have the same length."""

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError
-from mpitrain.machine import process
+from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import KINDS, processor
-from mpitrain.tools.doctor.trials import FAILED, in_child
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
@@ -27,7 +26,6 @@ def look() -> "Rank":
     """
     from mpitrain.tools.bench.kernels.host_products import rates
 
-    measured = rates()
     return Rank(
         "",
         process.own_cores(),
@@ -36,7 +34,8 @@ def look() -> "Rank":
         process.shared_memory(),
         process.free_memory("cpu"),
         _kinds(),
-        measured | _rate_of_avx2(measured["NumPy"]),
+        rates(),
+        _kernels(),
     )
 
 
@@ -50,6 +49,7 @@ class Rank(NamedTuple):
     memory      free bytes of main memory
     kinds       values of --device that it can use
     rates       {library: float32 operations per second}, measured while all ranks multiply
+    kernels     those of OpenBLAS, and why; empty where there is no choice
     """
 
     host: str
@@ -60,6 +60,7 @@ class Rank(NamedTuple):
     memory: int
     kinds: list[str]
     rates: dict[str, float]
+    kernels: str = ""
 
 
 def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
@@ -87,6 +88,8 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
     yield "products", described(everyone[0].rates, processor().gains_from_mkl)
+    if kernels := everyone[0].kernels:
+        yield "", f"kernels: {kernels}"
     yield "compiler", _compiler()
     usable = extras()
     yield (
@@ -242,24 +245,17 @@ def _cupy() -> str:
     return f"CuPy uses {process.gpus()} of them"
 
 
-def _rate_of_avx2(rate: float) -> dict[str, float]:
-    """Return {"AVX2": operations per second of OpenBLAS with its kernels for AVX2}.
-
-    Empty unless OpenBLAS multiplies with AVX-512. Both kinds of kernels multiply in children that
-    take turns. Processor time is measured, so that other work does not change their ratio.
-
-    rate  operations per second with the kernels for AVX-512
-    """
-    from mpitrain.ops.host.product import uses_avx512
-    from mpitrain.tools.bench.kernels.host_products import AVX2
-
-    if not uses_avx512():
-        return {}
-    outcomes = [in_child("products", kernels) for kernels in ("", "Haswell", "", "Haswell")]
-    if any(FAILED in outcome for outcome in outcomes):
-        return {}
-    seconds = [float(outcome["seconds"]) for outcome in outcomes]
-    return {AVX2: rate * min(seconds[::2]) / min(seconds[1::2])}
+def _kernels() -> str:
+    """Describe the kernels of OpenBLAS; the first rank of each host compares them anew."""
+    kernels = process.blas_kernels()
+    process.choose_blas_kernels("")
+    best = None
+    if blas_kernels.is_choice():
+        best = blas_kernels.measured(anew=process.launched().local_rank == 0)
+    process.choose_blas_kernels(kernels)
+    if best and kernels in ("", best.kernels):
+        return str(best)
+    return kernels and f"{kernels}, by {process.OPENBLAS_KERNELS}"
 
 
 def _blas() -> tuple[str, int]:

@@ -137,26 +137,7 @@ def imports(_: str) -> dict[str, str]:
     return {"seconds": f"{time.perf_counter() - start:.3f}", "files": str(opened)}
 
 
-def products(kernels: str) -> dict[str, str]:
-    """Multiply matrices; return the processor's seconds.
-
-    kernels  kernels that OpenBLAS shall use; empty: its own choice
-    """
-    if kernels:
-        process.choose_blas_kernels(kernels)
-    from mpitrain.tools.bench.kernels.host_products import seconds
-
-    return {"seconds": str(seconds(clock=time.process_time)["NumPy"])}
-
-
-TRIALS = {
-    "locks": locks,
-    "locked": locked,
-    "mapped": mapped,
-    "shared": shared,
-    "imports": imports,
-    "products": products,
-}
+TRIALS = {"locks": locks, "locked": locked, "mapped": mapped, "shared": shared, "imports": imports}
 """{name: trial}."""
 
 

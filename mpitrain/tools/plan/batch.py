@@ -394,7 +394,7 @@ def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | N
 def report(result: SearchResult) -> Iterator[str]:
     config, axes, room = result.resolved.config, result.resolved.axes, result.fit.room
     yield (
-        f"{config.model.kind}, {result.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{config.model.kind}, {result.parameters:,} parameters; {axes.product}, "
         f"{result.resolved.plan.micro_batches} micro-batch(es) in a step, {config.device.kind}"
     )
     yield (

@@ -46,15 +46,15 @@ class Counted(NamedTuple):
 
 
 def ranks_of(config: Config) -> int:
-    """Return the number of ranks: dp * tp * pp, and servers; an unset dp counts as 1."""
+    """Return the number of ranks: dp * cp * tp * pp, and servers; an unset dp counts as 1."""
     layout = config.layout
-    return max(1, layout.dp) * layout.tp * layout.pp + servers_of(config)
+    return max(1, layout.dp) * layout.cp * layout.tp * layout.pp + servers_of(config)
 
 
 def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
     ranks = ranks_of(unresolved)
-    job, source, units = alone(unresolved, ranks)
+    job, source, units = alone(unresolved, ("",) * ranks)
     config, axes, plan, device = job.config, job.axes, job.plan, job.device
     shards = divisor(axes, ("",) * ranks, config.replication.shard)
     state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
@@ -71,7 +71,7 @@ def count(unresolved: Config) -> Counted:
 def table(counted: Counted) -> Iterator[str]:
     config, axes = counted.config, counted.axes
     yield (
-        f"{config.model.kind}, {counted.parameters:,} parameters; dp {axes.dp} x tp {axes.tp} x pp {axes.pp}, "
+        f"{config.model.kind}, {counted.parameters:,} parameters; {axes.product}, "
         f"{config.batch.micro_batches} micro-batch(es) of {counted.rows} row(s), {config.device.kind}"
     )
     if advice := slow_heads(config):

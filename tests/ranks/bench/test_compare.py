@@ -59,9 +59,25 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
 
 
 LAYOUTS = {
-    2: ["ring", "tp2+accumulate3", "tp2+sequence", "pp2:gpipe", "pp2:interleaved", "pp2:zb-v"],
-    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half"],
-    4: ["ring", "pp2:zero-bubble", "tp2+pp2+sequence", "tp4+sequence", "tp2+dp2+accumulate2"],
+    2: [
+        "ring",
+        "tp2+accumulate3",
+        "tp2+sequence",
+        "pp2:gpipe",
+        "pp2:interleaved",
+        "pp2:zb-v",
+        "ulysses2+accumulate3",
+    ],
+    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half", "ulysses3+recompute"],
+    4: [
+        "ring",
+        "pp2:zero-bubble",
+        "tp2+pp2+sequence",
+        "tp4+sequence",
+        "tp2+dp2+accumulate2",
+        "ulysses2+tp2+sequence",
+        "ulysses2+pp2:gpipe",
+    ],
 }
 
 
@@ -70,7 +86,7 @@ LLAMA = ["model.kind=llama", "model.kv_heads=4", "model.width=24"]
 
 @pytest.mark.parametrize(("ranks", "kind"), [*((ranks, []) for ranks in LAYOUTS), (4, LLAMA)])
 def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks, kind):
-    settings = ["run.steps=2", "model.width=12", "model.heads=12", *kind]
+    settings = ["run.steps=2", "model.width=12", "model.heads=12", "model.context=12", *kind]
     rows = measured(LAYOUTS[ranks], "a" * ranks, *settings)
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
@@ -86,7 +102,7 @@ SHARDED = {
         *("zero1+tp2+sequence", "zero2+tp2+sequence", "zero3+tp2+sequence"),
         *("zero1+pp2:1f1b", "zero2+pp2:gpipe", "zero3+pp2:gpipe", "zero3+pp2:breadth-first"),
         *("lora2+zero1+tp2", "lora2+zero3+tp2", "lora2+zero2+pp2:gpipe"),
-        *("pp2:async", "pp2:async-2bw", "pp2:async+tp2"),
+        *("pp2:async", "pp2:async-2bw", "pp2:async+tp2", "ulysses2+zero3", "lora2+ulysses4"),
     ],
 }
 

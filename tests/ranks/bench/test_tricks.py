@@ -22,6 +22,7 @@ def tried(ranks, names, *settings):
     return {each.name: each for each in run_ranks(ranks, one)[0]}
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"]), (3, [])])
 def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     names = [name for name in TRICKS if name != "compiled passes"]
@@ -35,6 +36,7 @@ def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
 
 
+@pytest.mark.counted
 def test_bytes_are_the_counted_ones_where_the_update_needs_more_than_the_activations():
     (found,) = tried(2, ["recomputation"], *TINY, "batch.micro_batches=4", "batch.size=8").values()
     assert checks([found])[0] == (2, 2)
@@ -56,7 +58,19 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
 @pytest.mark.parametrize(
     "ranks, settings, absent",
     [
-        (1, TINY, {"ZeRO 1", "ZeRO 2", "ZeRO 3", "overlap", "wire int8", "sequence parallelism"}),
+        (
+            1,
+            TINY,
+            {
+                "ZeRO 1",
+                "ZeRO 2",
+                "ZeRO 3",
+                "overlap",
+                "wire int8",
+                "sequence parallelism",
+                "context parallelism",
+            },
+        ),
         (
             2,
             [*TINY, "layout.pp=2", "pipeline.schedule=gpipe"],
@@ -67,7 +81,8 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
             [*TINY, "replication.mode=master"],
             {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
         ),
-        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism"}),
+        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism", "context parallelism"}),
+        (3, TINY, {"context parallelism", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
         (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
         (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),

@@ -35,6 +35,8 @@ LAYOUTS = {
     "tp": (2, ["layout.tp=2"]),
     "own rows": (2, [*OWN_ROWS, "batch.micro_batches=2"]),
     "own rows, recompute": (2, [*OWN_ROWS, "memory.recompute=unit"]),
+    "cp": (3, ["layout.cp=3", "memory.recompute=unit"]),
+    "cp and own rows": (6, [*OWN_ROWS, "layout.cp=3"]),
     "gpipe": (2, [*PIPE, "pipeline.schedule=gpipe"]),
     "1f1b": (2, [*PIPE, "model.tied=true"]),
     "zero-bubble": (2, [*PIPE, "pipeline.schedule=zero-bubble", "memory.recompute=2"]),
@@ -72,9 +74,9 @@ class Masks:
                 (layer.number, layer.layers.now.step),
                 np.full((self._rows, layer.columns or width), -1, np.int8),
             )
-            region = whole[mine.start : mine.stop, layer.column : layer.column + width]
-            assert np.all((region == -1) | (region == mask.reshape(-1, width)))
-            region[...] = mask.reshape(-1, width)
+            region = np.ix_(mine, range(layer.column, layer.column + width))
+            assert np.all((whole[region] == -1) | (whole[region] == mask.reshape(-1, width)))
+            whole[region] = mask.reshape(-1, width)
 
 
 def losses(transport, config, steps):

@@ -361,6 +361,7 @@ SERVERS = "replication.mode=server"
             ["layout.dp=2"],
             "Start with `mpitrain launch -n 2 -- train`, or change --dp (0 takes all ranks).",
         ),
+        (5, ["layout.cp=2", "layout.tp=2"], "change --cp or --tp."),
         (3, ["layout.tp=2"], "Start with `mpitrain launch -n 2 -- train`, or change --tp."),
         (1, ["layout.dp=2", "layout.pp=2"], "or change --dp (0 takes all ranks) or --pp."),
         (

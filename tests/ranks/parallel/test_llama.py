@@ -130,17 +130,26 @@ def test_the_pytorch_program_computes_as_transformers():
     assert (found - truth).abs().max() <= 1e-4 * truth.abs().max()
 
 
+LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
     "dp 3": (3, []),
     "zero 3": (2, ["replication.zero=3", "batch.micro_batches=2"]),
-    "tp 2": (2, ["layout.tp=2"]),
+    "tp 2": (2, ["layout.tp=2", *LLAMA3]),
     "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     "pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", "model.tied=true"]),
     "recomputed": (2, ["layout.tp=2", "memory.recompute=unit", "memory.logit_chunks=2"]),
     "one kv head, dp 2, pp 2": (
         4,
-        ["model.kv_heads=1", "layout.pp=2", "batch.micro_batches=2", "memory.recompute=attention"],
+        [
+            *LLAMA3,
+            "model.kv_heads=1",
+            "layout.pp=2",
+            "batch.micro_batches=2",
+            "memory.recompute=attention",
+        ],
     ),
+    "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
+    "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
     "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),
 }
 
@@ -180,7 +189,11 @@ def test_the_simulator_trains_as_the_host(settings):
 def test_packed_documents_train_as_in_rows_of_their_own():
     shape = [one for one in LLAMA if one.startswith("model") and "context" not in one]
     steps, evaluated, tensors = trained(1, Alone(), *shape, "batch.size=21")[0]
-    for ranks, settings in ((1, ["memory.attention=tiled"]), (2, ["layout.tp=2"])):
+    for ranks, settings in (
+        (1, ["memory.attention=tiled"]),
+        (2, ["layout.tp=2"]),
+        (2, ["layout.cp=2"]),
+    ):
         for own, own_evaluated, own_tensors in trained(ranks, Packed(), *CUT, *shape, *settings):
             assert np.abs(np.subtract(own, steps)).max() <= 1e-12
             assert np.abs(np.subtract(own_evaluated, evaluated)).max() <= 1e-12

@@ -209,6 +209,38 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
 
 
 @pytest.mark.parametrize(
+    "settings, layouts",
+    [
+        (["batch.micro_batches=2"], [(1, 2, 1, 2, []), (2, 3, 1, 1, ["replication.zero=3"])]),
+        (["model.tied=true"], [(1, 2, 3, 1, ["memory.recompute=unit"])]),
+    ],
+    ids=["micro-batches", "tied"],
+)
+def test_ranks_that_divide_tokens_train_20_steps_as_one_rank_does(settings, layouts):
+    steps, settings = 20, [*ONE, *settings, "run.steps=20", "model.width=24", "batch.size=6"]
+    alone = run_ranks(1, curve, configured(*settings), steps)
+    for dp, cp, tp, pp, more in layouts:
+        layout = [f"layout.cp={cp}", f"layout.tp={tp}", f"layout.pp={pp}", *more]
+        found = run_ranks(dp * cp * tp * pp, curve, configured(*settings, *layout), steps)
+        check_equal(alone, found, steps=steps)
+
+
+def test_rows_that_are_shorter_than_the_context_are_padded():
+    """7 tokens on 3 ranks: the last rank has one, and two that do not count."""
+
+    def told(transport, *layout):
+        trainer = build(transport, configured(*ONE, *layout), source=Tokens(251, 24)).trainer
+        tokens = np.random.default_rng(7).integers(251, size=(12, 8))
+        rows = tokens[trainer.share().start : trainer.share().stop]
+        steps = [trainer.step(step, rows[:, :-1], rows[:, 1:])[:2] for step in range(2)]
+        return *np.ravel(steps), *np.ravel(trainer.logits(rows[:1, :-1]))[:40].tolist()
+
+    (alone,) = run_ranks(1, told)
+    for found in run_ranks(3, told, "layout.cp=3"):
+        assert np.abs(np.subtract(found, alone)).max() <= 1e-9
+
+
+@pytest.mark.parametrize(
     "dp, wire, own_rows",
     [(2, "fp16", "false"), (2, "int8", "true"), (3, "int8", "false"), (3, "fp16", "true")],
 )
@@ -272,7 +304,7 @@ def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
 
     path = run_ranks(3, begun)[0]
     ((_, first),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
-    for ranks, tp, own_rows in ((6, 6, "false"), (4, 2, "true")):
+    for ranks, tp, cp, own_rows in ((6, 6, 1, "false"), (6, 2, 3, "false"), (4, 2, 1, "true")):
         path = run_ranks(
             ranks,
             passed_on,
@@ -280,6 +312,7 @@ def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
             tp,
             tmp_path / f"{ranks} {tp}",
             f"layout.sequence_parallel={own_rows}",
+            f"layout.cp={cp}",
         )[0][0]
     ((_, last),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone again")
     assert {"parameters", "first_moment", "second_moment"} <= set(first) == set(last) and np.any(

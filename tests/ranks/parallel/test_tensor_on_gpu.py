@@ -62,13 +62,21 @@ def a_gpt(transport, settings):
     return [*found, np.array(trainer.evaluate(source))]
 
 
-@pytest.mark.parametrize("job", [own_layers, a_gpt])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_columns_are_copied_on_a_gpu_as_in_the_simulator(job, ranks, monkeypatch):
-    tp = f"layout.tp={ranks}"
-    simulated = run_ranks(ranks, job, [tp, "device.kind=cuda-sim"])
+@pytest.mark.parametrize(
+    "job, axis, ranks",
+    [
+        (own_layers, "tp", 1),
+        (own_layers, "tp", 2),
+        (a_gpt, "tp", 1),
+        (a_gpt, "tp", 2),
+        (a_gpt, "cp", 2),
+    ],
+)
+def test_columns_are_copied_on_a_gpu_as_in_the_simulator(job, axis, ranks, monkeypatch):
+    layout = f"layout.{axis}={ranks}"
+    simulated = run_ranks(ranks, job, [layout, "device.kind=cuda-sim"])
     gpu.play(monkeypatch)
-    on_gpu = run_ranks(ranks, job, [tp, "device.kind=cuda", "device.cuda_aware=no"])
+    on_gpu = run_ranks(ranks, job, [layout, "device.kind=cuda", "device.cuda_aware=no"])
     for one, other in zip(simulated, on_gpu, strict=True):
         assert all(map(np.array_equal, one, other))
     assert cupy.faults == []

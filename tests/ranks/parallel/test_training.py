@@ -135,6 +135,7 @@ def test_tiled_attention_trains_as_whole_on_every_layout():
         (1, "batch.micro_batches=3"),
         (2, "layout.tp=2"),
         (2, "layout.tp=2", "layout.sequence_parallel=true"),
+        (2, "layout.cp=2"),
         (2, "layout.pp=2", "pipeline.schedule=zero-bubble"),
         (2, "replication.zero=3"),
     ):

@@ -64,6 +64,7 @@ def stepped(transport, config):
     return trainer.arena.peak, trainer.resolved
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("ranks, settings", JOBS)
 def test_the_answer_runs_and_one_unit_more_does_not(ranks, settings, monkeypatch):
     # The noise and the times have tests of their own.

@@ -50,6 +50,7 @@ def curve(transport, settings):
     return np.array([*facts, trainer.evaluate(source)])
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("frozen", [[], [FROZEN]])
 def test_every_layout_has_the_curve_and_activation_count_of_one_rank(frozen):
     truth = run_ranks(1, curve, [*EXACT, *frozen])[0]
@@ -59,6 +60,7 @@ def test_every_layout_has_the_curve_and_activation_count_of_one_rank(frozen):
             assert np.all(np.abs(found - truth) <= 1e-9 * (1 + np.abs(truth))), name
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("tile", [1, 2000])
 def test_the_size_of_a_tile_changes_no_result_but_by_rounding(tile, monkeypatch):
     truth = run_ranks(1, curve, EXACT)[0]
@@ -67,6 +69,7 @@ def test_the_size_of_a_tile_changes_no_result_but_by_rounding(tile, monkeypatch)
     assert np.all(np.abs(found - truth) <= 1e-9 * (1 + np.abs(truth)))
 
 
+@pytest.mark.counted
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "settings, tolerance",

@@ -10,6 +10,8 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.training import MLP, TINY, configured
 
+pytestmark = pytest.mark.counted
+
 LLAMA = ["model.kind=llama", "model.kv_heads=2", "model.heads=4", "model.qkv_bias=true"]
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
 LAYOUTS = {
@@ -45,6 +47,9 @@ LAYOUTS = {
         2,
         ["layout.tp=2", "layout.sequence_parallel=true", *DOCUMENTS],
     ),
+    "cp": (4, ["layout.cp=2", "memory.recompute=unit", *DOCUMENTS]),
+    "cp, all axes": (4, ["layout.cp=2", "layout.pp=2", "model.dropout=0.2"]),
+    "cp, tp": (4, ["layout.cp=2", "layout.tp=2", "layout.sequence_parallel=true", "model.heads=4"]),
     "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
     "dropout": (
         2,
@@ -69,6 +74,7 @@ SIMULATED = {
     "kernels, tp": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
     "kernels, documents": (1, ["batch.micro_batches=5", *DOCUMENTS]),
+    "kernels, cp": (2, ["layout.cp=2", "model.dropout=0.2"]),
     "kernels, llama": (2, [*LLAMA, "layout.tp=2", "memory.recompute=attention"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
@@ -141,6 +147,15 @@ def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, lay
     built(f"batch.micro_batches={found}")
     with pytest.raises(ConfigError, match="activations"):
         built(f"batch.micro_batches={found - 1}")
+
+
+def test_a_context_that_is_refused_on_one_rank_trains_on_four_that_divide_it():
+    """Each rank is on a host of its own; activations fall to a quarter, and state does not."""
+    common = [*TINY, "model.heads=4", "model.context=256", "batch.size=4", "memory.limit_gb=0.004"]
+    with pytest.raises(ConfigError, match="for activations on this host"):
+        run_ranks(1, peaks, common)
+    for counted, measured in run_ranks(4, peaks, [*common, "layout.cp=4"], hosts="abcd"):
+        assert counted == measured < 0.004e9
 
 
 @pytest.mark.parametrize(

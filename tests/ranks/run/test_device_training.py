@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.kernels.source import package_sources
 from mpitrain.machine import cuda
+from mpitrain.ops.device import KERNELS
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.replicas import replicas_equal
@@ -29,6 +31,8 @@ TINY = [
     "replication.algorithm=ring",
 ]
 STEPS = 3
+LATE = {"adamw", "add_into", "decode_fp16", "decode_int8", "encode_fp16", "encode_int8", "convert"}
+"""Kernels that a step launches and a counted one does not: the update, and those of messages."""
 
 
 def curve(transport, folder, settings):
@@ -81,19 +85,19 @@ def test_kernels_on_the_simulator_train_as_the_cpu_does(tmp_path):
     assert np.all(np.abs(simulated[:, 0] / on_cpu[:, 0] - 1) <= 1e-4)
 
 
-def test_a_library_s_products_train_as_our_own_do(tmp_path):
-    tiled, library = (
+def test_products_of_a_library_and_of_three_tf32_train_as_our_own_do(tmp_path):
+    tiled, *others = (
         curves(2, tmp_path / gemm, "device.kind=cuda-sim", f"device.gemm={gemm}")[0]
-        for gemm in ("tiled", "library")
+        for gemm in ("tiled", "library", "3xtf32")
     )
-    assert np.all(np.abs(library[:, 0] / tiled[:, 0] - 1) <= 1e-4) and not np.array_equal(
-        library, tiled
-    )
+    for other in others:
+        assert np.all(np.abs(other[:, 0] / tiled[:, 0] - 1) <= 1e-4)
+        assert not np.array_equal(other, tiled)
 
 
 @pytest.mark.parametrize(
     "cuda_aware, wire, gemm",
-    [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "tiled")],
+    [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "3xtf32")],
 )
 def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(
     cuda_aware, wire, gemm, tmp_path, monkeypatch
@@ -107,6 +111,13 @@ def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(
     )
     assert same(simulated, on_gpu)
     assert cupy.faults == []
+    engine = KERNELS["cuda"]().engine
+    sources = {name: stem for stem, file in package_sources().items() for name in file.kernels}
+    prepared = {one for each in engine.prepared.values() for one in each}
+    launched = {each[:2] for launches in engine.noted.values() for each in launches}
+    late = {name for name, words in launched if (sources[name], words) not in prepared}
+    assert len(engine.prepared) == 3
+    assert late <= LATE, "the ranks of a host compile the kernels of a step together"
 
 
 def test_gpus_that_reduce_each_other_s_memory_train_as_by_messages(tmp_path, monkeypatch):

@@ -111,6 +111,9 @@ LAYOUTS = [
     (4, ["layout.tp=2", "layout.pp=2"]),
     (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     (3, ["replication.zero=3", "batch.micro_batches=2"]),
+    (2, ["layout.cp=2", "memory.recompute=unit"]),
+    (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
+    (4, ["layout.cp=2", "layout.pp=2", "batch.micro_batches=3"]),
     (3, ["replication.mode=master", "batch.micro_batches=2"]),
     (3, ["replication.mode=server", "replication.servers=1", "replication.update=sync"]),
 ]
@@ -153,7 +156,12 @@ def test_an_asynchronous_pipeline_cuts_at_its_own_documents(ranks):
 
 @pytest.mark.parametrize(
     "ranks, settings",
-    [(1, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2", "batch.micro_batches=2"])],
+    [
+        (1, []),
+        (2, ["layout.tp=2"]),
+        (2, ["layout.pp=2", "batch.micro_batches=2"]),
+        (2, ["layout.cp=2"]),
+    ],
     ids=str,
 )
 @pytest.mark.compile
@@ -172,7 +180,12 @@ def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
 def test_dropout_within_documents_is_the_same_in_any_layout():
     common = [*CUT, "model.attention_dropout=0.3"]
     one = trained(1, Packed(), *common)[0][0]
-    for ranks, settings in ((2, []), (2, ["layout.tp=2"]), (2, ["layout.pp=2"])):
+    for ranks, settings in (
+        (2, []),
+        (2, ["layout.tp=2"]),
+        (2, ["layout.pp=2"]),
+        (2, ["layout.cp=2"]),
+    ):
         other = trained(ranks, Packed(), *common, *settings)[0][0]
         assert np.abs(np.subtract(one, other)).max() <= 1e-12
 
@@ -191,9 +204,10 @@ def test_documents_need_a_separator_or_packing():
         open_source("digits", T, "float32", reading=Reading(attend="document"))
 
 
-def test_documents_need_attention_of_the_layer_factory():
+@pytest.mark.parametrize("ranks, settings", [(1, CUT), (2, ["layout.cp=2"])])
+def test_documents_and_layout_cp_need_attention_of_the_layer_factory(ranks, settings):
     def go(transport):
-        config = configured(*MASKED, *CUT)
+        config = configured(*MASKED, *settings)
         layers = Plain(device_for("cpu").ops)
         Trainer(
             transport,
@@ -201,8 +215,8 @@ def test_documents_need_attention_of_the_layer_factory():
             config,
         )
 
-    with pytest.raises(ConfigError, match="needs the layer"):
-        run_ranks(1, go)
+    with pytest.raises(ConfigError, match=f"{settings[0]} needs the layer"):
+        run_ranks(ranks, go)
 
 
 def test_a_packed_run_learns_in_any_layout_and_resumes(tmp_path):

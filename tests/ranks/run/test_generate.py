@@ -21,7 +21,8 @@ TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16",
 EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]
 PROMPTS = [[3, 5, 7], [11], [*range(20)], [2] * 15, [40, 1]]
 COUNT = 40  # goes past the context of 16 several times
-LLAMA = ["model.kind=llama", "model.heads=4", "model.kv_heads=2"]
+LLAMA = ["model.kind=llama", "model.heads=4", "model.kv_heads=2", "model.qkv_bias=true"]
+LLAMA += ["model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
     "one rank": (1, []),
     "tp 2": (2, ["layout.tp=2"]),
@@ -29,6 +30,7 @@ LAYOUTS = {
     "pp 2": (2, ["layout.pp=2"]),
     "pp 2, two chunks": (2, ["layout.pp=2", "pipeline.schedule=interleaved"]),
     "tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", "layout.sequence_parallel=true"]),
+    "cp 2, pp 2": (4, ["layout.cp=2", "layout.pp=2"]),
     "dp 3": (3, []),
     "dp 2, tied, tp 2": (4, ["layout.tp=2", "model.tied=true"]),
     "zero 3, dp 2, pp 2": (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -15,10 +16,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
+from mpitrain.layers.base import backward
 from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run import hooks, loop, watchdog
 from mpitrain.run.build import build, configured, model, open_run
@@ -48,8 +52,8 @@ def test_a_stop_request_during_a_step_ends_the_run_after_it(book, tmp_path, monk
     assert newest(tmp_path / "run/checkpoints").name == "step-00000003"
 
 
-class Killed(Exception):
-    """Stands for a job that dies."""
+class Killed(BaseException):
+    """Stands for a job that dies: no rank hears of it."""
 
 
 def dies(*arguments, **more):
@@ -263,6 +267,97 @@ class NotFinite:
         monkeypatch.setattr(Trainer, "step", counted)
 
 
+class Planted:
+    """A layer with a NaN in its output, in the gradient of its input, or in that of a parameter."""
+
+    def __init__(self, layer, at, is_now):
+        self._layer, self._at, self._is_now = layer, at, is_now
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    def forward(self, w, x, arena):
+        if self._at == "parameter" and self._is_now():
+            w["up"]["weight"][-1, -1] = np.nan
+        y, saved = self._layer.forward(w, x, arena)
+        if self._at == "output" and self._is_now():
+            y[-1] = np.nan
+        return y, saved
+
+    def backward(self, w, dy, saved, dw, arena):
+        dx = backward(self._layer, w, dy, saved, dw, arena)
+        return self._spoilt(dx, dw)
+
+    def backward_input(self, w, dy, saved, arena):
+        dx, pending = self._layer.backward_input(w, dy, saved, arena)
+        return self._spoilt(dx, None), pending
+
+    def backward_weight(self, pending, dw, arena):
+        self._layer.backward_weight(pending, dw, arena)
+        self._spoilt(None, dw)
+
+    def _spoilt(self, dx, dw):
+        if self._is_now():
+            if self._at == "gradient" and dw is not None:
+                dw["up"]["weight"].array[-1, -1] = np.nan
+            if self._at == "input" and dx is not None:
+                dx[-1] = np.nan
+        return dx
+
+
+UNIT = "blocks.0.mlp"
+PLANTED = {
+    "parameter": f"the parameter {UNIT}.up.weight",
+    "output": f"the output of {UNIT}",
+    "input": f"the gradient of the input of {UNIT}",
+    "gradient": f"the gradient of {UNIT}.up.weight",
+}
+MICRO = ["batch.micro_batches=3", "model.layers=2", "model.heads=2"]
+
+
+@pytest.mark.parametrize("at", PLANTED)
+@pytest.mark.parametrize(
+    "ranks, planted, settings",
+    [
+        (1, 0, ["memory.recompute=unit"]),
+        (2, 1, []),
+        (2, 1, ["layout.tp=2"]),
+        (2, 0, ["layout.pp=2", "pipeline.schedule=zero-bubble"]),
+        (3, 2, ["replication.zero=2", "batch.size=9"]),
+        (2, 0, ["replication.zero=3"]),
+        (3, 1, ["replication.mode=master", "batch.micro_batches=1"]),
+    ],
+    ids=str,
+)
+def test_a_bad_step_is_located(ranks, planted, settings, at, book, monkeypatch):
+    step, micro = Trainer.step, 0 if "batch.micro_batches=1" in settings else 1
+
+    def stepping(trainer, index, *rest):
+        if not index and trainer.transport.rank == planted:
+            is_now = lambda: trainer.pipe.now.step == 2 and trainer.pipe.micro == micro  # noqa: E731
+            for stage in trainer.pipe.stages.values():
+                stage.replace_layers(
+                    lambda layer, unit: Planted(layer, at, is_now) if unit == UNIT else layer
+                )
+        return step(trainer, index, *rest)
+
+    monkeypatch.setattr(Trainer, "step", stepping)
+    with pytest.raises(TrainingError, match=r"Step 3 has loss") as error:
+        go(ranks, [*book, *MICRO, *settings])
+    assert error.value.agreed
+    # A parameter stays bad, so it is found in the first micro-batch.
+    within = r"\d" if at == "parameter" else micro + 1
+    where = rf"{PLANTED[at]} on rank {planted} \(localhost\) in micro-batch {within}\."
+    assert re.search(rf"repeated, it has {where}$", error.value.law), error.value.law
+
+
+def test_a_step_that_is_finite_when_repeated_accuses_no_array(book):
+    with pytest.raises(
+        TrainingError, match=r"not finite; repeated, no rank computes such an array"
+    ):
+        go(2, [*book, "run.inject=nan:1@2"])
+
+
 @pytest.mark.parametrize("mode", ["all-reduce", "server"])
 def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
     diverging = [
@@ -465,7 +560,31 @@ def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
         folder = tmp_path / f"run/checkpoints/step-{one['step']:08d}"
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
-        assert 0 < one["checkpoint_s"] < one["wall_s"]
+        assert 0 < one["checkpoint_pause_s"] <= one["checkpoint_s"] < one["wall_s"]
+
+
+def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_path):
+    keys = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4"]
+    go(2, [*book, *keys, "run.steps=10", "run.eval_every=5", "checkpoint.background=true"])
+    words = ["runs", "checkpoints", str(tmp_path / "run")]
+    listed = CliRunner().invoke(commands, words)
+    assert listed.exit_code == 0 and "verified" not in listed.output
+    rows = [line.split() for line in listed.output.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["4", "8", "10"] and rows[2][-2:] == ["best,", "newest"]
+    nbytes = sum(
+        file.stat().st_size for file in (tmp_path / "run/checkpoints/step-00000008").iterdir()
+    )
+    assert abs(float(rows[1][1]) - nbytes / 1e6) < 0.06
+    assert CliRunner().invoke(commands, [*words, "--verify"]).output.count("verified") == 3
+    damaged = tmp_path / "run/checkpoints/step-00000008/state-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    listed = CliRunner().invoke(commands, [*words, "--verify"])
+    assert listed.exit_code == 1 and listed.output.count("verified") == 2
+    assert f"{damaged} was altered: block 0" in listed.output
+    with pytest.raises(
+        MpitrainError, match=r"keep_every 4 must be a multiple of checkpoint.every 3"
+    ):
+        parse(with_settings({}, [*keys, "checkpoint.every=3"]))
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3))
@@ -500,6 +619,7 @@ def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, mon
     assert records(tmp_path)[-1]["step"] < 1000
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 def test_copies_without_room_are_refused_or_not_made(ranks, book, tmp_path):
     limit = f"memory.limit_gb={(9e4 * ranks + 1e5) / 1e9}"
@@ -605,13 +725,7 @@ def assert_ended(tmp_path, *more):
 
 @pytest.mark.parametrize(
     "ranks, settings",
-    [
-        (1, []),
-        (2, ["layout.tp=2"]),
-        (2, ["layout.pp=2"]),
-        (3, ["replication.zero=1"]),
-        (5, ["replication.zero=3", "batch.size=10"]),
-    ],
+    [(1, []), (2, ["layout.pp=2"]), (5, ["replication.zero=3", "batch.size=10"])],
     ids=str,
 )
 def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
@@ -630,16 +744,22 @@ def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "name, counts",
-    [("prepare", (2, 3, 5)), ("_finish", (3, 6)), ("put_in_place", (3,)), ("drop_old", (3, 4, 6))],
+    "owner, name, counts, ranks, layout",
+    [
+        (Trainer, "step", (5, 8), 1, "layout.dp=1"),
+        (saving, "prepare", (2, 3, 5), 2, "layout.tp=2"),
+        (saving, "_finish", (3, 6), 2, "layout.pp=2"),
+        (saving, "put_in_place", (3,), 3, "replication.zero=1"),
+        (manifest, "drop_old", (3, 4, 6), 3, "replication.zero=3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("background", ("true", "false"))
-def test_a_kill_at_any_save_leaves_the_best_checkpoint(
-    name, counts, background, book, tmp_path, monkeypatch
+def test_a_kill_at_any_time_leaves_the_best_checkpoint(
+    owner, name, counts, ranks, layout, background, book, tmp_path, monkeypatch
 ):
-    owner, calls = manifest if name == "drop_old" else saving, []
     falling(monkeypatch, tmp_path / "copy")
-    real = getattr(owner, name)
+    calls, real = [], getattr(owner, name)
 
     def killed(*arguments):
         calls.append(1)
@@ -648,10 +768,10 @@ def test_a_kill_at_any_save_leaves_the_best_checkpoint(
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, killed)
-    settings = [*book, *BEST, f"checkpoint.background={background}"]
+    settings = [*book, *BEST, layout, f"checkpoint.background={background}"]
     for resume in ("no", *["auto"] * len(counts)):
         with suppress(Killed):
-            go(1, settings, resume)
+            go(ranks, settings, resume)
     assert len(calls) >= counts[0]
     assert_ended(tmp_path, "09")  # A kill while old checkpoints are removed may leave one.
 

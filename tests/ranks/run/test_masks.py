@@ -110,6 +110,7 @@ LAYOUTS = [
     (2, ["layout.pp=2", "batch.micro_batches=3"]),
     (4, ["layout.dp=2", "layout.pp=2", "batch.micro_batches=3"]),
     (4, ["layout.dp=2", "layout.tp=2"]),
+    (4, ["layout.dp=2", "layout.cp=2"]),
     (3, ["replication.zero=1"]),
     (3, ["replication.zero=2", "batch.micro_batches=2"]),
     (3, ["replication.zero=3", "batch.micro_batches=2"]),
@@ -121,7 +122,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "made, ranks, settings",
-    [*((MaskedTokens, *one) for one in LAYOUTS), *((packed, *one) for one in LAYOUTS[:12])],
+    [*((MaskedTokens, *one) for one in LAYOUTS), *((packed, *one) for one in LAYOUTS[:13])],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_losses_norms_and_parameters_are_pytorchs_over_the_whole_batch(made, ranks, settings):

@@ -322,6 +322,7 @@ class Lying:
         return self._lie(y), saved
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(
     "lie, value",
     [

@@ -67,6 +67,7 @@ def reference():
         (3, []),
         (2, ["layout.tp=2"]),
         (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+        (2, ["layout.cp=2", "memory.logit_chunks=3"]),
         (2, ["layout.pp=2"]),
         (4, ["layout.tp=2"]),
         (4, ["layout.tp=2", "layout.pp=2"]),

@@ -22,6 +22,8 @@ from tests.rows import replaced
 from tests.runs import go, records
 from tests.training import MLP, TINY, configured
 
+pytestmark = pytest.mark.counted
+
 
 def works(ranks, *settings):
     """The work of a step, the configuration and the parameters, as each rank finds them."""

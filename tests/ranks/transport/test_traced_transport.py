@@ -270,6 +270,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     [
         (1, []),
         (5, ["replication.zero=3"]),
+        (2, ["layout.cp=2", "model.heads=2"]),
         (2, ["device.kind=cuda-sim"]),
         *(
             (3, [f"replication.{key}" for key in keys])
@@ -308,7 +309,12 @@ def test_in_every_mode_the_breakdown_sums_to_the_whole(
                 described(trace, record)
             )
         assert (DEVICE in trace.records["kind"]) == ("device.kind=cuda-sim" in settings)
-        assert trace.facts["peak_activation_bytes"] > 0 or trace.facts["place"] is None
+        computed = trace.records[trace.records["kind"] == COMPUTE]
+        has_trained = any(described(trace, record).startswith("the loss") for record in computed)
+        # An asynchronous worker that starts late finds that the other has drawn all tickets.
+        may_idle = trace.facts["place"] is None or "replication.update=async" in settings
+        assert has_trained or may_idle
+        assert trace.facts["peak_activation_bytes"] > 0 or not has_trained
     said = CliRunner().invoke(commands, ["report", str(moved)])
     assert said.exit_code == 0 and said.output.count(" before: ") == ranks, said.output
     assert f"{moved}/report/perfetto.json is for https://ui.perfetto.dev" in said.output

@@ -1,6 +1,5 @@
 """What `doctor` concludes from what the ranks see."""
 
-import subprocess
 import sys
 
 import pytest
@@ -10,11 +9,10 @@ from mpitrain.config import parse
 from mpitrain.machine.process import Launched, Processor, processor
 from mpitrain.ops.host import product
 from mpitrain.tools.bench.kernels import host_products
-from mpitrain.tools.bench.kernels.host_products import AVX2, described
+from mpitrain.tools.bench.kernels.host_products import described
 from mpitrain.tools.bench.kernels.host_products import rates as measured_rates
 from mpitrain.tools.doctor import facts as doctor
 from mpitrain.tools.doctor.facts import Rank, share_of_cores, verdict
-from mpitrain.tools.doctor.trials import in_child
 
 FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
 
@@ -100,15 +98,12 @@ def test_mkl_is_here_where_products_are_by_mkl_whatever_modules_there_are(is_the
         ({"NumPy": 5e10, "MKL": 6e10}, True, ["MKL, 60", "BLAS 50", "MKL is 1.20 times"]),
         ({"NumPy": 5e10, "MKL": 4e10}, True, ["it is 1.25 times", "pip uninstall mkl"]),
         ({"NumPy": 5e10, "MKL": 4.9e10}, False, ["MKL is 0.98 times"]),
-        ({"NumPy": 5e10, AVX2: 5.1e10}, False, ["50 GFLOP/s"]),
-        ({"NumPy": 5e10, AVX2: 5.5e10}, False, ["1.10 times", "export OPENBLAS_CORETYPE=Haswell"]),
     ],
 )
 def test_the_faster_library_of_products_is_recommended(rates, gains, fragments):
     text = described(rates, gains)
     assert all(fragment in text for fragment in fragments)
-    for advice in ("pip", "export"):
-        assert (advice in text) == any(advice in fragment for fragment in fragments)
+    assert ("pip" in text) == any("pip" in fragment for fragment in fragments)
 
 
 def test_both_libraries_are_measured_where_mkl_is_installed(monkeypatch):
@@ -141,23 +136,6 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
     assert not progress.slow_products(parse({"device": {"kind": "cuda-sim"}}))
     monkeypatch.setattr(progress, "mkl", lambda: {"float32": print})
     assert not progress.slow_products(config)
-
-
-def test_children_measure_the_kernels_for_avx2_in_turns(monkeypatch):
-    monkeypatch.setattr(product, "uses_avx512", lambda: True)
-    times = iter(["3", "2", "2.5", "4"])
-    monkeypatch.setattr(doctor, "in_child", lambda *_: {"seconds": next(times)})
-    assert doctor._rate_of_avx2(5e10) == {AVX2: 5e10 * 2.5 / 2}
-    monkeypatch.setattr(product, "uses_avx512", lambda: False)
-    assert doctor._rate_of_avx2(5e10) == {}
-
-
-def test_a_child_chooses_kernels_before_numpy_is_imported():
-    """OpenBLAS reads its choice of kernels when NumPy loads it, and never again."""
-    code = "import sys, mpitrain.tools.doctor.trials; print(repr('numpy' in sys.modules))"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-    assert float(in_child("products", "Haswell")["seconds"]) > 0
 
 
 def test_without_a_gpu_nothing_sounds_like_a_failure(monkeypatch):

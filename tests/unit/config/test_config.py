@@ -141,6 +141,26 @@ def test_a_value_with_another_name_is_told_its_own(setting, hint):
             "Set layout.sequence_parallel to false.",
         ),
         (
+            ["layout.cp=2", "model.kind=mlp"],
+            "layout.cp divides rows of tokens, but model.kind is mlp.",
+            "Set layout.cp to 1.",
+        ),
+        (
+            ["layout.cp=3", "model.heads=6", "model.width=48"],
+            "but 3 does not divide model.context 128.",
+            "Set model.context to 126 or 129.",
+        ),
+        (
+            ["layout.cp=4", "layout.tp=2"],
+            "layout.tp x layout.cp must divide model.heads, but 8 does not divide 4.",
+            "Set model.heads to 8 or 16, or layout.tp x layout.cp to 2 or 4.",
+        ),
+        (
+            ["layout.cp=2", "pipeline.schedule=async"],
+            "Schedule async needs layout.cp 1, but it is 2.",
+            "Set layout.cp to 1, or pipeline.schedule to 1f1b.",
+        ),
+        (
             ["layout.tp=2", "replication.mode=local"],
             "Mode local needs layout.tp 1, but it is 2.",
             "Set layout.tp to 1, or replication.mode to all-reduce.",

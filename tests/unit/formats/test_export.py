@@ -12,7 +12,7 @@ from mpitrain.cli import commands
 from mpitrain.errors import MpitrainError
 from mpitrain.formats import writing
 from mpitrain.formats.folder import tensors as located
-from mpitrain.formats.tensors import StoredTensor
+from mpitrain.formats.tensors import StoredTensor, read_whole
 from mpitrain.formats.writing import byte_level
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
@@ -53,7 +53,7 @@ def export(*words):
 def values(folder):
     """{name there: array} of all tensors of a folder."""
     found = {name: StoredTensor(one) for name, one in located(folder, "model")[1].items()}
-    return {name: one.read(one.whole) for name, one in found.items()}
+    return {name: read_whole(one) for name, one in found.items()}
 
 
 @pytest.mark.parametrize("shard", ["5GB", "1KB", "4KB"])

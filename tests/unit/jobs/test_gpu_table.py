@@ -112,14 +112,17 @@ def test_a_goal_stands_beside_the_prediction_and_is_no_requirement(parts, capsys
     assert row[2:] == ["1", "us", "2", "us", "1", "us", "0.50", "goal", "0.70"]
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "required"), ("bfloat16", "goal")])
-def test_what_needs_wgmma_is_a_goal(dtype, kind, job, capsys):
+@pytest.mark.parametrize(
+    ("way", "kind"), [("float32", "required"), ("3xtf32", "goal"), ("bfloat16", "goal")]
+)
+def test_what_needs_wgmma_is_a_goal(way, kind, job, capsys):
     import kernels
 
-    product = kernels.GemmRow(
-        "NT", 4096, 4096, 4096, dtype, "128x128x64", 200.0, 100.0, 0.0, 50.0, 0
-    )
-    kernels.report(product, {})
+    dtype, plan = kernels.stored(way), "128x128x64"
+    product = kernels.GemmRow("NT", 4096, 4096, 4096, dtype, plan, 200.0, 100.0, 0, 50.0, 1e-6, 0)
+    kernels.report(product._replace(error=3e-6), {}, way)
+    assert json.loads(capsys.readouterr().out)["ok"] == (way != "3xtf32")
+    kernels.report(product, {}, way)
     row = json.loads(capsys.readouterr().out)
     assert row[kind] > 0 and row[{"goal": "required", "required": "goal"}[kind]] is None
     assert row["predicted"].endswith(" us") and row["ok"]
@@ -232,7 +235,7 @@ def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(jo
     operations = sum(2 * m * n * k for _, (m, n, k) in found)
     assert operations == pytest.approx(6.07e12, rel=0.01)
     h100, h200 = predicted.GPUS
-    for compute, peak in (("bfloat16", 990e12), ("float32", 67e12)):
+    for compute, peak in (("bfloat16", 990e12), ("float32", 67e12), ("3xtf32", 165e12)):
         parts = predicted.step(h100, compute)
         assert operations / peak < parts["products"] < 4 * operations / peak
         assert parts["updates"] > 30 * predicted.PARAMETERS / h100.memory

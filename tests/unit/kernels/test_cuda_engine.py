@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -362,7 +363,7 @@ def test_the_next_process_finds_compiled_code_and_never_half_a_file(tmp_path):
     a = there(3, 3)
     for cupy in (RememberingCupy(), RememberingCupy("nothing may be compiled again")):
         product.gemm(Kernels(CudaEngine(cupy, tmp_path)), Arena(), a, a, a.copy())
-    (path,) = tmp_path.iterdir()
+    (path,) = (path for path in tmp_path.iterdir() if path.suffix != ".lock")
     assert path.name.startswith("gemm-") and path.suffix == ".cubin" and os.access(path, os.R_OK)
 
 
@@ -414,6 +415,31 @@ def test_instructions_of_one_chip_alone_are_compiled_and_loaded(tmp_path):
 def test_the_device_is_asked_what_it_has_room_for():
     engine = CudaEngine(RememberingCupy())
     assert engine.multiprocessor == H100 and engine.multiprocessors == 132
+
+
+def test_ranks_of_a_host_share_the_compilations(tmp_path, monkeypatch):
+    """Four ranks with one cache: each source once, each rank some, and at the end all of them are there."""
+    made = defaultdict(list)
+
+    def compiled(self, program, options):
+        made[threading.get_ident()].append(options)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(RememberingCompiler, "compileProgram", compiled)
+    widths = [("dropout", {"Element": "float", "Sum": "float", "WIDTH": str(n)}) for n in range(20)]
+
+    def prepare(transport):
+        cupy = RememberingCupy()
+        cupy.cuda.nvrtc.getCUBIN = lambda program: b"code"
+        kernels = Kernels(CudaEngine(cupy, tmp_path))
+        kernels.expected = {(name, tuple(words.items())): None for name, words in widths}
+        transport.gather_text("begin together")
+        kernels.prepare(transport.rank, transport.size)
+        return len([*tmp_path.glob("*.cubin")])
+
+    assert run_ranks(4, prepare) == [20] * 4
+    shares = [*map(len, made.values())]
+    assert sum(shares) == 20 and len(shares) == 4 and max(shares) <= 8, shares
 
 
 def test_a_measured_tile_is_the_one_that_is_launched():

@@ -1,6 +1,7 @@
 """One function makes what belongs to a device, and one list says which kinds there are."""
 
 import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -69,6 +70,13 @@ def test_the_kernels_of_a_kind_are_one_set_and_those_that_check_another():
     x, y = np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)
     for device in (one, other, checked):
         assert np.all(device.ops.linear(x, y, None, device.arena())[0] == 4)
+
+
+def test_products_of_tf32_need_a_gpu_that_has_it(monkeypatch):
+    old = SimpleNamespace(engine=SimpleNamespace(capability=75, name="Tesla T4"))
+    monkeypatch.setitem(KERNELS, "cuda-sim", lambda: old)
+    with pytest.raises(ConfigError, match=r"device\.gemm=3xtf32 needs .* Tesla T4 has none"):
+        device_for("cuda-sim", "3xtf32")
 
 
 def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):

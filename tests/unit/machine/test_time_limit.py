@@ -51,6 +51,14 @@ def test_a_job_that_is_too_short_trains_for_half_of_it(clock):
     assert near.is_near()
 
 
+@pytest.mark.parametrize("job_ends, wanted", [(None, 4600), (4000.0, 4000), (9000.0, 4600)])
+def test_the_sooner_of_job_and_hours_ends_the_run(job_ends, wanted, clock):
+    near = TimeLimit(lambda: job_ends, 10.0, 1, 3600.0)
+    assert not near.is_near() and near.left() == wanted - 1000
+    for clock[0], is_near in ((wanted - 36, False), (wanted - 35, True)):
+        assert near.is_near() == is_near
+
+
 def test_without_a_known_end_it_never_stops(clock):
     near = limit(ends=None, checkpoint_s=50.0)
     clock[0] = 1e12

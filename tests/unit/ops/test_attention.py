@@ -13,7 +13,7 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import rounded
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import attention as chosen
-from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host import attention_tiled, attention_whole, compiled
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from tests.cases.layers import GROUPED
@@ -42,9 +42,18 @@ CASES = [
 ]
 
 
-def tiled(tile):
+NUMPY = None, None
+
+
+@pytest.fixture(params=["numpy", "compiled passes"])
+def passes(request):
+    """The passes of tiles, and of whole attention."""
+    return NUMPY if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
+
+
+def tiled(tile, passes=NUMPY):
     return lambda q, kv, heads, arena, starts=None, offset=0: attention_tiled.attended(
-        q, kv, heads, None, arena, starts, offset, tile
+        q, kv, heads, None, arena, starts, offset, passes[0], tile
     )
 
 
@@ -76,27 +85,31 @@ def assert_equals_the_definition(forward, qkv, dy, heads, tolerance, **shape):
         assert np.abs(found - truth).max(initial=0) <= tolerance * scale
 
 
+@pytest.mark.parametrize("own", ["numpy", "compiled passes"])
 @pytest.mark.parametrize("name", ["whole", "tiled"])
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
-def test_operations_with_each_attention_obey(law, name):
+def test_operations_with_each_attention_obey(law, name, own):
     rows = [row for row in OPERATIONS if "attention" in row]
-    getattr(OperationLaws(rows), law)(bodies.host(name), HostBackend())
+    getattr(OperationLaws(rows), law)(bodies.host(name, own.split()[0]), HostBackend())
 
 
 @pytest.mark.parametrize(("shape", "tile"), [*CASES, ((1, 700, 2, 16), None)], ids=str)
-def test_tiles_of_any_size_equal_the_definition(shape, tile):
+def test_tiles_of_any_size_equal_the_definition(shape, tile, passes):
     b, t, h, d = shape
     for dtype, tolerance in {"float64": 1e-12, "float32": TOLERANCE["float32"]}.items():
         qkv, dy = drawn(1, b, t, 3 * h * d, dtype=dtype), drawn(2, b, t, h * d, dtype=dtype)
-        assert_equals_the_definition(tiled(tile), qkv, dy, h, tolerance)
+        assert_equals_the_definition(tiled(tile, passes), qkv, dy, h, tolerance)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "queries", "offset"), GROUPED, ids=str)
-def test_shared_heads_and_offsets_equal_the_definition(tokens, heads, kv_heads, queries, offset):
+def test_shared_heads_and_offsets_equal_the_definition(
+    tokens, heads, kv_heads, queries, offset, passes
+):
     qkv = drawn(1, 2, tokens, (heads + 2 * (kv_heads or heads)) * 3)
     dy = drawn(2, 2, queries or tokens, heads * 3)
     shape = {"kv_heads": kv_heads, "queries": queries, "offset": offset}
-    for forward in (chosen.FORWARDS["whole"].attention, *map(tiled, TILES[1:]), tiled(None)):
+    tiles = [tiled(tile, passes) for tile in (*TILES[1:], None)]
+    for forward in (chosen.forwards("whole", *passes).attention, *tiles):
         assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
 
 
@@ -121,7 +134,7 @@ def test_the_definition_shares_heads_as_if_they_were_repeated():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
+def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign, passes):
     """All scores of the first head are about 2,000 times the sign; the second head needs no shift."""
     t, d = 130, 4
     qkv = drawn(1, 1, t, 3, 2, d, dtype=dtype)
@@ -130,7 +143,8 @@ def test_scores_beyond_the_range_of_exponentials_are_shifted(dtype, sign):
     qkv[:, :, :2, 0] = 30 * qkv[:, :, :2, 0] + np.array([30, 30 * sign])[:, None]
     qkv, dy = qkv.reshape(1, t, -1), drawn(2, 1, t, 2 * d, dtype=dtype)
     tolerance = {"float64": 1e-11, "float32": 1e-2}[dtype]  # a score has an error of 2,000 ulps
-    for forward in (chosen.FORWARDS["whole"].attention, tiled(TileLimits(16, 48))):
+    whole = chosen.forwards("whole", *passes).attention
+    for forward in (whole, tiled(TileLimits(16, 48), passes)):
         assert_equals_the_definition(forward, qkv, dy, 2, tolerance)
 
 
@@ -202,7 +216,7 @@ def test_the_bodies_write_no_input():
     qkv, dy = drawn(1, 2, 70, 3 * 6), drawn(2, 2, 70, 6)
     before = qkv.copy(), dy.copy()
     for name in ("whole", "tiled"):
-        body = over_packed(chosen.FORWARDS[name].attention)
+        body = over_packed(chosen.forwards(name).attention)
         _, saved = body.attention(qkv, 2, Arena())
         body.attention_backward(dy, saved, Arena())
         assert np.array_equal(qkv, before[0]) and np.array_equal(dy, before[1])
@@ -212,7 +226,7 @@ def test_auto_takes_tiles_from_a_number_of_tokens_on():
     edge = chosen.TILED_FROM
     for t, name in ((edge - 1, "whole"), (edge, "tiled")):
         qkv = drawn(1, 1, t, 3 * 8, dtype="float32")
-        bodies_of_it = device_for("cpu").ops, chosen.FORWARDS[name]
+        bodies_of_it = device_for("cpu").ops, chosen.forwards(name)
         own, truth = (over_packed(one.attention).attention(qkv, 2, Arena()) for one in bodies_of_it)
         assert type(own[1][2]) is type(truth[1][2]) and np.array_equal(own[0], truth[0])
     assert edge > Config().model.context  # the default job has its bits from before
@@ -242,7 +256,7 @@ def test_kernels_compute_in_tiles_alone():
 
 
 @pytest.mark.parametrize(("shape", "tile"), CASES, ids=str)
-def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
+def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile, passes):
     batch, length, heads, width = shape
     given = (5, 3), 2, 2**20 + 3, heads + 2, 0.3
     for kv_heads in {heads, 1}:
@@ -252,7 +266,10 @@ def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile):
         truth, saved = definition.attention(qkv, heads, *given, None)
         gradient = definition.attention_backward(dy, saved, None)
         drop = AttentionMask(*given, length)
-        for module, *end in ((attention_tiled, None, 0, tile), (attention_whole,)):
+        for module, *end in (
+            (attention_tiled, None, 0, passes[0], tile),
+            (attention_whole, None, 0, passes[1]),
+        ):
 
             def dropped(q, kv, heads, arena, run=module.attended, drop=drop, end=end):
                 return run(q, kv, heads, drop, arena, *end)

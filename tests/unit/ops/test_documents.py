@@ -9,7 +9,7 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.host import attention as host_attention
-from mpitrain.ops.host import attention_tiled, attention_whole
+from mpitrain.ops.host import attention_tiled, attention_whole, compiled
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from tests.cases.documents import starts_of
@@ -41,7 +41,13 @@ def alone(qkv, dy, rows):
     return y, dqkv
 
 
-def bodies_with(tile, drop=None):
+@pytest.fixture(params=["numpy", "compiled passes"])
+def passes(request):
+    """The passes of tiles, and of whole attention."""
+    return (None, None) if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
+
+
+def bodies_with(tile, passes, drop=None):
     """The bodies of the host, each with queries, keys and values in one array."""
 
     def of(module, *end):
@@ -51,17 +57,20 @@ def bodies_with(tile, drop=None):
         backward = host_attention.attention_backward
         return Packed(SimpleNamespace(attention=attention, attention_backward=backward))
 
-    return {"whole": of(attention_whole), "tiled": of(attention_tiled, 0, tile)}
+    return {
+        "whole": of(attention_whole, 0, passes[1]),
+        "tiled": of(attention_tiled, 0, passes[0], tile),
+    }
 
 
 @pytest.mark.parametrize(
     ("length", "tile"), [*product((1, 7), TILES), (131, TileLimits(7, 64))], ids=str
 )
-def test_each_document_of_a_row_is_that_document_alone(length, tile):
+def test_each_document_of_a_row_is_that_document_alone(length, tile, passes):
     rows = ROWS[length]
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
     truth, found = alone(qkv, dy, rows), {}
-    for name, body in (bodies_with(tile) | {"reference": Packed(reference)}).items():
+    for name, body in (bodies_with(tile, passes) | {"reference": Packed(reference)}).items():
         y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         found[name] = y, body.attention_backward(dy, saved, Arena())
     for name, own in found.items():
@@ -74,25 +83,25 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile):
     [*((7, tile) for tile in TILES[:3]), (131, TILES[3]), (131, TileLimits(64, 224))],
     ids=str,
 )
-def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile):
+def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, passes):
     rows = ROWS[length]
     given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
     definition = Packed(reference, "attention_dropout")
     truth, saved = definition.attention(qkv, HEADS, *given, None, starts_of(rows))
     gradient = definition.attention_backward(dy, saved, None)
-    for body in bodies_with(tile, AttentionMask(*given, length)).values():
+    for body in bodies_with(tile, passes, AttentionMask(*given, length)).values():
         y, state = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         assert np.abs(y - truth).max() <= 1e-12
         assert np.abs(body.attention_backward(dy, state, Arena()) - gradient).max() <= 1e-12
 
 
-def test_scores_beyond_exponentials_are_shifted_within_documents():
+def test_scores_beyond_exponentials_are_shifted_within_documents(passes):
     rows, length = [[60, 71]], 131
     qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
     qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
     truth = alone(qkv, dy, rows)
-    for body in bodies_with(TileLimits(16, 48)).values():
+    for body in bodies_with(TileLimits(16, 48), passes).values():
         y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         found = y, body.attention_backward(dy, saved, Arena())
         for one, other in zip(found, truth, strict=True):
@@ -100,9 +109,9 @@ def test_scores_beyond_exponentials_are_shifted_within_documents():
 
 
 @pytest.mark.parametrize("name", ["whole", "tiled"])
-def test_a_row_of_one_document_has_the_bits_of_a_row_without(name):
+def test_a_row_of_one_document_has_the_bits_of_a_row_without(name, passes):
     qkv, dy = drawn(1, 2, 131, 3 * HEADS * WIDTH), drawn(2, 2, 131, 6)
-    body, found = bodies_with(TileLimits(16, 48))[name], []
+    body, found = bodies_with(TileLimits(16, 48), passes)[name], []
     for starts in (None, starts_of([[131]] * 2)):
         arena = Arena()
         y, saved = body.attention(qkv, HEADS, arena, starts)

@@ -9,7 +9,9 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import H100
+from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.tiles import (
+    FLOAT_TILES,
     TENSOR_TILES,
     TILES,
     FastestTile,
@@ -42,6 +44,7 @@ FOUND = [
     FastestTile("float32", "NT", 1024, 1024, 1024, Tiling(TILES[3], 1)),
     FastestTile("float32", "NT", 64, 64, 8192, Tiling(TILES[2], 8)),
     FastestTile("bfloat16", "NN", 1024, 1024, 1024, Tiling(TENSOR_TILES[4], 2)),
+    FastestTile("float32", "NT", 1024, 1024, 1024, Tiling(FLOAT_TILES[1], 3)),
 ]
 
 
@@ -50,6 +53,8 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     assert table.tiling(FLOATS, "NT", (1024, 2048, 512, 1), of(80)) == Tiling(TILES[3], 1)
     assert table.tiling(FLOATS, "NT", (100, 33, 5000, 1), of(80)) == Tiling(TILES[2], 8)
     assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
+    table = MeasuredTiles(FOUND, is_3xtf32=True)
+    assert table.tiling(FLOATS, "NT", (1024, 1000, 1024, 1), of(90)) == Tiling(FLOAT_TILES[1], 3)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,25 @@ def test_everything_else_is_planned_as_without_a_table(a, stored, shape, capabil
 )
 def test_untuned_tiles_weigh_waves_and_split_sums(a, shape, multiprocessors, tiling):
     assert MeasuredTiles().tiling(a, "NT", shape, of(90, multiprocessors)) == tiling
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling"),
+    [
+        ((8192, 8192, 8192, 1), Tiling(FLOAT_TILES[0], 1)),
+        ((8192, 768, 768, 1), Tiling(FLOAT_TILES[0], 1)),
+        ((768, 768, 8192, 1), Tiling(FLOAT_TILES[0], 11)),
+        ((8192, 768, 50257, 1), Tiling(FLOAT_TILES[0], 11)),  # no sum is longer than 8192
+        ((32, 32, 64, 1), Tiling(FLOAT_TILES[2], 1)),
+    ],
+)
+def test_float32_takes_tensor_cores_where_it_may(shape, tiling):
+    table = MeasuredTiles(is_3xtf32=True)
+    assert table.tiling(FLOATS, "NT", shape, of(90)) == tiling
+    assert table.tiling(FLOATS, "NT", shape, of(75)).tile in TILES
+    assert table.tiling(FLOATS.astype(np.float64), "NT", shape, of(90)).tile in TILES
+    for capability in SHARED:
+        assert possible(FLOATS, capability, True) == (TILES if capability < 80 else FLOAT_TILES)
 
 
 def test_blocks_on_one_multiprocessor_overlap_copies_and_products():
@@ -148,6 +172,8 @@ def test_tiles_to_measure_include_split_sums_for_small_products(capability):
         tilings = worth_measuring(a, 64, 64, 1024, of(capability))
         assert {tiling.tile for tiling in tilings} == {*possible(a, capability)}
         assert {tiling.splits for tiling in tilings} == {1, 2, 4, 8}
+    long = worth_measuring(FLOATS, 8192, 768, 50257, of(90), True)
+    assert {tiling.splits for tiling in long} == {7}
     large = worth_measuring(FLOATS, 8192, 8192, 8192, of(capability))
     assert all(tiling.splits == 1 for tiling in large if tiling.tile == TILES[2])
 
@@ -156,6 +182,8 @@ def test_a_file_says_what_was_written_and_nothing_else_is_read(tmp_path):
     path = tmp_path / "tiles.json"
     write_tiles(path, "a device", FOUND)
     assert read_tiles(path).measured == tuple(FOUND)
+    assert [entry.tiling.tile.kernel for entry in read_tiles(path).measured].count("gemm") == 2
+    assert read_tiles(path).measured[-1].tiling.tile.itemsize == 4
     for text, complaint in (
         ("{}", "is no table of tiles"),
         ("[", "is no table of tiles"),

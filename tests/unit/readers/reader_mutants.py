@@ -1,6 +1,6 @@
 """Removes the checks of the readers one at a time, and asks whether a damaged file notices.
 
-`python -m tests.unit.readers.reader_mutants [reader ...]` says of each removed check whether a case of the fuzz
+`python -m tests.unit.readers.reader_mutants [reader ...]` says of each removed check whether a test
 turned red; some minutes on two cores.
 """
 
@@ -19,26 +19,15 @@ SOURCES = {
     "headers": ("formats/safetensors_files.py", "run/checkpoint/loading.py"),
     "tuning": ("collectives/selection/tuning.py", "strict_json.py"),
     "tiles": ("ops/cuda/tiles.py",),
-    "traces": ("trace/timeline.py", "tools/report/schedule_comparison.py"),
+    "trace": ("trace/timeline.py", "tools/report/schedule_comparison.py"),
     "metrics": ("run/metrics.py", "tools/bench/plot_loss.py"),
     "file_of_tokens": ("data/token_files.py",),
     "conversations": ("data/instructions.py", "strict_json.py"),
     "images": ("data/samples.py",),
 }
 LIMITS = {
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "pattern",
-    "min_length",
-    "max_length",
-    "strict",
-    "extra",
-    "allow_inf_nan",
-    "object_pairs_hook",
-    "parse_constant",
-    "parse_float",
+    *("ge", "gt", "le", "lt", "pattern", "min_length", "max_length", "strict", "extra"),
+    *("allow_inf_nan", "object_pairs_hook", "parse_constant", "parse_float"),
 }
 
 
@@ -89,16 +78,7 @@ def notices(source: str, text: str, reader: str) -> bool:
             )
         shutil.copy(ROOT / "pyproject.toml", folder)
         (Path(folder) / "mpitrain" / source).write_text(text)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "tests/unit/readers",
-            "-k",
-            f"(says or refused) and {reader}",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit/readers", "-k", reader]
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True
         )

@@ -1,7 +1,7 @@
 """The bytes that the busiest rank of a job sends per step, predicted by formulas.
 
 Legend: B rows of a step, T tokens of a row, C channels, L layers; t ranks of a tensor-parallel
-group, d replicas, S bytes of all gradients.
+group, c of a context-parallel group, d ranks with the same parameters, S bytes of all gradients.
 """
 
 import math
@@ -39,6 +39,7 @@ from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
 OF_SEQUENCES = "(t-1)/t of 2 L + 1 times B T C, and 2 (t-1)/t of the norms' gradients"
+OF_CONTEXT = "(c-1)/c^2 of L times B T C/t"
 OF_STAGES = "B T C, and B T C back, to each neighbour"
 OF_REPLICAS = "2 (d-1)/d S"
 LAYOUT_LETTERS = {
@@ -46,7 +47,8 @@ LAYOUT_LETTERS = {
     "T": "tokens of a row",
     "C": "model.width",
     "L": "layers",
-    "d": "replicas",
+    "c": "ranks of a context-parallel group",
+    "d": "replicas, times c with layout.cp",
     "t": "ranks of a tensor-parallel group",
     **LETTERS,
 }
@@ -73,7 +75,7 @@ def words_of(config: Config, workers: int) -> str:
 
     workers  number of ranks that compute gradients
     """
-    tp, pp, wire = config.layout.tp, config.layout.pp, config.replication.wire
+    tp, cp, pp, wire = config.layout.tp, config.layout.cp, config.layout.pp, config.replication.wire
     formula = mode_of(config).traffic(config.replication)
     if not _is_divided(config) and wire == "none":
         return formula.words if formula else ""
@@ -82,13 +84,17 @@ def words_of(config: Config, workers: int) -> str:
     words = {
         OF_TENSORS: tp > 1,
         OF_SEQUENCES: config.layout.sequence_parallel,
+        f"{(3 if config.memory.segment else 2) * _exchanged(config):g} {OF_CONTEXT}": cp > 1,
         OF_STAGES: pp > 1,
         OF_REPLICAS: has_replicas and not zero and wire == "none",
         CODED[wire.partition(":")[0]] if wire != "none" else "": has_replicas and wire != "none",
         "(d-1)/d S": has_replicas and zero and wire != "none",
         sharded: has_replicas and zero and wire == "none",
     }
-    return "; ".join(text for text, is_sent in words.items() if is_sent)
+    sent = [text for text, is_sent in words.items() if is_sent]
+    if cp > 1:  # A rank has T/c tokens of each row.
+        sent = [re.sub("T(?! C/t)", "T/c", text) for text in sent]
+    return "; ".join(sent if tp > 1 else [text.replace("C/t", "C") for text in sent])
 
 
 def predicted(transport: Transport, job: Job) -> float | None:
@@ -119,11 +125,11 @@ def predicted(transport: Transport, job: Job) -> float | None:
 
 
 def _is_divided(config: Config) -> bool:
-    return config.layout.tp > 1 or config.layout.pp > 1
+    return config.layout.tp > 1 or config.layout.cp > 1 or config.layout.pp > 1
 
 
 def letters_in(words: Sequence[str]) -> dict[str, str]:
-    used = set(re.findall(r"n'|\b(?:lg|[A-Zdhmnst])\b(?!')", " ".join(words)))
+    used = set(re.findall(r"n'|\b(?:lg|[A-Zcdhmnst])\b(?!')", " ".join(words)))
     return {letter: meaning for letter, meaning in LAYOUT_LETTERS.items() if letter in used}
 
 
@@ -157,7 +163,7 @@ def of_layout(job: Job) -> float | None:
     gradients = of_gradients(job)
     if gradients is None:
         return None
-    return gradients + control + _between_stages(job) + _within_layers(job)
+    return gradients + control + _between_stages(job) + _within_layers(job) + _within_rows(job)
 
 
 def of_gradients(job: Job) -> float | None:
@@ -218,7 +224,7 @@ def _between_stages(job: Job) -> int:
     plan = fused_at_the_input(trainer.resolved.plan, lowest)
     program = training_program(plan, lowest)[trainer.grid.coords.pp]
     sent = sum(rows[each.micro] for each in program if isinstance(each, Send))
-    elements = sent * config.model.context * config.model.width
+    elements = sent * config.model.context // config.layout.cp * config.model.width
     if config.layout.sequence_parallel:
         elements //= trainer.grid.axes.tp
     return elements * trainer.replication.replica.computed.itemsize
@@ -227,7 +233,8 @@ def _between_stages(job: Job) -> int:
 def _within_layers(job: Job) -> int:
     trainer, rows = job.trainer, _micro_batch_rows(job)
     grid, config, replica = trainer.grid, trainer.config, trainer.replication.replica
-    tokens, width, computed = config.model.context, config.model.width, replica.computed
+    tokens, width = config.model.context // config.layout.cp, config.model.width
+    computed = replica.computed
     tp, ranks = grid.coords.tp, grid.axes.tp
     kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
     # Frozen units before the first trained one run no backward.
@@ -246,6 +253,26 @@ def _within_layers(job: Job) -> int:
     facts = sum(sent_in_ring(tp, ranks, k * count * tokens) for count in rows for k in (1, 2))
     of_loss = facts * (8 if computed == np.float64 else 4) if "head" in kinds else 0
     return elements * computed.itemsize + of_loss
+
+
+def _within_rows(job: Job) -> int:
+    """Return the bytes that this rank sends in all-to-alls before and after attention (Ulysses)."""
+    trainer, cp = job.trainer, job.trainer.grid.axes.cp
+    config, replica = trainer.config, trainer.replication.replica
+    kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
+    forward, backward = (some.count("attention") for some in (kinds, kinds[replica.first :]))
+    if config.memory.segment:
+        forward += backward  # Recomputed units send again.
+    tokens = sum(_micro_batch_rows(job)) * config.model.context
+    columns = _exchanged(config) * config.model.width / trainer.grid.axes.tp
+    # A rank keeps one of the parts of what it has.
+    elements = (forward + backward) * tokens * columns * (cp - 1) / cp**2
+    return round(elements) * replica.computed.itemsize
+
+
+def _exchanged(config: Config) -> float:
+    """Return the columns of queries, keys, values and output together, as a multiple of the width."""
+    return 2 * (1 + (config.model.kv_heads or config.model.heads) / config.model.heads)
 
 
 def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:

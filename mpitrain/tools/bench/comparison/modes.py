@@ -32,6 +32,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "dpN": ("layout.dp=N",),
     "tpN": ("layout.tp=N", "layout.algorithm=ring"),
     "sequence": ("layout.sequence_parallel=true",),
+    "ulyssesN": ("layout.cp=N", "layout.cp_mode=ulysses"),
     "ppN": ("layout.pp=N",),
     "ppN:SCHEDULE": ("layout.pp=N", "pipeline.schedule=SCHEDULE"),
     "float64": ("precision.compute=float64",),
@@ -45,7 +46,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "loraN": ("lora.rank=N",),
     "wire:FORMAT": ("replication.wire=FORMAT",),
     "optimizer:NAME": ("optimizer.name=NAME",),
-    "compiled": ("device.passes=compiled",),
     "no-overlap": ("replication.overlap=false",),
     "FILE.py": ("replication.algorithm=FILE.py",),
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.models.table import MODELS
+from mpitrain.models.table import MODELS, check_model
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
@@ -73,6 +73,16 @@ def _at_most(stage: int) -> Callable[[Resolved], str]:
         lambda job: job.config.replication.zero <= stage,
         "replication.zero is higher: the job shards more already",
     )
+
+
+def _divides(job: Resolved) -> str:
+    """Return why all ranks with the same parameters could not share rows; empty if they could."""
+    layout = job.config.layout.model_copy(update={"cp": job.axes.copies, "dp": 1})
+    try:
+        check_model(job.config.model_copy(update={"layout": layout}))
+    except ConfigError as error:
+        return error.law
+    return ""
 
 
 def _in_place_of_adamw(name: str) -> Callable[[Resolved], str]:
@@ -142,6 +152,14 @@ TRICKS: dict[str, Trick] = {
         {"layout.sequence_parallel": True},
         {"layout.sequence_parallel": False},
         unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
+    ),
+    "context parallelism": Trick(
+        lambda job: {"layout.cp": job.axes.copies, "layout.dp": 1},
+        {"layout.cp": 1, "layout.dp": 0},
+        first_of(
+            unless(lambda job: job.axes.copies > 1, "there is one replica"), ALL_REDUCE, _divides
+        ),
+        lambda job: job.axes.cp > 1,
     ),
     "LoRA": row(
         {"lora.rank": 8},

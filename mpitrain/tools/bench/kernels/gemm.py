@@ -11,7 +11,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.layers import pitch
-from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, Tiling, worth_measuring
+from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, MeasuredTiles, Tiling, worth_measuring
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import linear_gelu
@@ -33,7 +33,7 @@ WRONG = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 MOST_COMPARED = 256
 """Largest number of rows that are compared: evenly spaced ones and the last.
 
-The host computes the reference, so it does not compute all rows.
+The host computes the reference, in float64, so it does not compute all rows.
 """
 PERIOD = 1_048_573
 """Period of the operands' random numbers. It is a prime, so that all rows differ."""
@@ -68,6 +68,7 @@ class GemmRow(NamedTuple):
 
     plan     our tiling in words; "" if none of our kernels ran
     percent  our rate in percent of the library's
+    error    largest error, relative to the largest element of a float64 product
     wrong    number of wrong elements
     """
 
@@ -81,6 +82,7 @@ class GemmRow(NamedTuple):
     library_us: float
     gflops: float
     percent: float
+    error: float
     wrong: int
 
 
@@ -110,6 +112,7 @@ TABLE = TextTable(
         TextColumn("library us", "11.1f", "library_us"),
         TextColumn("GFLOP/s", "10.2f", "gflops"),
         TextColumn("percent", "8.1f", "percent"),
+        TextColumn("error", "9.1e", "error"),
         TextColumn("#wrong", "7", "wrong"),
     ]
 )
@@ -174,12 +177,12 @@ def measure(
                 runs = [case.by(multiply) for multiply in _sides(device)]
                 runs[0]()
                 device.backend.synchronize()
-                wrong = case.wrong()
+                wrong, error = case.compared()
                 ours, theirs = seconds(device, *runs)
                 m, n, k = shape
                 plan = _planned(device, PRODUCTS[name], shape, dtype)
                 times = 1e6 * ours, 1e6 * theirs, 2 * m * n * k / ours / 1e9, 100 * theirs / ours
-                yield GemmRow(name, *shape, dtype, plan, *times, wrong)
+                yield GemmRow(name, *shape, dtype, plan, *times, error, wrong)
 
 
 def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[Tuned]:
@@ -203,15 +206,16 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
     Measuring these two in turns keeps noise from deciding between them.
     """
     case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
-    usual = DEFAULT.tiling(like, ways, (*shape, 1), engine)
-    tilings = [usual, *worth_measuring(like, *shape, engine)]
+    is_3xtf32 = _table(device).is_3xtf32
+    usual = MeasuredTiles((), is_3xtf32).tiling(like, ways, (*shape, 1), engine)
+    tilings = [usual, *worth_measuring(like, *shape, engine, is_3xtf32)]
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
     times: dict[Tiling, float] = {}
     wrong = 0
     for tiling, run in runs.items():
         run()
         device.backend.synchronize()
-        wrong += case.wrong()
+        wrong += case.compared()[0]
         (times[tiling],) = seconds(device, run)
     best = min(times, key=times.__getitem__)
     fastest, usually = seconds(device, runs[best], runs[usual])
@@ -244,9 +248,15 @@ def _planned(device: Device, what: LayerProduct, shape: Shape, dtype: str) -> st
     """Return the tiling of our product in words, or "" if a library multiplies."""
     if device.kernels is None or not isinstance(device.multiply, partial):
         return ""
-    table = device.multiply.keywords["table"]
-    tile, splits = table.tiling(_like(dtype), what.stored, (*shape, 1), device.kernels.engine)
+    tile, splits = _table(device).tiling(
+        _like(dtype), what.stored, (*shape, 1), device.kernels.engine
+    )
     return f"{tile.TILE_M}x{tile.TILE_N}x{tile.TILE_K}" + (f"/{splits}" if splits > 1 else "")
+
+
+def _table(device: Device) -> MeasuredTiles:
+    """Return the table that chooses the tiles of the device's products."""
+    return device.multiply.keywords["table"] if isinstance(device.multiply, partial) else DEFAULT
 
 
 def _like(dtype: str) -> np.ndarray:
@@ -257,16 +267,16 @@ def _like(dtype: str) -> np.ndarray:
 class Case(NamedTuple):
     """A product of given operands.
 
-    by     (multiply) -> function that computes the product with `multiply`, such as product.gemm
-    wrong  () -> number of wrong elements in the result of the last run
+    by        (multiply) -> function that computes the product with `multiply`, such as product.gemm
+    compared  () -> (wrong elements, largest relative error) of the result of the last run
     """
 
     by: Callable[[Callable[..., None]], Callable[[], None]]
-    wrong: Callable[[], int]
+    compared: Callable[[], tuple[int, float]]
 
 
 def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Case:
-    """Return a product of random operands, with its check against a float32 reference.
+    """Return a product of random operands, with its check against a float64 reference.
 
     The elements of the product are near 1, where GELU is not linear. Only some rows are checked.
     With kernels, the rows of the first operand and of the result are as far apart in memory as
@@ -303,26 +313,30 @@ def case_of(device: Device, shape: Shape, dtype: str, what: LayerProduct) -> Cas
             **extras,
         )
 
-    def wrong() -> int:
+    def compared() -> tuple[int, float]:
         left = a.T if what.stored[0] == "T" else a
-        right = _float32(b if what.stored[1] == "T" else b.T)  # as a weight, (N, K)
-        count = sum(_wrong_rows(part, _float32(left[part]), right) for part in _compared(m))
+        right = _float64(b if what.stored[1] == "T" else b.T)  # as a weight, (N, K)
+        pairs = [
+            pair for part in _compared(m) for pair in results(part, _float64(left[part]), right)
+        ]
+        count = sum(count_wrong(x, truth, WRONG[dtype]) for x, truth in pairs)
+        error = max(np.abs(x - truth).max() / np.abs(truth).max() for x, truth in pairs)
         if what.epilogue == "sums":
-            truth = _float32(left).sum(1, dtype=np.float64)
-            count += count_wrong(get(sums), truth, WRONG["float32"])
-        return count
+            count += count_wrong(get(sums), _float64(left).sum(1), WRONG["float32"])
+        return count, float(error)
 
-    def _wrong_rows(part: slice, left: np.ndarray, right: np.ndarray) -> int:
-        result = _float32(get(z[part]))
-        if what.epilogue != "gelu":
-            return count_wrong(result, left @ right.T, WRONG[dtype])
-        truth = linear_gelu(left, right, _float32(bias), None)[0]
-        before = left @ right.T + _float32(bias)
-        return count_wrong(result, truth, WRONG[dtype]) + count_wrong(
-            _float32(get(kept[part])), before, WRONG[dtype]
-        )
+    def results(
+        part: slice, left: np.ndarray, right: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (result, truth) of some rows."""
+        if what.epilogue == "gelu":
+            truth, (_, before) = linear_gelu(left, right, _float64(bias), None)
+            yield _float64(get(kept[part])), before
+        else:
+            truth = left @ right.T
+        yield _float64(get(z[part])), truth
 
-    return Case(by, wrong)
+    return Case(by, compared)
 
 
 def _drawn(
@@ -341,5 +355,5 @@ def _compared(rows: int) -> tuple[slice, ...]:
     return (slice(None),) if step == 1 else (slice(None, None, step), slice(rows - 1, rows))
 
 
-def _float32(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32)
+def _float64(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.host.product import AVX2_WAY, mkl, put_product
+from mpitrain.machine.blas_kernels import MARGIN, SHAPES
+from mpitrain.ops.host.product import mkl, put_product
 from mpitrain.tools.bench.turns import take_turns
 
-SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
-"""(M, K, N) of three linear layers of the default GPT, for 4 sequences."""
 TURNS = 15
 """Measured turns of each library after one for warm-up; the fastest counts."""
-AVX2 = "NumPy with AVX2"
-"""The name in tables of OpenBLAS with AVX2 kernels, on a processor where it selects AVX-512."""
-MARGIN = 1.03
-"""Smallest ratio of two rates for which the faster library is recommended."""
 SIDE = 384
 """M, K and N of the matrix product."""
 COPIED = 32 << 20
@@ -35,7 +30,7 @@ def rates() -> dict[str, float]:
     return {name: flops / each for name, each in seconds().items()}
 
 
-def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def seconds() -> dict[str, float]:
     """Return {library: seconds of its fastest turn} of NumPy and, if installed, MKL."""
     libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
     if mkl():
@@ -47,10 +42,10 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     ]
 
     def side(multiply: Callable[..., Any], block: int) -> float:
-        start = clock()
+        start = time.perf_counter()
         for operands in ones:
             multiply(*operands)
-        return clock() - start
+        return time.perf_counter() - start
 
     sides = [partial(side, multiply) for multiply in libraries.values()]
     return {
@@ -61,15 +56,12 @@ def seconds(clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
 def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
     """Describe the library that multiplies and its rate; name a faster library if there is one.
 
-    rates           {library: float32 operations per second}, perhaps with AVX2 as another library
+    rates           {library: float32 operations per second}
     gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     texts = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items()}
-    gain = rates.get(AVX2, 0) / rates["NumPy"]
     if "MKL" not in rates:
         advice = "; MKL is faster on this processor: pip install 'mpitrain[mkl]'" * gains_from_mkl
-        if gain >= MARGIN:
-            advice += f"; its AVX2 kernels are {gain:.2f} times as fast: {AVX2_WAY}"
         return f"by NumPy's BLAS, {texts['NumPy']}{advice}"
     ratio = rates["MKL"] / rates["NumPy"]
     text = f"by MKL, {texts['MKL']}; NumPy's BLAS {texts['NumPy']}"

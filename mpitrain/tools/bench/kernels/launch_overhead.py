@@ -74,8 +74,10 @@ class Nothing:
     def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
         return _nothing
 
-    def multiply(self, *arguments: Any) -> None:
+    def prepare(self, *arguments: Any) -> None:
         pass
+
+    multiply = prepare
 
 
 def _nothing(grid: Any, block: Any, arguments: Any, shared: int) -> None:

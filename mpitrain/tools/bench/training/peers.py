@@ -36,10 +36,20 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             f"The peer has no stragglers, but run.delay is {config.run.delay}.",
             "Leave out --peer, or leave run.delay empty.",
         )
+    if config.layout.cp > 1:
+        raise ConfigError(
+            f"The peer has whole rows on each rank, but layout.cp is {config.layout.cp}.",
+            "Leave out --peer, or set layout.cp=1.",
+        )
     if config.data.attend != "window":
         raise ConfigError(
             f"The peer's attention sees whole rows, but data.attend is {config.data.attend}.",
             "Leave out --peer, or set data.attend=window.",
+        )
+    if config.model.kind == "llama" and config.layout.tp * config.layout.pp > 1:
+        raise ConfigError(
+            f"The peer has a whole Llama on each rank, but layout.tp is {config.layout.tp} and layout.pp {config.layout.pp}.",
+            "Leave out --peer, or set both to 1.",
         )
     if config.layout.tp > 1 and (
         dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
@@ -58,14 +68,15 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         )
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
     peers = {name: rule.torch.name for name, rule in RULES.items() if rule.torch}
+    models = " or ".join(kinds(lambda row: row.has_peer))
     if (
         not MODELS[config.model.kind].has_peer
         or config.optimizer.name not in peers
         or (micro_batches > 1 and stages == 1)
     ):
         raise ConfigError(
-            f"The peer trains a GPT with {' or '.join(peers.values())} in one micro-batch.",
-            f"Leave out --peer, or set model.kind={' or '.join(kinds(lambda row: row.has_peer))}, "
+            f"The peer trains a {models} with {' or '.join(peers.values())} in one micro-batch.",
+            f"Leave out --peer, or set model.kind={models}, "
             f"optimizer.name={' or '.join(peers)} and batch.micro_batches=1.",
         )
     if stages > 1 and (
@@ -102,6 +113,8 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
             "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.",
         )
     module = imported(name)
+    if config.model.kind == "llama":
+        _imported(name, "mpitrain.tools.bench.hugging_face", "pip install transformers")
     module.placed(config.device.kind)
     peer = getattr(module, PEERS[name][2])
     peer.check(config)
@@ -122,7 +135,10 @@ def peer_of(transport: Transport, job: Job, name: str, backend: str) -> Any:
 
 def imported(name: str) -> ModuleType:
     """Import the module of a peer; ConfigError if a package that it needs is not installed."""
-    module, way_in, _ = PEERS[name]
+    return _imported(name, *PEERS[name][:2])
+
+
+def _imported(name: str, module: str, way_in: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

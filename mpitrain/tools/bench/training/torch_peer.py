@@ -1,6 +1,6 @@
-"""The PyTorch peer of `bench train`: the same GPT, trained over a backend of PyTorch in the counterpart of our layout.
+"""The PyTorch peer of `bench train`: the same model, trained over a backend of PyTorch in the counterpart of our layout.
 
-The module also has PyTorch's attention for `bench kernels`. Both run on the CPU or on a GPU.
+A Llama is that of transformers. The module also has PyTorch's attention for `bench kernels`. Both run on the CPU or on a GPU.
 Float32 products have full precision: TF32 is off. Legend: B batch, T tokens, C channels.
 """
 
@@ -58,13 +58,11 @@ class ReadyModel(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def alone(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
-    copy_weights(arrays, model)
+def alone(model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     return ReadyModel("torch", partial(_backward, model), _optimizer(model, settings))
 
 
-def replicas(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
-    copy_weights(arrays, model)
+def replicas(model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     return ReadyModel(
         _name("torch DDP", group),
         partial(_backward, nn.parallel.DistributedDataParallel(model, process_group=group)),
@@ -72,20 +70,20 @@ def replicas(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) 
     )
 
 
-def compiled(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
-    copy_weights(arrays, model)
+def compiled(model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
     is_alone = group.size() == 1
     name = "torch compiled" if is_alone else _name("torch DDP compiled", group)
     wrapped = model if is_alone else nn.parallel.DistributedDataParallel(model, process_group=group)
     return ReadyModel(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
 
 
-def divided_state(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
+def divided_state(
+    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
+) -> ReadyModel:
     """Return a model under DDP with ZeroRedundancyOptimizer: the counterpart of ZeRO stage 1.
 
     Each rank updates some of the tensors and broadcasts them.
     """
-    copy_weights(arrays, model)
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
     kind, constants = _class(settings)
     optimizer = ZeroRedundancyOptimizer(
@@ -100,7 +98,7 @@ def divided_state(model: GPT, arrays: Arrays, settings: Config, group: ProcessGr
 
 
 def divided_gradients(
-    model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup
+    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
 ) -> ReadyModel:
     """Return a model under FSDP2 that gathers parameters once per step: the counterpart of ZeRO stage 2.
 
@@ -113,7 +111,7 @@ def divided_gradients(
 
 
 def divided_parameters(
-    model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup
+    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
 ) -> ReadyModel:
     """Return a model under FSDP2 that frees a block after forward and gathers it again: ZeRO stage
     3.
@@ -124,12 +122,11 @@ def divided_parameters(
 def _fully_sharded(
     name: str,
     frees_after_forward: bool,
-    model: GPT,
+    model: Any,
     arrays: Arrays,
     settings: Config,
     group: ProcessGroup,
 ) -> ReadyModel:
-    copy_weights(arrays, model)
     mesh = _mesh(model, group)
     for part in [*model.blocks, model]:
         fully_shard(part, mesh=mesh, reshard_after_forward=frees_after_forward)
@@ -137,7 +134,6 @@ def _fully_sharded(
 
 
 def stages(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
-    copy_weights(arrays, model, is_whole=False)
     names = list(dict.fromkeys(UNIT.findall(" ".join(arrays))))
     rank, size = group.rank(), group.size()
     kind = SCHEDULES[settings.pipeline.schedule]
@@ -170,7 +166,7 @@ WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_paramete
 
 def way_of(
     settings: Config, group: ProcessGroup
-) -> Callable[[GPT, Arrays, Config, ProcessGroup], ReadyModel]:
+) -> Callable[[Any, Arrays, Config, ProcessGroup], ReadyModel]:
     """Return the function that builds PyTorch's counterpart of this configuration."""
     if settings.layout.tp > 1:
         return slices
@@ -189,16 +185,16 @@ def _name(way: str, group: ProcessGroup) -> str:
     return f"{way}, {torch.distributed.get_backend(group)}"
 
 
-def _mesh(model: GPT, group: ProcessGroup) -> DeviceMesh:
+def _mesh(model: nn.Module, group: ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, next(model.parameters()).device.type)
 
 
-def _optimizer(model: GPT, settings: Config) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, settings: Config) -> torch.optim.Optimizer:
     kind, constants = _class(settings)
     return kind(_groups(model, settings), **constants)
 
 
-def _groups(model: GPT, settings: Config) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, settings: Config) -> list[dict[str, Any]]:
     """Return parameter groups of the optimizer: matrices with weight decay, vectors without.
 
     DTensors have groups of their own, because PyTorch cannot update them together with tensors.
@@ -222,6 +218,29 @@ def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict
         "fused": True,
         **peer.arguments(optimizer),
     }
+
+
+def _network(settings: Config, vocab: int, arrays: Arrays) -> Any:
+    """Return the model with our values; with layout.tp the division of layers copies them."""
+    m = settings.model
+    if m.kind == "llama":
+        from mpitrain.tools.bench.hugging_face import WithLoss, copied  # needs transformers
+
+        return WithLoss(copied(m, vocab, arrays))
+    model = GPT(
+        vocab=vocab,
+        context=m.context,
+        width=m.width,
+        heads=m.heads,
+        depth=m.layers,
+        tied=m.tied,
+        hidden=m.hidden,
+        epsilon=m.epsilon,
+        drops=Rates(m.dropout, m.attention_dropout),
+    )
+    if settings.layout.tp == 1:
+        copy_weights(arrays, model, is_whole=settings.layout.pp == 1)
+    return model
 
 
 class TorchPeer:
@@ -248,18 +267,7 @@ class TorchPeer:
         self._device = placed(settings.device.kind)
         torch.set_num_threads(blas_threads())
         group = process_group(transport, backend)
-        m = settings.model
-        model = GPT(
-            vocab=vocab,
-            context=m.context,
-            width=m.width,
-            heads=m.heads,
-            depth=m.layers,
-            tied=m.tied,
-            hidden=m.hidden,
-            epsilon=m.epsilon,
-            drops=Rates(m.dropout, m.attention_dropout),
-        )
+        model = _network(settings, vocab, arrays)
         self._settings = settings
         self._way = self._ways(settings, group)(model.to(self._device), arrays, settings, group)
         self.name = self._way.name

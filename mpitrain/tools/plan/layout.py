@@ -1,0 +1,575 @@
+"""`plan layout`: step time and memory of every layout of a job, predicted in one process.
+
+The units of the model are counted on arrays without memory, for each number of tensor-parallel ranks
+and each size of a micro-batch: FLOPs, activations, and the collectives between tensor-parallel ranks.
+The time of a step is that of the simulated pipeline, whose stages compute and sum activations, and
+then of the messages between replicas that no computing hides.
+
+Seconds of computing are FLOPs over one rate, given or measured with the units of this model. Seconds
+of messages are those of the cost model (collectives/selection/cost_model.py). The update of the
+optimizer is not counted.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.collectives.selection.algorithm import Topology
+from mpitrain.collectives.selection.cost_model import Tuning, choose, predict
+from mpitrain.collectives.selection.table import TABLES
+from mpitrain.config import Config
+from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.machine.backend import DeviceBackend
+from mpitrain.parallel.grid import Axes
+from mpitrain.parallel.memory import sizes
+from mpitrain.parallel.mode import Sizes
+from mpitrain.parallel.modes import mode_of
+from mpitrain.pipeline.instructions import BackwardInput, fused_at_the_input, training_program
+from mpitrain.pipeline.partition import balanced
+from mpitrain.pipeline.schedule_files import find_plan
+from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.simulate import Cost, peak, simulate
+from mpitrain.plots import COLOURS, save, subplots
+from mpitrain.run.build import alone, model, unit_times
+from mpitrain.run.counting import SERIAL, Counter, UnitCount
+from mpitrain.run.resolve import Given, Resolved, RunLocation, resolve_here
+from mpitrain.tools.text_table import TextColumn, TextTable
+
+SHOWN = 10
+"""Layouts in the table."""
+LESS = 0.95
+"""A slower layout is of interest if it needs at most this part of the memory of a faster one."""
+OF_STEP = {0: ("all-reduce",), 1: ("reduce-scatter", "all-gather"), 2: ("all-gather",)}
+OF_MICRO_BATCH = {2: ("reduce-scatter",), 3: ("reduce-scatter", "all-gather", "all-gather")}
+"""{stage of ZeRO: its collectives of gradients and parameters}, once a step or a micro-batch."""
+PARTS = {
+    "computing": "computing",
+    "tensors": "messages between tensor-parallel ranks",
+    "pipeline": "the bubble and messages between stages",
+    "replicas": "messages between replicas",
+}
+"""{field of Prediction: its name in a sentence}."""
+
+
+class ParallelLayout(NamedTuple):
+    """One way to divide a job over ranks: the keys of the configuration that `plan layout` chooses."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero: int
+    micro_batches: int
+    recompute: str
+
+    @property
+    def settings(self) -> dict[str, str | int]:
+        """Return {key: value}."""
+        keys = ("layout.dp", "layout.tp", "layout.pp", "replication.zero")
+        return dict(zip((*keys, "batch.micro_batches", "memory.recompute"), self, strict=True))
+
+    def of(self, config: Config) -> Config:
+        """Return a configuration with this layout."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in self.settings.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        return config.model_copy(
+            update={
+                section: getattr(config, section).model_copy(update=values)
+                for section, values in sections.items()
+            }
+        )
+
+
+class Prediction(NamedTuple):
+    """The predicted step of a layout: seconds of its slowest stage, and bytes of its fullest rank.
+
+    computing  of matrix products
+    tensors    sums and gathers of activations over tp
+    pipeline   the rest of the simulated pipeline: idle time, and messages between stages
+    replicas   sums and gathers over dp that no computing hides
+    nbytes     parameters, gradients, optimizer state and activations
+    """
+
+    layout: ParallelLayout
+    computing: float
+    tensors: float
+    pipeline: float
+    replicas: float
+    nbytes: float
+
+    @property
+    def step_s(self) -> float:
+        return self.computing + self.tensors + self.pipeline + self.replicas
+
+    def facts(self) -> dict[str, Any]:
+        return {"step_s": self.step_s, **self._asdict(), "layout": self.layout.settings}
+
+
+class CountedUnit(NamedTuple):
+    """A unit of a tensor-parallel rank, in one micro-batch.
+
+    repeated  of its FLOPs, those of recomputed forwards
+    working   bytes of activations at its peak, without what units before it have saved
+    elements  its parameters
+    output    elements of its output for one row
+    """
+
+    counted: UnitCount
+    repeated: int
+    working: int
+    elements: int
+    output: int
+
+
+class Simulated(NamedTuple):
+    """A simulated pipeline: seconds of `computing` and `tensors` are those of the slowest stage.
+
+    backward     seconds of one micro-batch, on the slowest stage
+    activations  bytes on the fullest stage
+    elements     parameters of the largest stage
+    units        of a stage
+    """
+
+    makespan: float
+    computing: float
+    tensors: float
+    backward: float
+    activations: float
+    elements: float
+    units: float
+
+
+class MessageTimes:
+    """The cost model of collectives between ranks on these hosts.
+
+    hosts  name of the host of each rank
+    """
+
+    def __init__(self, tuning: Tuning, hosts: Sequence[str], is_on_device: bool):
+        self._tuning, self._hosts, self.is_on_device = tuning, hosts, is_on_device
+        self._predicted = cache(self._predict)
+
+    def seconds(
+        self, operation: str, members: range, nbytes: float, itemsize: int, algorithm: str = "auto"
+    ) -> float:
+        """Return the seconds of one collective, while all groups of its kind run theirs.
+
+        operation  as in UnitCount.sums; or "send", from the first of two members to the other
+        nbytes     of the array
+        """
+        hosts = [self._hosts[rank] for rank in members]
+        elements = nbytes / itemsize
+        if len(hosts) == 1 or elements < 1:
+            return 0.0
+        if len(set(hosts)) > 1:  # All groups send over the one link of their host.
+            elements *= self._hosts.count(hosts[0]) / hosts.count(hosts[0])
+        numbers = {name: str(number) for number, name in enumerate(dict.fromkeys(hosts))}
+        where = tuple(numbers[name] for name in hosts)
+        # Between powers of four the model is nearly linear, and long plans take seconds to make.
+        low = 4 ** int(math.log(elements, 4))
+        least, most = (
+            self._predicted(operation, where, size, itemsize, algorithm) for size in (low, 4 * low)
+        )
+        return least + (elements / low - 1) / 3 * (most - least)
+
+    def _predict(
+        self, operation: str, hosts: Sequence[str], size: int, itemsize: int, algorithm: str
+    ) -> float:
+        if operation == "send":
+            return predict(self._tuning, "sendrecv", "ping-pong", hosts, size, itemsize)
+        name = operation.replace("all-reduce", "allreduce")
+        if algorithm not in TABLES[name]:
+            topology = Topology(hosts, is_on_device=self.is_on_device)
+            algorithm = choose(self._tuning, topology, size, itemsize, "plain", name)
+        return predict(self._tuning, name, algorithm, hosts, size, itemsize)
+
+
+class Planner:
+    """Predicts the layouts of one job.
+
+    hosts  name of the host of each rank
+    rate   FLOPs per second of a rank; 0: measured with the units of this model, by the threads of this
+           process. Then a unit also takes time that no row explains
+    limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
+    """
+
+    def __init__(self, config: Config, hosts: Sequence[str], rate: float = 0, limit: float = 0):
+        if config.layout.cp > 1:
+            raise ConfigError(
+                f"plan layout predicts layouts without context parallelism, but layout.cp is {config.layout.cp}.",
+                "Leave out --cp.",
+            )
+        alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
+        self._job, self._source, self._units = alone(alone_config, hosts[:1])
+        self._config, self._hosts = self._job.config, hosts
+        device = self._job.device
+        is_on_device = isinstance(device.backend, DeviceBackend)
+        on_host = 1 if is_on_device else hosts.count(hosts[0])
+        seconds_of_row, self._each_s = (0.0, 0.0) if rate else self._measured()
+        # The threads of this process are those of one rank. More ranks than cores take turns.
+        turns = max(1.0, on_host / process.cores())
+        self.rate = rate or self._flops_of_row() / seconds_of_row / turns
+        self.limit = limit or (
+            self._config.memory.limit_gb * 1e9 or process.free_memory(device.kind) / on_host
+        )
+        self._messages = MessageTimes(self._job.tuning, hosts, is_on_device)
+        self._computed = device.itemsize(self._config.precision.stored)
+        self._stored = np.dtype(self._config.precision.stored).itemsize
+        self._counted, self._simulated = cache(self._count), cache(self._simulate)
+        self._sizes = cache(self._size)
+
+    def _measured(self) -> tuple[float, float]:
+        """Return the seconds of a row in all units, and those of a unit that no row explains."""
+        many = max(2, min(8, self._job.config.batch.size))
+        short, long = (unit_times(self._of_rows(rows), self._source) for rows in (1, many))
+        of_row = max((sum(long) - sum(short)) / (many - 1), sum(long) / many / 2)
+        return of_row, max(0.0, sum(long) - many * of_row) / len(long)
+
+    def _flops_of_row(self) -> int:
+        counter = Counter(self._of_rows(1), self._source, self._units)
+        return sum(unit.flops for unit in counter.units(0))
+
+    def _of_rows(self, rows: int) -> Resolved:
+        batch = self._job.config.batch.model_copy(update={"size": rows})
+        return self._job._replace(config=self._job.config.model_copy(update={"batch": batch}))
+
+    def layouts(self, given: Config) -> Iterator[ParallelLayout]:
+        """Yield the layouts to predict; what `given` sets to other than the defaults stays."""
+        ranks, layout, size = len(self._hosts), given.layout, given.batch.size
+        for tp in [layout.tp] if layout.tp > 1 else _divisors(ranks):
+            for pp in [layout.pp] if layout.pp > 1 else _divisors(ranks // tp):
+                dp, rest = divmod(ranks, tp * pp)
+                if rest or dp > size or layout.dp not in (0, dp):
+                    continue
+                rows = size // dp
+                counts = (pp << doubled for doubled in range(rows.bit_length()))
+                for micro_batches, zero, recompute in product(
+                    counts,
+                    [given.replication.zero] if given.replication.zero or dp == 1 else range(4),
+                    [given.memory.recompute] if given.memory.segment else ("none", "unit"),
+                ):
+                    if micro_batches <= rows:
+                        yield ParallelLayout(dp, tp, pp, zero, micro_batches, recompute)
+
+    def refusal(self, layout: ParallelLayout) -> ConfigError | None:
+        """Return the error with which `train` would refuse a layout."""
+        config = layout.of(self._config)
+        given = Given(config, [*self._job.gpus], "", RunLocation(), config.device.passes)
+        try:
+            resolve_here(given, self._hosts)
+        except ConfigError as error:
+            return error
+        return None
+
+    def predict(self, layout: ParallelLayout) -> Prediction:
+        """Predict a step.    raises  ConfigError if units do not fit stages or ranks"""
+        dp, tp, pp, _, m, recompute = layout
+        config, rows = layout.of(self._config), -(-self._config.batch.size // (dp * m))
+        # Once a pipeline is full, each micro-batch adds the same.
+        first, second = (min(m, full * pp) for full in (2, 3))
+        low, high = (self._simulated(dp, tp, pp, n, rows, recompute) for n in (first, second))
+        more = (m - first) / max(1, second - first)
+        step = Simulated(*(a + more * (b - a) for a, b in zip(low, high, strict=True)))
+        state = self._sizes(tp, pp)._replace(
+            axes=Axes(tp, dp, pp), shards=dp, settings=config.replication
+        )
+        return Prediction(
+            layout,
+            step.computing,
+            step.tensors,
+            max(0.0, step.makespan - step.computing - step.tensors),
+            self._exposed(layout, step),
+            mode_of(config).memory(state) + step.activations,
+        )
+
+    def _size(self, tp: int, pp: int) -> Sizes:
+        config = ParallelLayout(1, tp, pp, 0, 1, "none").of(self._config)
+        return sizes(config, self._source, Axes(tp, 1, pp), pp, self._job.device, 1)[0]
+
+    def _exposed(self, layout: ParallelLayout, step: Simulated) -> float:
+        """Return the seconds of messages between replicas that no computing hides.
+
+        The last bucket has nothing to hide behind. Within a host the cores that compute also copy.
+        """
+        zero, members = layout.zero, range(0, layout.tp * layout.dp, layout.tp)
+        replication = self._config.replication
+
+        def seconds(operation: str) -> float:
+            itemsize = self._computed if operation == "all-gather" else self._stored
+            nbytes, algorithm = step.elements * itemsize, replication.algorithm
+            return self._messages.seconds(operation, members, nbytes, itemsize, algorithm)
+
+        total = sum(map(seconds, OF_STEP.get(zero, ())))
+        total += layout.micro_batches * sum(map(seconds, OF_MICRO_BATCH.get(zero, ())))
+        hosts = {self._hosts[rank] for rank in members}
+        if not replication.overlap or (len(hosts) == 1 and not self._messages.is_on_device):
+            return total
+        hidden = step.computing if zero > 1 else step.backward
+        return max(total - hidden, total / step.units)
+
+    def _over_tp(self, unit: CountedUnit, tp: int) -> float:
+        algorithm = self._config.layout.algorithm
+        return sum(
+            times * self._messages.seconds(operation, range(tp), nbytes, self._computed, algorithm)
+            for (operation, nbytes), times in unit.counted.sums.items()
+        )
+
+    def _count(self, tp: int, rows: int, recompute: str) -> list[CountedUnit]:
+        """Count all units. Those of model.layers after the third repeat the third."""
+        deep = self._config.model.layers
+        few, more = (self._counter(min(deep, n), tp, rows, recompute) for n in (2, 3))
+        counts = once = more.units(0)
+        if recompute != "none":
+            once = self._counter(min(deep, 3), tp, rows, "none").units(0)
+        units, shape, saved = list[CountedUnit](), (1, *self._source.shape), 0
+        for counted, plain, unit in zip(counts, once, more.model, strict=True):
+            shape = unit.layer.output_shape(shape)
+            elements = sum(math.prod(p.local_shape) for p in unit.layer.parameters())
+            again, working = counted.flops - plain.flops, counted.peak - saved
+            units.append(CountedUnit(counted, again, working, elements, math.prod(shape)))
+            saved += counted.saved
+        layer = len(more.model) - len(few.model)
+        pairs = enumerate(zip(few.model, more.model, strict=False))
+        end = next((n for n, (one, other) in pairs if one.name != other.name), 0) + layer
+        return units[:end] + units[end - layer : end] * max(0, deep - 3) + units[end:]
+
+    def _counter(self, layers: int, tp: int, rows: int, recompute: str) -> Counter:
+        config = ParallelLayout(1, tp, 1, 0, 1, recompute).of(self._config)
+        config = config.model_copy(
+            update={
+                "model": config.model.model_copy(update={"layers": layers}),
+                "batch": config.batch.model_copy(update={"size": rows}),
+            }
+        )
+        job = self._job._replace(config=config, axes=Axes(tp), plan=plan_of(SERIAL, 1, 1))
+        return Counter(job, self._source, lambda made: model(config, self._source, made))
+
+    def _simulate(self, dp: int, tp: int, pp: int, m: int, rows: int, recompute: str) -> Simulated:
+        """Simulate the pipeline of a replica with m micro-batches of so many rows."""
+        config = self._config
+        plan = fused_at_the_input(
+            find_plan(config.pipeline.schedule, pp, m, config.pipeline.chunks or None), 0
+        )
+        units = self._counted(tp, rows, recompute)
+        # What a stage receives, for each micro-batch.
+        received = rows * units[0].output * self._computed
+        received //= tp if config.layout.sequence_parallel else 1
+        counts = balanced([unit.elements for unit in units], len(plan.stage_of))
+        bounds = [0, *accumulate(counts)]
+        chunks = [units[start:stop] for start, stop in pairwise(bounds)]
+        in_halves = {
+            each.chunk for own in plan.by_stage for each in own if isinstance(each, BackwardInput)
+        }
+        costs, computing, tensors = [], [0.0] * pp, [0.0] * pp
+        for number, (chunk, stage) in enumerate(zip(chunks, plan.stage_of, strict=True)):
+            once = sum(unit.counted.flops - unit.repeated for unit in chunk) / self.rate
+            once += len(chunk) * self._each_s
+            again = sum(unit.repeated for unit in chunk) / self.rate
+            sums = sum(self._over_tp(unit, tp) for unit in chunk)
+            first = received if number else 0
+            saved = [*accumulate((unit.counted.saved for unit in chunk), initial=first)]
+            pending = sum(unit.counted.pending for unit in chunk)
+            # Where halves are apart, later units have left what their weight halves need.
+            left = [*accumulate((-unit.counted.pending for unit in chunk), initial=pending)][1:]
+            peaks = [
+                before + unit.working + (after if number in in_halves else 0)
+                for before, unit, after in zip(saved, chunk, left, strict=False)
+            ]
+            costs.append(
+                Cost(
+                    once / 3 + sums / 2,
+                    once / 3 + again + sums / 2,
+                    once / 3,
+                    saved[-1],
+                    pending,
+                    input_bytes=max(peaks),
+                )
+            )
+            computing[stage] += m * (once + again)
+            tensors[stage] += m * sums
+        neighbours = range(0, 2 * tp * dp, tp * dp) if pp > 1 else range(1)
+        transfer = self._messages.seconds("send", neighbours, received, self._computed)
+        slowest = max(range(pp), key=lambda stage: computing[stage] + tensors[stage])
+        of_stage = [[c for c, at in enumerate(plan.stage_of) if at == stage] for stage in range(pp)]
+        return Simulated(
+            simulate(training_program(plan, 0), costs, transfer).makespan,
+            computing[slowest],
+            tensors[slowest],
+            max(sum(sum(costs[c][1:3]) for c in own) for own in of_stage),
+            # A receive is posted before its array is needed.
+            max(peak(own, costs).nbytes for own in plan.by_stage) + received * (pp > 1),
+            max(sum(unit.elements for c in own for unit in chunks[c]) for own in of_stage),
+            len(units) / pp,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class Ranking(NamedTuple):
+    """The layouts of a job.
+
+    predictions  of all layouts, the fastest first
+    best         those that fit and train, the fastest first, at most SHOWN; of layouts that differ
+                 in micro-batches alone only the first
+    front        those that fit and train, and need less memory than every faster one, by LESS
+    closest      texts about the layouts that differ from the best in one key: why they lose
+    """
+
+    predictions: list[Prediction]
+    best: list[Prediction]
+    front: list[Prediction]
+    closest: list[str]
+
+
+def rank(planner: Planner, given: Config) -> Ranking:
+    """Predict all layouts of a job, and rank those that fit and train.
+
+    raises  ConfigError if there is none
+    """
+    predictions = list[Prediction]()
+    for layout in planner.layouts(given):
+        with suppress(ConfigError):  # More stages than units, or a number that tp does not divide.
+            predictions.append(planner.predict(layout))
+    # Of equally fast ones the fewest micro-batches: each costs some time that nothing here counts.
+    predictions.sort(key=lambda each: (float(f"{each.step_s:.6g}"), each.layout.micro_batches))
+    best, front, least = dict[ParallelLayout, Prediction](), list[Prediction](), math.inf
+    for each in predictions:
+        kind, is_lean = each.layout._replace(micro_batches=0), each.nbytes < LESS * least
+        is_new = len(best) < SHOWN and kind not in best
+        if each.nbytes > planner.limit or not (is_lean or is_new) or planner.refusal(each.layout):
+            continue
+        if is_new:
+            best[kind] = each
+        if is_lean:
+            front.append(each)
+            least = each.nbytes
+    if not best:
+        raise _nothing_fits(planner, predictions, given)
+    shown = [*best.values()]
+    return Ranking(predictions, shown, front, [*_closest(planner, predictions, shown[0])])
+
+
+def _nothing_fits(
+    planner: Planner, predictions: Sequence[Prediction], given: Config
+) -> ConfigError:
+    by_size = sorted(predictions, key=lambda each: each.nbytes)
+    smallest = next((each for each in by_size if not planner.refusal(each.layout)), None)
+    if smallest is None:
+        for layout in planner.layouts(given):
+            if error := planner.refusal(layout):
+                return error
+        return ConfigError(
+            f"No layout divides a batch of {given.batch.size} row(s) over these ranks.",
+            "Raise batch.size, or set layout.dp to 0.",
+        )
+    settings = ", ".join(f"{key}={value}" for key, value in smallest.layout.settings.items())
+    return ConfigError(
+        f"No layout fits in {planner.limit / 1e9:,.3f} GB a rank: the smallest needs {smallest.nbytes / 1e9:,.3f} GB, "
+        f"with {settings}.",
+        "Take more ranks, or set memory.logit_chunks, optimizer.name=adamw8bit or a lower model.context.",
+    )
+
+
+def _closest(
+    planner: Planner, predictions: Sequence[Prediction], best: Prediction
+) -> Iterator[str]:
+    """Yield for each layout next to the best one why it loses."""
+    for key in ("tp", "pp", "zero", "micro_batches", "recompute"):
+
+        def value(each: Prediction, key: str = key) -> Any:
+            return getattr(each.layout, key)
+
+        others = {"tp", "pp", "zero", "micro_batches", "recompute"} - {key}
+        apart = sorted(
+            (
+                each
+                for each in predictions
+                if value(each) != value(best)
+                and all(getattr(each.layout, o) == getattr(best.layout, o) for o in others)
+            ),
+            key=value,
+        )
+        below = [each for each in apart if value(each) < value(best)][-1:]
+        above = [each for each in apart if value(each) > value(best)][:1]
+        for each in (*below, *above):
+            yield f"{key} {value(each)}: {_reason(planner, each, best)}"
+
+
+def _reason(planner: Planner, each: Prediction, best: Prediction) -> str:
+    if refused := planner.refusal(each.layout):
+        return f"refused: {refused.law}"
+    if each.nbytes > planner.limit:
+        return f"needs {each.nbytes / 1e9:.2f} GB"
+    more = {part: getattr(each, part) - getattr(best, part) for part in PARTS}
+    part = max(more, key=lambda part: more[part])
+    slower = each.step_s / best.step_s - 1
+    return f"{100 * slower:+.1f}%; {PARTS[part]} {1e3 * more[part]:+.1f} ms"
+
+
+def _field(name: str) -> Callable[[Prediction], Any]:
+    return lambda each: getattr(each.layout, name)
+
+
+def _ms(name: str) -> Callable[[Prediction], float]:
+    return lambda each: 1e3 * getattr(each, name)
+
+
+def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str]:
+    """Return the lines that `plan layout` prints."""
+    columns = TextTable(
+        [
+            *(TextColumn(key, "4", _field(key)) for key in ("dp", "tp", "pp", "zero")),
+            TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
+            TextColumn("recompute", "9", _field("recompute")),
+            TextColumn("step", "9.1f", lambda each: 1e3 * each.step_s, unit="ms"),
+            *(TextColumn(part, "9.1f", _ms(part), unit="ms") for part in PARTS),
+            TextColumn("memory", "8.3g", lambda each: each.nbytes / 1e9, unit="GB"),
+        ]
+    )
+    lines = [
+        f"{len(ranking.predictions):,} layouts of {len(hosts)} ranks on {len(set(hosts))} host(s), each with "
+        f"{planner.rate / 1e9:,.1f} GFLOP/s and {planner.limit / 1e9:,.2f} GB",
+        "",
+        *columns.lines(ranking.best),
+    ]
+    if lean := [each for each in ranking.front if each not in ranking.best]:
+        lines += ["", "Slower, with less memory than every faster one:", *columns.lines(lean)[2:]]
+    lines += ["", "Next to the best:", *(f"  {text}" for text in ranking.closest)]
+    settings = ranking.best[0].layout.settings
+    words = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    return [*lines, "", f"mpitrain launch -n {len(hosts)} -- train {words}"]
+
+
+def draw(ranking: Ranking, limit: float, path: Path) -> None:
+    """Draw the step time of all layouts over their memory, with the front as a line."""
+    figure, axes = subplots(8, 5)
+    for shown, line, mark, colour in (
+        (ranking.predictions, "", ".", COLOURS[7]),
+        (ranking.front, "-", "o", COLOURS[0]),
+    ):
+        places = [(each.nbytes / 1e9, 1e3 * each.step_s) for each in shown]
+        axes.plot(*zip(*places, strict=True), linestyle=line, marker=mark, color=colour)
+    named = [ranking.front[0]]
+    for each in ranking.front:
+        if each is named[-1] or each.nbytes < 0.8 * named[-1].nbytes:
+            named.append(each)
+            keys = ("dp", "tp", "pp", "zero")
+            text = " ".join(f"{key} {getattr(each.layout, key)}" for key in keys)
+            place = (each.nbytes / 1e9, 1e3 * each.step_s)
+            axes.annotate(text, place, (5, 5), textcoords="offset points", rotation=30)
+    if limit < 2 * max(each.nbytes for each in ranking.predictions):
+        axes.axvline(limit / 1e9, color=COLOURS[1], linestyle="--", label="memory of a rank")
+        axes.legend()
+    axes.set(xscale="log", yscale="log", xlabel="GB of a rank", ylabel="predicted step, ms")
+    axes.set_title("Layouts, and those that need less memory than every faster one")
+    save(figure, path, 120)
