@@ -396,7 +396,7 @@ class Batch(Section):
 
 
 class Layout(Section):
-    basic = ("dp", "cp", "tp", "pp")
+    basic = ("dp", "tp", "pp")
 
     dp: int = Field(
         0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"

@@ -130,16 +130,23 @@ def test_the_pytorch_program_computes_as_transformers():
     assert (found - truth).abs().max() <= 1e-4 * truth.abs().max()
 
 
+LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
     "dp 3": (3, []),
     "zero 3": (2, ["replication.zero=3", "batch.micro_batches=2"]),
-    "tp 2": (2, ["layout.tp=2"]),
+    "tp 2": (2, ["layout.tp=2", *LLAMA3]),
     "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
     "pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", "model.tied=true"]),
     "recomputed": (2, ["layout.tp=2", "memory.recompute=unit", "memory.logit_chunks=2"]),
     "one kv head, dp 2, pp 2": (
         4,
-        ["model.kv_heads=1", "layout.pp=2", "batch.micro_batches=2", "memory.recompute=attention"],
+        [
+            *LLAMA3,
+            "model.kv_heads=1",
+            "layout.pp=2",
+            "batch.micro_batches=2",
+            "memory.recompute=attention",
+        ],
     ),
     "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
