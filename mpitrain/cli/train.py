@@ -255,7 +255,7 @@ def _kernels_of_run(config_file: Path | None, settings: list[str]) -> str | None
     from mpitrain.errors import ConfigError
     from mpitrain.machine.blas_kernels import recorded_in
 
-    with suppress(ConfigError, OSError, KeyError):
+    with suppress(ConfigError, OSError, KeyError, TypeError):
         tables = with_settings(read_toml(config_file) if config_file else {}, settings)
         return recorded_in(Path(str(tables["run"]["out"])) / "metrics.jsonl")
     return None

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mpitrain.run import build
+from mpitrain.run import build, utilisation
 from mpitrain.run.counting import StepCounts
 from tests.runs import TEXT, TINY
 
@@ -24,9 +24,12 @@ def one_core():
 
 @pytest.fixture(autouse=True)
 def uncounted(request, monkeypatch):
-    """No job counts its step before it begins, which takes two fifths of the time of a test; but those marked `counted`."""
+    """No job counts its step or measures the rate of products before it begins, which takes half of the time; but those of tests
+    that are marked `counted`.
+    """
     if not request.node.get_closest_marker("counted"):
         monkeypatch.setattr(build, "_counted", lambda *_: StepCounts())
+        monkeypatch.setattr(utilisation, "gemm_peak", lambda *_: None)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.layers.base import Gradient
 from mpitrain.machine.process import blas_threads_in_use
 from mpitrain.run import trainer as trainers
-from mpitrain.run import utilisation
 from mpitrain.run.build import build
 from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
@@ -67,12 +66,6 @@ def leaves(nested, before=""):
             yield before + name, one.array
         else:
             yield from leaves(one, f"{before}{name}.")
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch):
-    """A run measures the rate of products, which takes longer than its steps here."""
-    monkeypatch.setattr(utilisation, "gemm_peak", lambda *facts: None)
 
 
 @pytest.fixture

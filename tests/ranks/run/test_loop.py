@@ -619,6 +619,7 @@ def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, mon
     assert records(tmp_path)[-1]["step"] < 1000
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 def test_copies_without_room_are_refused_or_not_made(ranks, book, tmp_path):
     limit = f"memory.limit_gb={(9e4 * ranks + 1e5) / 1e9}"

@@ -30,10 +30,8 @@ SETTINGS = [
 @pytest.mark.parametrize(
     "ranks, settings",
     [
-        (1, ["precision.compute=bfloat16"]),
         (2, ["precision.compute=float16"]),
         (2, ["replication.zero=3"]),
-        (2, ["layout.tp=2", "layout.algorithm=ring"]),
         (2, ["layout.sequence_parallel=true", "layout.tp=2", "layout.algorithm=ring"]),
         (1, ["memory.recompute=unit", "memory.logit_chunks=2"]),
         (2, ["memory.recompute=2", "layout.tp=2", "memory.logit_chunks=3"]),

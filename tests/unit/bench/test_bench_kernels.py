@@ -16,6 +16,13 @@ from tests.fakes import cupy, gpu
 pytestmark = pytest.mark.compile
 
 
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    """Nothing is measured for longer than it needs to be right."""
+    for name, value in (("FEWEST", 1), ("BUDGET", 0.0), ("MOMENT", 0.0)):
+        monkeypatch.setattr(kernel_operations, name, value)
+
+
 def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
     """(exit code, rows as words, standard output, or everything printed if the command fails)"""
     done = CliRunner().invoke(command, arguments)
@@ -100,9 +107,6 @@ def test_products_are_right_in_every_way(words):
 def test_on_a_gpu_nothing_is_taken_for_numpy_s(monkeypatch, tmp_path):
     """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
     gpu.play(monkeypatch)
-    monkeypatch.setattr(kernel_operations, "FEWEST", 1)
-    monkeypatch.setattr(kernel_operations, "BUDGET", 0.0)
-    monkeypatch.setattr(kernel_operations, "MOMENT", 0.0)
     monkeypatch.setitem(kernel_operations.SHAPES, "cuda", kernel_operations.SHAPES["cuda-sim"])
     monkeypatch.setitem(kernel_operations.MOVED, "cuda", kernel_operations.MOVED["cuda-sim"])
     for words in (

@@ -70,7 +70,7 @@ def test_help_config_lists_basic_keys_before_advanced_ones_and_those_for_experts
     shown = CliRunner().invoke(commands, ["train", "--help-config"]).output.splitlines()
     listed = [line.split()[0] for line in shown if " = " in line and line[2:3].strip()]
     basic = [key.name for key in keys() if key.is_basic]
-    assert len(basic) == 25
+    assert len(basic) == 26
     expert = [name for names in EXPERT.values() for name in names]
     rest = [key.name for key in keys() if key.name not in {*basic, *expert}]
     assert listed == [*basic, *rest, *expert]

@@ -46,7 +46,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "loraN": ("lora.rank=N",),
     "wire:FORMAT": ("replication.wire=FORMAT",),
     "optimizer:NAME": ("optimizer.name=NAME",),
-    "compiled": ("device.passes=compiled",),
     "no-overlap": ("replication.overlap=false",),
     "FILE.py": ("replication.algorithm=FILE.py",),
 }
