@@ -16,6 +16,7 @@ train     parse: make a Config from tables; Trainer: the training step over a li
           `mpitrain train`; Watcher: an observer of a run;
           replicas_equal: compare the parameters of all replicas bit by bit;
           Replicated: average the gradients of your own training loop
+teach     learn: explanations, claims and exercises for a notebook, as `mpitrain learn`
 errors    MpitrainError: the base class of all errors that mpitrain raises on purpose;
           PeerLost: a peer has died or left the job
 """
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mpitrain.run.replicas import replicas_equal as replicas_equal
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.watcher import Watcher as Watcher
+    from mpitrain.tools.textbook import learn as learn
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
     from mpitrain.transport.mpi import ranks as ranks
@@ -81,6 +83,7 @@ _HOMES = {
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",
     "gpt": "models.gpt",
+    "learn": "tools.textbook",
     "mlp": "models.classifiers",
     "normal": "layers.initial",
     "ops_for": "ops.device",
@@ -92,8 +95,8 @@ _HOMES = {
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 
-__all__ = [name for name in _HOMES if name not in ("Config", "PeerLost")]
-"""Config is for annotations, and PeerLost for `except`. With them help() would list sixty methods of
+__all__ = [name for name in _HOMES if name not in ("Config", "PeerLost", "learn")]
+"""learn is a module, Config is for annotations, and PeerLost for `except`. With them help() would list sixty methods of
 pydantic, and the methods of MpitrainError twice.
 """
 

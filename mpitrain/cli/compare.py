@@ -41,7 +41,7 @@ EVALUATED = 512
     help="Modes to compare: all-reduce algorithms such as star, ring or auto; zero1, zero2, zero3, "
     "also as zero1-host ..., sharded within each host; other modes of replication; layouts such as "
     "tp2, pp2:gpipe or pp2:async; precisions bf16 and fp16; accumulate4, recompute, lora8, tiled, "
-    "compiled, wire:int8; several joined by +, such as zero3+tp2. Default: star, ring, auto, and "
+    "wire:int8; several joined by +, such as zero3+tp2. Default: star, ring, auto, and "
     "all modes of replication without -host.",
 )
 @click.option(

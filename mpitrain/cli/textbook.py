@@ -77,6 +77,7 @@ def explain(
     from mpitrain.tools.textbook.explain import terminal
     from mpitrain.tools.textbook.explain.links import parse_link
     from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.learn import row_of
 
     speed = parse_link(link) if link is not None else None
     if topic is None:
@@ -97,12 +98,7 @@ def explain(
                 "Leave out --alone.",
             )
         topic += "-alone"
-    if topic not in TOPICS:
-        raise ConfigError(
-            f"A topic is one of {', '.join(TOPICS)}, but this is {topic!r}.",
-            "Run `mpitrain learn explain` for a list.",
-        )
-    row = TOPICS[topic]
+    row = row_of(TOPICS, "topic", topic)
     setting = row.setting(topic, ranks, speed)
     check_files(0, [html_file])
     if png_file:
@@ -180,13 +176,10 @@ def claims(
     from mpitrain.tools.textbook.claims.claim import judge
     from mpitrain.tools.textbook.claims.report import lines, page, record, summary
     from mpitrain.tools.textbook.claims.table import CLAIMS
+    from mpitrain.tools.textbook.learn import row_of
 
     for name in names:
-        if name not in CLAIMS:
-            raise ConfigError(
-                f"There are {len(CLAIMS)} claims, but none has the name {name!r}.",
-                "`mpitrain learn claims --list` prints their names and sentences.",
-            )
+        row_of(CLAIMS, "claim", name)
     if lists:
         for name in names or CLAIMS:
             click.echo(f"{name:24}{text(CLAIMS[name].sentence, language)}")
@@ -221,11 +214,13 @@ def claims(
 
 
 @click.command("exercise")
-@click.argument("name", metavar="ring|server|1f1b|column")
+@click.argument("name", required=False)
 @output_option("--out", "Write the skeleton to this new file. Default: print it.")
 @LANGUAGE
-def exercise(name: str, out_file: Path | None, language: str) -> None:
+def exercise(name: str | None, out_file: Path | None, language: str) -> None:
     """Write the skeleton of an exercise: a statement, and a function to complete.
+
+    Without a NAME, list all exercises.
 
     Each task differs from this package's own code. `mpitrain learn check FILE` checks a solution.
     """
@@ -233,13 +228,13 @@ def exercise(name: str, out_file: Path | None, language: str) -> None:
         return  # only rank 0 prints
     from mpitrain.tools.textbook.exercises.check import skeleton
     from mpitrain.tools.textbook.exercises.table import EXERCISES
+    from mpitrain.tools.textbook.learn import row_of
 
-    if name not in EXERCISES:
-        raise ConfigError(
-            f"An exercise is one of {', '.join(EXERCISES)}, but this is {name!r}.",
-            "Name one of these.",
-        )
-    written = skeleton(name, EXERCISES[name], language)
+    if name is None:
+        for each, row in EXERCISES.items():
+            click.echo(f"{each:8}{text(row.statement, language).splitlines()[0]}")
+        return
+    written = skeleton(name, row_of(EXERCISES, "exercise", name), language)
     if out_file is None:
         click.echo(written, nl=False)
         return

@@ -1,6 +1,7 @@
 """`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -101,6 +102,8 @@ def layout(
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
+    for name in process.BLAS_VARIABLES:  # NumPy is not loaded yet.
+        os.environ.setdefault(name, str(max(1, process.cores() * hosts // ranks)))
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
     from mpitrain.tools.plan.layout import Planner, draw, rank, report

@@ -196,9 +196,9 @@ class Planner:
     """Predicts the layouts of one job.
 
     hosts  name of the host of each rank
-    rate   FLOPs per second of a rank; 0: measured with the units of this model on this host, whose
-           cores the ranks of a host will share. Then a unit also takes time that no row explains
-    limit  bytes of memory of a rank; 0: what is free here, shared as the cores
+    rate   FLOPs per second of a rank; 0: measured with the units of this model, by the threads of this
+           process. Then a unit also takes time that no row explains
+    limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
     """
 
     def __init__(self, config: Config, hosts: Sequence[str], rate: float = 0, limit: float = 0):
@@ -212,11 +212,13 @@ class Planner:
         self._config, self._hosts = self._job.config, hosts
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
-        sharing = 1 if is_on_device else hosts.count(hosts[0])
+        on_host = 1 if is_on_device else hosts.count(hosts[0])
         seconds_of_row, self._each_s = (0.0, 0.0) if rate else self._measured()
-        self.rate = rate or self._flops_of_row() / seconds_of_row / sharing
+        # The threads of this process are those of one rank. More ranks than cores take turns.
+        turns = max(1.0, on_host / process.cores())
+        self.rate = rate or self._flops_of_row() / seconds_of_row / turns
         self.limit = limit or (
-            self._config.memory.limit_gb * 1e9 or process.free_memory(device.kind) / sharing
+            self._config.memory.limit_gb * 1e9 or process.free_memory(device.kind) / on_host
         )
         self._messages = MessageTimes(self._job.tuning, hosts, is_on_device)
         self._computed = device.itemsize(self._config.precision.stored)

@@ -1,8 +1,11 @@
 """Artificial failures of runs on threads: each happens once, at its point, and leaves other runs alone."""
 
+import importlib.util
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,3 +130,23 @@ def test_other_programs_that_open_a_run_do_not_fail(book, tmp_path):
         go(2, [*book, "checkpoint.every=1", "run.inject=raise:1@3"])
     assert configured(tmp_path / "run", []).run.inject == ""
     assert parse(with_settings({}, book)).run.inject == ""
+
+
+def test_a_kill_at_each_point_of_a_save_in_the_background_leaves_whole_checkpoints(tmp_path):
+    """Three of the kills of jobs/prove/save-kills.py, of one process; it looks at more ranks, and at losses."""
+    job = Path(__file__).parents[3] / "jobs/prove/save-kills.py"
+    spec = importlib.util.spec_from_file_location("save_kills", job)
+    kills = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kills)
+    folder, newest_step = tmp_path / "run", 0
+    for point, step in (("snapshot", 3), ("thread", 7), ("publish", 13)):
+        assert kills.train(folder, 1, f"kill:0@{step}:{point}") == -signal.SIGKILL
+        before, newest_step = newest_step, max([0, *map(number, kills.saved(folder))])
+        assert newest_step >= before
+    assert kills.train(folder, 1) == 0
+    names = {path.name for path in kills.saved(folder)}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == names
+
+
+def number(path):
+    return int(path.name[-8:])

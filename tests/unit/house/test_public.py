@@ -33,6 +33,7 @@ def test_help_fits_on_some_pages_and_names_nothing_but_what_is_offered():
         *mpitrain.__all__,
         "Config",
         "PeerLost",
+        "learn",
     }
 
 

@@ -53,6 +53,7 @@ TAKEN = {
 TAKEN_FLOAT = {FLOAT_TILES[0]: (4.9, 5.2)}
 
 ATTENTIONS = ("attention_tensor", "attention_tensor_backward")
+GROUPED = {"GENERAL": 1, "GROUP": 4}
 
 # Of attention on tensor cores, on sm_90a: kernel and head size -> products of a step, most instructions of the main loop for
 # each, least warps on a multiprocessor. While tensor cores make a product, in 8 cycles on sm_80 and some 6.5 on sm_90, a warp
@@ -155,6 +156,11 @@ def jobs():
         yield name, "sm_80", types("float") | {"DOCUMENTS": 1}
     for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
         yield (name, "sm_80", types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1})
+    # Queries that continue a sequence, and heads of keys that several heads of queries share.
+    for name in ("attention", "attention_dropout"):
+        yield name, "sm_80", types("float") | GROUPED
+    for name, step in zip(ATTENTIONS, (64, 32), strict=True):
+        yield name, "sm_80", types("__nv_bfloat16") | {"STEP": step} | GROUPED
     for (ta, tb, sums), architecture in product(PRODUCTS, ARCHITECTURES):
         stored = {"TRANSPOSED_A": ta, "TRANSPOSED_B": tb, "ROW_SUMS": sums}
         if sums or architecture != "sm_75":
@@ -200,7 +206,7 @@ def called(name, architecture, macros):
         for macro in ("Result", "Mirror")
         if macros.get(macro, element) != element
     )
-    documents = "documents" if "DOCUMENTS" in macros else ""
+    documents = "documents" if "DOCUMENTS" in macros else "grouped" if "GROUP" in macros else ""
     return " ".join(
         filter(None, (name, architecture, element + mixed, tile, transposed, documents))
     )

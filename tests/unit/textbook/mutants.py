@@ -57,5 +57,18 @@ MUTANTS = {
             '    whole = np.zeros((len(x), 9 * ranks))\n    return (yield "all-reduce", whole)',
         ),
     ],
+    "mean": [
+        ("rows * gradient, rows", "gradient, 1"),
+        ("total[-1]", "ranks"),
+        ("return total[:-1] / total[-1]", "return total / total[-1]"),
+        ("np.append(rows * gradient, rows)", "np.append(rows * gradient, [rows, 0])"),
+    ],
+    "zero": [
+        ("momentum / 2", "momentum"),
+        ("return np.concatenate(shards)", "return shards[rank]"),
+        ("[rank] - own", "[rank] + own"),
+        ('"all-reduce", gradient', '"all-gather", gradient\n    total = sum(total)'),
+        ("np.array_split(total, ranks)[rank]", "np.array_split(gradient, ranks)[rank]"),
+    ],
 }
 """{exercise: (text, replacement)}."""

@@ -13,6 +13,7 @@ from mpitrain.cli import commands
 from mpitrain.collectives.plans import own_file
 from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import ConfigError
+from mpitrain.tools.textbook import learn
 from mpitrain.tools.textbook.exercises import check as checking
 from mpitrain.tools.textbook.exercises.check import check_file, judged, lines, skeleton
 from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
@@ -183,6 +184,24 @@ def test_a_skeleton_never_replaces_a_file(tmp_path):
     done = CliRunner().invoke(commands, ["exercise", "ring", "--out", str(own)])
     assert done.exception.exit_code == 2 and own.read_text() == "solved"
     assert CliRunner().invoke(commands, ["exercise", "square"]).exception.exit_code == 2
+
+
+def test_a_notebook_shows_a_page_and_an_exercise_its_verdict(monkeypatch):
+    ring, claim = learn.explain("ring", ranks=3), learn.claims("gpipe-bubble")
+    assert "a0+a1+a2" in repr(ring) and "holds: 1" in repr(claim)
+    assert all("<iframe srcdoc=" in each._repr_html_() for each in (ring, claim))
+    monkeypatch.setattr(learn, "language", "ko")
+    assert "링" in repr(learn.explain("ring")) and "모든" in repr(learn.exercise("mean"))
+    solved = learn.check(str(SOLUTIONS / "mean.py"))
+    assert "맞음" in repr(solved) and solved._repr_html_() is None
+    for wrong in (learn.explain, learn.claims, learn.exercise):
+        with pytest.raises(ConfigError):
+            wrong("nothing")
+
+
+def test_an_exercise_without_a_name_is_the_list_of_all():
+    listed = CliRunner().invoke(commands, ["exercise"]).output.splitlines()
+    assert [line.split()[0] for line in listed] == [*EXERCISES]
 
 
 def test_the_command_for_a_new_skeleton_can_be_typed(tmp_path):

@@ -1,8 +1,8 @@
 """EXERCISES: of each the statement, the function to complete, cases from small to large, and the laws.
 
 An answer is either data (the messages of a ring that goes backwards, or of unequal parameter
-servers; the order of computations on each of three pipeline stages), or a generator that computes
-two layers in tensor parallelism.
+servers; the order of computations on each of three pipeline stages), or a generator with
+collectives: two layers in tensor parallelism, the mean gradient of a batch, a sharded update.
 """
 
 import re
@@ -333,9 +333,17 @@ def layer_calls(case: Case) -> list[list[Any]]:
 
 
 def judge_layers(case: Case, answer: Any) -> AnswerCost:
-    ranks, rows, _, hidden, outputs = case
+    _, rows, _, hidden, outputs = case
     x, a, b = tensors(case)
-    expected = np.maximum(x @ a, 0) @ b
+    y = np.maximum(x @ a, 0) @ b
+    return judge_programs(case[0], answer, y, 2 * rows * hidden + rows * outputs)
+
+
+def judge_programs(ranks: int, answer: Any, expected: Matrix, elements: float) -> AnswerCost:
+    """Judge results that must be the same on all ranks.
+
+    elements  least number of elements in the collectives; those of an all-reduce count twice
+    """
     for rank, result in enumerate(answer["results"]):
         values = np.array(result, float)
         if values.shape != expected.shape:
@@ -345,13 +353,14 @@ def judge_layers(case: Case, answer: Any) -> AnswerCost:
                 expected=expected.shape,
                 found=values.shape,
             )
-        wrong = np.argwhere(~(values == expected))  # NaN is wrong, too.
+        values, wanted = np.atleast_2d(values), np.atleast_2d(expected)
+        wrong = np.argwhere(~(np.abs(values - wanted) <= 1e-9))  # NaN is wrong, too.
         if len(wrong):
             row, column = map(int, wrong[0])
             raise Wrong(
                 "rank {rank} must have {expected:g} in row {row}, column {column}, but has {found:g}",
                 rank=rank,
-                expected=expected[row, column],
+                expected=wanted[row, column],
                 row=row,
                 column=column,
                 found=values[row, column],
@@ -362,7 +371,7 @@ def judge_layers(case: Case, answer: Any) -> AnswerCost:
         share * (2 * total / ranks if name == "all-reduce" else total)
         for name, total in answer["collectives"]
     )
-    formula = share * (2 * rows * hidden + rows * outputs)
+    formula = share * elements
     if counted < formula - 1e-9:
         # All ranks run in one process, so a global name would be memory that they share.
         raise Wrong(
@@ -372,6 +381,75 @@ def judge_layers(case: Case, answer: Any) -> AnswerCost:
             formula=formula,
         )
     return check_cost(AnswerCost(counted, formula), "elements that a rank sends by rings")
+
+
+MEAN_STATEMENT = """The mean gradient of a batch whose rows are divided unequally.
+
+This rank has `rows` rows of the batch, and `gradient`, the mean of their gradients.
+The other ranks have other numbers of rows, which this rank does not know.
+Every rank returns the mean gradient of all rows, of the shape of `gradient`.
+
+The function is a generator. This line is a collective, which all ranks must reach:
+    total = yield "all-reduce", array     # the sum of all ranks' arrays
+Use as few elements as possible. Return the mean with `return`."""
+
+MEAN_BODY = """    raise NotImplementedError
+    total = yield "all-reduce", gradient
+"""
+
+
+def gradients(case: Case) -> tuple[Sequence[int], Matrix]:
+    """Return the number of rows of each rank, and the mean gradient of each (ranks, count)."""
+    ranks, count = case
+    filled = (5 * np.arange(ranks * count) % 17 - 8.0).reshape(ranks, count)
+    return [1 + rank % 3 for rank in range(ranks)], filled
+
+
+def mean_calls(case: Case) -> list[list[Any]]:
+    rows, means = gradients(case)
+    pairs = zip(rows, means.tolist(), strict=True)
+    return [[rank, case[0], own, mean] for rank, (own, mean) in enumerate(pairs)]
+
+
+def judge_mean(case: Case, answer: Any) -> AnswerCost:
+    rows, means = gradients(case)
+    return judge_programs(case[0], answer, np.average(means, 0, rows), 2 * (case[1] + 1))
+
+
+ZERO_STATEMENT = """A step of ZeRO stage 1: each rank updates only its shard.
+
+Every rank has all parameters w, and a gradient of its own. The shard of rank r is part r of
+np.array_split(w, ranks); `momentum` is the state of this shard alone. The update is
+    momentum = momentum / 2 + sum of all ranks' gradients
+    w = w - momentum
+Every rank returns all updated parameters.
+
+The function is a generator. These two lines are collectives, which all ranks must reach:
+    total = yield "all-reduce", array     # the sum of all ranks' arrays
+    arrays = yield "all-gather", array    # the list of all ranks' arrays
+Use as few elements as possible. Return w with `return`."""
+
+ZERO_BODY = """    raise NotImplementedError
+    total = yield "all-reduce", gradient
+"""
+
+
+def zero_calls(case: Case) -> list[list[Any]]:
+    ranks, count = case
+    w, (_, means) = np.arange(count) - 2.0, gradients(case)
+    momenta = np.array_split(2 * np.arange(count) % 7, ranks)
+    return [
+        [rank, ranks, w.tolist(), means[rank].tolist(), momenta[rank].tolist()]
+        for rank in range(ranks)
+    ]
+
+
+def judge_zero(case: Case, answer: Any) -> AnswerCost:
+    asked = zero_calls(case)
+    momentum = np.concatenate([call[4] for call in asked]) / 2 + sum(
+        np.array(call[3]) for call in asked
+    )
+    return judge_programs(case[0], answer, np.array(asked[0][2]) - momentum, 3 * case[1])
 
 
 EXERCISES: Table[str, Exercise] = Table(
@@ -455,6 +533,32 @@ EXERCISES: Table[str, Exercise] = Table(
             judge=judge_layers,
             cost="elements that a rank sends by rings",
             formula="(n - 1) / n (2 B H + B O)",
+        ),
+        "mean": Exercise(
+            "mean_of_the_batch",
+            ("ranks", "count"),
+            "rank, ranks, rows, gradient",
+            MEAN_STATEMENT,
+            MEAN_BODY,
+            ((1, 1), (2, 1), (2, 3), (3, 2), (5, 4)),
+            calls=mean_calls,
+            way="programs",
+            judge=judge_mean,
+            cost="elements that a rank sends by rings",
+            formula="2 (n - 1) / n (count + 1)",
+        ),
+        "zero": Exercise(
+            "sharded_update",
+            ("ranks", "count"),
+            "rank, ranks, w, gradient, momentum",
+            ZERO_STATEMENT,
+            ZERO_BODY,
+            ((1, 1), (1, 3), (2, 2), (2, 3), (3, 7), (4, 10)),
+            calls=zero_calls,
+            way="programs",
+            judge=judge_zero,
+            cost="elements that a rank sends by rings",
+            formula="3 (n - 1) / n count",
         ),
     }
 )

@@ -27,10 +27,13 @@ FRAMES = "frames.json"
 COLUMNS = 130
 
 
+def whole(explanation: Explanation, language: str) -> str:
+    title = text(explanation.title, language)
+    return _filled("page.html", language, title, data(explanation, language))
+
+
 def write(explanation: Explanation, path: Path, language: str) -> None:
-    _fill(
-        path, "page.html", language, text(explanation.title, language), data(explanation, language)
-    )
+    write_whole(path, whole(explanation, language))
 
 
 def write_all(folder: Path, language: str) -> Iterator[str]:
@@ -47,7 +50,7 @@ def write_all(folder: Path, language: str) -> Iterator[str]:
     topics = [
         {"name": name, "title": text(topic.title, language)} for name, topic in recorded.items()
     ]
-    _fill(folder / "index.html", "index.html", language, title, {"topics": topics})
+    write_whole(folder / "index.html", _filled("index.html", language, title, {"topics": topics}))
 
 
 def data(explanation: Explanation, language: str) -> dict[str, Any]:
@@ -95,15 +98,15 @@ def data(explanation: Explanation, language: str) -> dict[str, Any]:
     }
 
 
-def _fill(path: Path, template: str, language: str, title: str, contents: dict[str, Any]) -> None:
-    """Write a template with its title and contents.
+def _filled(template: str, language: str, title: str, contents: dict[str, Any]) -> str:
+    """Return a template with its title and contents.
 
     The contents are inside a script element, which no text in them can end.
     """
     page = resources.files(ROOM).joinpath(template).read_text(encoding="utf-8")
     filled = json.dumps(contents, ensure_ascii=False).replace("<", "\\u003c")
     page = page.replace("{language}", language).replace("{title}", html.escape(title))
-    write_whole(path, page.replace("{contents}", filled))
+    return page.replace("{contents}", filled)
 
 
 def systems(explanations: Mapping[str, Explanation]) -> str:
