@@ -384,7 +384,8 @@ def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
     monkeypatch.setattr(ReplicaRows, "loss", spoilt)
     with pytest.raises(TrainingError) as failure:
         go(3, [*book, "batch.size=9", *settings])
-    assert failure.value.agreed and "1 of 3 ranks: 2 (" in failure.value.law
+    named = "it has the loss on rank 2 (localhost) in micro-batch 1."
+    assert failure.value.agreed and named in failure.value.law
 
 
 SKIP = ["run.on_nonfinite=skip", "run.log_every=1000", "run.eval_every=-1"]
