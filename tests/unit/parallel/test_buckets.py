@@ -15,7 +15,7 @@ def test_buckets_are_larger_between_gpus_of_a_host(configured, on_device, expect
     transport = SimpleNamespace(hosts=("a", "a"), allocates_on_device=on_device)
     replica = SimpleNamespace(
         config=parse({"replication": {"bucket_mb": configured}}),
-        grid=SimpleNamespace(dp=SimpleNamespace(transport=transport)),
+        grid=SimpleNamespace(copies=SimpleNamespace(transport=transport)),
         storage=None,
     )
     assert bucket_bytes(replica) == expected
