@@ -46,7 +46,7 @@ def test_a_rank_idle_in_wait_any_uses_less_than_a_tenth_of_a_core(mpi_ranks, tra
     assert share_of_a_core(transport, 2.0, time.process_time) < 0.1
 
 
-@pytest.mark.parametrize("mpi_ranks", [1, 2, 3])
+@pytest.mark.parametrize("mpi_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("cls", "name"), LAWS, ids=[name for _, name in LAWS])
 def test_mpi_obeys(cls, name, mpi_ranks, transport):
     assert transport.size == mpi_ranks
