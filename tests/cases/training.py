@@ -296,7 +296,7 @@ def check_large_squares(kernels: Kernels) -> None:
     """Squares that float32 has, beyond it and below: an error below 1e-6, and none of ones."""
     facts = bodies.cuda(kernels).gradient_facts
     assert facts(np.ones(100_003, np.float32), Arena())[0] == 100_003
-    for size in (1e30, 1e18, 1.0, 1e-12, 1e-25):
+    for size in (1e30, 1e24, 1e18, 1.0, 1e-12, 1e-22, 1e-25):
         x = (size * numbers(1, 10_001)).astype(np.float32)
         x[::7] *= np.float32(1e-12)
         assert abs(facts(x, Arena())[0] / (values(x) ** 2).sum() - 1) <= 1e-6, size
