@@ -3,6 +3,7 @@
 import json
 import os
 import termios
+import time
 from fcntl import ioctl
 
 import pytest
@@ -49,6 +50,7 @@ def talk(typed, *words):
         nonlocal begun
         if typed and typed[0][0](data[begun:]):
             begun = len(data)
+            time.sleep(0.2)  # A prompt is shown before its line is read.
             os.write(job.keyboard, typed.pop(0)[1].encode())
 
     def controlled():

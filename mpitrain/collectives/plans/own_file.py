@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import Sentence, line_in
 from mpitrain.machine.process import environment_of_one
 
-SECONDS = 5.0
+SECONDS = 10.0
 """Time limit for a user's file, in seconds from the start of its process."""
 LIMITS = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 26, resource.RLIMIT_CPU: 60}
 """Limits of the child: address space and largest file in bytes, and processor time in seconds.

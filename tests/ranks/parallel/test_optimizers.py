@@ -77,8 +77,8 @@ def everything(path, settings):
 
 
 def without_keys(found, rule):
-    """Tensors without key biases in Lion and Adafactor: their gradient is rounding alone, which these make a step."""
-    if rule not in ("lion", "adafactor"):
+    """Tensors without key biases in Adam, Lion and Adafactor: their gradient is rounding alone, which these make a step."""
+    if rule not in ("adam", "lion", "adafactor"):
         return found
     return {
         key: np.delete(array.reshape(3, -1), 1, 0) if key[1].endswith("qkv.bias") else array

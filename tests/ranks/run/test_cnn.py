@@ -88,14 +88,14 @@ def test_kernels_have_the_curve_and_activation_count_of_the_host(settings, toler
 
 def test_digits_are_images_for_a_cnn_and_samples_for_an_mlp():
     for kind, shape in (("cnn", (1, 8, 8)), ("mlp", (64,))):
-        job = alone(configured("data.source=digits", f"model.kind={kind}"), 1)
+        job = alone(configured("data.source=digits", f"model.kind={kind}"), [""])
         assert job.source.shape == shape and job.source.inputs == 64
     assert configured("data.source=digits").model.kind == "mlp"
 
 
 def test_flops_are_those_of_all_windows():
     """Forward 2 FLOPs a multiply-add; backward twice as many, but for the pixels, which have no gradient."""
-    job = alone(configured(*CNN), 1)
+    job = alone(configured(*CNN), [""])
     found = work_of(job.job, job.source, job.units, 0)
     pixels, later = 8 * 8 * 9 * 1 * 3, 4 * 4 * 9 * 3 * 5 + 2 * 2 * 5 * 24 + 24 * 10
     assert found.model == found.hardware == 24 * (2 * 2 * pixels + 3 * 2 * later)

@@ -95,6 +95,7 @@ def test_products_of_a_library_and_of_three_tf32_train_as_our_own_do(tmp_path):
         assert not np.array_equal(other, tiled)
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize(
     "cuda_aware, wire, gemm",
     [("yes", "none", "tiled"), ("no", "fp16", "library"), ("yes", "int8", "3xtf32")],
