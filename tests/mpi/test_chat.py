@@ -2,8 +2,8 @@
 
 import json
 import os
+import signal
 import termios
-import time
 from fcntl import ioctl
 
 import pytest
@@ -50,10 +50,10 @@ def talk(typed, *words):
         nonlocal begun
         if typed and typed[0][0](data[begun:]):
             begun = len(data)
-            time.sleep(0.2)  # A prompt is shown before its line is read.
             os.write(job.keyboard, typed.pop(0)[1].encode())
 
     def controlled():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # A shell's background job ignores it.
         ioctl(0, termios.TIOCSCTTY, 0)
 
     code, data = on_a_terminal(

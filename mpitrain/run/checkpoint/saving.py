@@ -71,7 +71,7 @@ LIST = "written-{:05d}.json"
 """The name of the list of a rank's files and stored regions, until the checkpoint is published."""
 LOOK = 0.05
 """Seconds between two looks of rank 0 for the list of another rank."""
-COURTESY = 19
+COURTESY = 10
 """The niceness of a thread that saves: the step needs the processors first."""
 
 

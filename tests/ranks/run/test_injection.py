@@ -55,6 +55,7 @@ def test_a_failure_in_a_save_in_the_background_ends_all_ranks(
         "checkpoint.every=2",
         "checkpoint.background=true",
         "run.steps=400",
+        "run.delay=0:10",  # Else a step leaves the threads no time on one core.
         f"run.inject={kind}:{rank}@3:{point}",
     ]
     with pytest.raises(error):
