@@ -197,7 +197,7 @@ class Planner:
 
     hosts  name of the host of each rank
     rate   FLOPs per second of a rank; 0: measured with the units of this model, by the threads of this
-           process. Then a unit also takes time that no row explains
+           process. Then each unit also takes a fixed time in a micro-batch
     limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
     """
 
@@ -227,7 +227,7 @@ class Planner:
         self._sizes = cache(self._size)
 
     def _measured(self) -> tuple[float, float]:
-        """Return the seconds of a row in all units, and those of a unit that no row explains."""
+        """Return the seconds of one row in all units, and the fixed seconds of each unit in a micro-batch."""
         many = max(2, min(8, self._job.config.batch.size))
         short, long = (unit_times(self._of_rows(rows), self._source) for rows in (1, many))
         of_row = max((sum(long) - sum(short)) / (many - 1), sum(long) / many / 2)
@@ -262,9 +262,9 @@ class Planner:
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
         """Return the error with which `train` would refuse a layout."""
         config = layout.of(self._config)
-        given = Given(config, [*self._job.gpus], "", RunLocation(), config.device.passes)
+        agreed = Given(config, [*self._job.gpus], "", RunLocation(), config.device.passes)
         try:
-            resolve_here(given, self._hosts)
+            resolve_here(agreed, self._hosts)
         except ConfigError as error:
             return error
         return None
@@ -325,19 +325,19 @@ class Planner:
     def _count(self, tp: int, rows: int, recompute: str) -> list[CountedUnit]:
         """Count all units. Those of model.layers after the third repeat the third."""
         deep = self._config.model.layers
-        few, more = (self._counter(min(deep, n), tp, rows, recompute) for n in (2, 3))
-        counts = once = more.units(0)
+        two, three = (self._counter(min(deep, n), tp, rows, recompute) for n in (2, 3))
+        counts = once = three.units(0)
         if recompute != "none":
             once = self._counter(min(deep, 3), tp, rows, "none").units(0)
         units, shape, saved = list[CountedUnit](), (1, *self._source.shape), 0
-        for counted, plain, unit in zip(counts, once, more.model, strict=True):
+        for counted, plain, unit in zip(counts, once, three.model, strict=True):
             shape = unit.layer.output_shape(shape)
             elements = sum(math.prod(p.local_shape) for p in unit.layer.parameters())
             again, working = counted.flops - plain.flops, counted.peak - saved
             units.append(CountedUnit(counted, again, working, elements, math.prod(shape)))
             saved += counted.saved
-        layer = len(more.model) - len(few.model)
-        pairs = enumerate(zip(few.model, more.model, strict=False))
+        layer = len(three.model) - len(two.model)
+        pairs = enumerate(zip(two.model, three.model, strict=False))
         end = next((n for n, (one, other) in pairs if one.name != other.name), 0) + layer
         return units[:end] + units[end - layer : end] * max(0, deep - 3) + units[end:]
 

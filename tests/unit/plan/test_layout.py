@@ -102,3 +102,16 @@ def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
     assert (tmp_path / "l.png").stat().st_size > 10_000
     refused = mpitrain("plan", "layout", "--ranks", "4", "--hosts", "3", cwd=tmp_path)
     assert refused.returncode == 2 and "3 hosts do not divide 4 ranks" in refused.stderr
+
+
+def test_messages_between_replicas_hide_behind_a_slow_backward_but_for_the_last_bucket():
+    layout, hosts = ParallelLayout(2, 1, 1, 0, 1, "none"), ["a", "b"]
+    hidden, exposed = (
+        planner(hosts, "replication.algorithm=ring", rate=rate)[0].predict(layout).replicas
+        for rate in (1e6, 1e18)
+    )
+    nbytes = 4 * sum(unit.elements for unit in planner(hosts)[0]._counted(1, 8, "none"))
+    whole = MessageTimes(DEFAULT, hosts, False).seconds("all-reduce", range(2), nbytes, 4, "ring")
+    assert exposed == pytest.approx(whole, rel=1e-5) and 0 < hidden < exposed / 5
+    sharded = planner(hosts, rate=1e18)[0].predict(layout._replace(zero=3, micro_batches=4))
+    assert sharded.replicas > 2 * exposed
