@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import termios
+import time
 from fcntl import ioctl
 
 import pytest
@@ -50,6 +51,7 @@ def talk(typed, *words):
         nonlocal begun
         if typed and typed[0][0](data[begun:]):
             begun = len(data)
+            time.sleep(0.3)  # A Ctrl-C between a prompt and its read does not wake the read.
             os.write(job.keyboard, typed.pop(0)[1].encode())
 
     def controlled():
