@@ -287,6 +287,11 @@ def machine() -> str:
     return ""
 
 
+def caches() -> Path:
+    """Return the folder of this user's caches; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
 def job_id() -> str:
     """Return the number of this job in its batch system; "" outside of one."""
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
