@@ -475,12 +475,12 @@ def rank(
     """
     predictions, refused = list[Prediction](), set[tuple[int, int, int]]()
     for layout in layouts or planner.layouts(given):
-        kind = layout.tp, layout.cp, layout.pp
-        if kind not in refused:
+        divided = layout.tp, layout.cp, layout.pp
+        if divided not in refused:
             try:
                 predictions.append(planner.predict(layout))
             except ConfigError:  # More stages than units, or a number that tp x cp does not divide.
-                refused.add(kind)
+                refused.add(divided)
     # Of equally fast ones the fewest micro-batches: each costs some time that nothing here counts.
     predictions.sort(key=lambda each: (float(f"{each.step_s:.6g}"), each.layout.micro_batches))
     best, front, least = dict[ParallelLayout, Prediction](), list[Prediction](), math.inf
