@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.files import opened
+from mpitrain.machine import process
 
 
 def compiler(
@@ -86,9 +87,7 @@ def shared_cache_of(what: str) -> Path | None:
     in XDG_CACHE_HOME if that is set, else a folder in the temporary directory.
     """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
-    # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    at_home = Path(caches) / "mpitrain" / what
+    at_home = process.caches() / "mpitrain" / what
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
     return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else None
