@@ -87,7 +87,6 @@ def shared_cache_of(what: str) -> Path | None:
     in XDG_CACHE_HOME if that is set, else a folder in the temporary directory.
     """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
-    # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
     at_home = process.caches() / "mpitrain" / what
     if at_home.is_absolute() and _is_own(at_home):
         return at_home

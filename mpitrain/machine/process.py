@@ -287,11 +287,6 @@ def machine() -> str:
     return ""
 
 
-def caches() -> Path:
-    """Return the folder of this user's caches; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-
-
 def job_id() -> str:
     """Return the number of this job in its batch system; "" outside of one."""
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -339,6 +334,11 @@ def peak_memory() -> int:
         if match := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
             return int(match[1]) * 1024
     return 0
+
+
+def caches() -> Path:
+    """Return this user's folder of caches; not absolute without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 def environment() -> dict[str, str]:
