@@ -4,7 +4,7 @@ An MPI error becomes a CommError, and a lost peer a PeerLost (`MpiJob`, `Guard`)
 MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports a lost peer. Any other MPI ends the job.
 MPI_Finalize waits for all ranks. So a rank that ends too early would wait in MPI_Finalize, and the
 others for its messages. It therefore tells all ranks, and a rank that still needs it ends the job
-(`Departures`). Under ULFM a rank ends alone, and the others may go on without it (`is_tolerant`).
+(`Departures`). Under ULFM a rank ends alone, and the others may go on without it (`process.outlives_ranks`).
 This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpitrain.errors import CommError, PeerLost
+from mpitrain.machine import process
 from mpitrain.machine.process import SHARED_MEMORY
 
 LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
@@ -38,15 +39,6 @@ def needs(wait: Any, left: Set[int]) -> bool:
     """Return whether a request or call is known to need a rank of `left`, the ranks that ended."""
     known = getattr(wait, "needs", None)
     return known is not None and known(left)
-
-
-SWITCH = "OMPI_MCA_mpi_ft_enable"
-"""The variable by which Open MPI's mpirun switches ULFM on in its ranks."""
-
-
-def is_tolerant() -> bool:
-    """Return whether mpirun has switched ULFM on, so that a job outlives the loss of a rank."""
-    return os.environ.get(SWITCH, "") not in ("", "0", "false")
 
 
 def end_alone(text: str) -> NoReturn:
@@ -98,7 +90,7 @@ class MpiJob:
         self.call: Guard | None = None
         self.lost: PeerLost | None = None
         # Without ULFM mpi4py gives these names the value of ERR_UNKNOWN.
-        names = [*LOSSES, *(VAGUE if is_tolerant() else ())]
+        names = [*LOSSES, *(VAGUE if process.outlives_ranks() else ())]
         self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in names} - {mpi.ERR_UNKNOWN}
 
     def __str__(self) -> str:

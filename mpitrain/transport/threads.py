@@ -37,7 +37,7 @@ from mpitrain.transport.windows import Tenants, Windows
 NOTHING = np.empty(0, np.uint8)
 
 
-class Killed(BaseException):
+class Gone(BaseException):
     """Stands for a signal that ends one rank of a world that outlives it."""
 
 
@@ -209,7 +209,7 @@ class World:
                 self.lost.add(rank)
             if error is not None:
                 is_agreed = getattr(error, "agreed", False)
-                if not isinstance(error, Killed) and (
+                if not isinstance(error, Gone) and (
                     self.first_error is None
                     or (getattr(self.first_error, "agreed", False) and not is_agreed)
                 ):
@@ -616,7 +616,7 @@ def run_ranks(
         A pretended host name of each rank. None: one host.
     outlives : bool
         Whether the others may go on without a rank that ends, as under ULFM. A rank ends without an
-        error of `run_ranks` if it raises `Killed`.
+        error of `run_ranks` if it raises `Gone`.
 
     Returns
     -------

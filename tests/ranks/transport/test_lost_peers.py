@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError, PeerLost
-from mpitrain.transport.threads import Killed, run_ranks
+from mpitrain.transport.threads import Gone, run_ranks
 from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING, begin, outlive
 
 
@@ -58,7 +58,7 @@ def test_a_deadlock_of_living_ranks_is_no_loss():
 
 def test_the_living_ranks_go_on_after_each_loss():
     def die():
-        raise Killed
+        raise Gone
 
     seen = run_ranks(OUTLIVING, outlive, die, outlives=True)
     assert {rank: rows for rank, rows in enumerate(seen) if rows} == OUTLIVED
