@@ -342,6 +342,11 @@ def peak_memory() -> int:
     return 0
 
 
+def caches() -> Path:
+    """Return this user's folder of caches; not absolute without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
 def environment() -> dict[str, str]:
     return dict(os.environ)
 
