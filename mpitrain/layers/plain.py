@@ -758,9 +758,7 @@ class Plain:
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:
-        """Return the loss of model.loss; by default the softmax cross-entropy over logits (N, V), for
-        targets (N,) from 0 to V - 1.
-        """
+        """Return the loss of model.loss, by default softmax cross-entropy over logits (N, V)."""
         return LOSSES[self.keys.loss].make(self.ops, self.keys.label_smoothing)
 
 
