@@ -33,8 +33,8 @@ class Source(Protocol):
         Vocabulary size of tokens, or the number of features or pixel values of a sample.
     classes : int
         Number of classes that a prediction chooses from, or of the numbers that it has.
-    targets : {"classes", "fractions", "numbers"}, optional
-        What the targets are; a source without it has classes.
+    targets : Targets, optional
+        "classes" if absent.
     held_out : int
         Number of held-out rows.
     """
@@ -69,8 +69,8 @@ class Source(Protocol):
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
             (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count. With
-            data.attend=document, DOCUMENT_END means that the next token begins a document. Floats
-            (len(rows), ...), if they are no classes. NaN does not count.
+            data.attend=document, DOCUMENT_END means that the next token begins a document. Other
+            targets are floats (len(rows), ...); NaN does not count.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

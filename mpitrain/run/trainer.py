@@ -284,7 +284,7 @@ class Trainer:
         targets : ndarray
             The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
             count, as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document.
-            If they are no classes: floats (rows, ...), of which NaN does not count.
+            Else floats (rows, ...), of which NaN does not count.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
@@ -428,8 +428,8 @@ class Trainer:
         Returns
         -------
         (float, float) or None
-            Mean loss per target that counts, and accuracy from 0 to 1, or NaN if targets are no
-            classes. None after a stop.
+            Mean loss per target that counts, and accuracy from 0 to 1 (NaN without classes). None
+            after a stop.
 
         Raises
         ------
