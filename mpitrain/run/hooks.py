@@ -460,6 +460,42 @@ class Saving(Hook):
                 drop_old(folder, config.keep, self._stays)
 
 
+class GoingBack(Hook):
+    """Takes snapshots, every run.snapshot_every steps and with each checkpoint, and goes back to them."""
+
+    def __init__(self, run: RunState, saving: Saving):
+        from mpitrain.run.checkpoint.snapshot import Snapshots
+
+        self._run, self._saving = run, saving
+        self._snapshots, self._is_spike = Snapshots(run.trainer), False
+
+    def reaches(self, point: str, step: int) -> None:
+        if point == "save":
+            self._snapshots.take(step)
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        self._is_spike = outcome.is_spike
+
+    def pause(self, step: int, stop: bool) -> bool:
+        run = self._run
+        if not self._is_spike:
+            if step == run.first or step % run.config.run.snapshot_every == 0:
+                with run.recorder.pausing("a snapshot"):
+                    self._snapshots.take(step)
+            return stop
+        self._is_spike = False
+        skips = run.trainer.replication.step_end.skips
+        skipped = skips.number
+        with run.recorder.pausing("going back"):
+            before = self._snapshots.restore(step)
+        undone = skips.number - skipped
+        run.skipped += undone
+        run.record({"event": "back", "step": step, "to": before, "undone": undone})
+        if run.saved_at is not None and run.saved_at > before:
+            self._saving.save(step)  # A resume must not begin with what was undone.
+        return stop
+
+
 def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
     """Return the arrays that checkpoints have: with adapters not the model under them; collective."""
     kept = trainer.replication.kept()
@@ -482,7 +518,7 @@ def snapshot_bytes(trainer: Trainer) -> int:
     """Return the bytes of the snapshots that run.on_spike=back needs on this rank; collective."""
     if trainer.config.run.on_spike != "back":
         return 0
-    from mpitrain.run.going_back import KEPT, arrays_of
+    from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 
     trainer.sync_parameters()
     return KEPT * sum(array.nbytes for array in arrays_of(trainer))

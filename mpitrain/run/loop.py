@@ -20,7 +20,7 @@ from mpitrain.run.hooks import (
     Digesting,
     Evaluating,
     Failing,
-    Hook,
+    GoingBack,
     Logging,
     RunState,
     Saving,
@@ -172,7 +172,7 @@ def train(
             Watching(watchdog),
             *(Failing(one.passes) for one in injector),
             Logging(run, rates),
-            *_going_back(run, saving),
+            *([GoingBack(run, saving)] if agreed.config.run.on_spike == "back" else []),
             *([Digesting(run)] if agreed.config.run.digest_every else []),
             saving,
             Evaluating(run, saving),
@@ -201,14 +201,6 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
     folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
     return str(folder), past(folder, job.step)
-
-
-def _going_back(run: RunState, saving: Saving) -> Sequence[Hook]:
-    if run.config.run.on_spike != "back":
-        return ()
-    from mpitrain.run.going_back import GoingBack
-
-    return (GoingBack(run, saving),)
 
 
 # Each step counts values that are not finite, so NumPy need not warn of them.

@@ -11,8 +11,8 @@ from mpitrain.parallel.memory import frozen_sizes, kept_bytes, sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.run.build import alone, model
+from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
-from mpitrain.run.going_back import KEPT
 from mpitrain.run.resolve import slow_heads
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.text_table import TextColumn, TextTable

@@ -11,7 +11,7 @@ from mpitrain.parallel.replication.step_end import RecentLosses
 from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
-from mpitrain.run.going_back import Snapshots
+from mpitrain.run.checkpoint.snapshot import Snapshots
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save

@@ -24,8 +24,8 @@ from mpitrain.parallel.modes import MODES, STREAMS, is_synchronous, mode_of, ser
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build
 from mpitrain.run.build import Job
+from mpitrain.run.checkpoint.snapshot import arrays_of
 from mpitrain.run.choices import parse
-from mpitrain.run.going_back import arrays_of
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks

@@ -1,11 +1,12 @@
-"""Going back after a spike of the loss, as PaLM did (Chowdhery et al. 2022, section 5.1); imported only for run.on_spike=back.
+"""Snapshots of the state in host memory, for going back after a spike of the loss; imported only for run.on_spike=back.
 
     step             41   42   43   44   45   46
     snapshot    40 <- the updates of 41 and 42 are undone
     spike                      43: its update is not made
     after it                        44 goes on from the state of 40
 
-Steps and batches keep their numbers, so the batches of 41 to 43 are left out.
+Steps and batches keep their numbers, so the batches of 41 to 43 are left out, as PaLM did (Chowdhery et
+al. 2022, section 5.1).
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.run.hooks import Hook, RunState, Saving
 from mpitrain.run.trainer import Trainer
 
 KEPT = 2
@@ -81,37 +80,3 @@ class Snapshots:
         self._taken[-1] = Snapshot(step, scalars, copies)
         self._returned_at = step
         return before
-
-
-class GoingBack(Hook):
-    """Takes snapshots, every run.snapshot_every steps and with each checkpoint, and goes back to them."""
-
-    def __init__(self, run: RunState, saving: Saving):
-        self._run, self._saving = run, saving
-        self._snapshots, self._is_spike = Snapshots(run.trainer), False
-
-    def reaches(self, point: str, step: int) -> None:
-        if point == "save":
-            self._snapshots.take(step)
-
-    def step_ends(self, step: int, outcome: StepResult) -> None:
-        self._is_spike = outcome.is_spike
-
-    def pause(self, step: int, stop: bool) -> bool:
-        run = self._run
-        if not self._is_spike:
-            if step == run.first or step % run.config.run.snapshot_every == 0:
-                with run.recorder.pausing("a snapshot"):
-                    self._snapshots.take(step)
-            return stop
-        self._is_spike = False
-        skips = run.trainer.replication.step_end.skips
-        skipped = skips.number
-        with run.recorder.pausing("going back"):
-            before = self._snapshots.restore(step)
-        undone = skips.number - skipped
-        run.skipped += undone
-        run.record({"event": "back", "step": step, "to": before, "undone": undone})
-        if run.saved_at is not None and run.saved_at > before:
-            self._saving.save(step)  # A resume must not begin with what was undone.
-        return stop
