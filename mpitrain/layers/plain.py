@@ -758,7 +758,7 @@ class Plain:
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:
-        """Return the loss of model.loss, by default softmax cross-entropy over logits (N, V)."""
+        """Return the loss of model.loss."""
         return LOSSES[self.keys.loss].make(self.ops, self.keys.label_smoothing)
 
 

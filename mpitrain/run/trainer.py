@@ -282,9 +282,9 @@ class Trainer:
             This rank's rows of the global batch, see `share`: (rows, features), or tokens
             (rows, T). A parameter server passes 0 rows.
         targets : ndarray
-            The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
-            count, as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document.
-            Else floats (rows, ...), of which NaN does not count.
+            The classes of these rows: (rows,) or (rows, T) integers. -100 does not count,
+            as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document. Else floats
+            (rows, ...); NaN does not count.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
