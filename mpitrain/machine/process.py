@@ -97,6 +97,12 @@ def launched() -> Launched:
     return Launched("none", 0, 1, 0, 1)
 
 
+def outlives_ranks() -> bool:
+    """Return whether mpirun has switched ULFM on, so that a job outlives the loss of a rank."""
+    name = "OMPI_MCA_mpi_ft_enable"
+    return os.environ.get(name, "") not in ("", "0", "false")
+
+
 @cache
 def package() -> str:
     """Return the version of this package and a digest of its sources, as text.
