@@ -19,14 +19,20 @@ SMALL = sets(model__layers=2, model__width=12, model__heads=2, model__context=8,
 
 def test_alone_it_prints_one_side_and_what_is_wrong_is_said_before_it_measures(tmp_path):
     command = ["bench", "train", *TINY]
-    calls = [command, [*command, "--against", "model.width=8"], [*command, "--json", "gone/train.json"]]
+    calls = [
+        command,
+        [*command, "--against", "model.width=8"],
+        [*command, "--json", "gone/train.json"],
+    ]
     said, printed = calls_of_one_start(2, calls, tmp_path, [0, 2, 2])
     assert (
         "2 ranks, 6" in printed[0]
         and "\nmpitrain " in printed[0]
         and "times as fast" not in printed[0]
     )
-    for text, complaint in zip(said[1:], ("changes the work", "cannot be written: No such"), strict=True):
+    for text, complaint in zip(
+        said[1:], ("changes the work", "cannot be written: No such"), strict=True
+    ):
         assert text.count("ConfigError") == text.count(complaint) == 1, text
         assert "Traceback" not in text
     assert "blocks of" not in printed[2]
