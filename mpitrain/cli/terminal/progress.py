@@ -178,10 +178,10 @@ class Progress(Watcher):
         odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens and bits is None else ""
         best = record.get("best_step", record["step"])
         is_best = "" if best == record["step"] else f"; the best was after step {best}"
-        self._line(
-            f"step {record['step']}: validation loss {nats(loss, bits)}{odds}, "
-            f"accuracy {record['val_accuracy']:.1%}{is_best}"
-        )
+        shown = f"{loss:.4f}"
+        if "val_accuracy" in record:
+            shown = f"{nats(loss, bits)}{odds}, accuracy {record['val_accuracy']:.1%}"
+        self._line(f"step {record['step']}: validation loss {shown}{is_best}")
         for prompt, text in record.get("samples", ()):
             self._line(f"  {visible(prompt)} -> {visible(text.strip())}")
 
