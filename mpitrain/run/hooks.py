@@ -1,5 +1,6 @@
 """What a run does besides its steps: hooks, which the loop calls, and the state they share."""
 
+import math
 import os
 import sys
 import time
@@ -615,7 +616,7 @@ class Evaluating(Hook):
                 "step": step,
                 "val_loss": loss,
                 **({"val_bits_per_byte": bits} if bits is not None else {}),
-                "val_accuracy": accuracy,
+                **({} if math.isnan(accuracy) else {"val_accuracy": accuracy}),
                 "eval_s": seconds,
                 "best_step": run.best.step,
                 **self._samples(),

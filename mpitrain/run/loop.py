@@ -255,7 +255,7 @@ def _pause(run: RunState, step: int, stop: bool) -> bool:
 
 def _end(run: RunState) -> None:
     """Record the end; TrainingError on every rank if replicas differ."""
-    equal = replicas_equal(run.trainer)
+    equal, counted = replicas_equal(run.trainer), run.trainer.counted.peak
     run.record(
         {
             "event": "end",
@@ -264,6 +264,7 @@ def _end(run: RunState) -> None:
             "peak_activation_bytes": run.peak,
             "peak_activation_bytes_of_ranks": run.peaks,
             "held_activation_bytes": run.trainer.arena.held,
+            **({"counted_activation_bytes": counted} if counted else {}),
         }
     )
     if not equal:
