@@ -580,8 +580,8 @@ def test_the_parts_of_five_interrupted_starts_add_up_to_their_wall_time(
     keys = [*book, "run.steps=40", "checkpoint.every=10", "run.eval_every=20", "run.delay=0:50"]
     keys += ["run.log_every=3", "run.on_spike=back"]
     began, steps = time.time(), 0
-    for dying, stops in ((7, 0), (18, 0), (26, 0), (0, 9), (0, 0)):
-        asks = iter(range(1000))
+    for last, stops in ((7, 0), (18, 0), (26, 0), (0, 9), (0, 0)):
+        asks, dying = iter(range(1000)), last
         with suppress(Killed):
             go(1, keys, "auto", lambda rank, asks=asks, stops=stops: next(asks) + 1 == stops)
         time.sleep(0.2)
