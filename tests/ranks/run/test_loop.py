@@ -579,7 +579,7 @@ def test_the_parts_of_five_interrupted_starts_add_up_to_their_wall_time(
     monkeypatch.setattr(Trainer, "step", dies_at)
     keys = [*book, "run.steps=40", "checkpoint.every=10", "run.eval_every=20", "run.delay=0:50"]
     keys += ["run.log_every=3", "run.on_spike=back"]
-    began, steps = time.time(), 0
+    began = time.time()
     for last, stops in ((7, 0), (18, 0), (26, 0), (0, 9), (0, 0)):
         asks, dying = iter(range(1000)), last
         with suppress(Killed):
