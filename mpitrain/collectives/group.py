@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective; the properties are not. All collectives but `bind_all_to_all` work
-    in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
+    Every method is collective; the properties are not. All collectives but `bind_all_to_all` and
+    `bind_shift` work in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
     length; chunk r belongs to rank r.
 
     Parameters
@@ -170,6 +170,17 @@ class Group:
         """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
+        )
+
+    def bind_shift(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
+        """Bind a shift along the ring of ranks: `outgoing` of rank r becomes `incoming` of rank r + 1.
+
+        The arrays have one dtype and size, and do not overlap.
+        """
+        return self._noted(
+            "shift",
+            outgoing,
+            lambda: _bind_apart("shift", self.transport, outgoing, incoming, "ring"),
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
@@ -364,26 +375,35 @@ def bind_all_to_all(
     raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
              not divide into one chunk per rank
     """
-    known = (*PLANS["all-to-all"],)
-    tag, _ = agree(transport, "all-to-all", outgoing, known, algorithm)
-    agree(transport, "all-to-all", incoming, known, algorithm)
+    return _bind_apart("all-to-all", transport, outgoing, incoming, algorithm, transport.size)
+
+
+def _bind_apart(
+    operation: str,
+    transport: Transport,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+    algorithm: str,
+    chunks: int = 1,
+) -> Reduction:
+    """Bind an operation of PLANS that works out of place, on two arrays of `chunks` equal chunks."""
+    known = (*PLANS[operation],)
+    tag, _ = agree(transport, operation, outgoing, known, algorithm)
+    agree(transport, operation, incoming, known, algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
         raise on_every_rank(
             CommError(
-                f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
+                f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
                 "Receive into an array of its own.",
             )
         )
-    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (
-        incoming.size,
-        incoming.dtype,
-    ):
+    if outgoing.size % chunks or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
         raise on_every_rank(
             CommError(
-                f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
+                f"rank {transport.rank}: {operation} needs two arrays alike that divide into {chunks} chunks, but they "
                 f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
-                f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements.",
+                f"Pad both to {-(-max(outgoing.size, incoming.size) // chunks) * chunks} elements.",
             )
         )
-    plan = PLANS["all-to-all"][algorithm](transport.rank, transport.size, outgoing.size)
+    plan = PLANS[operation][algorithm](transport.rank, transport.size, outgoing.size)
     return Execution(transport, incoming, "add", plan, tag, outgoing)
