@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.files import opened
+from mpitrain.machine import process
 
 
 def compiler(
@@ -83,11 +84,10 @@ def shared_cache_of(what: str) -> Path | None:
     """Return this user's folder that all processes and starts share, or None.
 
     No other user may write to it, because code is loaded from it. It is ~/.cache/mpitrain/<what>,
-    else a folder in the temporary directory.
+    in XDG_CACHE_HOME if that is set, else a folder in the temporary directory.
     """
     temporary = Path(tempfile.gettempdir()) / f"mpitrain-{what}-{os.getuid()}"
-    # Without a home directory, expanduser returns the path unchanged, which is then not absolute.
-    at_home = Path(os.path.expanduser(f"~/.cache/mpitrain/{what}"))
+    at_home = process.caches() / "mpitrain" / what
     if at_home.is_absolute() and _is_own(at_home):
         return at_home
     return temporary if _keeps_names(temporary.parent) and _is_own(temporary) else None

@@ -97,6 +97,12 @@ def launched() -> Launched:
     return Launched("none", 0, 1, 0, 1)
 
 
+def outlives_ranks() -> bool:
+    """Return whether mpirun has switched ULFM on, so that a job outlives the loss of a rank."""
+    name = "OMPI_MCA_mpi_ft_enable"
+    return os.environ.get(name, "") not in ("", "0", "false")
+
+
 @cache
 def package() -> str:
     """Return the version of this package and a digest of its sources, as text.
@@ -334,6 +340,11 @@ def peak_memory() -> int:
         if match := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
             return int(match[1]) * 1024
     return 0
+
+
+def caches() -> Path:
+    """Return this user's folder of caches; not absolute without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 def environment() -> dict[str, str]:

@@ -115,8 +115,9 @@ def simulate(
     overhead  host time before each compute instruction
     """
     running = _Running(program, costs, transfer, receive, is_eager, overhead)
-    while sum(running.advance(stage) for stage in range(len(program))):
-        pass
+    waking = {*range(len(program))}
+    while waking:
+        waking |= running.advance(waking.pop())
     return Simulation(tuple(map(tuple, running.timeline)), running.waits())
 
 
@@ -139,18 +140,24 @@ class _Running:
         self._posted: dict[Message, float] = {}
         self._handed: set[Message] = set()
 
-    def advance(self, stage: int) -> bool:
-        """Run a stage until it has to wait; return whether it made progress."""
+    def advance(self, stage: int) -> set[int]:
+        """Run a stage until it has to wait; return the stages that may wait for its messages."""
         instructions, start = self.program[stage], self._next[stage]
-        while self._next[stage] < len(instructions) and self._run(
-            stage, instructions[self._next[stage]]
-        ):
-            self._next[stage] += 1
-        return self._next[stage] > start
+        stop = start
+        while stop < len(instructions) and self._run(stage, instructions[stop]):
+            stop += 1
+        self._next[stage] = stop
+        return {i.peer for i in instructions[start:stop] if isinstance(i, Send | Receive)}
 
     def _run(self, stage: int, instruction: Instruction) -> bool:
         clock = self._clocks[stage]
         match instruction:
+            case Forward() | BackwardInput() | BackwardWeight() | Backward():
+                start = self._start(clock, instruction)
+                if start is None:
+                    return False
+                self._clocks[stage] = end = start + self.costs[instruction.chunk].of(instruction)
+                self.timeline[stage].append(Event(start, end, instruction))
             case Send(what, chunk, micro):
                 self._sent[what, chunk, micro] = clock
             case Receive(what, chunk, micro):
@@ -168,12 +175,6 @@ class _Running:
                 if freed is None:
                     return False
                 self._clocks[stage] = max(clock, freed)
-            case _:
-                start = self._start(clock, instruction)
-                if start is None:
-                    return False
-                self._clocks[stage] = end = start + self.costs[instruction.chunk].of(instruction)
-                self.timeline[stage].append(Event(start, end, instruction))
         return True
 
     def _start(self, clock: float, instruction: Compute) -> float | None:

@@ -54,6 +54,8 @@ from mpitrain.trace.recorder import (
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.windows import Tenants
 
+Sums = Numbers[tuple[str, str, int]]
+
 SERIAL = "1f1b"
 """The schedule of one stage that ends each micro-batch before it begins the next."""
 
@@ -88,7 +90,8 @@ class UnitCount(NamedTuple):
     peak     the most on the rank during the unit's forward and backward; the last unit's includes
              the loss
     flops    floating-point operations of matrix products, forward and backward
-    sums     {(operation, bytes of the array): times} of its collectives over tp, forward and backward
+    sums     {(axis, operation, bytes of the array): times} of its collectives over tp and cp, forward
+             and backward
     """
 
     name: str
@@ -96,7 +99,7 @@ class UnitCount(NamedTuple):
     pending: int
     peak: int
     flops: int
-    sums: Mapping[tuple[str, int], int]
+    sums: Mapping[tuple[str, str, int], int]
 
 
 class Fitting(NamedTuple):
@@ -149,17 +152,17 @@ class Unsent:
 
 
 class CountedGroup(Group):
-    """A tensor-parallel group of which only one rank exists; its collectives only count themselves.
+    """A group of which only one rank exists; its collectives only count themselves.
 
     sums  as in UnitCount, of the runs so far
     """
 
-    def __init__(self, transport: Any, arena: Arena):
+    def __init__(self, transport: Any, arena: Arena, axis: str, sums: Sums):
         super().__init__(transport, arena=arena)
-        self.sums = Numbers[tuple[str, int]]()
+        self._axis, self._sums = axis, sums
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
-        return _Unrun(self.sums, (operation, array.nbytes))
+        return _Unrun(self._sums, (self._axis, operation, array.nbytes))
 
 
 class _Context(NamedTuple):
@@ -173,7 +176,7 @@ class Body:
 
     count   FLOPs and bytes so far
     arena   keeps account of activations
-    group   counts the collectives of tensor parallelism
+    sums    the collectives of tensor and context parallelism so far
     layers  the layer factory
     """
 
@@ -181,14 +184,14 @@ class Body:
         self.device, self.count = device, Count()
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
+        self.sums = Sums()
         group, context = (
-            CountedGroup(self.endpoint(rank, ranks), self.arena)
-            for rank, ranks in ((tp, axes.tp), (cp, axes.cp))
+            CountedGroup(self.endpoint(rank, ranks), self.arena, axis, self.sums)
+            for axis, rank, ranks in (("tp", tp, axes.tp), ("cp", cp, axes.cp))
         )
-        self.group = group
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
-        self.layers.memory = config.memory
+        self.layers.memory, self.layers.keys = config.memory, config.model
         self.layers.itemsize = device.itemsize(config.precision.stored)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
@@ -200,7 +203,10 @@ class Body:
     def placed(self, rows: np.ndarray) -> Any:
         """Return rows of data on the device, as `Trainer.placed`."""
         half = self.device.half
-        dtype = half if half and rows.dtype.kind == "f" else rows.dtype
+        return self.taken(rows, half if half and rows.dtype.kind == "f" else rows.dtype)
+
+    def taken(self, rows: np.ndarray, dtype: Any) -> Any:
+        """Return rows on the device, in this dtype."""
         if isinstance(self.device.backend, DeviceBackend):
             return self.arena.take(rows.shape, dtype)
         return rows.astype(dtype, copy=False)
@@ -258,7 +264,7 @@ class _Unrun:
 
     algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
 
-    def __init__(self, sums: Numbers[tuple[str, int]], what: tuple[str, int]):
+    def __init__(self, sums: Sums, what: tuple[str, str, int]):
         self._sums, self._what = sums, what
 
     def run(self) -> None:
@@ -285,7 +291,7 @@ class UnitCounter(Silent):
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
         self._peaks, self._flops = [0] * len(units), [0] * len(units)
-        self._saved, self._sums = [0] * len(units), [Numbers[tuple[str, int]]() for _ in units]
+        self._saved, self._sums = [0] * len(units), [Sums() for _ in units]
         self._live, self._pending = [0] * len(units), [0] * len(units)
         self._unit = self._before = 0
 
@@ -333,7 +339,7 @@ class UnitCounter(Silent):
 
     def _begin(self, unit: int) -> None:
         self._unit, self._before = unit, self._body.count.flops
-        self._body.group.sums.clear()
+        self._body.sums.clear()
         self._body.arena.peak = self._body.arena.live
 
     def compute(self, *fields: int, **more: int) -> int:
@@ -351,7 +357,7 @@ class UnitCounter(Silent):
         arena, unit = self._body.arena, self._unit
         self._peaks[unit] = max(self._peaks[unit], arena.peak)
         self._flops[unit] += self._body.count.flops - self._before
-        self._sums[unit] += self._body.group.sums
+        self._sums[unit] += self._body.sums
         if span == BACKWARD_WEIGHT:
             self._pending[unit] -= arena.live
 
@@ -402,7 +408,7 @@ class Counter:
         inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
-            right = body.placed(targets[: len(shares[micro])]).reshape(-1)
+            right = body.taken(targets[: len(shares[micro])], targets.dtype).reshape(-1)
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
@@ -449,7 +455,9 @@ class Counter:
                     return body.placed(inputs)
                 return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
-            last = (lambda: body.placed(targets)) if chunk == len(chunks) - 1 else None
+            last = (
+                (lambda: body.taken(targets, targets.dtype)) if chunk == len(chunks) - 1 else None
+            )
             counts += UnitCounter(body, chunks[chunk], replica).count(first, last)
         return counts
 

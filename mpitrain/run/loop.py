@@ -20,6 +20,7 @@ from mpitrain.run.hooks import (
     Digesting,
     Evaluating,
     Failing,
+    GoingBack,
     Logging,
     RunState,
     Saving,
@@ -171,6 +172,7 @@ def train(
             Watching(watchdog),
             *(Failing(one.passes) for one in injector),
             Logging(run, rates),
+            *([GoingBack(run, saving)] if agreed.config.run.on_spike == "back" else []),
             *([Digesting(run)] if agreed.config.run.digest_every else []),
             saving,
             Evaluating(run, saving),
@@ -248,7 +250,7 @@ def _pause(run: RunState, step: int, stop: bool) -> bool:
 
 def _end(run: RunState) -> None:
     """Record the end; TrainingError on every rank if replicas differ."""
-    equal = replicas_equal(run.trainer)
+    equal, counted = replicas_equal(run.trainer), run.trainer.counted.peak
     run.record(
         {
             "event": "end",
@@ -257,6 +259,7 @@ def _end(run: RunState) -> None:
             "peak_activation_bytes": run.peak,
             "peak_activation_bytes_of_ranks": run.peaks,
             "held_activation_bytes": run.trainer.arena.held,
+            **({"counted_activation_bytes": counted} if counted else {}),
         }
     )
     if not equal:

@@ -121,7 +121,8 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
 
     Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that caused it
     by another exception prints the traceback of that. A rank that exits in the block ends the job
-    with its exit code; 0 becomes 1. Any other exception aborts the job and prints its traceback.
+    with its exit code; 0 becomes 1. Any other exception prints its traceback and ends the job. Where
+    the ranks outlive a loss, these two end only their own rank.
 
     leaving  called at the end of the block, before the barrier
     """
@@ -131,7 +132,7 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
         transport.barrier()
     except MpitrainError as error:
         if not error.agreed:
-            transport.abort(str(error))
+            transport.end_rank(str(error))
         text = str(error)
         if error.__cause__:
             print(
@@ -143,10 +144,10 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
         leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:
-            transport.abort("the reader of its output is gone")
+            transport.end_rank("the reader of its output is gone")
         sys.exit(1)
     except MemoryError as error:
-        transport.abort(
+        transport.end_rank(
             f"out of memory: {error}. Lower batch.size, model.width or model.context, or raise batch.micro_batches; "
             "of a benchmark, lower --max-bytes."
         )
@@ -155,14 +156,14 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
             raise
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         reason = f": {error.code}" if isinstance(error.code, str) else f" by sys.exit({code})"
-        transport.abort(
+        transport.end_rank(
             f"left the job on {transport.hosts[transport.rank]}{reason}; the other ranks end with it",
             code or 1,
         )
     except BaseException as error:
         if transport.size == 1 and isinstance(error, KeyboardInterrupt):
             raise
-        transport.abort(
+        transport.end_rank(
             f"ended by an exception on {transport.hosts[transport.rank]}\n{traceback.format_exc()}"
         )
 

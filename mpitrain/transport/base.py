@@ -100,6 +100,8 @@ class Transport(Protocol):
 
     The owner may set it to False; `split` keeps it.
     """
+    needs_all: str = "these ranks cannot lose one"
+    """Why the loss of a rank ends the job; "" if `survivors` can connect the others."""
     allocates_on_device: bool = False
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
@@ -337,6 +339,36 @@ class Transport(Protocol):
         """Print this rank and a message to standard error, and end every rank of the job at once.
 
         Does not return. The exit code of the job is not 0.
+        """
+
+    def end_rank(self, message: str, exit_code: int = 1) -> None:
+        """Print as `abort`, and end this rank; the others go on if they do not need all.
+
+        Does not return.
+        """
+
+    def abandon(self) -> None:
+        """End what a lost rank has left undone, without any message; only for a root transport.
+
+        Requests and admitted threads end, and all communicators, windows and tenants are forgotten,
+        those of split transports too. Only `survivors` may follow.
+
+        Raises
+        ------
+        CommError
+            If a thread or a request does not end.
+        """
+
+    def survivors(self) -> "Transport":
+        """Become the transport of the living ranks, and return it. Collective over these.
+
+        Call `abandon` before. The ranks are numbered anew, in the same order, as those of a whole
+        job.
+
+        Raises
+        ------
+        PeerLost
+            If another rank dies meanwhile. Call `abandon` and `survivors` again.
         """
 
 

@@ -23,7 +23,7 @@ class Forwarding(Transport):
         self.traffic, self.windows, self.tenants = inner.traffic, inner.windows, inner.tenants
         self.recorder, self.native_dtypes = inner.recorder, inner.native_dtypes
         self.admits_threads = inner.admits_threads
-        self.allocates_on_device = inner.allocates_on_device
+        self.allocates_on_device, self.needs_all = inner.allocates_on_device, inner.needs_all
 
     def aside(self, array: Any) -> Any:
         return self._inner.aside(array)
@@ -91,6 +91,16 @@ class Forwarding(Transport):
     def abort(self, message: str, exit_code: int = 1) -> None:
         self._inner.abort(message, exit_code)
 
+    def end_rank(self, message: str, exit_code: int = 1) -> None:
+        self._inner.end_rank(message, exit_code)
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def survivors(self) -> Transport:
+        Forwarding.__init__(self, self._inner.survivors())
+        return self
+
 
 class Recorded(Forwarding):
     """A Transport that wraps another one and records its messages and waits.
@@ -110,6 +120,11 @@ class Recorded(Forwarding):
 
     def over(self, inner: Transport) -> "Recorded":
         return Recorded(inner, self.recorder)
+
+    def survivors(self) -> Transport:
+        """A new recorder notes the new ranks: the old one has names of the old ones."""
+        Recorded.__init__(self, self._inner.survivors(), Recorder())
+        return self
 
     def claim_tag(self) -> int:
         tag = self._inner.claim_tag()

@@ -113,7 +113,9 @@ class DeviceTransport(Forwarding):
         Forwarding.__init__(self, host)
         self.admits_threads, self.allocates_on_device = False, True
         self.is_whole = is_whole
-        self.unshared: str | None = None
+        self.unshared: str | None = (
+            None if host.needs_all else "It does not outlive the loss of a rank."
+        )
 
     def over(self, inner: Transport) -> Self:
         part = copy(self)

@@ -4,35 +4,53 @@ An MPI error becomes a CommError, and a lost peer a PeerLost (`MpiJob`, `Guard`)
 MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports a lost peer. Any other MPI ends the job.
 MPI_Finalize waits for all ranks. So a rank that ends too early would wait in MPI_Finalize, and the
 others for its messages. It therefore tells all ranks, and a rank that still needs it ends the job
-(`Departures`). This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
+(`Departures`). Under ULFM a rank ends alone, and the others may go on without it (`process.outlives_ranks`).
+This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
 """
 
 import atexit
 import faulthandler
 import os
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.errors import CommError, PeerLost
+from mpitrain.machine import process
 from mpitrain.machine.process import SHARED_MEMORY
 
 LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 """The error classes of ULFM; mpi4py has them from 4.1 on, and an MPI without ULFM none of them."""
+
+VAGUE = ("ERR_OTHER", "ERR_INTERN", "ERR_IN_STATUS")
+"""Error classes by which a tolerant MPI sometimes reports a loss, too."""
 
 
 def needs(wait: Any, left: Set[int]) -> bool:
     """Return whether a request or call is known to need a rank of `left`, the ranks that ended."""
     known = getattr(wait, "needs", None)
     return known is not None and known(left)
+
+
+def end_alone(text: str) -> NoReturn:
+    """Print a text and end this process by a signal; the other ranks of a tolerant MPI go on.
+
+    They would not notice an exit, and MPI_Abort would end them.
+    """
+    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)
 
 
 class NoLock:
@@ -45,30 +63,35 @@ class NoLock:
     def __exit__(self, *error: object) -> None: ...
 
 
+LOCK = threading.RLock()
+"""The lock of MPI's thread level "serialized": any thread may call MPI, but only one at a time."""
+
+
 class MpiJob:
     """The MPI job of a root transport, with all that was made from it.
 
-    lock           the lock of MPI's thread level "serialized": any thread may call MPI, but only one
-                   at a time. Every call of MPI holds it. At level "multiple" it excludes nobody
+    lock           LOCK, which every call of MPI holds; at level "multiple" it excludes nobody
     admitted       number of threads besides the main thread that may call MPI; while it is above
                    0, no blocking wait holds the lock
     communicators  the open communicators, in the order of their creation
     requests       the requests under way: messages, and non-blocking collectives of the library
     call           the blocking call that the main thread is in, or None
     lost           the first PeerLost of this rank, or None
+    is_abandoned   no wait of this job goes on
     """
 
     def __init__(self, mpi: Any):
         self.MPI = mpi
         is_free = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        self.lock: Any = NoLock() if is_free else threading.RLock()
-        self.admitted = 0
+        self.lock: Any = NoLock() if is_free else LOCK
+        self.admitted, self.is_abandoned = 0, False
         self.communicators: list[Any] = []
         self.requests: set[Any] = set()
         self.call: Guard | None = None
         self.lost: PeerLost | None = None
         # Without ULFM mpi4py gives these names the value of ERR_UNKNOWN.
-        self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in LOSSES} - {mpi.ERR_UNKNOWN}
+        names = [*LOSSES, *(VAGUE if process.outlives_ranks() else ())]
+        self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in names} - {mpi.ERR_UNKNOWN}
 
     def __str__(self) -> str:
         return "; ".join(map(str, list(self.requests))) or "messages"
@@ -100,13 +123,10 @@ class MpiJob:
         """
         kind = error.Get_error_class()
         lost = self._failed(comm, members)
-        if kind not in self._losses and not lost:
+        if kind not in self._losses and not lost and not self.lost:
             return CommError(f"{name} failed: {error.Get_error_string()}")
         if not self.lost:
-            with self.lock:
-                for one in self.communicators:
-                    with suppress(self.MPI.Exception, NotImplementedError):
-                        one.Revoke()
+            self.revoke()
         names = f"rank {', '.join(map(str, lost))} has" if lost else "another rank has"
         loss = PeerLost(
             f"{name} cannot complete: {names} ended ({error.Get_error_string()}).",
@@ -115,6 +135,41 @@ class MpiJob:
         )
         self.lost = self.lost or loss
         return loss
+
+    def revoke(self) -> None:
+        """Let all pending and all later calls of all ranks fail."""
+        with self.lock:
+            for comm in self.communicators:
+                with suppress(self.MPI.Exception, NotImplementedError):
+                    comm.Revoke()
+
+    def abandon(self, base: Any) -> None:
+        """Revoke, then end threads and requests, and free communicators; no message is sent.
+
+        base    the communicator that is not freed, because `Shrink` needs it
+        raises  CommError if a thread or a request does not end
+        """
+        self.is_abandoned = True
+        self.revoke()
+        self._await(lambda: not self.admitted, "a thread")
+        for request in list(self.requests):
+            with self.lock, suppress(self.MPI.Exception):
+                request.cancel()
+            self._await(request.is_over, str(request))
+        self.requests.clear()
+        with self.lock:
+            for comm in self.communicators:
+                if comm is not base:
+                    with suppress(self.MPI.Exception):
+                        comm.Free()
+        self.communicators.clear()
+
+    def _await(self, is_over: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + ENDING
+        while not is_over():
+            if time.monotonic() > until:
+                raise CommError(f"After the loss of a rank {what} did not end within {ENDING:g} s.")
+            time.sleep(1e-4)
 
     def _failed(self, comm: Any, members: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks of the whole job that MPI reports as failed; () without ULFM."""
@@ -162,6 +217,8 @@ class Guard:
             raise self._job.error(error, what, self._comm, self._members) from error
 
 
+ENDING = 10.0
+"""Seconds in which a thread, or a request of a revoked communicator, must end."""
 LARGEST = 256
 """Largest job whose ranks send notices: every rank sends one to every other rank."""
 PATIENCE = 2.0

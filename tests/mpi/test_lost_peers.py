@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.lost_peers import CALLS
+from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING
 from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,16 @@ except PeerLost as error: sys.stdout.write(f"rank {transport.rank} lost {[*error
 os._exit(0)
 """
 
+OUTLIVE = """
+import os, signal, sys
+import mpitrain
+from tests.laws.lost_peers import outlive
+transport = mpitrain.connect()
+first = transport.rank
+seen = outlive(transport, lambda: os.kill(os.getpid(), signal.SIGKILL))
+sys.stdout.write(f"{first}: {seen}\\n")
+"""
+
 
 def survivors(ranks, code):
     """Run the code on so many ranks of a fault-tolerant MPI; return the printed lines."""
@@ -74,3 +84,8 @@ def test_every_call_raises_when_its_peer_has_died():
 def test_a_rank_that_waits_for_a_survivor_loses_its_peer_too():
     lines, errors = survivors(3, CHAIN)
     assert len([line for line in lines if " lost " in line]) == 2, (lines, errors)
+
+
+def test_the_living_ranks_go_on_after_each_loss_and_exit_without_finalize():
+    lines, errors = survivors(OUTLIVING, OUTLIVE)
+    assert sorted(lines) == [f"{rank}: {rows}" for rank, rows in OUTLIVED.items()], (lines, errors)

@@ -96,8 +96,8 @@ def layout(
 ) -> None:
     """Predict which layout of a job is the fastest: mpitrain plan layout --ranks 16 --hosts 4
 
-    One process, without MPI, tries every dp x tp x pp, stage of ZeRO, number of micro-batches, and
-    recomputation. It predicts step time and memory of each. A layout key that differs from its
+    One process, without MPI, tries every dp x cp x tp x pp, stage of ZeRO, number of micro-batches,
+    and recomputation. It predicts step time and memory of each. A layout key that differs from its
     default stays as it is. Set replication.tuning to the file of `bench fit` on the hosts.
     """
     if process.launched().rank > 0:
@@ -117,7 +117,10 @@ def layout(
     given = configured(config_file, changes(settings, **options), preset)
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
     planner = Planner(given, names, 1e9 * (rate or 0), 1e9 * (memory or 0))
-    ranking = rank(planner, given)
+    with click.progressbar(
+        [*planner.layouts(given)], label="layouts", file=sys.stderr, hidden=not sys.stderr.isatty()
+    ) as layouts:
+        ranking = rank(planner, given, layouts)
     click.echo("\n".join(report(ranking, planner, names)))
     outputs = Outputs()
     if json_file:

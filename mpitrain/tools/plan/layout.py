@@ -1,7 +1,7 @@
 """`plan layout`: step time and memory of every layout of a job, predicted in one process.
 
-The units of the model are counted on arrays without memory, for each number of tensor-parallel ranks
-and each size of a micro-batch: FLOPs, activations, and the collectives between tensor-parallel ranks.
+The units of the model are counted on arrays without memory, for each number of tensor- and
+context-parallel ranks and each size of a micro-batch: FLOPs, activations, and collectives of activations.
 The time of a step is that of the simulated pipeline, whose stages compute and sum activations, and
 then of the messages between replicas that no computing hides.
 
@@ -11,9 +11,8 @@ optimizer is not counted.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +20,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import Tuning, choose, predict
+from mpitrain.collectives.selection.cost_model import Tuning, candidates, predict
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Unit
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
+from mpitrain.models.table import check_model
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.memory import sizes
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
-from mpitrain.pipeline.instructions import BackwardInput, fused_at_the_input, training_program
-from mpitrain.pipeline.partition import balanced
+from mpitrain.pipeline.instructions import (
+    BackwardInput,
+    Plan,
+    Program,
+    fused_at_the_input,
+    training_program,
+)
+from mpitrain.pipeline.partition import balanced, check_enough
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak, simulate
@@ -46,12 +53,18 @@ SHOWN = 10
 """Layouts in the table."""
 LESS = 0.95
 """A slower layout is of interest if it needs at most this part of the memory of a faster one."""
+KEYS = ("tp", "cp", "pp", "zero", "micro_batches", "recompute")
+"""Keys of a layout that its neighbours change, each alone; dp follows."""
 OF_STEP = {0: ("all-reduce",), 1: ("reduce-scatter", "all-gather"), 2: ("all-gather",)}
 OF_MICRO_BATCH = {2: ("reduce-scatter",), 3: ("reduce-scatter", "all-gather", "all-gather")}
 """{stage of ZeRO: its collectives of gradients and parameters}, once a step or a micro-batch."""
+MESSAGES = {"sendrecv": "ping-pong", "all-to-all": "pairwise", "shift": "ring"}
+"""{operation of one algorithm: the algorithm}."""
+LINEAR = 1 << 24
+"""Elements from which the cost model is a line."""
 PARTS = {
     "computing": "computing",
-    "tensors": "messages between tensor-parallel ranks",
+    "tensors": "messages between tensor- and context-parallel ranks",
     "pipeline": "the bubble and messages between stages",
     "replicas": "messages between replicas",
 }
@@ -67,12 +80,17 @@ class ParallelLayout(NamedTuple):
     zero: int
     micro_batches: int
     recompute: str
+    cp: int = 1
 
     @property
     def settings(self) -> dict[str, str | int]:
         """Return {key: value}."""
-        keys = ("layout.dp", "layout.tp", "layout.pp", "replication.zero")
-        return dict(zip((*keys, "batch.micro_batches", "memory.recompute"), self, strict=True))
+        keys = ("layout.dp", "layout.tp", "layout.pp", "replication.zero", "batch.micro_batches")
+        return dict(zip((*keys, "memory.recompute", "layout.cp"), self, strict=True))
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(self.tp, self.dp, self.pp, cp=self.cp)
 
     def of(self, config: Config) -> Config:
         """Return a configuration with this layout."""
@@ -92,9 +110,9 @@ class Prediction(NamedTuple):
     """The predicted step of a layout: seconds of its slowest stage, and bytes of its fullest rank.
 
     computing  of matrix products
-    tensors    sums and gathers of activations over tp
+    tensors    collectives of activations over tp and cp
     pipeline   the rest of the simulated pipeline: idle time, and messages between stages
-    replicas   sums and gathers over dp that no computing hides
+    replicas   sums and gathers over dp x cp that no computing hides
     nbytes     parameters, gradients, optimizer state and activations
     """
 
@@ -114,7 +132,7 @@ class Prediction(NamedTuple):
 
 
 class CountedUnit(NamedTuple):
-    """A unit of a tensor-parallel rank, in one micro-batch.
+    """A unit of a rank, in one micro-batch.
 
     repeated  of its FLOPs, those of recomputed forwards
     working   bytes of activations at its peak, without what units before it have saved
@@ -154,15 +172,15 @@ class MessageTimes:
     """
 
     def __init__(self, tuning: Tuning, hosts: Sequence[str], is_on_device: bool):
-        self._tuning, self._hosts, self.is_on_device = tuning, hosts, is_on_device
-        self._predicted = cache(self._predict)
+        self._hosts, self.is_on_device = hosts, is_on_device
+        self._predicted = cache(partial(predict, tuning))
 
     def seconds(
         self, operation: str, members: range, nbytes: float, itemsize: int, algorithm: str = "auto"
     ) -> float:
         """Return the seconds of one collective, while all groups of its kind run theirs.
 
-        operation  as in UnitCount.sums; or "send", from the first of two members to the other
+        operation  as in UnitCount.sums; or "sendrecv", from the first of two members to the other
         nbytes     of the array
         """
         hosts = [self._hosts[rank] for rank in members]
@@ -173,23 +191,21 @@ class MessageTimes:
             elements *= self._hosts.count(hosts[0]) / hosts.count(hosts[0])
         numbers = {name: str(number) for number, name in enumerate(dict.fromkeys(hosts))}
         where = tuple(numbers[name] for name in hosts)
+        operation = operation.replace("all-reduce", "allreduce")
+        names = [MESSAGES.get(operation, algorithm)]
+        if operation in TABLES and algorithm not in TABLES[operation]:
+            names = candidates(Topology(hosts, is_on_device=self.is_on_device), operation)
         # Between powers of four the model is nearly linear, and long plans take seconds to make.
-        low = 4 ** int(math.log(elements, 4))
-        least, most = (
-            self._predicted(operation, where, size, itemsize, algorithm) for size in (low, 4 * low)
+        low = min(4 ** int(math.log(elements, 4)), LINEAR)
+        times = [
+            [self._predicted(operation, name, where, size, itemsize) for size in (low, 4 * low)]
+            for name in names
+        ]
+        return min(
+            least + (elements / low - 1) / 3 * (most - least)
+            for least, most in times
+            if not math.isnan(least)
         )
-        return least + (elements / low - 1) / 3 * (most - least)
-
-    def _predict(
-        self, operation: str, hosts: Sequence[str], size: int, itemsize: int, algorithm: str
-    ) -> float:
-        if operation == "send":
-            return predict(self._tuning, "sendrecv", "ping-pong", hosts, size, itemsize)
-        name = operation.replace("all-reduce", "allreduce")
-        if algorithm not in TABLES[name]:
-            topology = Topology(hosts, is_on_device=self.is_on_device)
-            algorithm = choose(self._tuning, topology, size, itemsize, "plain", name)
-        return predict(self._tuning, name, algorithm, hosts, size, itemsize)
 
 
 class Planner:
@@ -202,11 +218,6 @@ class Planner:
     """
 
     def __init__(self, config: Config, hosts: Sequence[str], rate: float = 0, limit: float = 0):
-        if config.layout.cp > 1:
-            raise ConfigError(
-                f"plan layout predicts layouts without context parallelism, but layout.cp is {config.layout.cp}.",
-                "Leave out --cp.",
-            )
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job, self._source, self._units = alone(alone_config, hosts[:1])
         self._config, self._hosts = self._job.config, hosts
@@ -224,7 +235,8 @@ class Planner:
         self._computed = device.itemsize(self._config.precision.stored)
         self._stored = np.dtype(self._config.precision.stored).itemsize
         self._counted, self._simulated = cache(self._count), cache(self._simulate)
-        self._sizes = cache(self._size)
+        self._sizes, self._planned = cache(self._size), cache(self._plan)
+        self._balanced, self._three = cache(balanced), cache(self._count_three)
 
     def _measured(self) -> tuple[float, float]:
         """Return the seconds of one row in all units, and the fixed seconds of each unit in a micro-batch."""
@@ -245,19 +257,24 @@ class Planner:
         """Yield the layouts to predict; what `given` sets to other than the defaults stays."""
         ranks, layout, size = len(self._hosts), given.layout, given.batch.size
         for tp in [layout.tp] if layout.tp > 1 else _divisors(ranks):
-            for pp in [layout.pp] if layout.pp > 1 else _divisors(ranks // tp):
-                dp, rest = divmod(ranks, tp * pp)
+            for pp, cp in product(
+                [layout.pp] if layout.pp > 1 else _divisors(ranks // tp),
+                [layout.cp] if layout.cp > 1 else _divisors(ranks // tp),
+            ):
+                dp, rest = divmod(ranks, tp * pp * cp)
                 if rest or dp > size or layout.dp not in (0, dp):
                     continue
                 rows = size // dp
                 counts = (pp << doubled for doubled in range(rows.bit_length()))
                 for micro_batches, zero, recompute in product(
                     counts,
-                    [given.replication.zero] if given.replication.zero or dp == 1 else range(4),
+                    [given.replication.zero]
+                    if given.replication.zero or dp * cp == 1
+                    else range(4),
                     [given.memory.recompute] if given.memory.segment else ("none", "unit"),
                 ):
                     if micro_batches <= rows:
-                        yield ParallelLayout(dp, tp, pp, zero, micro_batches, recompute)
+                        yield ParallelLayout(dp, tp, pp, zero, micro_batches, recompute, cp)
 
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
         """Return the error with which `train` would refuse a layout."""
@@ -271,15 +288,15 @@ class Planner:
 
     def predict(self, layout: ParallelLayout) -> Prediction:
         """Predict a step.    raises  ConfigError if units do not fit stages or ranks"""
-        dp, tp, pp, _, m, recompute = layout
-        config, rows = layout.of(self._config), -(-self._config.batch.size // (dp * m))
+        axes, m, config = layout.axes, layout.micro_batches, layout.of(self._config)
+        rows = -(-config.batch.size // (axes.dp * m))
         # Once a pipeline is full, each micro-batch adds the same.
-        first, second = (min(m, full * pp) for full in (2, 3))
-        low, high = (self._simulated(dp, tp, pp, n, rows, recompute) for n in (first, second))
+        first, second = (min(m, full * axes.pp) for full in (2, 3))
+        low, high = (self._simulated(axes, n, rows, layout.recompute) for n in (first, second))
         more = (m - first) / max(1, second - first)
         step = Simulated(*(a + more * (b - a) for a, b in zip(low, high, strict=True)))
-        state = self._sizes(tp, pp)._replace(
-            axes=Axes(tp, dp, pp), shards=dp, settings=config.replication
+        state = self._sizes(axes.tp, axes.pp)._replace(
+            axes=axes, shards=axes.copies, settings=config.replication
         )
         return Prediction(
             layout,
@@ -299,7 +316,7 @@ class Planner:
 
         The last bucket has nothing to hide behind. Within a host the cores that compute also copy.
         """
-        zero, members = layout.zero, range(0, layout.tp * layout.dp, layout.tp)
+        zero, members = layout.zero, range(0, layout.tp * layout.axes.copies, layout.tp)
         replication = self._config.replication
 
         def seconds(operation: str) -> float:
@@ -315,65 +332,81 @@ class Planner:
         hidden = step.computing if zero > 1 else step.backward
         return max(total - hidden, total / step.units)
 
-    def _over_tp(self, unit: CountedUnit, tp: int) -> float:
+    def _of_activations(self, unit: CountedUnit, axes: Axes) -> float:
         algorithm = self._config.layout.algorithm
+        members = {"tp": range(axes.tp), "cp": range(0, axes.tp * axes.cp, axes.tp)}
         return sum(
-            times * self._messages.seconds(operation, range(tp), nbytes, self._computed, algorithm)
-            for (operation, nbytes), times in unit.counted.sums.items()
+            times
+            * self._messages.seconds(operation, members[axis], nbytes, self._computed, algorithm)
+            for (axis, operation, nbytes), times in unit.counted.sums.items()
         )
 
-    def _count(self, tp: int, rows: int, recompute: str) -> list[CountedUnit]:
+    def _count(self, tp: int, cp: int, rows: int, recompute: str) -> list[CountedUnit]:
         """Count all units. Those of model.layers after the third repeat the third."""
-        deep = self._config.model.layers
-        two, three = (self._counter(min(deep, n), tp, rows, recompute) for n in (2, 3))
-        counts = once = three.units(0)
-        if recompute != "none":
-            once = self._counter(min(deep, 3), tp, rows, "none").units(0)
-        units, shape, saved = list[CountedUnit](), (1, *self._source.shape), 0
-        for counted, plain, unit in zip(counts, once, three.model, strict=True):
+        layout = ParallelLayout(1, tp, 1, 0, 1, recompute, cp)
+        check_model(layout.of(self._config))
+        deep, plain = self._config.model.layers, layout._replace(recompute="none")
+        two, (three, counts) = (
+            self._counter(min(deep, 2), layout, rows).model,
+            self._three(layout, rows),
+        )
+        tokens, *rest = self._source.shape
+        units, shape, saved = list[CountedUnit](), (1, tokens // cp, *rest), 0
+        for counted, once, unit in zip(counts, self._three(plain, rows)[1], three, strict=True):
             shape = unit.layer.output_shape(shape)
             elements = sum(math.prod(p.local_shape) for p in unit.layer.parameters())
-            again, working = counted.flops - plain.flops, counted.peak - saved
+            again, working = counted.flops - once.flops, counted.peak - saved
             units.append(CountedUnit(counted, again, working, elements, math.prod(shape)))
             saved += counted.saved
-        layer = len(three.model) - len(two.model)
-        pairs = enumerate(zip(two.model, three.model, strict=False))
+        layer = len(three) - len(two)
+        pairs = enumerate(zip(two, three, strict=False))
         end = next((n for n, (one, other) in pairs if one.name != other.name), 0) + layer
         return units[:end] + units[end - layer : end] * max(0, deep - 3) + units[end:]
 
-    def _counter(self, layers: int, tp: int, rows: int, recompute: str) -> Counter:
-        config = ParallelLayout(1, tp, 1, 0, 1, recompute).of(self._config)
+    def _count_three(
+        self, layout: ParallelLayout, rows: int
+    ) -> tuple[Sequence[Unit], list[UnitCount]]:
+        counter = self._counter(min(self._config.model.layers, 3), layout, rows)
+        return counter.model, counter.units(0)
+
+    def _counter(self, layers: int, layout: ParallelLayout, rows: int) -> Counter:
+        config = layout.of(self._config)
         config = config.model_copy(
             update={
                 "model": config.model.model_copy(update={"layers": layers}),
                 "batch": config.batch.model_copy(update={"size": rows}),
             }
         )
-        job = self._job._replace(config=config, axes=Axes(tp), plan=plan_of(SERIAL, 1, 1))
+        job = self._job._replace(config=config, axes=layout.axes, plan=plan_of(SERIAL, 1, 1))
         return Counter(job, self._source, lambda made: model(config, self._source, made))
 
-    def _simulate(self, dp: int, tp: int, pp: int, m: int, rows: int, recompute: str) -> Simulated:
+    def _plan(self, pp: int, m: int) -> tuple[Plan, Program]:
+        """Return the schedule of m micro-batches, without and with messages."""
+        settings = self._config.pipeline
+        plan = find_plan(settings.schedule, pp, m, settings.chunks or None)
+        return fused_at_the_input(plan), training_program(plan)
+
+    def _simulate(self, axes: Axes, m: int, rows: int, recompute: str) -> Simulated:
         """Simulate the pipeline of a replica with m micro-batches of so many rows."""
-        config = self._config
-        plan = fused_at_the_input(
-            find_plan(config.pipeline.schedule, pp, m, config.pipeline.chunks or None), 0
-        )
-        units = self._counted(tp, rows, recompute)
+        pp, units = axes.pp, self._counted(axes.tp, axes.cp, rows, recompute)
+        check_enough(len(units), pp)
+        plan, program = self._planned(pp, m)
         # What a stage receives, for each micro-batch.
         received = rows * units[0].output * self._computed
-        received //= tp if config.layout.sequence_parallel else 1
-        counts = balanced([unit.elements for unit in units], len(plan.stage_of))
+        received //= axes.tp if self._config.layout.sequence_parallel else 1
+        counts = self._balanced(tuple(unit.elements for unit in units), len(plan.stage_of))
         bounds = [0, *accumulate(counts)]
         chunks = [units[start:stop] for start, stop in pairwise(bounds)]
         in_halves = {
             each.chunk for own in plan.by_stage for each in own if isinstance(each, BackwardInput)
         }
+        seconds = {id(unit): self._of_activations(unit, axes) for unit in units}
         costs, computing, tensors = [], [0.0] * pp, [0.0] * pp
         for number, (chunk, stage) in enumerate(zip(chunks, plan.stage_of, strict=True)):
             once = sum(unit.counted.flops - unit.repeated for unit in chunk) / self.rate
             once += len(chunk) * self._each_s
             again = sum(unit.repeated for unit in chunk) / self.rate
-            sums = sum(self._over_tp(unit, tp) for unit in chunk)
+            sums = sum(seconds[id(unit)] for unit in chunk)
             first = received if number else 0
             saved = [*accumulate((unit.counted.saved for unit in chunk), initial=first)]
             pending = sum(unit.counted.pending for unit in chunk)
@@ -395,12 +428,13 @@ class Planner:
             )
             computing[stage] += m * (once + again)
             tensors[stage] += m * sums
-        neighbours = range(0, 2 * tp * dp, tp * dp) if pp > 1 else range(1)
-        transfer = self._messages.seconds("send", neighbours, received, self._computed)
+        ranks = axes.tp * axes.copies
+        neighbours = range(0, 2 * ranks, ranks) if pp > 1 else range(1)
+        transfer = self._messages.seconds("sendrecv", neighbours, received, self._computed)
         slowest = max(range(pp), key=lambda stage: computing[stage] + tensors[stage])
         of_stage = [[c for c, at in enumerate(plan.stage_of) if at == stage] for stage in range(pp)]
         return Simulated(
-            simulate(training_program(plan, 0), costs, transfer).makespan,
+            simulate(program, costs, transfer).makespan,
             computing[slowest],
             tensors[slowest],
             max(sum(sum(costs[c][1:3]) for c in own) for own in of_stage),
@@ -431,15 +465,22 @@ class Ranking(NamedTuple):
     closest: list[str]
 
 
-def rank(planner: Planner, given: Config) -> Ranking:
-    """Predict all layouts of a job, and rank those that fit and train.
+def rank(
+    planner: Planner, given: Config, layouts: Iterable[ParallelLayout] | None = None
+) -> Ranking:
+    """Predict layouts of a job, and rank those that fit and train.
 
-    raises  ConfigError if there is none
+    layouts  None: all
+    raises   ConfigError if there is none
     """
-    predictions = list[Prediction]()
-    for layout in planner.layouts(given):
-        with suppress(ConfigError):  # More stages than units, or a number that tp does not divide.
-            predictions.append(planner.predict(layout))
+    predictions, refused = list[Prediction](), set[tuple[int, int, int]]()
+    for layout in layouts or planner.layouts(given):
+        divided = layout.tp, layout.cp, layout.pp
+        if divided not in refused:
+            try:
+                predictions.append(planner.predict(layout))
+            except ConfigError:  # More stages than units, or a number that tp x cp does not divide.
+                refused.add(divided)
     # Of equally fast ones the fewest micro-batches: each costs some time that nothing here counts.
     predictions.sort(key=lambda each: (float(f"{each.step_s:.6g}"), each.layout.micro_batches))
     best, front, least = dict[ParallelLayout, Prediction](), list[Prediction](), math.inf
@@ -455,8 +496,8 @@ def rank(planner: Planner, given: Config) -> Ranking:
             least = each.nbytes
     if not best:
         raise _nothing_fits(planner, predictions, given)
-    shown = [*best.values()]
-    return Ranking(predictions, shown, front, [*_closest(planner, predictions, shown[0])])
+    closest = _closest(planner, predictions, next(iter(best.values())))
+    return Ranking(predictions, [*best.values()], front, [*closest])
 
 
 def _nothing_fits(
@@ -484,12 +525,12 @@ def _closest(
     planner: Planner, predictions: Sequence[Prediction], best: Prediction
 ) -> Iterator[str]:
     """Yield for each layout next to the best one why it loses."""
-    for key in ("tp", "pp", "zero", "micro_batches", "recompute"):
+    for key in KEYS:
 
         def value(each: Prediction, key: str = key) -> Any:
             return getattr(each.layout, key)
 
-        others = {"tp", "pp", "zero", "micro_batches", "recompute"} - {key}
+        others = {*KEYS} - {key}
         apart = sorted(
             (
                 each
@@ -528,7 +569,7 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     """Return the lines that `plan layout` prints."""
     columns = TextTable(
         [
-            *(TextColumn(key, "4", _field(key)) for key in ("dp", "tp", "pp", "zero")),
+            *(TextColumn(key, "4", _field(key)) for key in ("dp", "cp", "tp", "pp", "zero")),
             TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
             TextColumn("recompute", "9", _field("recompute")),
             TextColumn("step", "9.1f", lambda each: 1e3 * each.step_s, unit="ms"),
@@ -563,7 +604,7 @@ def draw(ranking: Ranking, limit: float, path: Path) -> None:
     for each in ranking.front:
         if each is named[-1] or each.nbytes < 0.8 * named[-1].nbytes:
             named.append(each)
-            keys = ("dp", "tp", "pp", "zero")
+            keys = ("dp", "cp", "tp", "pp", "zero")
             text = " ".join(f"{key} {getattr(each.layout, key)}" for key in keys)
             place = (each.nbytes / 1e9, 1e3 * each.step_s)
             axes.annotate(text, place, (5, 5), textcoords="offset points", rotation=30)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import CommError, PeerLost
-from mpitrain.transport.threads import run_ranks
-from tests.laws.lost_peers import CALLS, begin
+from mpitrain.transport.threads import Gone, run_ranks
+from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING, begin, outlive
 
 
 class Dies(Exception):
@@ -54,3 +54,11 @@ def test_a_deadlock_of_living_ranks_is_no_loss():
     with pytest.raises(CommError) as raised:
         run_ranks(2, lambda transport: transport.recv(np.zeros(1), 1 - transport.rank))
     assert not isinstance(raised.value, PeerLost)
+
+
+def test_the_living_ranks_go_on_after_each_loss():
+    def die():
+        raise Gone
+
+    seen = run_ranks(OUTLIVING, outlive, die, outlives=True)
+    assert {rank: rows for rank, rows in enumerate(seen) if rows} == OUTLIVED

@@ -20,6 +20,7 @@ KERNELS = Path(source.__file__).parent
 def temporary(tmp_path, monkeypatch):
     """The shared temporary folder of a user who has no home."""
     monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     compiling._fresh_folder.cache_clear()
     yield tmp_path
@@ -30,8 +31,11 @@ def mode(path):
     return path.lstat().st_mode & 0o777
 
 
-def test_at_home_it_is_used_again_and_nobody_else_can_write_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+@pytest.mark.parametrize("named", [{"HOME": "{}"}, {"XDG_CACHE_HOME": "{}/.cache"}])
+def test_at_home_it_is_used_again_and_nobody_else_can_write_there(tmp_path, monkeypatch, named):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
     folder = compiling.cache_of("simulator")
     assert folder == tmp_path / ".cache/mpitrain/simulator" and mode(folder) == 0o700
     folder.chmod(0o755)

@@ -32,6 +32,7 @@ def planner(
         ParallelLayout(1, 1, 4, 0, 8, "none"),
         ParallelLayout(2, 1, 2, 1, 4, "unit"),
         ParallelLayout(1, 2, 2, 0, 4, "unit"),
+        ParallelLayout(1, 2, 1, 1, 4, "none", 2),
     ],
 )
 def test_memory_and_flops_are_those_that_a_job_counts(layout, kind):
@@ -46,8 +47,8 @@ def test_memory_and_flops_are_those_that_a_job_counts(layout, kind):
 def test_the_sums_of_a_tensor_parallel_step_are_those_of_the_formula():
     plan, _ = planner(["a"] * 2, "model.layers=5", "model.width=64", "model.context=32")
     rows, tokens, width, layers = 4, 32, 64, 5
-    every = [unit.counted.sums for unit in plan._counted(2, rows, "none")]
-    nbytes = sum(size * times for sums in every for (_, size), times in sums.items())
+    every = [unit.counted.sums for unit in plan._counted(2, 1, rows, "none")]
+    nbytes = sum(size * times for sums in every for (*_, size), times in sums.items())
     assert nbytes == 4 * ((4 * layers + 2) * rows * tokens * width + 3 * rows * tokens)
 
 
@@ -55,7 +56,9 @@ def test_all_groups_share_the_link_of_their_host():
     hosts = [f"host {rank // 4}" for rank in range(8)]
     times = MessageTimes(DEFAULT, hosts, is_on_device=False)
     alone, crowded = (
-        MessageTimes(DEFAULT, names, is_on_device=False).seconds("send", range(0, 8, 4), 1 << 24, 4)
+        MessageTimes(DEFAULT, names, is_on_device=False).seconds(
+            "sendrecv", range(0, 8, 4), 1 << 24, 4
+        )
         for names in (["a", "x", "y", "z", "b", "u", "v", "w"], hosts)
     )
     assert crowded == pytest.approx(4 * alone, rel=0.05)
@@ -100,6 +103,7 @@ def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
     assert f"{len(rows)} layouts of 2 ranks on 1 host(s)" in done.stdout
     assert rows[0]["layout"]["layout.dp"] * rows[0]["layout"]["layout.tp"] in (1, 2)
     assert (tmp_path / "l.png").stat().st_size > 10_000
+    assert not done.stderr  # no bar without a terminal
     refused = mpitrain("plan", "layout", "--ranks", "4", "--hosts", "3", cwd=tmp_path)
     assert refused.returncode == 2 and "3 hosts do not divide 4 ranks" in refused.stderr
 
@@ -110,7 +114,7 @@ def test_messages_between_replicas_hide_behind_a_slow_backward_but_for_the_last_
         planner(hosts, "replication.algorithm=ring", rate=rate)[0].predict(layout).replicas
         for rate in (1e6, 1e18)
     )
-    nbytes = 4 * sum(unit.elements for unit in planner(hosts)[0]._counted(1, 8, "none"))
+    nbytes = 4 * sum(unit.elements for unit in planner(hosts)[0]._counted(1, 1, 8, "none"))
     whole = MessageTimes(DEFAULT, hosts, False).seconds("all-reduce", range(2), nbytes, 4, "ring")
     assert exposed == pytest.approx(whole, rel=1e-5) and 0 < hidden < exposed / 5
     sharded = planner(hosts, rate=1e18)[0].predict(layout._replace(zero=3, micro_batches=4))
