@@ -173,10 +173,7 @@ class Group:
         )
 
     def bind_shift(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
-        """Bind a shift along the ring of ranks: `outgoing` of rank r becomes `incoming` of rank r + 1.
-
-        The arrays have one dtype and size, and do not overlap.
-        """
+        """Bind a shift to the next rank, between arrays as above."""
         return self._noted(
             "shift",
             outgoing,
