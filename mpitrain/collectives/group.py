@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective; the properties are not. All collectives but `bind_all_to_all` and
-    `bind_shift` work in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
+    Every method is collective; the properties are not. Collectives of one array work in
+    place. Arrays are contiguous, of any shape. An array on n ranks has n chunks of nearly equal
     length; chunk r belongs to rank r.
 
     Parameters
@@ -54,7 +54,7 @@ class Group:
     Attributes
     ----------
     scratch_bytes : int
-        Bytes that all collectives bound so far have allocated, without the arrays they work on.
+        Bytes that all bound collectives have allocated, beside their arrays.
 
     Raises
     ------
@@ -66,8 +66,7 @@ class Group:
     Notes
     -----
     A `bind` method compares the arguments of all ranks once. Its Reduction runs any number of
-    times, on the present contents of its array. The other methods bind at every call, which costs
-    a round of messages.
+    times. The other methods bind at every call, which costs a round of messages.
     """
 
     def __init__(
