@@ -165,7 +165,7 @@ class Group:
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
         """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on q.
 
-        The arrays have one dtype and size, a multiple of the number of ranks, and do not overlap.
+        Both have one dtype and size, a multiple of the ranks, and do not overlap.
         """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
@@ -219,19 +219,19 @@ class Group:
         return self._exchanges.waited.seconds
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce `array` over all ranks, in place: `bind`, then one run."""
+        """Reduce `array` over all ranks: `bind`, then one run."""
         self.bind(array, op).run()
 
     def reduce_scatter(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce-scatter `array`, in place: `bind_reduce_scatter`, then one run."""
+        """Reduce-scatter `array`: `bind_reduce_scatter`, then one run."""
         self.bind_reduce_scatter(array, op).run()
 
     def all_gather(self, array: np.ndarray) -> None:
-        """All-gather the chunks of `array`, in place: `bind_all_gather`, then one run."""
+        """All-gather the chunks of `array`: `bind_all_gather`, then one run."""
         self.bind_all_gather(array).run()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        """Broadcast the root's array, in place: `bind_broadcast`, then one run."""
+        """Broadcast the root's array: `bind_broadcast`, then one run."""
         self.bind_broadcast(array, root).run()
 
 
