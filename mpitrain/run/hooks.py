@@ -90,15 +90,17 @@ class RunState:
         self._began = 0.0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
-    def begin(self, location: RunLocation) -> None:
+    def begin(self, location: RunLocation, startup_s: float) -> None:
         """Start the clock and the thread that reads ahead, and record the start."""
         self._began = time.perf_counter() - self.before.wall_s
         if ahead := self.config.data.prefetch:
             self.source = Prefetched(self.job.data, ahead, self.steps)
-        trainer, job = self.trainer, self.job
+        trainer, job, now = self.trainer, self.job, time.time()
         record = {
             "event": "resume" if location.saved else "start",
             "step": self.first,
+            "time": now,
+            "startup_s": startup_s,
             "version": __version__,
             "ranks": self.transport.size,
             "hosts": len(set(self.transport.hosts)),
@@ -109,6 +111,14 @@ class RunState:
             "held_out": self.source.held_out,
             **amounts(job.data),
             **({"init_from": begun} if (begun := trainer.begun_from) else {}),
+            **(
+                {
+                    "waited_s": max(0.0, now - startup_s - self.before.ended),
+                    "repeated_s": self.before.repeated_s,
+                }
+                if self.before.ended
+                else {}
+            ),
             **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := trainer.counted.problem) else {}),
         }
@@ -444,7 +454,7 @@ class Saving(Hook):
                 "event": "checkpoint",
                 "step": save.step,
                 "checkpoint_s": save.seconds,
-                "checkpoint_pause_s": save.paused_s,
+                "checkpoint_pause_s": min(save.paused_s, save.seconds),
                 "checkpoint_bytes": save.nbytes,
                 **({"checkpoints_skipped": self._skipped} if self._skipped else {}),
             }
@@ -480,7 +490,10 @@ class GoingBack(Hook):
     def pause(self, step: int, stop: bool) -> bool:
         run = self._run
         if not self._is_spike:
-            if step == run.first or step % run.config.run.snapshot_every == 0:
+            # A save that is skipped while another is on its way leaves a snapshot, too: the times of
+            # a disk must not change to which step a run goes back.
+            everies = run.config.run.snapshot_every, run.config.checkpoint.every
+            if step == run.first or any(every and step % every == 0 for every in everies):
                 with run.recorder.pausing("a snapshot"):
                     self._snapshots.take(step)
             return stop

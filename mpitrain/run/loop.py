@@ -95,6 +95,8 @@ def train(
     ends : callable, optional
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
+    began = time.perf_counter()
+    began = min(began, getattr(transport.recorder, "began", began))
     watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
     with (
         closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog,
@@ -179,7 +181,7 @@ def train(
             tracing,
             Skipping(run),
         ]
-        run.begin(agreed.location)
+        run.begin(agreed.location, time.perf_counter() - began)
         if transport.recorder.is_on:
             watchdog.traces(folder, transport.recorder)
         return Finished(_loop(run), job, folder)
@@ -198,9 +200,12 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
         )
     if rank > 0:
         return None
+    place, before = agreed.location, ResumeInfo()
+    if place.has_run:  # Without a checkpoint no line counts.
+        before = past(Path(place.folder), job.step if place.saved else -1)
     folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
-    return str(folder), past(folder, job.step)
+    return str(folder), before
 
 
 # Each step counts values that are not finite, so NumPy need not warn of them.
