@@ -64,7 +64,7 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
-class Layout(NamedTuple):
+class FrameLayout(NamedTuple):
     """Sizes of a picture, in inches.
 
     margin  of the labels of rows
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     panel: tuple[float, float]
 
     @classmethod
-    def of(cls, explanation: Explanation, language: str, room: float) -> "Layout":
+    def of(cls, explanation: Explanation, language: str, room: float) -> "FrameLayout":
         """Return the layout of frames that are at most `room` wide, if a group of columns is."""
         widths = _widths(explanation, language)
         labels = (text(row, language) for row in explanation.rows)
@@ -110,7 +110,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
     raises  OSError if the file cannot be written
     """
     language = language if language != "ko" or hangul_font() else "en"
-    layout = Layout.of(explanation, language, math.inf)
+    layout = FrameLayout.of(explanation, language, math.inf)
     frames = explanation.drawn
     across = max(1, min(len(frames), int(WIDEST / layout.panel[0])))
     down = -(-len(frames) // across)
@@ -151,11 +151,11 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
     return language, files
 
 
-def fitted(explanation: Explanation, language: str) -> tuple[float, Layout]:
+def fitted(explanation: Explanation, language: str) -> tuple[float, FrameLayout]:
     """Return the largest scale at which a frame fits a picture of 12.8 x 7.2 inches, and its layout."""
     for percent in range(MOST, 20, -5):
         wide, high = 1280 / percent, 720 / percent
-        layout = Layout.of(explanation, language, wide)
+        layout = FrameLayout.of(explanation, language, wide)
         if layout.panel[0] <= wide and layout.panel[1] <= high - HEAD:
             break
     return percent / 100, layout
@@ -169,7 +169,7 @@ def _page(
     explanation: Explanation,
     frames: Sequence[tuple[int, Frame]],
     notes: Sequence[str],
-    layout: Layout,
+    layout: FrameLayout,
     size: tuple[float, float],
     path: Path,
     language: str,
@@ -234,7 +234,7 @@ def _panel(
     frame: Frame,
     before: Frame | None,
     corner: tuple[float, float],
-    layout: Layout,
+    layout: FrameLayout,
     most: int,
     language: str,
 ) -> None:
