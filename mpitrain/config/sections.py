@@ -204,6 +204,23 @@ class Run(Section):
         description="reaction to a loss or gradient that is not finite; stop: end the run, skip: skip the update of this "
         "step. Even with skip the run ends after 10 skipped steps in a row, or at its end if more than half were skipped",
     )
+    on_spike: Literal["ignore", "skip", "back"] = Field(
+        "ignore",
+        description="reaction to a spike of the loss; skip: skip the update of this step, back: also undo the updates since the "
+        "last snapshot. Skipped and undone updates end a run as those of run.on_nonfinite do",
+    )
+    spike: float = Field(
+        6.0,
+        gt=0,
+        description="standard deviations above the mean of recent losses from which a loss is a spike; at least 10 losses "
+        "come before it",
+    )
+    snapshot_every: int = Field(
+        20,
+        ge=1,
+        description="on_spike back: steps between snapshots of the state in host memory. The newest two are kept; each "
+        "checkpoint is a snapshot, too",
+    )
 
 
 class Data(Section):

@@ -124,6 +124,7 @@ class CodedState:
         self.codes = backend.zeros(_end(region.values for region in coded), np.uint8)
         self.scales = backend.zeros(_end(r.scales for r in coded if r.scales), dtype)
         self.plain = backend.zeros(_end(r.values for r in self._regions if not r.scales), dtype)
+        self.arrays = self.codes, self.scales, self.plain
 
     @property
     def nbytes(self) -> int:

@@ -152,6 +152,20 @@ def frozen_sizes(
     )
 
 
+def kept_bytes(config: Config, sizes: Sizes) -> float:
+    """Return the bytes of a rank's trained parameters and optimizer state, as the mean over the ranks.
+
+    For modes in which all ranks take steps together. `sizes` are those of a memory formula.
+    """
+    needed, zero = mode_of(config).memory, sizes.settings.zero
+    servers = sizes.axes.servers
+    shards = sizes.shards if zero == 3 or (zero and sizes.mirror) else 1
+    parameters = sizes.master * sizes.length / shards
+    if servers:
+        parameters *= (sizes.axes.dp + 1) / sizes.axes.ranks
+    return needed(sizes) - needed(sizes._replace(state=0)) + parameters
+
+
 def _described(
     config: Config, depth: int, source: Source | Unopened, layers: Plain
 ) -> Sequence[Unit]:

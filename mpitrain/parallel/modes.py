@@ -265,14 +265,21 @@ def servers_of(config: Config) -> int:
     return mode_of(config).servers(config.replication)
 
 
+def is_synchronous(config: Config) -> bool:
+    """Return whether the ranks take steps together, with one update of all."""
+    mode, settings = mode_of(config), config.replication
+    rare = settings.model_copy(update={"period": 2})
+    is_stream = config.pipeline.schedule in STREAMS
+    return not (is_stream or mode.records(settings) or mode.exchange(rare) > 1)
+
+
 def check_synchronous(config: Config, reason: str) -> None:
     """Raise ConfigError for a mode or schedule whose ranks update by themselves.
 
     reason  a clause that says who needs steps of all ranks together, for the message
     """
-    settings, schedule = config.replication, config.pipeline.schedule
-    mode, rare = mode_of(config), settings.model_copy(update={"period": 2})
-    if schedule in STREAMS or mode.records(settings) or mode.exchange(rare) > 1:
+    if not is_synchronous(config):
+        schedule = config.pipeline.schedule
         key = "pipeline.schedule" if schedule in STREAMS else "replication.mode"
         raise ConfigError(
             f"{reason} steps that all ranks take together, but {key} is {config.flat()[key]}.",

@@ -195,6 +195,8 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
         raise error
     if config.run.digest_every:
         check_synchronous(config, "run.digest_every reads the state between")
+    if config.run.on_spike != "ignore":
+        check_synchronous(config, "run.on_spike compares the losses of")
     if config.run.patience:
         check_synchronous(config, "run.patience ends the run between")
     check_model(config)

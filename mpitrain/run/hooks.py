@@ -56,6 +56,7 @@ class RunState:
     met_at    the last step after which the ranks saved or evaluated together
     steps     the last step; an evaluation may end the run before run.steps
     best      the best evaluation so far
+    skipped   number of updates that were skipped because of loss or gradients, or undone
     paused_s  seconds since this start that the hooks took between steps
     peaks     the peak activation bytes of each rank, as of `met_at`
     """
@@ -86,7 +87,7 @@ class RunState:
         self.saved_at = self.first if location.saved else None
         self.save: saving.Save | None = None
         self.met_at, self.paused_s, self.peaks = -1, 0.0, [0]
-        self.best = Best(*before.best)
+        self.best, self.skipped = Best(*before.best), before.skipped
         self.hooks: list[Hook] = []
         self.batch_name = self.recorder.name(ROWS)
         self._began = 0.0
@@ -297,6 +298,8 @@ class Logging(Hook):
         )
         if not outcome.counted:
             skipped["empty"] = True
+        if outcome.is_spike:
+            skipped["spike"] = True
         if config.precision.compute == "float16":
             rates |= {"loss_scale": outcome.loss_scale}
         run.record(
@@ -465,6 +468,42 @@ class Saving(Hook):
                 drop_old(folder, config.keep, self._stays)
 
 
+class GoingBack(Hook):
+    """Takes snapshots, every run.snapshot_every steps and with each checkpoint, and goes back to them."""
+
+    def __init__(self, run: RunState, saving: Saving):
+        from mpitrain.run.checkpoint.snapshot import Snapshots
+
+        self._run, self._saving = run, saving
+        self._snapshots, self._is_spike = Snapshots(run.trainer), False
+
+    def reaches(self, point: str, step: int) -> None:
+        if point == "save":
+            self._snapshots.take(step)
+
+    def step_ends(self, step: int, outcome: StepResult) -> None:
+        self._is_spike = outcome.is_spike
+
+    def pause(self, step: int, stop: bool) -> bool:
+        run = self._run
+        if not self._is_spike:
+            if step == run.first or step % run.config.run.snapshot_every == 0:
+                with run.recorder.pausing("a snapshot"):
+                    self._snapshots.take(step)
+            return stop
+        self._is_spike = False
+        skips = run.trainer.replication.step_end.skips
+        skipped = skips.number
+        with run.recorder.pausing("going back"):
+            before = self._snapshots.restore(step)
+        undone = skips.number - skipped
+        run.skipped += undone
+        run.record({"event": "back", "step": step, "to": before, "undone": undone})
+        if run.saved_at is not None and run.saved_at > before:
+            self._saving.save(step)  # A resume must not begin with what was undone.
+        return stop
+
+
 def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
     """Return the arrays that checkpoints have: with adapters not the model under them; collective."""
     kept = trainer.replication.kept()
@@ -476,29 +515,50 @@ def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
 
 
 def room_for_copies(trainer: Trainer) -> saving.HostRoom:
-    """Return the memory of this rank's host for copies of a checkpoint; collective."""
+    """Return the memory of this rank's host for copies of a checkpoint, besides snapshots; collective."""
     limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
     held = sum(trainer.replication.held_by_kind().values()) + trainer.counted.peak
-    return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
+    snapshots = snapshot_bytes(trainer)
+    return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held + snapshots)
+
+
+def snapshot_bytes(trainer: Trainer) -> int:
+    """Return the bytes of the snapshots that run.on_spike=back needs on this rank; collective."""
+    if trainer.config.run.on_spike != "back":
+        return 0
+    from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
+
+    trainer.sync_parameters()
+    return KEPT * sum(array.nbytes for array in arrays_of(trainer))
 
 
 def check_copies(trainer: Trainer) -> None:
-    """Raise an agreed ConfigError if checkpoint.background is true, but copies do not fit in memory."""
-    if trainer.config.checkpoint.background is not True:
+    """Raise an agreed ConfigError if copies that the configuration asks for do not fit in memory."""
+    does_save = trainer.config.checkpoint.background is True
+    snapshots = snapshot_bytes(trainer)
+    if not does_save and not snapshots:
         return
     trainer.sync_parameters()
     room = room_for_copies(trainer)
-    if trainer.backend.kind != "cuda":  # The first step touches pages that are only reserved now.
-        room = room._replace(free=room.free - room.held)
-    kept = state_to_save(trainer)
+    # The first step touches pages that are only reserved now.
+    reserved = snapshots if trainer.backend.kind == "cuda" else room.held
+    room = room._replace(free=room.free - reserved)
+    kept = state_to_save(trainer) if does_save else []
     _, short = saving.share_out(kept, trainer.storage, trainer.transport, room)
     if short:
+        keys = ["checkpoint.background=true"] * does_save
+        keys += [f"run.on_spike=back, which takes {snapshots / 1e9:,.3f} GB on a rank,"] * bool(
+            snapshots
+        )
+        ways = ["checkpoint.background to auto"] * does_save + ["run.on_spike to skip"] * bool(
+            snapshots
+        )
         least = (short.needed - short.room) / 1e9
         raise on_every_rank(
             ConfigError(
-                f"With checkpoint.background=true {short.ranks} rank(s) of {short.host} copy {short.needed / 1e9:,.3f} GB "
-                f"of a checkpoint, but {max(0, short.room) / 1e9:,.3f} GB are left for that.",
-                f"Set checkpoint.background to auto, or find {least:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
+                f"With {' and '.join(keys)} {short.ranks} rank(s) of {short.host} copy {short.needed / 1e9:,.3f} GB "
+                f"of a checkpoint, but {short.room / 1e9:,.3f} GB are left for that.",
+                f"Set {' or '.join(ways)}, or find {least:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
             )
         )
 
@@ -651,16 +711,15 @@ class Skipping(Hook):
 
     def __init__(self, run: RunState):
         self._run = run
-        # Steps with a skipped update: their total, and the number of consecutive ones up to now.
-        self._skipped, self._in_a_row = run.before.skipped, run.before.in_a_row
+        self._in_a_row = run.before.in_a_row  # steps with a skipped update up to now
 
     def step_ends(self, step: int, outcome: StepResult) -> None:
         """Raise TrainingError, on every rank if the ranks end a step together."""
         # An overflow does not count: the dynamic loss scale reacts to it.
         is_skipped = not outcome.updated and not outcome.overflows
-        self._skipped += is_skipped
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         run = self._run
+        run.skipped += is_skipped
         if outcome.overflows >= OVERFLOWS:
             raise self._failed(
                 step,
@@ -668,18 +727,20 @@ class Skipping(Hook):
                 f"at last with a loss scale of {outcome.loss_scale:g}.",
                 "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
             )
-        if is_skipped and outcome.counted and run.config.run.on_nonfinite == "stop":
+        is_nonfinite = is_skipped and outcome.counted and not outcome.is_spike
+        if is_nonfinite and run.config.run.on_nonfinite == "stop":
             raise self._failed(
                 step,
                 f"Step {step} has loss {outcome.loss} and {outcome.nonfinite} gradient elements that are "
                 f"not finite{self._where(step, outcome)}.",
                 "Lower optimizer.lr, or go on past such steps with --set run.on_nonfinite=skip.",
             )
-        if self._in_a_row == SKIPS or (step == run.steps and self._skipped > step / 2):
+        if self._in_a_row == SKIPS or (step == run.steps and run.skipped > step / 2):
+            undone = ", a spike, or were undone" * (run.config.run.on_spike != "ignore")
             raise self._failed(
                 step,
                 f"A run may not skip {SKIPS} steps in a row or more than half of them, but "
-                f"{self._skipped} of {step} had no target that counts, or a loss or gradient that is not finite, "
+                f"{run.skipped} of {step} had no target that counts, or a loss or gradient that is not finite{undone}, "
                 f"among them the last {self._in_a_row} up to step {step}.",
                 "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again."
                 if outcome.counted

@@ -130,7 +130,7 @@ class ResumeInfo(NamedTuple):
 
     wall_s        wall-clock time of the earlier part, in seconds
     is_evaluated  whether the step of the checkpoint was evaluated
-    skipped       number of steps with a skipped update
+    skipped       number of updates that were skipped or undone
     in_a_row      number of consecutive such steps that end at the checkpoint
     checkpoint_s  longest time to publish a checkpoint, in seconds; 0 if there was none
     best          the fields of the `Best` evaluation
@@ -160,7 +160,13 @@ def past(folder: Path, step: int) -> ResumeInfo:
         if "val_loss" in record:
             loss = record["val_loss"]
             best = best.after(loss if is_number(loss) else math.inf, record.get("step", 0))
+    undone = [record["undone"] for record in records if is_number(record.get("undone"))]
     known = best if best.step >= 0 else ()  # JSON has no infinity.
     return ResumeInfo(
-        longest("wall_s"), is_evaluated, len(skipped), in_a_row, longest("checkpoint_s"), known
+        longest("wall_s"),
+        is_evaluated,
+        len(skipped) + int(sum(undone)),
+        in_a_row,
+        longest("checkpoint_s"),
+        known,
     )

@@ -93,6 +93,7 @@ class RowPrinter:
 
 SKIPPED = {
     "empty": "no target counts",
+    "spike": "a spike of the loss",
     "skipped": "not finite",
     "overflow": "gradients beyond float16",
 }

@@ -26,6 +26,7 @@ A mode of replication has one implementation of each part. The functions in the 
 `tests/laws/replication.py` has the laws of each protocol.
 """
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -114,6 +115,11 @@ class StepResult(NamedTuple):
     overflows: int = 0
     counted: float = 1.0
     ended: float | None = None
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the update was skipped because of a spike of the loss, as run.on_spike."""
+        return not self.updated and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class ExposedTime:

@@ -123,7 +123,7 @@ class DynamicLossScale(LossScale):
 
     def after(self, outcome: StepResult) -> StepResult:
         value = self.value
-        if not math.isfinite(outcome.loss):
+        if not math.isfinite(outcome.loss) or outcome.is_spike:
             return outcome._replace(loss_scale=value)
         if outcome.updated:
             self.good, self.overflows = self.good + 1, 0
@@ -155,14 +155,54 @@ def loss_scale_for(compute: str) -> LossScale:
     return DynamicLossScale() if compute == "float16" else LossScale()
 
 
-class SkippedUpdates:
-    """The count of skipped updates, and the loss scale, which adapts to them.
+class RecentLosses:
+    """The mean and the standard deviation of recent losses, weighted as the last WINDOW steps.
 
-    number  skipped updates so far; AdamW's step count leaves them out
+    The weights of older losses decay exponentially. A spike is a loss more than `most` standard
+    deviations above the mean of at least LEAST losses. It does not count as a recent loss.
     """
 
-    def __init__(self, compute: str):
+    WINDOW, LEAST = 50, 10
+
+    def __init__(self, most: float):
+        self.most, self.count, self.mean, self.variance = most, 0, 0.0, 0.0
+
+    def accepts(self, loss: float) -> bool:
+        """Return whether a loss is finite and no spike, and count it if so.
+
+        All ranks must pass the same loss.
+        """
+        above = loss - self.mean
+        is_spike = above > 0 and above * above > self.most * self.most * self.variance
+        if not math.isfinite(loss) or (is_spike and self.count >= self.LEAST):
+            return False
+        self.count += 1
+        weight = 1 / min(self.count, self.WINDOW)
+        self.mean += weight * above
+        self.variance = (1 - weight) * (self.variance + weight * above * above)
+        return True
+
+    def numbers(self) -> dict[str, float]:
+        return {f"losses_{name}": getattr(self, name) for name in ("count", "mean", "variance")}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        self.count = int(numbers.get("losses_count", 0))
+        self.mean = numbers.get("losses_mean", 0.0)
+        self.variance = numbers.get("losses_variance", 0.0)
+
+
+class SkippedUpdates:
+    """The count of skipped updates, and what it depends on: the loss scale, and recent losses.
+
+    number   skipped updates so far; AdamW's step count leaves them out
+    accepts  (loss) -> whether it is finite and, unless run.on_spike is ignore, no spike
+    """
+
+    def __init__(self, compute: str, most: float = 0.0):
+        """most: run.spike; 0: there are no spikes"""
         self.number, self.scale = 0, loss_scale_for(compute)
+        self._losses = RecentLosses(most) if most else None
+        self.accepts = self._losses.accepts if self._losses else math.isfinite
 
     def conclude(self, outcome: StepResult) -> StepResult:
         """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
@@ -170,11 +210,14 @@ class SkippedUpdates:
         return self.scale.after(outcome)
 
     def scalars(self) -> dict[str, float]:
-        return {"skipped_updates": self.number, **self.scale.numbers()}
+        losses = self._losses.numbers() if self._losses else {}
+        return {"skipped_updates": self.number, **self.scale.numbers(), **losses}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self.number = int(scalars.get("skipped_updates", 0))
         self.scale.restore(scalars)
+        if self._losses:
+            self._losses.restore(scalars)
 
 
 class AgreeAndUpdate(StepEnd):
@@ -191,7 +234,8 @@ class AgreeAndUpdate(StepEnd):
     ):
         config, device = replica.config, replica.device
         self.replica, self.store, self.reducer = replica, store, reducer
-        self.skips = SkippedUpdates(config.precision.compute)
+        most = config.run.spike if config.run.on_spike != "ignore" else 0.0
+        self.skips = SkippedUpdates(config.precision.compute, most)
         self.optimizer = Optimizer(
             config.optimizer,
             replica.storage,
@@ -238,7 +282,7 @@ class AgreeAndUpdate(StepEnd):
     def result_of(self, step_input: StepInput, totals: Sequence[float]) -> tuple[StepResult, float]:
         """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
-        `updated` is true if loss and norm are finite.
+        `updated` is true if loss and norm are finite, and the loss is no spike.
 
         totals  over all ranks: loss, sum of squares, non-finite elements, requests to stop, ignored
                 targets
@@ -251,7 +295,7 @@ class AgreeAndUpdate(StepEnd):
             mean.norm,
             int(nonfinite),
             step_input.lr,
-            math.isfinite(mean.loss) and math.isfinite(mean.norm),
+            self.skips.accepts(mean.loss) and math.isfinite(mean.norm),
             stop > 0,
             counted=mean.counted,
         ), mean.scale

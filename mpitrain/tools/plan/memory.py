@@ -7,10 +7,11 @@ from typing import NamedTuple
 from mpitrain.config import Config
 from mpitrain.models.table import adapted
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import frozen_sizes, sizes
-from mpitrain.parallel.modes import mode_of, servers_of
+from mpitrain.parallel.memory import frozen_sizes, kept_bytes, sizes
+from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.run.build import alone, model
+from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
 from mpitrain.run.resolve import slow_heads
 from mpitrain.run.trainer import parameter_count
@@ -34,6 +35,7 @@ class Counted(NamedTuple):
     config      the configuration with all defaults resolved
     parameters  number of parameters of the whole model
     state       bytes of parameters, gradients and optimizer state, mean over the ranks
+    copies      {name of copies in host memory: their bytes, mean over the ranks}
     rows        of the largest micro-batch
     """
 
@@ -41,6 +43,7 @@ class Counted(NamedTuple):
     axes: Axes
     parameters: int
     state: float
+    copies: dict[str, float]
     rows: int
     stages: list[StageMemory]
 
@@ -65,7 +68,13 @@ def count(unresolved: Config) -> Counted:
     counter = Counter(job, source, units)
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
-    return Counted(config, axes, parameters, mode_of(config).memory(state_sizes), rows, stages)
+    state, copies = mode_of(config).memory(state_sizes), {}
+    if is_synchronous(config) and config.checkpoint.background:
+        whole = (state_sizes.master + state_sizes.state) * state_sizes.length
+        copies["copies of a checkpoint"] = whole * axes.tp * axes.pp / axes.ranks
+    if config.run.on_spike == "back":
+        copies["two snapshots"] = KEPT * kept_bytes(config, state_sizes)
+    return Counted(config, axes, parameters, state, copies, rows, stages)
 
 
 def table(counted: Counted) -> Iterator[str]:
@@ -94,3 +103,5 @@ def table(counted: Counted) -> Iterator[str]:
         )
     yield ""
     yield f"{'parameters, gradients, state':28}{'':22}{counted.state / 1e6:10.2f}"
+    for name, nbytes in counted.copies.items():
+        yield f"{name + ', on the host':50}{nbytes / 1e6:10.2f}"
