@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,8 +130,10 @@ def _started(
     raises    PeerLost if a rank is lost
     """
     watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
+    # Where ranks may be lost, the launcher goes on when one exits.
+    ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
     with (
-        closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog,
+        closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)) as watchdog,
         ExitStack() as closed,
     ):
         for watcher in watchers:
