@@ -116,11 +116,11 @@ def unequal(ranks: int, out: Path, settings: dict) -> str:
     return ""
 
 
-def job(seed: int, ranks: int, folder: Path) -> tuple[bool, str]:
-    """Run one job; return whether it passed in place, and what happened."""
+def job(seed: int, ranks: int, folder: Path, **other: object) -> tuple[bool, str]:
+    """Run one job; return whether it passed in place, and what happened.    other: settings"""
     dice, log = random.Random(seed), list[str]()
     out = folder / "run"
-    settings: dict = {"replication.zero": dice.choice([0, 0, 0, 1, 3])}
+    settings: dict = {"replication.zero": dice.choice([0, 0, 0, 1, 3]), **other}
     if seed % 3 == 0:
         point = dice.choice(POINTS)
         step = 20 * dice.randint(1, 2) if point == "evaluation" else dice.randint(2, 50)

@@ -82,6 +82,8 @@ def train(
 
     Parameters
     ----------
+    transport : Transport
+        All ranks; after a loss, with run.on_failure=continue, the living ones.
     configured : callable
         Returns the configuration, on every rank. If one raises an MpitrainError, all do.
     resume : {"no", "yes", "auto"}
@@ -95,11 +97,6 @@ def train(
         Called before there is anything to save. From then on a signal must not end the process.
     ends : callable, optional
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
-
-    Notes
-    -----
-    With run.on_failure=continue the run goes on after the loss of ranks: it starts anew on the living
-    ranks, which `transport` then connects. The rank that is rank 0 then has the watchers.
     """
     recovery: list[Any] = []  # The Recovery of run.on_failure=continue, if the key is set.
     while True:
@@ -133,7 +130,9 @@ def _started(
     # Where ranks may be lost, the launcher goes on when one exits.
     ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
     with (
-        closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)) as watchdog,
+        closing(
+            Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)
+        ) as watchdog,
         ExitStack() as closed,
     ):
         for watcher in watchers:

@@ -67,7 +67,7 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
 
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
     go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
-    works in jobs of at most 256 ranks. Under ULFM an uncaught exception ends its rank alone.
+    works in jobs of at most 256 ranks.
     """
     transport = join_world(thread_level)
     if 1 < transport.size <= LARGEST and transport.needs_all:

@@ -284,7 +284,9 @@ def test_ranks_of_other_hosts_are_bound_and_crowded_by_their_own_cores(monkeypat
 
 def test_fault_tolerant_ranks_are_started_by_mpirun_of_open_mpi_5(monkeypatch):
     for slurm in (False, True):
-        line_for(monkeypatch, "Open MPI v5.0", 2, slurm=slurm)
+        line_for(monkeypatch, "Open MPI", 2, slurm=slurm)
+        mpi = launch_command.Mpi("Open MPI", "Open MPI v5.0.11")
+        monkeypatch.setattr(launch_command, "library", lambda mpi=mpi: mpi)
         line, _ = launch_command.command_line(2, [], ["train"], fault_tolerant=True)
         assert line[0] == "mpirun" and " ".join(launch_command.ULFM) in " ".join(line)
 
