@@ -317,6 +317,16 @@ class Model(Section):
     tied: bool = Field(
         False, description="tie the weights of the output projection to the token embedding"
     )
+    loss: str = Field(
+        "cross-entropy",
+        description="loss, as the mean over all targets that count: {rows}. Targets -100 and NaN do not count",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="part of each target of cross-entropy that all classes share equally, in training but not in evaluations",
+    )
     dropout: float = Field(
         0.0,
         ge=0,

@@ -15,10 +15,12 @@ from mpitrain.data.source import Reading as Reading
 from mpitrain.data.source import Request as Request
 from mpitrain.data.source import Scan as Scan
 from mpitrain.data.source import Source as Source
+from mpitrain.data.source import Targets as Targets
 from mpitrain.data.source import Unopened as Unopened
 from mpitrain.data.source import amounts as amounts
 from mpitrain.data.source import bits_per_byte as bits_per_byte
 from mpitrain.data.source import rows_of_epoch as rows_of_epoch
+from mpitrain.data.source import targets_of as targets_of
 from mpitrain.data.source import zeros as zeros
 from mpitrain.data.table import SOURCES as SOURCES
 from mpitrain.data.table import SourceKind as SourceKind

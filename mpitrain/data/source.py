@@ -12,6 +12,8 @@ from numpy.typing import DTypeLike
 
 Form = Literal["tokens", "samples", "images"]
 """The form of the data: rows of tokens, labelled features, or labelled images."""
+Targets = Literal["classes", "fractions", "numbers"]
+"""The targets of the data: numbers of classes, floats from 0 to 1, or any floats; NaN is ignored."""
 IGNORED = -100
 """The target that does not count: the default of PyTorch's `ignore_index`."""
 DOCUMENT_END = -101
@@ -30,7 +32,9 @@ class Source(Protocol):
     inputs : int
         Vocabulary size of tokens, or the number of features or pixel values of a sample.
     classes : int
-        Number of classes that a prediction chooses from.
+        Number of classes that a prediction chooses from, or of the numbers that it has.
+    targets : Targets, optional
+        "classes" if absent.
     held_out : int
         Number of held-out rows.
     """
@@ -65,7 +69,8 @@ class Source(Protocol):
             (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
         targets : ndarray
             (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count. With
-            data.attend=document, DOCUMENT_END means that the next token begins a document.
+            data.attend=document, DOCUMENT_END means that the next token begins a document. Other
+            targets are floats (len(rows), ...); NaN does not count.
         """
 
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -146,6 +151,7 @@ class Request(NamedTuple):
     scan        the scan of a token file; None for other sources
     reading     how rows are made of tokens
     form        the form that the model takes; digits and idx have images and samples
+    targets     the targets that the loss takes
     """
 
     name: str
@@ -156,6 +162,7 @@ class Request(NamedTuple):
     scan: Scan | None
     reading: Reading = Reading()
     form: Form | None = None
+    targets: Targets = "classes"
 
     @property
     def place(self) -> str:
@@ -188,11 +195,18 @@ def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
     return nats / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
+def targets_of(source: Source | Unopened) -> Targets:
+    """Return what the targets of a source are: classes, unless it has another attribute `targets`."""
+    return getattr(source, "targets", "classes")
+
+
 def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets of zeros, in the shapes of a batch of this source.
 
-    dtype  of features and pixels
+    dtype  of features, pixels and targets that are no classes
     """
     if source.form == "tokens":
         return np.zeros((rows, *source.shape), np.int64), np.zeros((rows, *source.shape), np.int64)
-    return np.zeros((rows, *source.shape), dtype), np.zeros(rows, np.int64)
+    is_class = targets_of(source) == "classes"
+    targets = np.zeros(rows, np.int64) if is_class else np.zeros((rows, source.classes), dtype)
+    return np.zeros((rows, *source.shape), dtype), targets

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.data.prefetch import Rows
-from mpitrain.data.source import Form, Reading, Request, Scan, Source
+from mpitrain.data.source import Form, Reading, Request, Scan, Source, Targets
 from mpitrain.data.token_files import (
     TENTH,
     as_it_is,
@@ -220,6 +220,7 @@ def open_source(
     validation: str = "",
     reading: Reading = Reading(),  # noqa: B008  a constant
     form: Form | None = None,
+    targets: Targets = "classes",
 ) -> Source:
     """Open a source by its configuration name.
 
@@ -230,6 +231,7 @@ def open_source(
     validation  held-out rows: another file, such as text:OTHER; tenth or empty: the last tenth
     reading     how rows are made of tokens
     form        the form that the model takes, for sources with several; None: the first of them
+    targets     the targets that the loss takes
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
@@ -251,7 +253,7 @@ def open_source(
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    request = Request(name, context, dtype, vocabulary, validation, scan, reading, form)
+    request = Request(name, context, dtype, vocabulary, validation, scan, reading, form, targets)
     return SOURCES.made(
         name.partition(":")[0],
         "data source",

@@ -3,6 +3,7 @@
 //
 // loss = log(sum over v of exp(x[v])) - x[target];  its gradient, times `scale`, is written over the logits:
 // dx[v] = scale (exp(x[v] - max) / sum - (1 if v is the target)).    targets: (M,)
+// Label smoothing takes the part `smoothing` off the target, and gives each of the V entries the `share` smoothing / V.
 // One block a row. Launch: grid (M), block (any whole warps). A target outside the row gives loss NaN.
 // A row with the target IGNORED, PyTorch's default `ignore_index`, has loss and gradient 0.
 #include "ptx.cuh"
@@ -86,6 +87,24 @@ __device__ __forceinline__ Sum loss_of(Normalizer whole, const Element* row, lon
     return target >= 0 && target < V ? log(whole.sum) + whole.maximum - wide(row[target]) : NOT_A_NUMBER;
 }
 
+// The sum of x - maximum over a row, in every thread of the block.
+__device__ __forceinline__ Sum shifted_sum(const Element* row, int V, bool vector, Sum maximum, Sum* scratch) {
+    Sum own = 0;
+    each_run(row, V, vector, [&](int v, bool whole, const Sum (&x)[WIDE]) {
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j)
+            if (whole || v + j < V) own += x[j] - maximum;
+    });
+    return block_sum(own, scratch);
+}
+
+// What label smoothing adds to the loss of a row; all threads of the block call it.
+__device__ __forceinline__ Sum smoothed(
+    Normalizer whole, const Element* row, long long target, int V, bool vector, Sum smoothing, Sum share, Sum* scratch) {
+    const Sum every = share * shifted_sum(row, V, vector, whole.maximum, scratch);
+    return target >= 0 && target < V ? smoothing * (wide(row[target]) - whole.maximum) - every : NOT_A_NUMBER;
+}
+
 // Writes the gradient over the row: scale exp(x - maximum) / sum as one power of 2, less scale at the target. scale >= 0
 // logits: the row, or its copy in shared memory
 __device__ __forceinline__ void write_gradient(
@@ -105,6 +124,18 @@ __device__ __forceinline__ void write_gradient(
     });
 }
 
+// Takes `share` off the gradient of each entry of a row, in each thread's own runs, and adds `part` at the target.
+__device__ __forceinline__ void smooth_gradient(Element* row, int V, bool vector, long long target, Sum part, Sum share) {
+    each_run(row, V, vector, [&](int v, bool whole, const Sum (&x)[WIDE]) {
+        Sum dx[WIDE];
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) dx[j] = x[j] - share;
+        store_run(row, v, whole ? v + WIDE : V, whole, dx);
+    });
+    __syncthreads();
+    if (threadIdx.x == 0 && target >= 0 && target < V) row[target] = narrow<Element>(wide(row[target]) + part);
+}
+
 // Writes the gradient of a row that does not count, whatever its logits are.
 __device__ __forceinline__ void write_zeros(Element* row, int V, bool vector) {
     const Sum zeros[WIDE] = {};
@@ -115,8 +146,10 @@ __device__ __forceinline__ void write_zeros(Element* row, int V, bool vector) {
 // Two blocks of 512 threads share a multiprocessor where two rows fit: one writes while the other reads.
 // Dynamic shared memory: with `keep` one row, V elements up to whole runs.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
-    int M, int V, int pitch, int keep, const Index* __restrict__ targets, Sum scale, Element* logits, Sum* __restrict__ losses) {
+    int M, int V, int pitch, int keep, const Index* __restrict__ targets, Sum scale, Sum smoothing, Sum share, Element* logits,
+    Sum* __restrict__ losses) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    __shared__ __align__(16) Sum sums[32];
     __shared__ __align__(16) Normalizer scratch[32];
     Element *row = logits + (long long)blockIdx.x * pitch, *kept = reinterpret_cast<Element*>(dynamic_shared);
     const bool vector = in_runs<WIDE>(logits, pitch);
@@ -127,14 +160,15 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(
         return;
     }
     const Normalizer whole = row_normalizer(row, V, vector, keep ? kept : nullptr, scratch);
-    if (keep) {
-        if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, kept, target, V);
-        write_gradient(kept, row, V, vector, whole, target, scale);
-        return;
+    const Element* x = keep ? kept : row;
+    const Sum more = smoothing > 0 ? smoothed(whole, x, target, V, vector, smoothing, share, sums) : Sum(0);
+    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, x, target, V) + more;
+    if (keep) write_gradient(kept, row, V, vector, whole, target, scale);
+    else {
+        __syncthreads();    // the target's logit is read before it is overwritten
+        write_gradient(row, row, V, vector, whole, target, scale);
     }
-    if (threadIdx.x == 0) losses[blockIdx.x] = loss_of(whole, row, target, V);
-    __syncthreads();    // the target's logit is read before it is overwritten
-    write_gradient(row, row, V, vector, whole, target, scale);
+    if (smoothing > 0) smooth_gradient(row, V, vector, target, scale * smoothing, scale * share);
 }
 
 // losses[m] alone; logits stay as they are.
@@ -179,10 +213,11 @@ extern "C" __global__ void __launch_bounds__(1024) row_maximum(
     if (threadIdx.x == 0) maxima[blockIdx.x] = own;
 }
 
-// sums[m] = sum of exp(x - maximum) here; target_logits[m] = x[target] - maximum if the target is here, else 0.
+// sums[m] = sum of exp(x - maximum) here; target_logits[m] = (1 - smoothing) (x[target] - maximum) if the target is here, else
+// 0, plus `share` of the sum of x - maximum here.
 extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
-    int M, int V, int pitch, long long first, const Index* __restrict__ targets, const Element* __restrict__ logits,
-    const Sum* __restrict__ maxima, Sum* __restrict__ sums, Sum* __restrict__ target_logits) {
+    int M, int V, int pitch, long long first, const Index* __restrict__ targets, Sum smoothing, Sum share,
+    const Element* __restrict__ logits, const Sum* __restrict__ maxima, Sum* __restrict__ sums, Sum* __restrict__ target_logits) {
     __shared__ __align__(16) Sum scratch[32];
     const Element* row = logits + (long long)blockIdx.x * pitch;
     const Sum maximum = maxima[blockIdx.x];
@@ -194,15 +229,17 @@ extern "C" __global__ void __launch_bounds__(1024) row_exponentials(
             if (whole || v + j < V) own += exponential(x[j] - maximum);
     });
     own = block_sum(own, scratch);
+    const Sum every = share > 0 ? share * shifted_sum(row, V, in_runs<WIDE>(logits, pitch), maximum, scratch) : Sum(0);
     if (threadIdx.x > 0) return;
     sums[blockIdx.x] = own;
-    target_logits[blockIdx.x] = target >= 0 && target < V ? wide(row[target]) - maximum : Sum(0);
+    target_logits[blockIdx.x] = every + (target >= 0 && target < V ? (Sum(1) - smoothing) * (wide(row[target]) - maximum) : Sum(0));
 }
 
 // losses[m] = log(sum) - target logit, from the sums over all parts; the gradient over this part's logits.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
-    int M, int V, int pitch, long long first, const Index* __restrict__ targets, Sum scale, const Sum* __restrict__ maxima,
-    const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits, Sum* __restrict__ losses) {
+    int M, int V, int pitch, long long first, const Index* __restrict__ targets, Sum scale, Sum smoothing, Sum share,
+    const Sum* __restrict__ maxima, const Sum* __restrict__ sums, const Sum* __restrict__ target_logits, Element* logits,
+    Sum* __restrict__ losses) {
     Element* row = logits + (long long)blockIdx.x * pitch;
     const bool vector = in_runs<WIDE>(logits, pitch);
     const Normalizer whole = {maxima[blockIdx.x], sums[blockIdx.x]};
@@ -211,6 +248,29 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_split(
     if (threadIdx.x == 0) losses[blockIdx.x] = counts ? log(whole.sum) - target_logits[blockIdx.x] : Sum(0);
     if (counts) write_gradient(row, row, V, vector, whole, target - first, scale);
     else write_zeros(row, V, vector);
+    if (counts && share > 0) smooth_gradient(row, V, vector, target - first, scale * smoothing, scale * share);
+}
+
+// losses[i] of predictions x and targets y, and the gradient times scale over x; both are 0 where y is NaN.
+// kind 0: (x - y)^2; 1: |x - y|; 2: binary cross-entropy of the logit x.    x, y, losses: (n,)
+// One thread a number. Launch: grid (any), block (256).
+extern "C" __global__ void __launch_bounds__(256) number_loss(
+    long long n, int kind, const Sum* __restrict__ targets, Sum scale, Element* predictions, Sum* __restrict__ losses) {
+    for (long long i = blockIdx.x * 256LL + threadIdx.x; i < n; i += gridDim.x * 256LL) {
+        const Sum x = wide(predictions[i]), y = targets[i], error = x - y, power = exp(-fabs(x));
+        Sum loss = error * error, slope = Sum(2) * error;
+        if (kind == 1) {
+            loss = fabs(error);
+            slope = Sum(error > 0) - Sum(error < 0);
+        }
+        if (kind == 2) {
+            loss = (x > 0 ? x : Sum(0)) - x * y + log1p(power);
+            slope = (x > 0 ? Sum(1) : power) / (Sum(1) + power) - y;
+        }
+        const bool counts = y == y;
+        losses[i] = counts ? loss : Sum(0);
+        predictions[i] = narrow<Element>(counts ? scale * slope : Sum(0));
+    }
 }
 
 // places[m] = -(first + v) of the lowest column v of this part whose logit is the largest of the whole row, or a NaN; -infinity

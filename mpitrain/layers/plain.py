@@ -7,14 +7,16 @@ channels, H heads, V vocabulary.
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.config import Memory
+from mpitrain.config import Memory, Model
+from mpitrain.data.source import Targets
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import Fusion, GeluCut, Gradients, Layer, Loss, Now, Parameter, Weights
@@ -25,8 +27,10 @@ from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.ops.int8_rows import Coded
+from mpitrain.tables import Table
 
 
 class Linear:
@@ -467,12 +471,59 @@ class CrossEntropy:
     vocabulary.
     """
 
-    def __init__(self, ops: Ops):
-        self.gradient, self.value, self.correct = (
-            ops.cross_entropy,
-            ops.cross_entropy_loss,
-            ops.count_correct,
+    def __init__(self, ops: Ops, smoothing: float = 0.0):
+        """smoothing: of the targets in training; `value` has none."""
+        self.value, self.correct = ops.cross_entropy_loss, ops.count_correct
+        self.gradient = (
+            partial(ops.cross_entropy, smoothing=smoothing) if smoothing else ops.cross_entropy
         )
+
+
+class NumberLoss:
+    """A sum over single numbers, such as squared errors: the `Loss` of an operation that returns
+    (loss, gradient).
+    """
+
+    def __init__(self, gradient: Callable[..., tuple[Any, Any]]):
+        self.gradient = gradient
+
+    def value(self, logits: Any, targets: Any, arena: Arena) -> Any:
+        copy = arena.take(logits.shape, logits.dtype)
+        copy_rows(copy, logits)
+        return self.gradient(copy, targets, 1.0, arena)[0]
+
+    def correct(self, logits: Any, targets: Any, arena: Arena) -> int:
+        """Return 0: a number has no class."""
+        return 0
+
+
+class LossKind(NamedTuple):
+    """A loss; a row of `LOSSES`.
+
+    make   (operations, label smoothing) -> the loss, of whole rows
+    takes  the targets of the data: classes, fractions from 0 to 1, or numbers, which data.normalise
+           scales
+    help   the text in the help of model.loss
+    """
+
+    make: Callable[[Ops, float], Loss]
+    takes: Targets
+    help: str
+
+
+LOSSES: Table[str, LossKind] = Table(
+    {
+        "cross-entropy": LossKind(CrossEntropy, "classes", "of the softmax over classes"),
+        "mse": LossKind(lambda ops, _: NumberLoss(ops.squared_error), "numbers", "squared error"),
+        "mae": LossKind(lambda ops, _: NumberLoss(ops.absolute_error), "numbers", "absolute error"),
+        "bce": LossKind(
+            lambda ops, _: NumberLoss(ops.binary_cross_entropy),
+            "fractions",
+            "binary cross-entropy of logits",
+        ),
+    }
+)
+"""Losses by name. Each is a mean over the targets of an update: the trainer divides its sum once."""
 
 
 class Plain:
@@ -502,6 +553,7 @@ class Plain:
     def __init__(self, ops: Ops):
         self.ops, self.now = ops, Now()
         self.memory = Memory()  # A trainer sets its own: which activations the layers save.
+        self.keys = Model()  # And its own keys of the loss.
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.itemsize = 4  # A trainer sets the bytes of a number that layers compute with.
         self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
@@ -706,8 +758,8 @@ class Plain:
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:
-        """Return the softmax cross-entropy over logits (N, V), for targets (N,) from 0 to V - 1."""
-        return CrossEntropy(self.ops)
+        """Return the loss of model.loss."""
+        return LOSSES[self.keys.loss].make(self.ops, self.keys.label_smoothing)
 
 
 def divided(whole: int, count: int, law: str) -> int:

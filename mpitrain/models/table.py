@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from mpitrain.config import Config, Layout, Lora
 from mpitrain.config import Model as Keys
-from mpitrain.data import Form, Source, Unopened, source_kind
+from mpitrain.data import Form, Source, Targets, Unopened, source_kind
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Unit, are_units
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.models.classifiers import cnn, mlp
 from mpitrain.models.gpt import gpt
 from mpitrain.tables import Table
@@ -239,6 +239,11 @@ def check_model(config: Config) -> None:
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
             )
+    if model.label_smoothing and LOSSES[model.loss].takes != "classes":
+        raise ConfigError(
+            f"model.label_smoothing shares a target among classes, but model.loss is {model.loss}.",
+            "Set model.label_smoothing to 0.",
+        )
     _check_split(row, model, layout)
     for key, other in row.divides:
         count, of = getattr(model, key), getattr(model, other)
@@ -299,3 +304,16 @@ def check_data(kind: str, form: Form, name: str) -> None:
         f"The model.kind for {name} is {' or '.join(fitting)}, but the configuration says {kind}.",
         f"Train with --set model.kind={fitting[0]}, or choose another data source.",
     )
+
+
+def check_targets(loss: str, targets: Targets, name: str) -> None:
+    """Raise ConfigError unless a loss takes the targets of the data.
+
+    name  of the data source, for the message
+    """
+    if LOSSES[loss].takes != targets:
+        fitting = [other for other, row in LOSSES.items() if row.takes == targets]
+        raise ConfigError(
+            f"model.loss {loss} takes {LOSSES[loss].takes} as targets, but {name} has {targets}.",
+            f"Set model.loss to {' or '.join(fitting)}.",
+        )

@@ -174,6 +174,12 @@ cross_entropy_split | cross_entropy of a slice of the vocabulary | 3 | dlogits
     -> loss dlogits:M,V
 count_correct_split | count_correct of a split vocabulary | 3 | nothing
     places@row_argmax|M targets<V:M -> count
+squared_error | squared error of numbers and its gradient | 3 | dpredictions
+    predictions:L targets:L scale=0.125 -> loss dpredictions:L
+absolute_error | absolute error of numbers and its gradient | 3 | dpredictions
+    predictions:L targets:L scale=0.125 -> loss dpredictions:L
+binary_cross_entropy | loss and gradient of logits of one bit | 3 | dpredictions
+    predictions:L targets:L scale=0.125 -> loss dpredictions:L
 [steps]
 gradient_facts | sum of squares, and number of elements that are not finite | 2 | nothing
     x:L -> squares nonfinite

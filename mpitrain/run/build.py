@@ -20,13 +20,14 @@ from mpitrain.data import (
     open_source,
     rows_of_epoch,
     source_kind,
+    targets_of,
     zeros,
 )
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, freeze
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import MODELS, adapted, check_data, units_of
+from mpitrain.models.table import MODELS, adapted, check_data, check_targets, units_of
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
@@ -179,6 +180,7 @@ def _open(
     name = "this data source" if source else config.data.source
     data = source or _source(config, largest)
     check_data(config.model.kind, data.form, name)
+    check_targets(config.model.loss, targets_of(data), name)
     config = _with_data(config, data)
     resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
@@ -278,6 +280,7 @@ def alone(config: Config, hosts: Sequence[str]) -> Alone:
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
+    check_targets(agreed.config.model.loss, targets_of(source), name)
     resolved = resolve_here(agreed, hosts)
     resolved = resolved._replace(config=_with_data(resolved.config, source))
     _models(resolved, source, None, 0)
@@ -293,14 +296,14 @@ def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
-    layers.itemsize = device.itemsize(config.precision.stored)
+    layers.itemsize, layers.keys = device.itemsize(config.precision.stored), config.model
     every, again = (
         freeze(adapted(model(config, source, layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,
     )
     (units,) = with_recomputation([every], min(1, config.memory.segment), again)
     computed = device.half or config.precision.stored
-    inputs, targets = zeros(source, rows, computed)
+    inputs, targets = zeros(source, rows, config.precision.stored)
     right = backend.from_host(targets.reshape(-1))
     arena = device.arena()
 
@@ -308,9 +311,8 @@ def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
         _, gradient = layers.loss().gradient(logits.reshape(len(right), -1), right, 1.0, arena)
         return gradient.reshape(logits.shape)
 
-    return unit_seconds(
-        units, backend.from_host(inputs), loss, backend, arena, config.precision.stored, computed
-    )
+    placed = backend.from_host(inputs if inputs.dtype.kind != "f" else inputs.astype(computed))
+    return unit_seconds(units, placed, loss, backend, arena, config.precision.stored, computed)
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
@@ -366,6 +368,7 @@ def _source(config: Config, largest: int | None) -> Source:
         data.validation,
         reading,
         MODELS[config.model.kind].takes,
+        LOSSES[config.model.loss].takes,
     )
 
 

@@ -15,6 +15,7 @@ from mpitrain.config.plugins import MARK, load
 from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files, validating
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
+from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, check_model, kinds
 from mpitrain.optim import RULES
 from mpitrain.optim.rules import EVERY
@@ -29,6 +30,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
     """Return {key: allowed names} for the keys that name a row of a table."""
     return {
         "model.kind": (*MODELS,),
+        "model.loss": (*LOSSES,),
         "optimizer.name": (*RULES,),
         "replication.mode": (*MODES,),
         "replication.zero": (0, *ZERO),
@@ -54,6 +56,7 @@ def keys() -> Iterator[ConfigKey]:
         "data.mixture": spellings("order"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
+        "model.loss": ", ".join(f"{name}: {row.help}" for name, row in LOSSES.items()),
         "model.layers": _phrases("model.layers", ", or of "),
         "model.width": _phrases("model.width", ", or "),
         "model.dropout": _phrases("model.dropout", ", or "),

@@ -191,7 +191,7 @@ class Body:
         )
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
-        self.layers.memory = config.memory
+        self.layers.memory, self.layers.keys = config.memory, config.model
         self.layers.itemsize = device.itemsize(config.precision.stored)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
@@ -203,7 +203,10 @@ class Body:
     def placed(self, rows: np.ndarray) -> Any:
         """Return rows of data on the device, as `Trainer.placed`."""
         half = self.device.half
-        dtype = half if half and rows.dtype.kind == "f" else rows.dtype
+        return self.taken(rows, half if half and rows.dtype.kind == "f" else rows.dtype)
+
+    def taken(self, rows: np.ndarray, dtype: Any) -> Any:
+        """Return rows on the device, in this dtype."""
         if isinstance(self.device.backend, DeviceBackend):
             return self.arena.take(rows.shape, dtype)
         return rows.astype(dtype, copy=False)
@@ -397,7 +400,7 @@ class Counter:
         inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
-            right = body.placed(targets[: len(shares[micro])]).reshape(-1)
+            right = body.taken(targets[: len(shares[micro])], targets.dtype).reshape(-1)
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
@@ -444,7 +447,9 @@ class Counter:
                     return body.placed(inputs)
                 return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
-            last = (lambda: body.placed(targets)) if chunk == len(chunks) - 1 else None
+            last = (
+                (lambda: body.taken(targets, targets.dtype)) if chunk == len(chunks) - 1 else None
+            )
             counts += UnitCounter(body, chunks[chunk], replica).count(first, last)
         return counts
 

@@ -1,5 +1,6 @@
 """What a run does besides its steps: hooks, which the loop calls, and the state they share."""
 
+import math
 import os
 import sys
 import time
@@ -93,19 +94,21 @@ class RunState:
         self._began = 0.0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
-    def begin(self, location: RunLocation, recovered: Mapping[str, Any]) -> None:
+    def begin(self, location: RunLocation, startup_s: float, recovered: Mapping[str, Any]) -> None:
         """Start the clock and the thread that reads ahead, and record the start.
 
-        recovered  facts of a start after the loss of ranks, else {}
+        recovered  facts of a start after the loss of ranks
         """
         self._began = time.perf_counter() - self.before.wall_s
         if ahead := self.config.data.prefetch:
             self.source = Prefetched(self.job.data, ahead, self.steps)
-        trainer, job = self.trainer, self.job
+        trainer, job, now = self.trainer, self.job, time.time()
         record = {
             "event": "resume" if location.saved or recovered else "start",
             "step": self.first,
             **recovered,
+            "time": now,
+            "startup_s": startup_s,
             "version": __version__,
             "ranks": self.transport.size,
             "hosts": len(set(self.transport.hosts)),
@@ -116,6 +119,14 @@ class RunState:
             "held_out": self.source.held_out,
             **amounts(job.data),
             **({"init_from": begun} if (begun := trainer.begun_from) else {}),
+            **(
+                {
+                    "waited_s": max(0.0, now - startup_s - self.before.ended),
+                    "repeated_s": self.before.repeated_s,
+                }
+                if self.before.ended
+                else {}
+            ),
             **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := trainer.counted.problem) else {}),
         }
@@ -451,7 +462,7 @@ class Saving(Hook):
                 "event": "checkpoint",
                 "step": save.step,
                 "checkpoint_s": save.seconds,
-                "checkpoint_pause_s": save.paused_s,
+                "checkpoint_pause_s": min(save.paused_s, save.seconds),
                 "checkpoint_bytes": save.nbytes,
                 **({"checkpoints_skipped": self._skipped} if self._skipped else {}),
             }
@@ -613,7 +624,7 @@ class Evaluating(Hook):
                 "step": step,
                 "val_loss": loss,
                 **({"val_bits_per_byte": bits} if bits is not None else {}),
-                "val_accuracy": accuracy,
+                **({} if math.isnan(accuracy) else {"val_accuracy": accuracy}),
                 "eval_s": seconds,
                 "best_step": run.best.step,
                 **self._samples(),

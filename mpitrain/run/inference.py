@@ -2,13 +2,14 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpitrain.config import Run
-from mpitrain.data import IGNORED, Source, positions_of, read_rows, without_ends
+from mpitrain.data import IGNORED, Source, Targets, positions_of, read_rows, without_ends
 from mpitrain.errors import DataError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Places, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
@@ -164,7 +165,7 @@ class Inference:
                     "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
                 )
             )
-        return loss / count, right / count
+        return loss / count, right / count if self._indices.takes == "classes" else math.nan
 
     def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective.
@@ -281,11 +282,15 @@ class Indices:
     A check costs two passes over integers in host memory, and no message.
 
     vocabulary  number of tokens that the model takes; 0: its inputs are features
-    is_ours     whether the loss is a class of mpitrain; for any other, targets are not checked
+    takes       the targets of the loss; None: it is no row of LOSSES, and targets are not checked
+    stored      the dtype of targets that are numbers
     """
 
-    def __init__(self, transport: Transport, vocabulary: int, is_ours: bool):
-        self._transport, self._vocabulary, self._is_ours = transport, vocabulary, is_ours
+    def __init__(
+        self, transport: Transport, vocabulary: int, takes: Targets | None, stored: np.dtype
+    ):
+        self._transport, self._vocabulary = transport, vocabulary
+        self.takes, self._stored = takes, stored
         # The first call of `targets` sets these for its shape of inputs.
         self._inputs: Shape = ()
         self._predictions: list[int] = []
@@ -312,15 +317,17 @@ class Indices:
     def targets(
         self, targets: np.ndarray, inputs: Shape, output: Callable[[Shape], Shape], where: str
     ) -> np.ndarray:
-        """Return the targets as int32 or int64, one for each prediction.
+        """Return the targets as int32 or int64, one for each prediction; or as numbers (rows, outputs).
 
         output  maps the shape of the inputs to the shape of the whole logits
         """
-        if not self._is_ours:
+        if self.takes is None:
             return targets
         if inputs != self._inputs:
             *self._predictions, self._classes = output(inputs)
             self._inputs = inputs
+        if self.takes != "classes":
+            return self._numbers(targets, where)
         if targets.shape != (predictions := tuple(self._predictions)) and (
             inputs[0] or targets.size
         ):
@@ -333,8 +340,24 @@ class Indices:
             )
         return self._known(targets, self._classes, "targets", where)
 
+    def _numbers(self, targets: np.ndarray, where: str) -> np.ndarray:
+        shape = (self._predictions[0], self._classes)
+        is_whole = targets.shape[:1] == shape[:1] and targets.size == math.prod(shape)
+        if targets.dtype.kind != "f" or not is_whole:
+            self._end(
+                DataError(
+                    f"Targets must be floats, {shape[1]} for each of {shape[0]} rows, but those of {self._on(where)} are "
+                    f"{targets.dtype} of shape {targets.shape}.",
+                    "Pass a float for each output of the model.",
+                )
+            )
+        return np.ascontiguousarray(targets.reshape(shape), self._stored)
+
     def ignored(self, targets: np.ndarray) -> int:
-        return int(np.count_nonzero(targets == IGNORED)) if self._is_ours else 0
+        if self.takes is None:
+            return 0
+        is_ignored = targets == IGNORED if self.takes == "classes" else np.isnan(targets)
+        return int(np.count_nonzero(is_ignored))
 
     def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
         """Check the array; abort the job on an error, since only this rank sees its rows."""

@@ -126,6 +126,8 @@ def _started(
               before it has kept
     raises    PeerLost if a rank is lost
     """
+    began = time.perf_counter()
+    began = min(began, getattr(transport.recorder, "began", began))
     watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
     # Where ranks may be lost, the launcher goes on when one exits.
     ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
@@ -220,7 +222,8 @@ def _started(
             tracing,
             Skipping(run),
         ]
-        run.begin(agreed.location, recovery[0].facts if recovery else {})
+        facts = recovery[0].facts if recovery else {}
+        run.begin(agreed.location, time.perf_counter() - began, facts)
         if transport.recorder.is_on:
             watchdog.traces(folder, transport.recorder)
         for one in recovery:
@@ -241,9 +244,12 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
         )
     if rank > 0:
         return None
+    place, before = agreed.location, ResumeInfo()
+    if place.has_run:  # Without a checkpoint no line counts.
+        before = past(Path(place.folder), job.step if place.saved else -1)
     folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
-    return str(folder), past(folder, job.step)
+    return str(folder), before
 
 
 # Each step counts values that are not finite, so NumPy need not warn of them.
@@ -294,7 +300,7 @@ def _pause(run: RunState, step: int, stop: bool) -> bool:
 
 def _end(run: RunState) -> None:
     """Record the end; TrainingError on every rank if replicas differ."""
-    equal = replicas_equal(run.trainer)
+    equal, counted = replicas_equal(run.trainer), run.trainer.counted.peak
     run.record(
         {
             "event": "end",
@@ -303,6 +309,7 @@ def _end(run: RunState) -> None:
             "peak_activation_bytes": run.peak,
             "peak_activation_bytes_of_ranks": run.peaks,
             "held_activation_bytes": run.trainer.arena.held,
+            **({"counted_activation_bytes": counted} if counted else {}),
         }
     )
     if not equal:

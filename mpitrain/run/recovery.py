@@ -24,9 +24,8 @@ from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, PeerLost, TrainingError, on_every_rank
 from mpitrain.files import opened
-from mpitrain.machine.backend import Backend
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.loading import put
+from mpitrain.run.checkpoint.loading import put, taken
 from mpitrain.run.checkpoint.manifest import Done, step_of
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.hooks import RunState
@@ -54,17 +53,6 @@ class Held(NamedTuple):
     scalars: dict[str, float]
     loss: float | None = None
 
-    def copy(self, number: int, values: np.ndarray, backend: Backend) -> None:
-        """Copy the elements of one array to `values`, 1-D, without padding."""
-        pieces = [
-            p for region in self.regions if region.number == number for p in region.part.pieces
-        ]
-        array, start = self.arrays[number], 0
-        for piece in pieces:
-            stop = start + piece.stop - piece.start
-            values[start:stop] = backend.to_host(array[piece.offset : piece.offset + stop - start])
-            start = stop
-
 
 class Recovery:
     """What one rank keeps of a run with run.on_failure=continue.
@@ -74,8 +62,7 @@ class Recovery:
 
     def __init__(self, config: Config, transport: Transport):
         """transport: the root; raises ConfigError, on every rank, if the run cannot lose a rank."""
-        if error := refusal(config, transport):
-            raise on_every_rank(error)
+        check(config, transport)
         self._config, self._root, self._folder = config, transport, ""
         self._source: Source | Unopened | None = None
         self._held: Held | None = None
@@ -179,8 +166,6 @@ class Recovery:
 
     def _chosen(self, agreed: Given) -> Given:
         """Choose between the ranks and the newest checkpoint; return what `build` needs; collective."""
-        if not self.facts:
-            return agreed
         held = self._held and self._held._replace(arrays=[], regions=[])
         everyone = [one and Held(*one) for one in self._root.gather_text(held)]
         steps = [Done(*one.done).step if one else -1 for one in everyone]
@@ -196,7 +181,7 @@ class Recovery:
 
     def _filled(self, job: Job) -> Job:
         """Fill a new job from the rank that `_chosen` has found, if there is one; collective."""
-        if not self.facts or not self._filling:
+        if not self._filling:
             return job
         trainer = job.trainer
         trainer.sync_parameters()
@@ -205,15 +190,14 @@ class Recovery:
         for number, buffer in enumerate(kept):
             new = [region for region in regions if region.number == number]
             values = np.empty(sum(region.part.length for region in new), buffer.dtype)
-            if self._filler == self._root.rank:
-                assert self._held
-                self._held.copy(number, values, backend)
+            parts = np.split(values, np.cumsum([region.part.length for region in new])[:-1])
+            if self._held and self._filler == self._root.rank:
+                old = (region for region in self._held.regions if region.number == number)
+                for part, region in zip(parts, old, strict=True):
+                    part[:] = taken(self._held.arrays[number], region, backend)
             trainer.grid.world.broadcast(values, self._filler)
-            start = 0
-            for region in new:
-                part = values[start : start + region.part.length]
+            for part, region in zip(parts, new, strict=True):
                 put(buffer.array, region, part, backend)
-                start += len(part)
         trainer.replication.restore(self._filling.scalars)
         return job._replace(done=Done(*self._filling.done))
 
@@ -223,47 +207,44 @@ class Recovery:
 
     def _give_up(self) -> None:
         seconds = self._config.run.recover_seconds
-        self._root.abort(
-            str(
-                TrainingError(
-                    f"After the loss of a rank the run did not go on within run.recover_seconds {seconds:g}: "
-                    f"it was {self._doing}.",
-                    "Start it again with --resume=auto, or raise run.recover_seconds.",
-                )
-            )
+        error = TrainingError(
+            f"After a loss the run did not go on within run.recover_seconds {seconds:g}: it was {self._doing}.",
+            "Start it again with --resume=auto, or raise run.recover_seconds.",
         )
+        self._root.abort(str(error))
 
 
-def refusal(config: Config, transport: Transport) -> ConfigError | None:
-    """Return why a run with run.on_failure=continue cannot lose a rank of this job, or None."""
+def check(config: Config, transport: Transport) -> None:
+    """Raise ConfigError, on every rank, if a run of these ranks cannot lose one."""
     layout, replication = config.layout, config.replication
-    key = "run.on_failure=continue"
-    if transport.needs_all:
-        why, _, way_out = transport.needs_all.partition("; ")
-        return ConfigError(f"{key} needs a job that outlives a rank, but {why}.", f"{way_out}.")
-    if transport.size == 1:
-        return ConfigError(
-            f"{key} needs a replica to spare, but there is one rank.", "Start 2 or more."
-        )
-    if layout.dp:
-        return ConfigError(
-            f"With {key} the number of replicas falls, but layout.dp is {layout.dp}.",
+    sizes = f"tp x pp x cp is {layout.tp} x {layout.pp} x {layout.cp}"
+    why, _, way_out = transport.needs_all.partition("; ")
+    is_together = replication.mode in ("all-reduce", "master") or (
+        replication.mode == "server" and replication.update == "sync"
+    )
+    for is_refused, need, way in (
+        (transport.size == 1, "a replica to spare, but there is one rank", "Start 2 or more."),
+        (why, f"a job that outlives a rank, but {why}", f"{way_out}."),
+        (
+            layout.dp,
+            f"a number of replicas that may fall, but layout.dp is {layout.dp}",
             "Leave --dp out.",
-        )
-    if layout.tp * layout.pp * layout.cp > 1:
-        return ConfigError(
-            f"With {key} each rank is a replica, but tp x pp x cp is {layout.tp} x {layout.pp} x {layout.cp}.",
-            "Leave --tp, --pp and --cp out, or set run.on_failure to end.",
-        )
-    is_sync = replication.mode == "server" and replication.update == "sync"
-    if replication.mode not in ("all-reduce", "master") and not is_sync:
-        return ConfigError(
-            f"{key} needs ranks that end a step together, but replication.mode is {replication.mode}.",
+        ),
+        (
+            layout.tp * layout.pp * layout.cp > 1,
+            f"a replica on each rank, but {sizes}",
+            "Leave these options out.",
+        ),
+        (
+            not is_together,
+            f"ranks that end each step together, but replication.mode is {replication.mode}",
             "Set it to all-reduce or master, or to server with replication.update=sync.",
-        )
-    if replication.algorithm == "shared":
-        return ConfigError(
-            f"With {key} ranks share no memory, but replication.algorithm is shared.",
+        ),
+        (
+            replication.algorithm == "shared",
+            "ranks without shared memory, but replication.algorithm is shared",
             "Set it to auto.",
-        )
-    return None
+        ),
+    ):
+        if is_refused:
+            raise on_every_rank(ConfigError(f"run.on_failure=continue needs {need}.", way))

@@ -232,6 +232,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored: tuple[str, ...] = (
         "run.out",
         "run.watchers",
+        "run.inject",
         "layout.",
         "replication.tuning",
         "device.tiles",

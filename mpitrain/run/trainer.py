@@ -17,6 +17,7 @@ from mpitrain.data import IGNORED, Source
 from mpitrain.errors import MpitrainError
 from mpitrain.layers.base import Loss, Unit
 from mpitrain.layers.flat import Storage
+from mpitrain.layers.plain import LOSSES
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
@@ -50,7 +51,7 @@ class Trainer:
     config : Config
         The configuration, from `parse`.
     loss : Loss, optional
-        The loss function. None: softmax cross-entropy.
+        The loss function. None: that of model.loss.
 
     Attributes
     ----------
@@ -121,7 +122,7 @@ class Trainer:
         resolved, grid = self.resolved, self.grid
         ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp)
-        layers.memory, layers.seed = memory, self.config.run.seed
+        layers.memory, layers.seed, layers.keys = memory, self.config.run.seed, self.config.model
         layers.itemsize = resolved.device.itemsize(self.config.precision.stored)
 
         def assigned() -> Chunks:
@@ -191,7 +192,9 @@ class Trainer:
             dtype,
             layers.now,
         )
-        self._indices = Indices(self.transport, getattr(model[0].layer, "vocab", 0), loss is None)
+        takes = LOSSES[self.config.model.loss].takes if loss is None else None
+        vocabulary, stored = getattr(model[0].layer, "vocab", 0), self.storage.dtype
+        self._indices = Indices(self.transport, vocabulary, takes, stored)
         self.inference = Inference(
             resolved,
             grid,
@@ -279,8 +282,9 @@ class Trainer:
             This rank's rows of the global batch, see `share`: (rows, features), or tokens
             (rows, T). A parameter server passes 0 rows.
         targets : ndarray
-            The classes of these rows: (rows,) or (rows, T) integers. A target of -100 does not
-            count, as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document.
+            The classes of these rows: (rows,) or (rows, T) integers. -100 does not count,
+            as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document. Else floats
+            (rows, ...); NaN does not count.
         stop_requested : callable, optional
             Returns whether this rank wants all ranks to stop after this step. It is called after
             the backward pass, so a signal during the step counts in the same step.
@@ -308,20 +312,21 @@ class Trainer:
         # A row has the tokens of all ranks that divide it, padding included.
         count, *lengths = inputs.shape
         shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
-        predictions = math.prod(shape[1 : targets.ndim])
+        predictions = math.prod(targets.shape[1:]) * self._layers.now.tokens.ranks
         replication, of_update = self.replication, self.replication.rows.of_update
         weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
         loss_scale = replication.step_end.skips.scale.value
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
         ignored = [indices.ignored(targets[part.start : part.stop]) for part in shares]
 
-        def of(micro: int, array: np.ndarray) -> Any:
-            """Return the rows of a micro-batch, in the memory of the backend."""
-            return self.inference.placed(array[shares[micro].start : shares[micro].stop])
+        def rows_of(micro: int) -> Any:
+            """Return the inputs of a micro-batch, in the memory of the backend."""
+            return self.inference.placed(inputs[shares[micro].start : shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
-            right = of(micro, targets).reshape(-1)
+            part = targets[shares[micro].start : shares[micro].stop]
+            right = self.backend.from_host(part, self.arena).reshape(-1)
             value, gradient = replication.rows.loss(
                 logits.reshape(len(right), -1), right, weights[micro] * loss_scale
             )
@@ -342,7 +347,7 @@ class Trainer:
                     for part in shares
                 ],
                 [(len(part), *inputs.shape[1:]) for part in shares],
-                lambda micro: of(micro, inputs),
+                rows_of,
                 loss,
             )
         lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
@@ -423,8 +428,8 @@ class Trainer:
         Returns
         -------
         (float, float) or None
-            Mean loss in nats per prediction that counts, and accuracy from 0 to 1. None after a
-            stop.
+            Mean loss per target that counts, and accuracy from 0 to 1 (NaN without classes). None
+            after a stop.
 
         Raises
         ------

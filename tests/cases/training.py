@@ -46,11 +46,29 @@ def check_cross_entropy(
         reference.cross_entropy_loss(truth, targets, None),
         dtype,
     )
-    loss, dlogits = ops.cross_entropy(logits, targets, 0.125, Arena())
-    assert dlogits is logits
-    true_loss, truth = reference.cross_entropy(truth, targets, 0.125, None)
-    assert_close(loss, true_loss, dtype)
-    assert_close(dlogits, truth, dtype)
+    for smoothing in (0.3, 0.0):
+        mine = logits if smoothing == 0 else stored(3 * numbers(1, m, v + room), dtype)[:, :v]
+        loss, dlogits = ops.cross_entropy(mine, targets, 0.125, Arena(), smoothing)
+        assert dlogits is mine
+        true_loss, true_dlogits = reference.cross_entropy(
+            truth.copy(), targets, 0.125, None, smoothing
+        )
+        assert_close(loss, true_loss, dtype)
+        assert_close(dlogits, true_dlogits, dtype)
+
+
+def check_losses_of_numbers(kernels: Kernels, count: int, dtype: str) -> None:
+    """Targets are float32 beside predictions of 16 bits; those that are NaN do not count."""
+    ops, wide = bodies.cuda(kernels), "float64" if dtype == "float64" else "float32"
+    for name in ("squared_error", "absolute_error", "binary_cross_entropy"):
+        predictions = stored(3 * numbers(1, count), dtype)
+        targets = np.random.default_rng(0).random(count).astype(wide)
+        targets[1::5], targets[2::5] = np.nan, values(predictions)[2::5]
+        truth = getattr(reference, name)(values(predictions), np.float64(targets), 0.125, None)
+        loss, gradient = getattr(ops, name)(predictions, targets, 0.125, Arena())
+        assert gradient is predictions
+        assert_close(loss, truth[0], wide)
+        assert_close(gradient, truth[1], dtype)
 
 
 def check_huge_logits(kernels: Kernels) -> None:
@@ -90,7 +108,13 @@ def check_ignored_rows(kernels: Kernels) -> None:
 
 
 def check_split_vocabulary(
-    kernels: Kernels, m: int, v: int, ranks: int, dtype: str = "float32", room: int = 0
+    kernels: Kernels,
+    m: int,
+    v: int,
+    ranks: int,
+    dtype: str = "float32",
+    room: int = 0,
+    smoothing: float = 0.0,
 ) -> None:
     """The vocabulary cut into ranks: the four steps, with the sums over ranks done here, equal the whole."""
     ops, x = bodies.cuda(kernels), 3 * numbers(1, m, v)
@@ -103,7 +127,8 @@ def check_split_vocabulary(
     before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
     targets[: len(before)] = before  # right before the first column of a rank
     targets[3::3] = IGNORED
-    true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None)
+    spread = {"smoothing": smoothing, "share": smoothing / v}
+    true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None, smoothing)
     parts = [np.pad(logits[:, a:b], ((0, 0), (0, room)))[:, : b - a] for a, b in pairwise(cuts)]
     maximum = np.max([ops.row_maximum(part, Arena()) for part in parts], axis=0)
     np.testing.assert_array_equal(maximum, values(logits).max(1))
@@ -121,13 +146,13 @@ def check_split_vocabulary(
     )
     facts = np.sum(
         [
-            ops.row_exponentials(part, targets, first, maximum, Arena())
+            ops.row_exponentials(part, targets, first, maximum, Arena(), **spread)
             for part, first in zip(parts, cuts, strict=False)
         ],
         axis=0,
     )
     losses = [
-        ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena())
+        ops.cross_entropy_split(part, targets, first, maximum, facts, 0.125, Arena(), **spread)
         for part, first in zip(parts, cuts, strict=False)
     ]
     for loss, _ in losses:
@@ -420,6 +445,9 @@ def losses() -> Iterator[Callable]:
     yield partial(check_split_vocabulary, m=5, v=40, ranks=2, dtype="float64")
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, room=3)
     yield partial(check_split_vocabulary, m=5, v=58, ranks=2, dtype="float16", room=35)
+    yield partial(check_split_vocabulary, m=5, v=58, ranks=3, smoothing=0.2)
+    for count, dtype in ((1, "float32"), (0, "float32"), (777, "float64"), (300, "bfloat16")):
+        yield partial(check_losses_of_numbers, count=count, dtype=dtype)
     yield from (check_huge_logits, check_stray_target, check_ignored_rows)
 
 

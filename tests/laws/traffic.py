@@ -109,6 +109,14 @@ class TrafficLaws:
         ):
             assert measured(transport, reduction.run) == (n - 1, nbytes * (n - 1) // n)
 
+    def law_bruck(self, transport):
+        n, array = transport.size, np.ones(even(transport.size), "float32")
+        group = Group(transport, "bruck")
+        for reduction in (group.bind_reduce_scatter(array), group.bind_all_gather(array)):
+            messages, nbytes = measured(transport, reduction.run)
+            assert ceil_lg(n) <= messages <= 2 * ceil_lg(n)
+            assert nbytes == array.nbytes * (n - 1) // n
+
     def law_broadcast_and_reduce(self, transport):
         n, nbytes = transport.size, WIDTH * even(transport.size)
         array = np.ones(even(n), "float32")

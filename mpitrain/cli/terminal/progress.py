@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -109,6 +110,7 @@ class Progress(Watcher):
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
         self._bar: Any = None
+        self._logged: list[dict[str, Any]] = []
 
     def on_agreed(self, config: Config, hosts: Sequence[str]) -> None:
         if advice := unmeasured(config, hosts):
@@ -150,6 +152,7 @@ class Progress(Watcher):
         self._bar.update()
 
     def on_log(self, record: dict[str, Any]) -> None:
+        self._logged.append(record)
         rate = record.get("tokens_per_s", record["samples_per_s"])
         unit = "tokens/s" if "tokens_per_s" in record else "samples/s"
         used = "".join(
@@ -178,10 +181,10 @@ class Progress(Watcher):
         odds = f", perplexity {perplexity(loss):.4g}" if self._has_tokens and bits is None else ""
         best = record.get("best_step", record["step"])
         is_best = "" if best == record["step"] else f"; the best was after step {best}"
-        self._line(
-            f"step {record['step']}: validation loss {nats(loss, bits)}{odds}, "
-            f"accuracy {record['val_accuracy']:.1%}{is_best}"
-        )
+        shown = f"{loss:.4f}"
+        if "val_accuracy" in record:
+            shown = f"{nats(loss, bits)}{odds}, accuracy {record['val_accuracy']:.1%}"
+        self._line(f"step {record['step']}: validation loss {shown}{is_best}")
         for prompt, text in record.get("samples", ()):
             self._line(f"  {visible(prompt)} -> {visible(text.strip())}")
 
@@ -196,6 +199,8 @@ class Progress(Watcher):
                     f"ended at step {step} of {self._steps}: the validation loss did not improve any more (run.patience)",
                     flush=True,
                 )
+            if line := predicted(self._logged, record):
+                print(line, flush=True)
             print(
                 f"{status('ended') if is_equal else ''}done: parameters bitwise "
                 f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
@@ -219,6 +224,25 @@ class Progress(Watcher):
     def _line(self, text: str) -> None:
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def predicted(logged: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
+    """Return a line with predicted and measured time and memory; "" where there is no prediction.
+
+    The predicted step has only its FLOPs, at the rate of matrix products: no messages, no idle time.
+
+    logged  records of steps; the first, which compiles and allocates, does not count
+    """
+    rates = [each for each in logged[1:] if "hfu" in each]
+    if not rates or "counted_activation_bytes" not in end:
+        return ""
+    step_s = median(each["step_s"] for each in rates)
+    products_s = median(each["step_s"] * each["hfu"] for each in rates)
+    counted, peak = end["counted_activation_bytes"], end["peak_activation_bytes_of_ranks"][0]
+    return (
+        f"predicted: a step of at least {1e3 * products_s:.4g} ms, for matrix products, and {counted / 1e6:.1f} MB of "
+        f"activations on rank 0; measured: {1e3 * step_s:.4g} ms, {peak / 1e6:.1f} MB"
+    )
 
 
 def slow_rank(record: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""Softmax cross-entropy on the device.
+"""Softmax cross-entropy and losses of numbers on the device.
 
 Losses are summed on the device. The host synchronizes with the device only when it reads the sum.
 The row stride of the logits may exceed the row length, since `logits` of layers.py pads rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ ANY = np.dtype(np.int64)  # the dtype of targets for kernels that take none
 REGISTERS = 64  # the most registers per thread of kernels whose blocks may have 1024 threads
 
 
-def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
+def cross_entropy(kernels: Kernels, logits, targets, scale, arena, smoothing=0.0):
     losses, row = (
         arena.take((len(logits),), KINDS[logits.dtype].sums),
         logits.shape[1] * logits.itemsize,
@@ -34,7 +35,7 @@ def cross_entropy(kernels: Kernels, logits, targets, scale, arena):
         kernels,
         "cross_entropy",
         logits,
-        (int(keep), targets, scale, logits, losses),
+        (int(keep), targets, scale, smoothing, smoothing / logits.shape[1], logits, losses),
         targets.dtype,
         "losses",
         row * keep,
@@ -64,26 +65,30 @@ def row_maximum(kernels: Kernels, logits, arena, out=None):
     return maxima
 
 
-def row_exponentials(kernels: Kernels, logits, targets, first, maxima, arena, out=None):
+def row_exponentials(
+    kernels: Kernels, logits, targets, first, maxima, arena, out=None, smoothing=0.0, share=0.0
+):
     facts = arena.take((2, len(logits)), KINDS[logits.dtype].sums) if out is None else out
     _launch(
         kernels,
         "row_exponentials",
         logits,
-        (first, targets, logits, maxima, facts[0], facts[1]),
+        (first, targets, smoothing, share, logits, maxima, facts[0], facts[1]),
         targets.dtype,
         "sums target_logits",
     )
     return facts
 
 
-def cross_entropy_split(kernels: Kernels, logits, targets, first, maxima, facts, scale, arena):
+def cross_entropy_split(
+    kernels: Kernels, logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
+):
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels,
         "cross_entropy_split",
         logits,
-        (first, targets, scale, maxima, facts[0], facts[1], logits, losses),
+        (first, targets, scale, smoothing, share, maxima, facts[0], facts[1], logits, losses),
         targets.dtype,
         "losses",
     )
@@ -107,6 +112,27 @@ def count_correct_split(kernels: Kernels, places, targets, arena):
         fresh="correct",
     )
     return sum_all(kernels, correct, arena)
+
+
+def _loss_of_numbers(kind: int) -> Callable[..., Any]:
+    """Return the operation of one `kind` of number_loss in cross_entropy.cu; arrays are contiguous."""
+
+    def operation(kernels: Kernels, predictions, targets, scale, arena):
+        losses = arena.take((predictions.size,), KINDS[predictions.dtype].sums)
+        kernels.launch(
+            "number_loss",
+            blocks(predictions.size),
+            POINTWISE,
+            (predictions.size, kind, targets, scale, predictions, losses),
+            macros=INDEXED[predictions.dtype, ANY],
+            fresh="losses",
+        )
+        return sum_all(kernels, losses, arena), predictions
+
+    return operation
+
+
+squared_error, absolute_error, binary_cross_entropy = map(_loss_of_numbers, range(3))
 
 
 def row_threads(kernels: Kernels, columns: int, shared: int) -> tuple[int]:

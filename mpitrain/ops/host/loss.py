@@ -11,15 +11,17 @@ from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.reference.loss import columns_of, counted_rows
 
 
-def cross_entropy(logits, targets, scale, arena):
-    loss_sum = 0.0
+def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
+    loss_sum, share = 0.0, smoothing / logits.shape[1]
     for rows in row_blocks(logits):
         block, target = logits[rows], targets[rows]
-        loss_sum += _exponentiate(block, target)
+        loss_sum += _exponentiate(block, target, smoothing)
         inverse = np.divide(scale, block.sum(1, keepdims=True))
         block *= inverse
         counted = counted_rows(target)
-        block[counted, target[counted]] -= scale
+        block[counted, target[counted]] -= scale * (1 - smoothing)
+        if smoothing:
+            block -= scale * share
         block[target == IGNORED] = 0
     return loss_sum, logits
 
@@ -39,7 +41,7 @@ def row_maximum(logits, arena, out=None):
     )
 
 
-def row_exponentials(logits, targets, first, maxima, arena, out=None):
+def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=0.0, share=0.0):
     """Return `facts`. The logits become exp(logit - maximum), so the gradient needs no second exp.
 
     logits: (M, V); facts: (2, M)
@@ -47,7 +49,9 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
     rows, columns = columns_of(targets, first, logits)
     facts = arena.take((2, len(logits)), logits.dtype) if out is None else out
     facts.fill(0)
-    facts[1, rows] = logits[rows, columns] - maxima[rows]
+    if share:
+        facts[1] = share * (logits.sum(1) - logits.shape[1] * maxima)
+    facts[1, rows] += (1 - smoothing) * (logits[rows, columns] - maxima[rows])
     for some in row_blocks(logits):
         block = logits[some]
         block -= maxima[some, None]
@@ -56,11 +60,15 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None):
     return facts
 
 
-def cross_entropy_split(logits, targets, first, maxima, facts, scale, arena):
+def cross_entropy_split(
+    logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
+):
     rows, columns = columns_of(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
-    logits[rows, columns] -= scale
+    logits[rows, columns] -= scale * (1 - smoothing)
+    if share:
+        logits -= scale * share
     logits[targets == IGNORED] = 0
     losses = np.log(total, dtype=np.float64) - at_target
     return float(np.sum(losses[counted_rows(targets)])), logits
@@ -77,14 +85,17 @@ def row_argmax(logits, first, maxima, arena, out=None):
     return places
 
 
-def _exponentiate(block, target):
+def _exponentiate(block, target, smoothing=0.0):
     """Replace logits by exp(logit - row maximum), and return the sum of -log(probability of the
-    target).
+    smoothed target).
 
     block: (rows, V); target: (rows,)
     """
     block -= block.max(1, keepdims=True)
     counted = counted_rows(target)
     at_target = block[counted, target[counted]]
+    if smoothing:
+        at_target *= 1 - smoothing
+        at_target += smoothing * block.mean(1)[counted]
     np.exp(block, out=block)
     return float(np.sum(np.log(block.sum(1, dtype=np.float64))[counted] - at_target))

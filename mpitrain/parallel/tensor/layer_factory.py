@@ -129,7 +129,7 @@ class ShardedLayerFactory(LayerFactory):
                 f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
                 f"Set layout.tp to at most {vocab}.",
             )
-        self._split = VocabParallelCrossEntropy(self, vocab)
+        self._split = VocabParallelCrossEntropy(self, vocab, self.keys.label_smoothing)
         head = Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
         return ChunkedParallelHead(head, chunks, self.rows) if chunks > 1 else head
 

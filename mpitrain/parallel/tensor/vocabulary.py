@@ -121,26 +121,32 @@ class VocabParallelCrossEntropy:
     Three numbers a row are all-reduced: one maximum and two sums. Every rank returns the loss of
     whole rows, bit for bit the same.
 
-    vocab  entries of the whole vocabulary
+    vocab      entries of the whole vocabulary
+    smoothing  of the targets in training
     """
 
-    def __init__(self, layers: Layers, vocab: int):
+    def __init__(self, layers: Layers, vocab: int, smoothing: float):
         self._ops, self._group, self.vocab = layers.ops, layers.rows.group, vocab
         self._first = share(vocab, self._group.rank, self._group.size).start
+        self._smoothed = (smoothing, smoothing / vocab) if smoothing else ()
 
-    def gradient(self, logits: Any, targets: Any, scale: float, arena: Arena) -> tuple[Any, Any]:
+    def gradient(
+        self, logits: Any, targets: Any, scale: float, arena: Arena, smoothed: Any = None
+    ) -> tuple[Any, Any]:
+        smoothed = self._smoothed if smoothed is None else smoothed
         maxima = self._maxima(logits, arena)
         facts = self._group.exchange((2, len(logits)), _dtype_of_facts(logits))
-        self._ops.row_exponentials(logits, targets, self._first, maxima, arena, facts.array)
+        ops, first = self._ops, self._first
+        ops.row_exponentials(logits, targets, first, maxima, arena, facts.array, *smoothed)
         facts.bound_all_reduce().run()
-        return self._ops.cross_entropy_split(
-            logits, targets, self._first, maxima, facts.array, scale, arena
+        return ops.cross_entropy_split(
+            logits, targets, first, maxima, facts.array, scale, arena, *smoothed
         )
 
     def value(self, logits: Any, targets: Any, arena: Arena) -> Any:
         copy = arena.take(logits.shape, logits.dtype)
         copy_rows(copy, logits)
-        return self.gradient(copy, targets, 1.0, arena)[0]
+        return self.gradient(copy, targets, 1.0, arena, ())[0]
 
     def correct(self, logits: Any, targets: Any, arena: Arena) -> Any:
         places = self._group.exchange((len(logits),), _dtype_of_facts(logits))

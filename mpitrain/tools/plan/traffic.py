@@ -75,6 +75,19 @@ _HALF = PublishedTotals(
     lambda x: (x.n - 1, x.n * (x.n - 1), x.n - 1, Fraction(x.n - 1, x.n)),
 )
 
+_BRUCK = PublishedTotals(
+    "ceil(lg n)",
+    "(n - 1) (ceil(lg n) + 1)",
+    "(n - 1) S",
+    "(n - 1)/n S",
+    lambda x: (
+        (x.n - 1).bit_length(),
+        (x.n - 1) * ((x.n - 1).bit_length() + 1),
+        x.n - 1,
+        Fraction(x.n - 1, x.n),
+    ),
+)
+
 FORMULAS = {
     ("allreduce", "ring"): PublishedTotals(
         "2 (n - 1)",
@@ -139,8 +152,10 @@ FORMULAS = {
         ),
     ),
     ("reduce-scatter", "ring"): _HALF,
+    ("reduce-scatter", "bruck"): _BRUCK,
     ("reduce-scatter", "pairwise"): _HALF,
     ("all-gather", "ring"): _HALF,
+    ("all-gather", "bruck"): _BRUCK,
     ("all-gather", "pairwise"): _HALF,
 }
 """Formulas by operation and algorithm.

@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError, PeerLost
 from mpitrain.run import injection, loop, recovery
 from mpitrain.run.loop import train
-from mpitrain.run.recovery import Recovery, refusal
+from mpitrain.run.recovery import Recovery, check
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import Gone, run_ranks
+from tests.processes import SECONDS
 from tests.runs import go, records
 
 
@@ -168,9 +170,22 @@ def test_a_run_that_cannot_lose_a_rank_is_refused(key, settings, tmp_path):
 
 def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
     config = parse(with_settings({}, settings))
-    ranks = SimpleNamespace(needs_all="MPI X cannot lose a rank; take MPI Y", size=3)
-    assert str(refusal(config, ranks)).endswith(
-        "but MPI X cannot lose a rank.\n             take MPI Y."
-    )
+    ranks = SimpleNamespace(needs_all="MPI X cannot lose a rank; Take MPI Y", size=3)
+    with pytest.raises(
+        ConfigError, match=r"but MPI X cannot lose a rank\.\n             Take MPI Y\."
+    ):
+        check(config, ranks)
     ranks.needs_all, ranks.size = "", 1
-    assert "there is one rank" in str(refusal(config, ranks))
+    with pytest.raises(ConfigError, match="there is one rank"):
+        check(config, ranks)
+
+
+def test_a_recovery_that_takes_too_long_ends_the_job(settings):
+    said, ended = [], threading.Event()
+    ranks = SimpleNamespace(needs_all="", size=3, abandon=lambda: ended.wait(SECONDS))
+    waiting = Recovery(parse(with_settings({}, [*settings, "run.recover_seconds=1"])), ranks)
+    ranks.abort = lambda text: (said.append(text), ended.set())
+    ranks.survivors = lambda: setattr(ranks, "size", 2)
+    ranks.gather_text, ranks.rank = lambda value: [value] * 2, 1
+    waiting.go_on("a loss")
+    assert "run.recover_seconds 1: it was connecting the living ranks." in said[0]

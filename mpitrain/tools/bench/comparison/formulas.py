@@ -13,6 +13,7 @@ import numpy as np
 from mpitrain.collectives.compression import LANE, square, tiles
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.config import Config
+from mpitrain.data import targets_of
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
@@ -120,7 +121,8 @@ def predicted(transport: Transport, job: Job) -> float | None:
     if formula is None:
         return None
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
-    sample = Sample(inputs.nbytes, targets.nbytes, targets.size * data.classes)
+    logits = targets.size * (data.classes if targets_of(data) == "classes" else 1)
+    sample = Sample(inputs.nbytes, targets.nbytes, logits)
     return formula.of(trainer.replication.replica, sample)
 
 
