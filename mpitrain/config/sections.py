@@ -443,10 +443,10 @@ class Layout(Section):
         ge=1,
         description="context-parallel size: the ranks of a group divide the tokens of each row",
     )
-    cp_mode: Literal["ulysses"] = Field(
+    cp_mode: Literal["ulysses", "ring"] = Field(
         "ulysses",
         description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
-        "heads of all tokens",
+        "heads of all tokens; ring: keys and values go from rank to rank, for any number of heads",
     )
     tp: int = Field(
         1,

@@ -108,6 +108,8 @@ class TrafficLaws:
             bind_all_to_all(transport, array, array.copy(), algorithm="at-once"),
         ):
             assert measured(transport, reduction.run) == (n - 1, nbytes * (n - 1) // n)
+        shift = Group(transport).bind_shift(array, array.copy())
+        assert measured(transport, shift.run) == ((1, nbytes) if n > 1 else (0, 0))
 
     def law_bruck(self, transport):
         n, array = transport.size, np.ones(even(transport.size), "float32")

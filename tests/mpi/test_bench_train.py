@@ -19,20 +19,14 @@ SMALL = sets(model__layers=2, model__width=12, model__heads=2, model__context=8,
 
 def test_alone_it_prints_one_side_and_what_is_wrong_is_said_before_it_measures(tmp_path):
     command = ["bench", "train", *TINY]
-    calls = [
-        command,
-        [*command, "--against", "model.width=8"],
-        [*command, "--json", "gone/train.json"],
-    ]
+    calls = [command, [*command, "--shapes", "nonsense"], [*command, "--json", "gone/train.json"]]
     said, printed = calls_of_one_start(2, calls, tmp_path, [0, 2, 2])
     assert (
         "2 ranks, 6" in printed[0]
         and "\nmpitrain " in printed[0]
         and "times as fast" not in printed[0]
     )
-    for text, complaint in zip(
-        said[1:], ("changes the work", "cannot be written: No such"), strict=True
-    ):
+    for text, complaint in zip(said[1:], ("'nonsense'", "cannot be written: No such"), strict=True):
         assert text.count("ConfigError") == text.count(complaint) == 1, text
         assert "Traceback" not in text
     assert "blocks of" not in printed[2]
@@ -47,6 +41,12 @@ PEERS = [
 """By replication.zero."""
 BOTH = ["--peer-backend", "gloo", "--peer-backend", "mpitrain"]
 AGAINST = ("replication.algorithm=star", "replication.overlap=false")
+SHAPES = {
+    "context-4096": PEERS[0],
+    "tp-2": "torch tensor parallel, gloo",
+    "pp-2-gpipe-4": "torch ScheduleGPipe, gloo",
+}
+"""Names of shapes, and their peers."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def sides(tmp_path_factory):
             *sets(pipeline__schedule="1f1b", batch__micro_batches=2),
         ],
         "tp": [*TINY, "--alone", "--tp", "2", *BOTH, *tied],
+        "shapes": ["--blocks", "2", "--steps", "1", "--shapes", ",".join(SHAPES), *SMALL],
         "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
     }
     del calls[PEERS[0]]  # "against" has this peer, too
@@ -127,7 +128,13 @@ def test_slices_have_a_peer_and_one_rank_alone(sides):
     assert len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
 
 
-def test_the_floor_of_a_step_is_its_bare_products(sides):
+def test_shapes_are_measured_one_by_one_with_their_floor(sides):
+    table, rows = sides["shapes"][0], sides["shapes"][1]["rows"]
+    assert [(row["shape"], row["peer"]) for row in rows] == [*SHAPES.items()]
+    for row in rows:
+        assert row["apart"] <= 1e-4
+        assert row["least"] <= row["ratio"] <= row["most"] and row["floor"] > 0
+        assert f"\n{row['shape']} " in table and f"\n{row['shape']}, ms: " in table
     floor, kinds = sides["floor"][0], sides["floor"][1]["kinds"]
     assert {"attention", "mlp", "head"} <= {row["kind"] for row in kinds if row["products_s"]}
     assert "its bare products" in floor

@@ -1,4 +1,4 @@
-"""`mpitrain bench train`: training steps, in turns with other settings or PyTorch."""
+"""`mpitrain bench train`: training steps, in turns with other settings or PyTorch, or in many shapes."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from mpitrain.cli.bench.rows import counted
+from mpitrain.cli.bench.rows import BenchReport, counted
 from mpitrain.cli.job_options import (
     CP,
     DEVICE,
@@ -21,10 +21,15 @@ from mpitrain.cli.job_options import (
     changes,
     check_files,
     configured,
+    finite,
     output_option,
 )
 from mpitrain.cli.session import mpi_session
 
+PEERS = ("torch", "torch-compiled")
+"""The peers of the table of shapes, unless the command names some."""
+ROW_SECONDS = 120.0
+"""The default of --row-seconds."""
 SHAPE = {
     "model.layers": 4,
     "model.width": 256,
@@ -115,7 +120,7 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
 @click.option(
     "--peer",
     "peers",
-    type=click.Choice(["torch", "torch-compiled"]),
+    type=click.Choice(PEERS),
     multiple=True,
     help="Also measure PyTorch, in turns, with its counterpart of the first job's "
     "replication; torch-compiled is DDP under torch.compile (repeatable).",
@@ -132,6 +137,18 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
     is_flag=True,
     help="Also measure the matrix products of a step alone, in turns, and a step by kind of unit.",
 )
+@click.option(
+    "--shapes",
+    metavar="all|NAME[,NAME...]",
+    help="Measure a table of shapes instead, on 2 ranks, against all peers: "
+    "mpitrain/tools/bench/README.md lists the names.",
+)
+@click.option(
+    "--row-seconds",
+    type=click.FloatRange(0, min_open=True),
+    callback=finite,
+    help="With --shapes: bound of the turns of a shape; compilation comes on top.  [default: 120]",
+)
 @counted("--blocks", 1, 5, "Turns of each side.")
 @counted("--steps", 1, 10, "Training steps in a turn.")
 @PRESET
@@ -144,6 +161,8 @@ def command(
     peers: tuple[str, ...],
     backends: tuple[str, ...],
     floor: bool,
+    shapes: str | None,
+    row_seconds: float | None,
     blocks: int,
     steps: int,
     preset: str | None,
@@ -160,13 +179,21 @@ def command(
     do the same work. For a pipeline, each stage has a line: its messages and peak memory in a step
     of the first job.
     """
+    has_shapes = shapes is not None
+    if row_seconds is not None and not has_shapes:
+        raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
+    if has_shapes and (others or alone or csv_file or preset):
+        raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
     job = TrainingJob(changes(settings, **options), blocks, steps, preset)
-    if backends and not peers:
+    if backends and not (peers or has_shapes):
         raise click.UsageError("--peer-backend is the backend of a --peer. Add --peer torch.")
-    rivals = [*product(peers, backends or ["gloo"])]
+    rivals = [*product(peers or (PEERS if has_shapes else ()), backends or ["gloo"])]
     level = "multiple" if rivals and "mpitrain" in backends else "serialized"
     with mpi_session(kind=lambda: job.configured(1).device.kind, thread_level=level) as transport:
-        measure_sides(transport, job, list(others), alone, rivals, floor, (json_file, csv_file))
+        if shapes is not None:
+            measure_shapes(transport, job, shapes, rivals, row_seconds or ROW_SECONDS, json_file)
+        else:
+            measure_sides(transport, job, list(others), alone, rivals, floor, (json_file, csv_file))
 
 
 def measure_sides(
@@ -271,3 +298,67 @@ def _multiplier(config: Any) -> str:
         return multiplier()
     library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
     return library if config.device.gemm == "library" else "our kernels"
+
+
+def measure_shapes(
+    transport: Any,
+    work: TrainingJob,
+    names: str,
+    peers: Sequence[tuple[str, str]],
+    seconds: float,
+    json_file: Path | None,
+) -> None:
+    """Measure and print shapes one by one. Collective.
+
+    names    of shapes, separated by commas
+    peers    keys of PEERS and backends of PyTorch
+    seconds  upper limit of the time of a shape's turns
+    """
+    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.ops.host.product import multiplier
+    from mpitrain.tools.bench.results import header, printed
+    from mpitrain.tools.bench.training.shapes import (
+        SHAPES,
+        TABLE,
+        chosen,
+        kind_line,
+        measure_shape,
+        settings,
+    )
+    from mpitrain.tools.bench.training.steps import check_common_steps
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def all_configured() -> dict[str, Any]:
+        configs = {}
+        for name in chosen(names, transport.size):
+            own = settings(SHAPES[name], transport.size)
+            configs[name] = configured(None, [*settings_of(), *own, *work.settings])
+            check_common_steps(configs[name])
+        return configs
+
+    wanted = on_all_ranks(transport, all_configured)
+    facts = header(transport, "train", "cpu", ["train", "--shapes", names])
+    facts["products"] = multiplier()
+    shown = BenchReport(transport, facts, {"json_file": json_file})
+    products = f"# products by {facts['products']}"
+    shown.begin([*printed(facts), products, "", *TABLE.heading()], len(wanted), "shapes")
+    for name, config in wanted.items():
+        try:
+            measured = measure_shape(
+                transport, name, config, peers, work.blocks, work.steps, seconds
+            )
+        except ConfigError as error:
+            if not error.agreed:
+                raise
+            lines = [f"{name}: not measured. {error.law}"]
+        else:
+            shown.rows += measured.rows
+            lines = [*map(TABLE.line, measured.rows), kind_line(name, measured.kinds)]
+            lines += measured.notes
+        shown.count()
+        shown.show("\n".join(lines))
+    shown.end()
+    if not shown.rows:
+        raise on_every_rank(
+            ConfigError("--shapes measures at least one shape, but none was measured.", lines[-1])
+        )

@@ -115,6 +115,7 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     },
     "reduce": {"binomial": exchanges.tree_reduce, "ring-gather": exchanges.ring_gather_reduce},
     "all-to-all": {"pairwise": exchanges.all_to_all, "at-once": exchanges.all_to_all_at_once},
+    "shift": {"ring": ring.shift},
     "sendrecv": {"ping-pong": exchanges.ping_pong},
 }
 """{operation: {name: plan}} of all other operations; their callers name the plan, without "auto".

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from mpitrain import build, parse, run_ranks
+from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training.floor import (
     BETWEEN,
     COMMUNICATION,
@@ -15,6 +16,14 @@ from mpitrain.tools.bench.training.floor import (
     floor_table,
     kind_of,
     kind_rows,
+)
+from mpitrain.tools.bench.training.shapes import (
+    SHAPES,
+    TABLE,
+    chosen,
+    measure_shape,
+    settings,
+    shape_row,
 )
 from mpitrain.tools.bench.training.steps import Ours, Result
 
@@ -108,3 +117,46 @@ def test_the_table_divides_a_step_by_its_products_block_by_block():
     assert lines[1].split() == ["mlp", "500.00", "250.00", "250.00"]
     assert lines[2].split() == ["norm", "500.00", "-", "500.00"]
     assert "2.000 times" in lines[-1] and "1.500 .. 3.000" in lines[-1]
+
+
+def test_a_shape_is_a_configuration_and_a_row():
+    for name, shape in SHAPES.items():
+        values = [setting.partition("=")[::2] for setting in settings(shape, 2)]
+        tree = {}
+        for key, value in values:
+            section, _, field = key.partition(".")
+            tree.setdefault(section, {})[field] = value if not value.isdigit() else int(value)
+        assert parse(tree).batch.size == shape.rows * (1 if name.startswith(("tp", "pp")) else 2)
+    ours, peer = (Result(name, [1.0, 2.0], [0.5, 0.5], []) for name in ("mpitrain", "peer"))
+    peer = peer._replace(blocks=[3.0, 4.0])
+    row = shape_row("context-128", ours, peer, ours)
+    assert (row.ratio, row.least, row.most, row.floor, row.apart) == (2.5, 2.0, 3.0, 1.0, 0.0)
+    assert TABLE.line(row).split()[:5] == ["context-128", "peer", "2.500", "2.00", ".."]
+    assert TABLE.line(shape_row("tp-2", ours, None, ours)).split()[1:4] == ["-", "-", "-"]
+
+
+def test_a_shape_that_takes_too_long_or_does_not_fit_is_refused(monkeypatch):
+    tiny = {"layers": 1, "width": 8, "heads": 1, "context": 8}
+    config = parse({"model": tiny, "batch": {"size": 2}})
+
+    def go(own, seconds):
+        return measure_shape(own, "vocabulary-50257", config, [], 2, 3, seconds)
+
+    (found,) = run_ranks(1, lambda own: go(own, 300.0))
+    (row,) = found.rows
+    assert (row.shape, row.ratio) == ("vocabulary-50257", None) and row.floor > 1
+    assert {"head", "norm"} <= {kind for kind, _, _ in found.kinds}
+    with pytest.raises(ConfigError, match="at most 1e-06 s"):
+        run_ranks(1, lambda own: go(own, 1e-6))
+    monkeypatch.setattr(
+        "mpitrain.tools.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7
+    )
+    with pytest.raises(ConfigError, match="programs of"):
+        run_ranks(1, lambda own: go(own, 300.0))
+
+
+@pytest.mark.parametrize(("names", "ranks"), [("nonsense", 2), ("tp-2,", 2), ("all", 3)])
+def test_unknown_shapes_and_other_ranks_are_refused(names, ranks):
+    with pytest.raises(ConfigError, match="shapes"):
+        chosen(names, ranks)
+    assert chosen("all", 2) == [*SHAPES]

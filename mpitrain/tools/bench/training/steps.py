@@ -5,6 +5,7 @@ from the same weights and train on the same batches.
 """
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, on_every_rank
 from mpitrain.files import write_whole
 from mpitrain.parallel.modes import mode_of
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
@@ -134,17 +135,32 @@ def key_of(setting: str) -> str:
 
 
 def alternate(
-    transport: Transport, job: Job, sides: Sequence[Any], blocks: int, steps: int
+    transport: Transport,
+    job: Job,
+    sides: Sequence[Any],
+    blocks: int,
+    steps: int,
+    seconds: float = math.inf,
 ) -> list[Result]:
     """Measure blocks of steps of each side in turns, on the same batches. Collective.
 
-    job     whose batches all sides train on
-    blocks  turns of each side
-    steps   of a turn
+    job      whose batches all sides train on
+    blocks   turns of each side
+    steps    largest number of steps in a turn
+    seconds  upper limit of the time of all turns; a turn has fewer steps if they would take longer
+    raises   ConfigError on every rank if turns of a single step would take longer
     """
     results = [Result(side.name, [], [], []) for side in sides]
-    for side in sides:
-        _timed(transport, job, side, range(WARM_UP))
+    last = [_timed(transport, job, side, range(WARM_UP))[0][-1] for side in sides]
+    if blocks * sum(last) > seconds:
+        raise on_every_rank(
+            ConfigError(
+                f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
+                f"{blocks * sum(last):.3g} s.",
+                "Raise --row-seconds, or leave this shape out.",
+            )
+        )
+    steps = int(min(steps, seconds / (blocks * sum(last))))
 
     def turn(side: Any, result: Result, block: int) -> float:
         first = WARM_UP + block * steps

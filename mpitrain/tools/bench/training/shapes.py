@@ -1,0 +1,235 @@
+"""`bench train --shapes`: steps in a table of shapes, each beside its peers."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain.config import Config
+from mpitrain.data.tokens import TokenSource
+from mpitrain.errors import ConfigError
+from mpitrain.machine import process
+from mpitrain.run.build import Job, build
+from mpitrain.tools.bench.training.floor import BareProducts, ByKind, kind_rows
+from mpitrain.tools.bench.training.peers import peer_of
+from mpitrain.tools.bench.training.steps import Ours, Result, alternate
+from mpitrain.tools.bench.turns import ratios, spread
+from mpitrain.tools.text_table import TextColumn, TextTable
+from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.base import Transport
+
+
+class TrainingShape(NamedTuple):
+    """A row of SHAPES: a size and layout of the job of `bench train`.
+
+    rows        sequences of a rank in a step; all ranks of a tensor-parallel or pipeline job
+                together have as many
+    settings    `section.key=value` that change the job
+    vocabulary  number of different random tokens; 0: the job keeps its text
+    """
+
+    rows: int
+    settings: tuple[str, ...] = ()
+    vocabulary: int = 0
+
+
+WIDE = ("model.width=768", "model.heads=12")
+
+
+def _pipeline(schedule: str, micro_batches: int) -> TrainingShape:
+    settings = f"pipeline.schedule={schedule}", f"batch.micro_batches={micro_batches}"
+    return TrainingShape(16, ("layout.pp=2", *settings))
+
+
+SHAPES = {
+    "context-128": TrainingShape(16),
+    "context-512": TrainingShape(
+        4, ("model.context=512", "model.width=512", "model.heads=8", "model.layers=6")
+    ),
+    "context-1024": TrainingShape(4, ("model.context=1024",)),
+    "context-2048": TrainingShape(2, ("model.context=2048",)),
+    "context-4096": TrainingShape(1, ("model.context=4096",)),
+    "vocabulary-50257": TrainingShape(4, ("model.context=256",), vocabulary=50257),
+    "width-768": TrainingShape(8, WIDE),
+    "tp-2": TrainingShape(16, ("layout.tp=2",)),
+    "tp-2-context-1024": TrainingShape(4, ("layout.tp=2", "model.context=1024")),
+    "zero-3": TrainingShape(8, ("replication.zero=3", *WIDE)),
+    "pp-2-1f1b-4": _pipeline("1f1b", 4),
+    "pp-2-1f1b-8": _pipeline("1f1b", 8),
+    "pp-2-gpipe-4": _pipeline("gpipe", 4),
+}
+"""{name: shape}; the names are arguments of `bench train --shapes`."""
+
+
+class ShapeRow(NamedTuple):
+    """A shape measured against one peer, or alone: then there are no ratios.
+
+    peer                name of the peer; empty: none
+    ratio, least, most  the peer's seconds divided by ours: median over blocks, and the extremes
+    step_s, peer_s      median seconds of a step, ours and the peer's
+    floor               our seconds of a step, divided by those of its bare products, median over
+                        blocks
+    apart               largest difference of two losses of one step
+    """
+
+    shape: str
+    peer: str
+    ratio: float | None
+    least: float | None
+    most: float | None
+    step_s: float
+    peer_s: float | None
+    floor: float
+    apart: float
+
+
+class ShapeResults(NamedTuple):
+    """All results of a shape.
+
+    kinds  (kind of unit, seconds of a step, seconds of its bare products)
+    notes  lines about the measurement, such as a peer that was left out
+    """
+
+    rows: list[ShapeRow]
+    kinds: list[tuple[str, float, float]]
+    notes: list[str]
+
+
+def chosen(names: str, ranks: int) -> list[str]:
+    """Return the names of shapes in a text with commas, or of all shapes. No message is sent.
+
+    raises  ConfigError for an unknown name, or a shape that these ranks cannot compute
+    """
+    wanted = [*SHAPES] if names == "all" else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in SHAPES:
+            raise ConfigError(
+                f"--shapes takes all, or some of {', '.join(SHAPES)}, but got {name!r}.",
+                "For example: --shapes context-128,tp-2",
+            )
+    if ranks != 2:
+        raise ConfigError(
+            f"The table of shapes is for 2 ranks, but there are {ranks}.",
+            "mpitrain launch -n 2 -- bench train --shapes all",
+        )
+    return wanted
+
+
+def measure_shape(
+    transport: Transport,
+    name: str,
+    config: Config,
+    peers: Sequence[tuple[str, str]],
+    blocks: int,
+    steps: int,
+    seconds: float,
+) -> ShapeResults:
+    """Measure one shape. Collective.
+
+    config   of the shape, with its `settings`
+    peers    keys of PEERS and backends of PyTorch; a peer that does not support the shape is left out, with a note
+    steps    largest number of steps in a turn
+    seconds  upper limit of the time of all turns
+    raises   ConfigError on every rank if the shape does not fit into memory or into `seconds`
+    """
+    notes, sides, vocabulary = list[str](), list[Any](), SHAPES[name].vocabulary
+    source = random_tokens(vocabulary, config.model.context) if vocabulary else None
+    job = build(transport, config, source=source)
+    sides.append(Ours(job))
+    try:
+        on_all_ranks(transport, lambda: check_fits(transport, job, 3 + len(peers)))
+        for key, backend in peers:
+            try:
+                sides.append(peer_of(transport, job, key, backend))
+            except ConfigError as error:
+                notes.append(f"{name}, without {key}: {error.law}")
+        by_kind = ByKind(transport, job)
+        floor = BareProducts(by_kind.watch.products)
+        sides += [by_kind, floor]
+        ours, *rivals, _, bare = alternate(transport, job, sides, blocks, steps, seconds)
+        for side in sides[1:-2]:
+            notes += [f"{name}, {note}" for note in side.notes()]
+        kinds = kind_rows(transport, by_kind.seconds, floor.seconds)
+    except ConfigError as error:
+        # After an error of one rank, closing would wait for the others.
+        if error.agreed:
+            close_all(sides)
+        raise
+    close_all(sides)
+    compared: list[Result | None] = [*rivals] or [None]
+    return ShapeResults([shape_row(name, ours, each, bare) for each in compared], kinds, notes)
+
+
+def close_all(sides: Sequence[Any]) -> None:
+    for side in sides:
+        side.close()
+
+
+def settings(shape: TrainingShape, ranks: int) -> list[str]:
+    """Return the `section.key=value` of a shape; batch.size counts the rows of all ranks."""
+    is_one_replica = any(key.startswith(("layout.tp", "layout.pp")) for key in shape.settings)
+    return [*shape.settings, f"batch.size={shape.rows * (1 if is_one_replica else ranks)}"]
+
+
+def random_tokens(vocabulary: int, context: int) -> TokenSource:
+    tokens = np.random.default_rng(0).integers(vocabulary, size=64 * (context + 1))
+    return TokenSource(tokens.astype(np.uint16), vocabulary, context, "random tokens")
+
+
+def check_fits(transport: Transport, job: Job, sides: int) -> None:
+    """Raise ConfigError if an upper estimate of the memory of all sides exceeds the free memory.
+
+    No message is sent. A layer saves at most 24 activations of the width for each token, and half
+    of its attention scores. A head needs four arrays of logits.
+    """
+    config, ranks = job.trainer.config, transport.hosts.count(transport.hosts[transport.rank])
+    model, rows = config.model, -(-config.batch.size // job.trainer.grid.axes.dp)
+    scores = model.heads * model.context / 2
+    saved = model.layers * (24 * model.width + scores) + 4 * job.source.classes
+    needed = 16 * job.trainer.parameter_count + 4 * rows * model.context * saved
+    free = process.free_memory("cpu")
+    if sides * ranks * needed > free:
+        raise ConfigError(
+            f"{sides} programs of {ranks} rank(s) may need {sides * ranks * needed / 1e9:.1f} GB, "
+            f"but {free / 1e9:.1f} GB are free.",
+            "Leave this shape out of --shapes.",
+        )
+
+
+def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
+    above = ratios(bare.blocks, ours.blocks)
+    ratio = least = most = peer_s = None
+    apart = 0.0
+    if rival:
+        times, peer_s = ratios(ours.blocks, rival.blocks), rival.step_s
+        ratio, least, most = median(times), min(times), max(times)
+        apart = max(abs(a - b) for a, b in zip(ours.losses, rival.losses, strict=True))
+    peer = rival.name if rival else ""
+    return ShapeRow(name, peer, ratio, least, most, ours.step_s, peer_s, median(above), apart)
+
+
+TABLE = TextTable(
+    [
+        TextColumn("shape", "<18", "shape"),
+        TextColumn("peer", "<34", lambda row: row.peer or None),
+        TextColumn("ratio", "6.3f", "ratio"),
+        TextColumn(
+            "blocks", "<14", lambda row: spread((row.least, row.most)) if row.ratio else None
+        ),
+        TextColumn("step ms", "9.1f", lambda row: row.step_s * 1e3),
+        TextColumn("peer ms", "9.1f", lambda row: row.peer_s * 1e3 if row.peer_s else None),
+        TextColumn("x floor", "8.3f", "floor"),
+        TextColumn("losses", "8.1e", "apart"),
+    ]
+)
+"""A line for each `ShapeRow`."""
+
+
+def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
+    """Format the milliseconds of each kind of unit of a shape: in a step / of its bare products."""
+    each = (
+        f"{kind} {seconds * 1e3:.1f}" + (f" / {bare * 1e3:.1f}" if bare else "")
+        for kind, seconds, bare in kinds
+    )
+    return f"{name}, ms: {', '.join(each)}"
