@@ -82,8 +82,6 @@ def train(
 
     Parameters
     ----------
-    transport : Transport
-        All ranks; after a loss, with run.on_failure=continue, the living ones.
     configured : callable
         Returns the configuration, on every rank. If one raises an MpitrainError, all do.
     resume : {"no", "yes", "auto"}
