@@ -498,7 +498,10 @@ class GoingBack(Hook):
     def pause(self, step: int, stop: bool) -> bool:
         run = self._run
         if not self._is_spike:
-            if step == run.first or step % run.config.run.snapshot_every == 0:
+            # A save that is skipped while another is on its way leaves a snapshot, too: the times of
+            # a disk must not change to which step a run goes back.
+            everies = run.config.run.snapshot_every, run.config.checkpoint.every
+            if step == run.first or any(every and step % every == 0 for every in everies):
                 with run.recorder.pausing("a snapshot"):
                     self._snapshots.take(step)
             return stop
