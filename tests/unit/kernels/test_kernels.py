@@ -22,10 +22,16 @@ def check_and_type(case):
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_kernel_computes_what_the_reference_says(group, machine):
-    """The fast build has other flags, and no other source: the last case of each check and type shows that they are right."""
+    """The fast build has other flags, and no other source: the last case of each check in float32 and in 16 bits shows that they
+    are right.
+    """
     kernels, cases = Kernels(Simulator(**MACHINES[machine])), list(GROUPS[group]())
     if machine == "fast":
-        cases = list({check_and_type(case): case for case in cases}.values())
+        cases = [
+            case
+            for (_, dtype), case in {check_and_type(case): case for case in cases}.items()
+            if dtype != "float64"
+        ]
     for case in cases:
         try:
             case(kernels)
