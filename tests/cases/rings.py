@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
