@@ -76,7 +76,9 @@ def _mapped(path: Path) -> np.ndarray:
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except (OSError, *UNREADABLE) as error:
-        raise DataError(f"{path} is no array of NumPy: {error}.", "Name a .npy file.") from None
+        raise DataError(
+            f"{path} cannot be read as an array of NumPy: {error}.", "Name a .npy file."
+        ) from None
 
 
 def hdf5(name: str) -> Arrays:

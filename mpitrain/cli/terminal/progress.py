@@ -269,8 +269,8 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         held_out = f"{record['held_out_tokens']:,} held out ({source})"
     elif "samples" in record:
         unit, there = "samples", record["samples"]
-        noun = "classes" if "classes" in record else "outputs"
-        extent = f"{record[noun]:,} {noun}"
+        extent = f"{record.get('classes', record.get('outputs')):,} "
+        extent += "classes" if "classes" in record else "output(s)"
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]

@@ -149,7 +149,7 @@ def changed(name, row, column, value):
             "takes classes as targets, but .* has numbers",
         ),
         ("npy:x.npy", [], lambda: None, "has no targets to train on"),
-        ("npy:x.npy,gone.npy", [], lambda: None, "gone.npy is no array of NumPy"),
+        ("npy:x.npy,gone.npy", [], lambda: None, "gone.npy cannot be read"),
         (
             "npy:x.npy,y.npy",
             ["data.validation=npy:y.npy,y.npy"],
