@@ -1,4 +1,5 @@
-"""SIGKILL at the points of saves in the background: all checkpoints always verify, nothing is left behind, no bit changes.
+"""SIGKILL at the points of saves in the background: all checkpoints always verify, nothing is left behind, no bit changes,
+also of a job that goes back to a snapshot.
 
     python jobs/prove/save-kills.py [KILLS]
 
@@ -18,7 +19,8 @@ from pathlib import Path
 from mpitrain.run.checkpoint.manifest import read_manifest, steps, verify
 
 POINTS = ("snapshot", "thread", "publish", "save", "step", "evaluation")
-SETTINGS = {
+SETTINGS = {  # With this lr and run.spike each job goes back from step 14 to step 12.
+    "optimizer.lr": 0.4,
     "model.layers": 1,
     "model.width": 16,
     "model.heads": 2,
@@ -35,6 +37,9 @@ SETTINGS = {
     "checkpoint.background": "true",
     "replication.zero": 1,
     "run.trace": "false",
+    "run.on_spike": "back",
+    "run.spike": 0.02,
+    "run.snapshot_every": 3,
 }
 LEFT = re.compile(r"step-\d{8}|\.step-\d{8}\.(partial|dropped|replaced)")
 
@@ -74,6 +79,7 @@ def check_ended(folder: Path, whole: Path) -> None:
     kept = {int(path.name[-8:]) for path in saved(folder)}
     assert {6, 12, 18, best} <= kept and len(kept) <= 5, kept
     assert losses(folder) == losses(whole)
+    assert '"event": "back"' in (folder / "metrics.jsonl").read_text()
 
 
 def main() -> int:

@@ -107,7 +107,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     from mpitrain.files import opened
     from mpitrain.run.metrics import METRICS, read_metrics
     from mpitrain.tools.report.pictures import PageSection
-    from mpitrain.tools.report.text import how_it_ended
+    from mpitrain.tools.report.text import goodput, how_it_ended
     from mpitrain.trace.startup import left
     from mpitrain.trace.timeline import TRACE, trace_files
 
@@ -130,6 +130,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
             ),
         )
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
+    lines += goodput(records)
     drawn: Drawn | None = None
     if is_early or (TRACE in names and trace_files(run)[1]):
         traced, drawn = _traced(run, records)

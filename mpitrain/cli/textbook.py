@@ -76,7 +76,7 @@ def explain(
         return  # only rank 0 prints
     from mpitrain.tools.textbook.explain import terminal
     from mpitrain.tools.textbook.explain.links import parse_link
-    from mpitrain.tools.textbook.explain.topics import TOPICS
+    from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
     from mpitrain.tools.textbook.learn import row_of
 
     speed = parse_link(link) if link is not None else None
@@ -89,7 +89,7 @@ def explain(
         if html_file:
             _write_all(html_file, language)
             return
-        click.echo("\n".join(terminal.listing(TOPICS, language)))
+        click.echo("\n".join(terminal.listing(TOPICS, PARTS, language)))
         return
     if is_alone:
         if f"{topic}-alone" not in TOPICS:
@@ -121,8 +121,15 @@ def explain(
         from mpitrain.tools.textbook.explain.picture import draw
 
         with outputs.to(png_file):
-            draw(explanation, png_file, language)
+            drawn = draw(explanation, png_file, language)
             click.echo(text("drawn in {file}", language, file=png_file))
+            if drawn != language:
+                click.echo(
+                    text(
+                        "the texts of the picture are English: no font has Hangul; install one such as fonts-nanum",
+                        language,
+                    )
+                )
     if html_file:
         from mpitrain.tools.textbook.explain.page import write
 

@@ -36,7 +36,7 @@ class BoundBuffer:
     number    in the order in which the group made its buffers: the same on all ranks
     raw       bytes, padded to a multiple of 64
     elements  array that collectives are bound to: (count,)
-    bound     {(operation, op): reduction}; of an all-to-all, op is the number of the other buffer
+    bound     {(operation, op): reduction}; of an all-to-all or a shift, op is the number of the other buffer
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
@@ -79,21 +79,26 @@ class TimedReduction:
         self._waited.seconds += time.perf_counter() - began
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, *others: "TimedReduction") -> Iterator[None]:
         """Reduce while the `with` block computes, and wait at its end.
 
         Between hosts, a thread progresses the messages meanwhile.
+
+        others  further reductions of the same transport
         """
-        moving = mover(self._transport, [self._inner])
-        moving.start(self._inner)
+        every = self, *others
+        moving = mover(self._transport, [one._inner for one in every])
+        for one in every:
+            moving.start(one._inner)
         yield
         moving.leave()
-        self.wait()
+        for one in every:
+            one.wait()
 
 
 class ActivationBuffer:
-    """Lease of an activation's buffer from a Group, with collectives; all but the all-to-all work in
-    place.
+    """Lease of an activation's buffer from a Group, with collectives; all but the all-to-all and the
+    shift work in place.
 
     Methods `bound_...` return a reduction of the buffer, and do not run it. The first call of each
     method for a buffer binds the reduction, and so is collective.
@@ -129,11 +134,21 @@ class ActivationBuffer:
 
         incoming  another lease of the same group, with as many elements of the same dtype
         """
+        return self._apart("all-to-all", self._group.bind_all_to_all, incoming)
+
+    def bound_shift(self, incoming: "ActivationBuffer") -> TimedReduction:
+        """Return a shift, out of place: this array on rank r becomes `incoming` on rank r + 1.
+
+        incoming  as in `bound_all_to_all`
+        """
+        return self._apart("shift", self._group.bind_shift, incoming)
+
+    def _apart(
+        self, operation: str, bind: Callable[[Any, Any], Reduction], incoming: "ActivationBuffer"
+    ) -> TimedReduction:
         buffer = incoming._buffer
         return self._timed(
-            "all-to-all",
-            str(buffer.number),
-            lambda elements: self._group.bind_all_to_all(elements, buffer.elements),
+            operation, str(buffer.number), lambda elements: bind(elements, buffer.elements)
         )
 
     # The names of version 0.1, kept for one version: they bind, and run nothing.

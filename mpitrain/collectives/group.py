@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective; the properties are not. All collectives but `bind_all_to_all` work
-    in place, on contiguous arrays of any shape. An array on n ranks has n chunks of nearly equal
+    Every method is collective; the properties are not. Collectives of one array work in
+    place. Arrays are contiguous, of any shape. An array on n ranks has n chunks of nearly equal
     length; chunk r belongs to rank r.
 
     Parameters
@@ -54,7 +54,7 @@ class Group:
     Attributes
     ----------
     scratch_bytes : int
-        Bytes that all collectives bound so far have allocated, without the arrays they work on.
+        Bytes that all bound collectives have allocated, beside their arrays.
 
     Raises
     ------
@@ -66,8 +66,7 @@ class Group:
     Notes
     -----
     A `bind` method compares the arguments of all ranks once. Its Reduction runs any number of
-    times, on the present contents of its array. The other methods bind at every call, which costs
-    a round of messages.
+    times. The other methods bind at every call, which costs a round of messages.
     """
 
     def __init__(
@@ -166,10 +165,18 @@ class Group:
     def bind_all_to_all(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
         """Bind an all-to-all: chunk q of `outgoing` on rank p becomes chunk p of `incoming` on q.
 
-        The arrays have one dtype and size, a multiple of the number of ranks, and do not overlap.
+        Both have one dtype and size, a multiple of the ranks, and do not overlap.
         """
         return self._noted(
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
+        )
+
+    def bind_shift(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
+        """Bind a shift to the next rank, between arrays as above."""
+        return self._noted(
+            "shift",
+            outgoing,
+            lambda: _bind_apart("shift", self.transport, outgoing, incoming, "ring"),
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
@@ -212,19 +219,19 @@ class Group:
         return self._exchanges.waited.seconds
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce `array` over all ranks, in place: `bind`, then one run."""
+        """Reduce `array` over all ranks: `bind`, then one run."""
         self.bind(array, op).run()
 
     def reduce_scatter(self, array: np.ndarray, op: str = "add") -> None:
-        """Reduce-scatter `array`, in place: `bind_reduce_scatter`, then one run."""
+        """Reduce-scatter `array`: `bind_reduce_scatter`, then one run."""
         self.bind_reduce_scatter(array, op).run()
 
     def all_gather(self, array: np.ndarray) -> None:
-        """All-gather the chunks of `array`, in place: `bind_all_gather`, then one run."""
+        """All-gather the chunks of `array`: `bind_all_gather`, then one run."""
         self.bind_all_gather(array).run()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        """Broadcast the root's array, in place: `bind_broadcast`, then one run."""
+        """Broadcast the root's array: `bind_broadcast`, then one run."""
         self.bind_broadcast(array, root).run()
 
 
@@ -364,26 +371,35 @@ def bind_all_to_all(
     raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
              not divide into one chunk per rank
     """
-    known = (*PLANS["all-to-all"],)
-    tag, _ = agree(transport, "all-to-all", outgoing, known, algorithm)
-    agree(transport, "all-to-all", incoming, known, algorithm)
+    return _bind_apart("all-to-all", transport, outgoing, incoming, algorithm, transport.size)
+
+
+def _bind_apart(
+    operation: str,
+    transport: Transport,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+    algorithm: str,
+    chunks: int = 1,
+) -> Reduction:
+    """Bind an operation of PLANS that works out of place, on two arrays of `chunks` equal chunks."""
+    known = (*PLANS[operation],)
+    tag, _ = agree(transport, operation, outgoing, known, algorithm)
+    agree(transport, operation, incoming, known, algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
         raise on_every_rank(
             CommError(
-                f"rank {transport.rank}: all-to-all needs two arrays that overlap on no rank.",
+                f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
                 "Receive into an array of its own.",
             )
         )
-    if outgoing.size % transport.size or (outgoing.size, outgoing.dtype) != (
-        incoming.size,
-        incoming.dtype,
-    ):
+    if outgoing.size % chunks or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
         raise on_every_rank(
             CommError(
-                f"rank {transport.rank}: all-to-all needs two arrays alike that divide into {transport.size} chunks, but they "
+                f"rank {transport.rank}: {operation} needs two arrays alike that divide into {chunks} chunks, but they "
                 f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
-                f"Pad both to {-(-max(outgoing.size, incoming.size) // transport.size) * transport.size} elements.",
+                f"Pad both to {-(-max(outgoing.size, incoming.size) // chunks) * chunks} elements.",
             )
         )
-    plan = PLANS["all-to-all"][algorithm](transport.rank, transport.size, outgoing.size)
+    plan = PLANS[operation][algorithm](transport.rank, transport.size, outgoing.size)
     return Execution(transport, incoming, "add", plan, tag, outgoing)

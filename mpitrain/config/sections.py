@@ -171,6 +171,16 @@ class Run(Section):
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
+    on_failure: Literal["end", "continue"] = Field(
+        "end",
+        description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state "
+        "or the newest checkpoint. It needs `mpitrain launch --fault-tolerant`",
+    )
+    recover_seconds: float = Field(
+        120.0,
+        ge=1,
+        description="seconds after a loss in which the living ranks must be at their next step, or the job ends",
+    )
     on_stall: Literal["end", "warn"] = Field(
         "end",
         description="reaction of the watchdog; end: it names the rank to blame, and ends the job, warn: the job goes on",
@@ -444,10 +454,10 @@ class Layout(Section):
         ge=1,
         description="context-parallel size: the ranks of a group divide the tokens of each row",
     )
-    cp_mode: Literal["ulysses"] = Field(
+    cp_mode: Literal["ulysses", "ring"] = Field(
         "ulysses",
         description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
-        "heads of all tokens",
+        "heads of all tokens; ring: keys and values go from rank to rank, for any number of heads",
     )
     tp: int = Field(
         1,

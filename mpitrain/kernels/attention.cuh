@@ -131,7 +131,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
                                        const Element* __restrict__ kv, Element* __restrict__ y, Sum* __restrict__ log_sums,
                                        const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     Sum *qs = reinterpret_cast<Sum*>(shared), *kvs = qs + TILE * PITCH, *ps = kvs + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, k = {kv + sizes.k(b, h), sizes.kv_pitch, T};
@@ -187,7 +187,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
     Sum inverse[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        inverse[i] = Sum(1) / sum[i];
+        inverse[i] = DOCUMENTS && GENERAL && sum[i] == 0 ? Sum(0) : Sum(1) / sum[i];
         const int t = t0 + 4 * ty + i;
         if (tx == 0 && t < Q) log_sums[sizes.row(b, h) + t] = maximum[i] + log(sum[i]);
     }
@@ -235,7 +235,7 @@ __device__ __forceinline__ void backward_kv(
     const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dkv,
     const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int s0 = blockIdx.x * TILE, h0 = blockIdx.y * GROUP, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void backward_kv(
     k.load(ks, s0);
     v.load(vs, s0);
     const int begin = GENERAL ? max(0, s0 - sizes.offset) / TILE * TILE : s0;
-    const int end = DOCUMENTS ? documents.first_query(s0, s0 + TILE) : Q;
+    const int end = DOCUMENTS ? documents.first_query(begin, s0 + TILE) : Q;
     for (int h = h0; h < h0 + GROUP; ++h) {
         const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, d = {dy + sizes.y(b, h), C, Q};
         const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
@@ -278,7 +278,7 @@ __device__ __forceinline__ void backward_q(
     const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dq,
     const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
     const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
     const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     int s0 = documents.first_key(t0) / STEP * STEP;
     const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, qs + Own::ELEMENTS};
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows.maximum[f][i] = NO_SCORE, rows.sum[f][i] = 0.0f;
     RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
-    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to all_see
+    const int seen_by_all = documents.first_key(min(t0 + OWNED, Q) - 1);    // all queries see the keys from this one to all_see
     // To STEP keys. masks: some of them may come after a query, or belong to an earlier document.
     auto attend = [&](int s0, bool masks) {
         const Element *ks = keys.arrive(s0, (!GENERAL && !masks) || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
@@ -95,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
             const int row = first + lane / 4 + 8 * i;
             if (lane % 4 == 0 && row < Q) log_sums[sizes.row(b, h) + row] = rows.maximum[f][i] * scale + log2f(sum);
         }
-        store_rows(out[f], 1.0f / rows.sum[f][0], 1.0f / rows.sum[f][1], y + sizes.y(b, h), C, first, Q);
+        for (float& sum : rows.sum[f]) sum = DOCUMENTS && GENERAL && sum == 0.0f ? 0.0f : 1.0f / sum;
+        store_rows(out[f], rows.sum[f][0], rows.sum[f][1], y + sizes.y(b, h), C, first, Q);
     }
 }

@@ -39,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
     const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const int s0 = blockIdx.x * OWNED, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     RowCopies(kv + sizes.k(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(ks, s0, T);
     RowCopies(kv + sizes.v(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(vs, s0, T);
     const int begin = GENERAL ? max(0, s0 - sizes.offset) : s0;
-    const int end = DOCUMENTS ? documents.first_query(s0, s0 + OWNED) : Q;
-    const int all_keys_end = documents.first_query(s0, s0 + 1);    // of the queries that see all
+    const int end = DOCUMENTS ? documents.first_query(begin, s0 + OWNED) : Q;
+    const int all_keys_end = documents.first_query(begin, s0 + 1);    // of the queries that see all
     // With documents two loops would need more registers.
     const int masked_end = DOCUMENTS ? end : min(s0 + OWNED - sizes.offset, end);
     Channels dk = {}, dv = {};
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
             const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
             Steps p, ds;
             multiply_rows(p, ks, m, qs);
-            if (masks && (!DOCUMENTS || t0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
+            if (masks && (!DOCUMENTS || at0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
             if (DOCUMENTS && masks && t0 + STEP > all_keys_end) hide<false>(p, s0 + m, t0, documents);
             multiply_rows(ds, vs, m, dys);
             weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
     const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
     const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
     const long long row = sizes.row(b, h);
-    const Documents documents(starts, T);
+    const Documents documents(starts, Q);
     int s0 = documents.first_key(t0) / STEP * STEP;
     const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, dys + Own::ELEMENTS};
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
     Channels sums = {};
     RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
     RowCopies(dy + sizes.y(b, h), C, t0).fetch<OWNED>(dys, t0, Q);
-    const int seen_by_all = documents.first_key(end - 1);    // all queries see the keys from this one to all_see
+    const int seen_by_all = documents.first_key(min(t0 + OWNED, Q) - 1);    // all queries see the keys from this one to all_see
     keys.fetch(s0, true);
     Statistics statistics[FRAGMENTS][2];    // of rows g and g + 8
 #pragma unroll

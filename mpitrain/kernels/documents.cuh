@@ -1,6 +1,7 @@
 // Which keys a query sees, and where rows lie: see attention in ops/reference. Macros, so that a launch without these things
 // pays for none:
-// DOCUMENTS is 1 where rows have several documents, else `starts` is not read; no query sees a key of an earlier document.
+// DOCUMENTS is 1 where rows have several documents, else `starts` is not read; no query sees a key of an earlier document. With
+// GENERAL too, a query may see no key: its y is 0 and its log sum -infinity.
 // GENERAL is 0 for causal attention of sequences with themselves, whose q and kv lie side by side in rows of H + 2 G heads.
 // GROUP is the number of query heads that share a head of keys and values.
 #pragma once
@@ -15,21 +16,21 @@
 #define GROUP 1
 #endif
 
-// The documents of one sequence. starts: (T,), ascending; of each token, the first token of its document.
+// The documents of one sequence. starts: (Q,), ascending; of each query, the first key of its document.
 struct Documents {
     const int* starts;
-    int T;
+    int Q;
 
-    __device__ __forceinline__ Documents(const int* every, int T)
-        : starts(every + (DOCUMENTS ? (long long)blockIdx.z * T : 0)), T(T) {}
+    __device__ __forceinline__ Documents(const int* every, int Q)
+        : starts(every + (DOCUMENTS ? (long long)blockIdx.z * Q : 0)), Q(Q) {}
 
-    // The first key that query t sees. A query from T on sees all keys.
-    __device__ __forceinline__ int first_key(int t) const { return DOCUMENTS && t < T ? starts[t] : 0; }
+    // The first key that query t sees. A query from Q on sees all keys.
+    __device__ __forceinline__ int first_key(int t) const { return DOCUMENTS && t < Q ? starts[t] : 0; }
 
-    // The first query from t0 on that sees no key before `key`, by bisection; T if there is none.
+    // The first query from t0 on that sees no key before `key`, by bisection; Q if there is none.
     __device__ __forceinline__ int first_query(int t0, int key) const {
-        if (!DOCUMENTS) return T;
-        int before = t0, end = T;
+        if (!DOCUMENTS) return Q;
+        int before = t0, end = Q;
         while (before < end) {
             const int middle = (before + end) / 2;
             if (starts[middle] < key) before = middle + 1;

@@ -295,29 +295,65 @@ def fusion_of(layer: Any) -> Fusion:
 
 
 class TokenShare(NamedTuple):
-    """The tokens that a rank of a context-parallel group has of every row: the rank-th run of them."""
+    """The tokens that a rank of a context-parallel group has of every row.
+
+    A rank has the rank-th run of them. With `is_ring` it has two runs of 2 x ranks: the rank-th, and
+    the rank-th from the end (zigzag). Then all ranks have equal work in causal attention.
+    """
 
     rank: int = 0
     ranks: int = 1
+    is_ring: bool = False
 
-    def of(self, count: int) -> range:
-        """Return the indices in the row of this rank's tokens, for rows of `count` tokens."""
-        each = count // self.ranks
-        return range(self.rank * each, (self.rank + 1) * each)
+    @property
+    def chunks(self) -> int:
+        """The number of runs that all ranks have together."""
+        return self.ranks * (1 + self.is_ring)
 
-    def cut(self, rows: Any) -> Any:
-        """Return this rank's tokens (B, T / ranks) of rows (B, T), as a view; one rank has all of any rows."""
+    def runs(self, tokens: int) -> list[range]:
+        """Return this rank's runs of the indices in a row of so many tokens."""
+        each, numbers = tokens // self.chunks, [self.rank, self.chunks - 1 - self.rank]
+        return [range(n * each, (n + 1) * each) for n in numbers[: 1 + self.is_ring]]
+
+    def of(self, tokens: int) -> np.ndarray:
+        """Return the indices in the row of this rank's tokens, for rows of so many tokens."""
+        return np.concatenate([np.arange(run.start, run.stop) for run in self.runs(tokens)])
+
+    def cut(self, rows: np.ndarray) -> np.ndarray:
+        """Return this rank's tokens (B, T / ranks) of rows (B, T), contiguous; one rank has all of any rows."""
         if self.ranks == 1:
             return rows
-        own = self.of(rows.shape[1])
-        return rows[:, own.start : own.stop]
+        return np.concatenate([rows[:, n.start : n.stop] for n in self.runs(rows.shape[1])], 1)
+
+    def seen(self, source: int, own: int) -> tuple[slice, slice]:
+        """Return this rank's queries that see tokens of another rank of a ring, and these tokens.
+
+        Every one of these queries sees all of them; of its own tokens a rank sees those before.
+
+        own  number of tokens that each rank has
+        """
+        queries = slice(own // 2 if source > self.rank else 0, own)
+        return queries, slice(0, own // 2 if source < self.rank else own)
+
+    def firsts(self, starts: np.ndarray) -> list[np.ndarray]:
+        """Return, for each rank's tokens, the first that each query of `seen` sees, (B, Q) int32.
+
+        starts  (B, T), of each token: the first token of its document
+        """
+        mine, found = self.cut(starts), []
+        for source in range(self.ranks):
+            queries, _ = self.seen(source, mine.shape[1])
+            theirs = self._replace(rank=source).of(starts.shape[1])
+            found.append(theirs.searchsorted(mine[:, queries]).astype(np.int32))
+        return found
 
 
 class Places(NamedTuple):
     """The places of some rows' tokens, in the memory of the layers (as position_ids of transformers).
 
     starts     (B, T) int32: the index in the row of the first token of each token's document; None:
-               each row is one document
+               each row is one document. With a ring, a list: for each rank, the index among its
+               tokens of the first that this rank's queries see (`TokenShare.firsts`)
     positions  (B, T) int32: the position of each token in its document; None: its index in the row
     own        (B, T / ranks) int32: the positions of this rank's tokens (`TokenShare`)
     """
@@ -328,7 +364,17 @@ class Places(NamedTuple):
 
     def of(self, rows: range) -> Places:
         """Return the places of the tokens of some of the rows, as views."""
-        return Places(*(None if one is None else one[rows.start : rows.stop] for one in self))
+        part = slice(rows.start, rows.stop)
+        return Places(
+            *(
+                [each[part] for each in one]
+                if isinstance(one, list)
+                else None
+                if one is None
+                else one[part]
+                for one in self
+            )
+        )
 
 
 class Now:
@@ -370,7 +416,7 @@ class Now:
             return range(self.row * each, self.row * each + count)
         whole = each * share.ranks
         rows = np.arange(self.row, self.row + self.rows)
-        return (rows[:, None] * whole + np.array(share.of(whole))).reshape(-1)
+        return (rows[:, None] * whole + share.of(whole)).reshape(-1)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse values that have not been set."""

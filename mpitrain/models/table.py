@@ -228,10 +228,11 @@ def check_model(config: Config) -> None:
                 f"layout.{key} divides rows of tokens, but model.kind is {model.kind}.",
                 f"Set layout.{key} to {idle}.",
             )
-    if model.context % layout.cp and row.takes == "tokens":
+    chunks, twice = (2 * layout.cp, "2 x ") if _is_ring(layout) else (layout.cp, "")
+    if model.context % chunks and row.takes == "tokens":
         raise ConfigError(
-            f"layout.cp divides the tokens of a row equally, but {layout.cp} does not divide model.context {model.context}.",
-            f"Set model.context to {multiples_near(model.context, layout.cp)}.",
+            f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
+            f"Set model.context to {multiples_near(model.context, chunks)}.",
         )
     for key in ("kv_heads", "qkv_bias", "rope_scaling"):
         if getattr(model, key) and "kv_heads" not in row.split.split():
@@ -256,6 +257,10 @@ def check_model(config: Config) -> None:
     row.check(config)
 
 
+def _is_ring(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_mode == "ring"
+
+
 def _check_split(row: Model, model: Keys, layout: Layout) -> None:
     if not row.split and layout.tp > 1:
         raise ConfigError(
@@ -267,8 +272,9 @@ def _check_split(row: Model, model: Keys, layout: Layout) -> None:
 
 
 def _check_divided(row: Model, model: Keys, layout: Layout, name: str) -> None:
-    key, count, tp = f"model.{name}", getattr(model, name), layout.tp * layout.cp
-    divisor = "layout.tp" if layout.cp == 1 else "layout.tp x layout.cp"
+    cp = 1 if _is_ring(layout) else layout.cp
+    key, count, tp = f"model.{name}", getattr(model, name), layout.tp * cp
+    divisor = "layout.tp" if cp == 1 else "layout.tp x layout.cp"
     if count % tp == 0:
         return
     bounds = [getattr(model, other) for own, other in row.divides if own == name]
@@ -280,6 +286,8 @@ def _check_divided(row: Model, model: Keys, layout: Layout, name: str) -> None:
         for way, numbers, now in ((key, fitting, count), (divisor, divisors, tp))
         if numbers
     ]
+    if cp > 1 and count % layout.tp == 0:
+        ways.append("layout.cp_mode to ring")
     raise ConfigError(
         f"{divisor} must divide {key}, but {tp} does not divide {count}.",
         f"Set {', or '.join(ways)}.",

@@ -131,6 +131,11 @@ attention_next | attention of new tokens over stored keys and values | 1 | y | 4
     q:B,T,HD kv:B,T,2ED keys:B,E,2T,D values:B,E,2T,D past<T:B heads=H -> y:B,T,HD keys values
 attention_backward | gradient of attention | 3 | dq dkv | 4BTTHD
     dy:B,T,DH saved@attention|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv
+attention_part | attention to some of the keys, with what joins such parts | 1 | y | 2BTKHD
+    q:B,T,HD kv:B,K,2ED heads=H -> y:B,T,HD saved
+attention_part_backward | gradient of attention_part | 3 | dq dkv | 4BTKHD
+    dy:B,T,DH saved@attention_part|B,T,DH q:B,T,HD kv:B,K,2ED dq:B,T,DH|0 dkv:B,K,2ED|0
+    -> dq dkv
 [layers: numbers]
 rotate | rotary positions of some heads | 1 | y
     x:B,T,2HD heads=H turned=1 theta=100.0 context=T scaling=(2,1,4,9) direction=1 -> y:B,T,2HD
@@ -240,7 +245,7 @@ newton_schulz | nearly the nearest semi-orthogonal matrix | 9 | nothing
 
 B, T, C     batch, tokens, channels
 H, E, D     query heads, heads of keys and values, channels of a head
-M, K, N     rows, inputs, outputs
+M, K, N     rows, inputs (or keys of a part of attention), outputs
 V           vocabulary
 L           length of a flat array
 I, J, F, G  rows and columns of an image, channels in and out

@@ -180,14 +180,14 @@ class Body:
     layers  the layer factory
     """
 
-    def __init__(self, device: Device, config: Config, axes: Axes, tp: int):
+    def __init__(self, device: Device, config: Config, axes: Axes, tp: int, cp: int):
         self.device, self.count = device, Count()
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
         self.sums = Sums()
         group, context = (
             CountedGroup(self.endpoint(rank, ranks), self.arena, axis, self.sums)
-            for axis, rank, ranks in (("tp", tp, axes.tp), ("cp", 0, axes.cp))
+            for axis, rank, ranks in (("tp", tp, axes.tp), ("cp", cp, axes.cp))
         )
         ops = counted(_leasing(device), self.count)
         self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
@@ -370,13 +370,21 @@ class Counter:
 
     units  the model, as a function of a layer factory
     tp     tensor-parallel index
+    cp     context-parallel index; None: the last, which needs the most memory
     model  its units, before those of recomputed segments are joined
     """
 
-    def __init__(self, job: Resolved, source: Source | Unopened, units: Units, tp: int = 0):
+    def __init__(
+        self,
+        job: Resolved,
+        source: Source | Unopened,
+        units: Units,
+        tp: int = 0,
+        cp: int | None = None,
+    ):
         config, plan = job.config, job.plan
         self._job, self._source = job, source
-        self._body = Body(job.device, config, job.axes, tp)
+        self._body = Body(job.device, config, job.axes, tp, job.axes.cp - 1 if cp is None else cp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self._chunks = cut_in_chunks(
@@ -547,8 +555,8 @@ def bytes_needed(
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
-    tp, dp, pp, *_ = axes.coords(rank) if rank < workers else (0, 0, 0)
-    counter = Counter(job, source, units, tp)
+    tp, dp, pp, cp = axes.coords(rank) if rank < workers else (0, 0, 0, 0)
+    counter = Counter(job, source, units, tp, cp)
     counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
     stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)

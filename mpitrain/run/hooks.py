@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class RunState:
 
     source    the data, perhaps read ahead by a thread
     first     number of steps before this start
+    finished  number of steps that have ended on this rank
+    loss      of the last of these; None: it was before this start
     limit     the time limit of the batch job
     saved_at  the step of the newest checkpoint, which may be on its way; None: there is none
     save      the checkpoint that is on its way
@@ -75,6 +77,8 @@ class RunState:
         self.folder, self.before, self.watchers = folder, before, watchers
         self.transport, self.recorder = self.trainer.transport, self.trainer.transport.recorder
         self.first, self.steps = job.step, self.config.run.steps
+        self.finished = self.first
+        self.loss: float | None = None
         self.source: Source = job.data
         exchange = mode_of(self.config).exchange(self.config.replication)
         is_root = self.transport.rank == 0
@@ -90,15 +94,21 @@ class RunState:
         self._began = 0.0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
-    def begin(self, location: RunLocation) -> None:
-        """Start the clock and the thread that reads ahead, and record the start."""
+    def begin(self, location: RunLocation, startup_s: float, recovered: Mapping[str, Any]) -> None:
+        """Start the clock and the thread that reads ahead, and record the start.
+
+        recovered  facts of a start after the loss of ranks
+        """
         self._began = time.perf_counter() - self.before.wall_s
         if ahead := self.config.data.prefetch:
             self.source = Prefetched(self.job.data, ahead, self.steps)
-        trainer, job = self.trainer, self.job
+        trainer, job, now = self.trainer, self.job, time.time()
         record = {
-            "event": "resume" if location.saved else "start",
+            "event": "resume" if location.saved or recovered else "start",
             "step": self.first,
+            **recovered,
+            "time": now,
+            "startup_s": startup_s,
             "version": __version__,
             "ranks": self.transport.size,
             "hosts": len(set(self.transport.hosts)),
@@ -109,6 +119,14 @@ class RunState:
             "held_out": self.source.held_out,
             **amounts(job.data),
             **({"init_from": begun} if (begun := trainer.begun_from) else {}),
+            **(
+                {
+                    "waited_s": max(0.0, now - startup_s - self.before.ended),
+                    "repeated_s": self.before.repeated_s,
+                }
+                if self.before.ended
+                else {}
+            ),
             **({"changed": location.changed} if location.changed else {}),
             **({"uncounted": problem} if (problem := trainer.counted.problem) else {}),
         }
@@ -444,7 +462,7 @@ class Saving(Hook):
                 "event": "checkpoint",
                 "step": save.step,
                 "checkpoint_s": save.seconds,
-                "checkpoint_pause_s": save.paused_s,
+                "checkpoint_pause_s": min(save.paused_s, save.seconds),
                 "checkpoint_bytes": save.nbytes,
                 **({"checkpoints_skipped": self._skipped} if self._skipped else {}),
             }
@@ -480,7 +498,10 @@ class GoingBack(Hook):
     def pause(self, step: int, stop: bool) -> bool:
         run = self._run
         if not self._is_spike:
-            if step == run.first or step % run.config.run.snapshot_every == 0:
+            # A save that is skipped while another is on its way leaves a snapshot, too: the times of
+            # a disk must not change to which step a run goes back.
+            everies = run.config.run.snapshot_every, run.config.checkpoint.every
+            if step == run.first or any(every and step % every == 0 for every in everies):
                 with run.recorder.pausing("a snapshot"):
                     self._snapshots.take(step)
             return stop

@@ -83,7 +83,7 @@ class Inference:
             return rows
         missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
         filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
-        return np.ascontiguousarray(share.cut(filled))
+        return share.cut(filled)
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
@@ -106,7 +106,8 @@ class Inference:
         logits = self._own_logits(inputs, starts)
         if logits is None or not self._layers.context:
             return logits
-        whole = all_tokens(computed(logits, self.arena), self._layers.context, self.arena)
+        context, share = self._layers.context, self._layers.now.tokens
+        whole = all_tokens(computed(logits, self.arena), context, share, self.arena)
         return whole[:, : inputs.shape[1]]
 
     def _own_logits(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
@@ -252,14 +253,15 @@ def places_of(
         if share.ranks == 1:
             return None
         own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        return Places(None, None, placed(np.ascontiguousarray(share.cut(own))))
+        return Places(None, None, placed(share.cut(own)))
     if starts.shape != shape:
         more = [(0, most - own) for most, own in zip(shape, starts.shape, strict=True)]
         starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
     positions = positions_of(starts)
     whole = placed(positions)
-    own = whole if share.ranks == 1 else placed(np.ascontiguousarray(share.cut(positions)))
-    return Places(placed(starts), whole, own)
+    own = whole if share.ranks == 1 else placed(share.cut(positions))
+    seen = [placed(one) for one in share.firsts(starts)] if share.is_ring else placed(starts)
+    return Places(seen, whole, own)
 
 
 def evaluated_rows(run: Run, source: Source) -> int:

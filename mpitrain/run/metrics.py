@@ -102,11 +102,35 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def cut_after(path: Path, step: int) -> None:
     """Drop the lines after `step` and the closing line, which the resumed run writes again."""
+    stay = [line + "\n" for line, record in _lines(path) if _stays(record, step)]
+    write_whole(path, "".join(stay))
 
-    def stays(record: dict[str, Any]) -> bool:
-        return record.get("step", 0) <= step and record.get("event") not in CLOSING
 
-    write_whole(path, "".join(line + "\n" for line, record in _lines(path) if stays(record)))
+def _stays(record: Mapping[str, Any], step: int) -> bool:
+    return record.get("step", 0) <= step and record.get("event") not in CLOSING
+
+
+def ended_at(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time of the last record in seconds since 1970; 0 if no start has noted its time."""
+    began = [seconds(r, "time") - seconds(r, "wall_s") for r in records if seconds(r, "time")]
+    return began[-1] + seconds(records[-1], "wall_s") if began else 0.0
+
+
+def total_s(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds from the beginning of a run to the last record, the times between its starts included."""
+    if not (ended := ended_at(records)):
+        return 0.0
+    first = next(record for record in records if seconds(record, "time"))
+    return ended - seconds(first, "time") + sum(seconds(first, key) for key in BEFORE)
+
+
+def seconds(record: Mapping[str, Any], key: str) -> float:
+    """Return a number of a record; 0 if the record lacks it."""
+    return float(record[key]) if is_number(record.get(key)) else 0.0
+
+
+BEFORE = ("startup_s", "waited_s", "repeated_s")
+"""The keys of a start's record with the seconds since the line before that counts."""
 
 
 class Best(NamedTuple):
@@ -134,6 +158,8 @@ class ResumeInfo(NamedTuple):
     in_a_row      number of consecutive such steps that end at the checkpoint
     checkpoint_s  longest time to publish a checkpoint, in seconds; 0 if there was none
     best          the fields of the `Best` evaluation
+    ended         the time of the last line of all, in seconds since 1970; 0: unknown
+    repeated_s    seconds from the last line that counts to the last line of all: their steps are repeated
     """
 
     wall_s: float = 0.0
@@ -142,15 +168,18 @@ class ResumeInfo(NamedTuple):
     in_a_row: int = 0
     checkpoint_s: float = 0.0
     best: Sequence[Any] = Best()
+    ended: float = 0.0
+    repeated_s: float = 0.0
 
 
 def past(folder: Path, step: int) -> ResumeInfo:
     """Return the facts about the run in this directory, which resumes after `step`."""
-    records = read_metrics(folder / METRICS)
+    every = read_metrics(folder / METRICS)
+    records = [record for record in every if _stays(record, step)]
+    ended, repeated_s = ended_at(every), total_s(every) - total_s(records)
 
     def longest(key: str) -> float:
-        values = (record.get(key) for record in records)
-        return max((s for s in values if isinstance(s, float) and math.isfinite(s)), default=0.0)
+        return max((seconds(record, key) for record in records), default=0.0)
 
     skipped = {record.get("step") for record in records if record.get("skipped") is True}
     in_a_row = next(count for count in range(len(skipped) + 1) if step - count not in skipped)
@@ -169,4 +198,6 @@ def past(folder: Path, step: int) -> ResumeInfo:
         in_a_row,
         longest("checkpoint_s"),
         known,
+        ended,
+        max(0.0, repeated_s),
     )

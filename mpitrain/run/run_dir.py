@@ -100,7 +100,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     saved = steps(folder / CHECKPOINTS)
     has_run = bool(saved) or is_run(folder)
     if resume == "no" and has_run:
-        _check_idle(folder)
+        check_idle(folder)
         way_on = (
             "--resume to go on with it"
             if saved
@@ -236,6 +236,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored: tuple[str, ...] = (
         "run.out",
         "run.watchers",
+        "run.inject",
         "layout.",
         "replication.tuning",
         "device.tiles",
@@ -325,7 +326,7 @@ def _begin(
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
-    if not location.saved:
+    if not location.saved and not step:
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
@@ -497,7 +498,7 @@ def _fresh() -> Path:
             n += 1
 
 
-def _check_idle(folder: Path) -> None:
+def check_idle(folder: Path) -> None:
     with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
         _take(folder, lock.fileno())
 

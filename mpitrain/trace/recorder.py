@@ -307,7 +307,7 @@ class Recorder:
 
     def __init__(self, ring: Ring | None = None, clock: Callable[[], float] = time.perf_counter):
         """Make a recorder; of waits it records those of the calling thread, since others stop no rank."""
-        self.clock = clock
+        self.clock, self.began = clock, time.perf_counter()
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
         self.owner, self._waiting = threading.get_ident(), 0
         # `_waited` is the total of all recorded waits, in seconds; the newest began at `_wait_at`.

@@ -46,7 +46,7 @@ def check_documents(
     )
 
 
-def ordinary() -> Iterator[Callable]:
+def whole_documents() -> Iterator[Callable]:
     """attention."""
     for rows in (
         [[1]],
@@ -63,12 +63,12 @@ def ordinary() -> Iterator[Callable]:
     yield partial(check_documents, rows=[[40, 30]], h=2, g=1, d=4)
 
 
-def dropped() -> Iterator[Callable]:
+def dropped_documents() -> Iterator[Callable]:
     """attention_dropout."""
     yield partial(check_documents, rows=[[40, 57], [90, 7]], h=2, d=4, drops=True)
 
 
-def tensor() -> Iterator[Callable]:
+def tensor_documents() -> Iterator[Callable]:
     """attention_tensor and attention_tensor_backward."""
     for rows in (
         [[1]],

@@ -178,29 +178,14 @@ def ordinary() -> Iterator[partial]:
         here = partial(check, ta=ta, tb=tb)
         for m, n, k in SHAPES:
             yield partial(here, m=m, n=n, k=k, tile=small)
-        yield partial(here, m=31, n=45, k=50, tile=small, extra=True, activation="gelu")
-        yield partial(
-            here,
-            m=33,
-            n=36,
-            k=20,
-            tile=small,
-            shifted=True,
-            activation=None if ta else "gelu backward",
-        )
-        yield partial(
-            here,
-            m=33,
-            n=30,
-            k=100,
-            tile=small,
-            splits=3,
-            activation=None if ta else "gelu backward",
-        )
-        for tile in (medium, large):
-            yield partial(
-                here, m=tile.TILE_M + 1, n=tile.TILE_N - 1, k=2 * tile.TILE_K + 1, tile=tile
-            )
+        backward = None if ta else "gelu backward"
+        yield partial(here, m=33, n=36, k=20, tile=small, shifted=True, activation=backward)
+        if ta != tb:  # epilogues and splits do not know how the operands are stored
+            yield partial(here, m=31, n=45, k=50, tile=small, extra=True, activation="gelu")
+            yield partial(here, m=33, n=30, k=100, tile=small, splits=3, activation=backward)
+        for tile in (medium, large) if ta != tb else (medium,):
+            m, n, k = tile.TILE_M + 1, tile.TILE_N - 1, 2 * tile.TILE_K + 1
+            yield partial(here, m=m, n=n, k=k, tile=tile)
     for tile in others:
         yield partial(
             check,
@@ -253,11 +238,11 @@ def tensor() -> Iterator[partial]:
         here = partial(check, ta=ta, tb=tb, dtype="float16", result="float32", tile=small)
         for m, n, k in [*SHAPES, (32, 40, 200)]:
             yield partial(here, m=m, n=n, k=k)
-        yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
-        yield partial(
-            here, m=40, n=40, k=40, shifted=True, activation=None if ta else "gelu backward"
-        )
-        yield partial(here, m=40, n=30, k=200, splits=3, activation=None if ta else "gelu backward")
+        backward = None if ta else "gelu backward"
+        yield partial(here, m=40, n=40, k=40, shifted=True, activation=backward)
+        if ta != tb:
+            yield partial(here, m=31, n=45, k=50, extra=True, activation="gelu", result="float16")
+            yield partial(here, m=40, n=30, k=200, splits=3, activation=backward)
     for tile, result, ways in (
         (medium, "float32", {"tb": True}),
         (large, "float32", {"tb": True}),

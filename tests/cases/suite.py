@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.cases import documents, images, layers, products, tensor_steps, training
+from tests.cases import documents, images, layers, products, rings, tensor_steps, training
 from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
@@ -15,12 +15,16 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "columns": (layers.linears, layers.embeddings, askew),
     "layer_norm": (layers.norms, layers.rms_norms, askew),
     "embedding": (layers.embeddings, askew),
-    "attention": (layers.attentions, documents.ordinary),
-    "attention_dropout": (layers.dropped_attentions, documents.dropped),
-    "attention_dots": (layers.attentions,),
+    "attention": (layers.attentions, documents.whole_documents, rings.parts),
+    "attention_dropout": (layers.dropped_attentions, documents.dropped_documents),
+    "attention_dots": (layers.attentions, rings.parts),
     "attention_next": (layers.next_attentions,),
-    "attention_tensor": (layers.tensor_attentions, documents.tensor),
-    "attention_tensor_backward": (layers.tensor_attentions, documents.tensor),
+    "attention_tensor": (layers.tensor_attentions, documents.tensor_documents, rings.tensor_parts),
+    "attention_tensor_backward": (
+        layers.tensor_attentions,
+        documents.tensor_documents,
+        rings.tensor_parts,
+    ),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "tensor_steps": (training.steps, tensor_steps.tensor_steps),

@@ -283,6 +283,9 @@ class CollectiveLaws:
                         name,
                         dtype,
                     )
+            incoming = np.zeros(count, dtype)
+            Group(transport).bind_shift(small(rank, count, dtype), incoming).run()
+            assert np.array_equal(incoming.astype("float64"), stack[rank - 1]), dtype
             for name in choices("all-to-all"):
                 incoming = np.zeros(5 * n, dtype)
                 bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()

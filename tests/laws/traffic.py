@@ -108,6 +108,16 @@ class TrafficLaws:
             bind_all_to_all(transport, array, array.copy(), algorithm="at-once"),
         ):
             assert measured(transport, reduction.run) == (n - 1, nbytes * (n - 1) // n)
+        shift = Group(transport).bind_shift(array, array.copy())
+        assert measured(transport, shift.run) == ((1, nbytes) if n > 1 else (0, 0))
+
+    def law_bruck(self, transport):
+        n, array = transport.size, np.ones(even(transport.size), "float32")
+        group = Group(transport, "bruck")
+        for reduction in (group.bind_reduce_scatter(array), group.bind_all_gather(array)):
+            messages, nbytes = measured(transport, reduction.run)
+            assert ceil_lg(n) <= messages <= 2 * ceil_lg(n)
+            assert nbytes == array.nbytes * (n - 1) // n
 
     def law_broadcast_and_reduce(self, transport):
         n, nbytes = transport.size, WIDTH * even(transport.size)

@@ -113,11 +113,6 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
     "(repeatable; all settings belong to the second job).",
 )
 @click.option(
-    "--memory",
-    is_flag=True,
-    help="Measure the job with each key of [memory] in turns: time and peak memory of activations.",
-)
-@click.option(
     "--alone",
     is_flag=True,
     help="Also measure one rank alone, in turns: it computes the whole batch while the others wait.",
@@ -162,7 +157,6 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
 @output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
 def command(
     others: tuple[str, ...],
-    memory: bool,
     alone: bool,
     peers: tuple[str, ...],
     backends: tuple[str, ...],
@@ -186,10 +180,6 @@ def command(
     of the first job.
     """
     has_shapes = shapes is not None
-    if memory and (others or alone or peers or floor or has_shapes or json_file or csv_file):
-        raise click.UsageError(
-            "--memory measures sides of its own. Leave out --against, --alone, --peer, --floor, --shapes, --json and --csv."
-        )
     if row_seconds is not None and not has_shapes:
         raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
     if has_shapes and (others or alone or csv_file or preset):
@@ -202,8 +192,6 @@ def command(
     with mpi_session(kind=lambda: job.configured(1).device.kind, thread_level=level) as transport:
         if shapes is not None:
             measure_shapes(transport, job, shapes, rivals, row_seconds or ROW_SECONDS, json_file)
-        elif memory:
-            measure_memory(transport, job)
         else:
             measure_sides(transport, job, list(others), alone, rivals, floor, (json_file, csv_file))
 
@@ -310,30 +298,6 @@ def _multiplier(config: Any) -> str:
         return multiplier()
     library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
     return library if config.device.gemm == "library" else "our kernels"
-
-
-def measure_memory(transport: Any, work: TrainingJob) -> None:
-    """Print time and activation memory of the job, and of the job with each key of [memory]."""
-    from mpitrain.cli.terminal.progress import way
-    from mpitrain.tools.bench.training.shapes import built, memory_table, peaks
-    from mpitrain.tools.bench.training.steps import alternate, check_common_steps
-
-    def configured_with(more: Sequence[str]) -> Any:
-        config = work.configured(transport.size, more)
-        check_common_steps(config)
-        return config
-
-    sides, notes = built(transport, configured_with)
-    results = alternate(transport, sides[0].job, sides, work.blocks, work.steps)
-    nbytes, config = peaks(transport, sides), sides[0].job.trainer.config
-    for side in sides:
-        side.close()
-    if transport.rank == 0:
-        click.echo(
-            f"{transport.size} ranks, {config.batch.size} rows of {config.model.context} per step, width {config.model.width}, "
-            f"{config.model.layers} layers, {way(config)}, {config.device.kind}; {work.blocks} blocks of {work.steps} steps"
-        )
-        click.echo("\n".join([*memory_table(results, nbytes), *notes]))
 
 
 def measure_shapes(

@@ -93,7 +93,7 @@ def time_option(name: str, text: str) -> Callable:
     metavar="NAME|FILE",
     help=f"{', '.join(NAMED)}, or a file.",
 )
-@click.option("--stages", type=click.IntRange(1, 128), show_default="4", help="Pipeline stages.")
+@click.option("--stages", type=click.IntRange(1, 1024), show_default="4", help="Pipeline stages.")
 @click.option(
     "--micro-batches",
     type=click.IntRange(1, 512),
@@ -164,7 +164,7 @@ def schedule(
     from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.tools.plan import several
+    from mpitrain.tools.plan import MOST_SHOWN, several
     from mpitrain.tools.plan.schedule import chart, draw, halves_of, stream, summary
 
     times = dict(zip(HALVES, (forward_ms, backward_ms, weight_ms), strict=True))
@@ -228,7 +228,14 @@ def schedule(
         numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
     check_files(0, [json_file], plot_file)
-    rows = chart(plan, simulation, columns(), notes, "version")
+    if count > MOST_SHOWN:
+        check_shown(json_file, plot_file, count, "stages")
+        begins = max(events[0].start for events in simulation.timeline)
+        rows = [
+            f"no chart of more than {MOST_SHOWN} stages: the last one begins at {begins:.6g} ms"
+        ]
+    else:
+        rows = chart(plan, simulation, columns(), notes, "version")
     click.echo("\n".join([*title, "", *rows, "", *filled(facts)]))
     outputs = Outputs()
     if json_file:
@@ -242,20 +249,37 @@ def schedule(
     outputs.settle()
 
 
+MOST_ON_HOST = 64
+"""Ranks of a host in a large job: the cost model makes the plans of all ranks of some hosts."""
+USUAL_BYTES = 1 << 26
+"""Bytes of the array of a large job without --bytes."""
+
+
+def check_shown(json_file: Path | None, plot_file: Path | None, number: int, noun: str) -> None:
+    """Raise ConfigError for a file of more ranks or stages than are shown."""
+    from mpitrain.errors import ConfigError
+
+    if json_file or plot_file:
+        raise ConfigError(
+            f"--json and --plot show each of the {noun}, but {number:,} are too many.",
+            f"Leave them out, or take fewer {noun}.",
+        )
+
+
 OPTIONS = (
     click.option(
         "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
     click.option(
         "--ranks",
-        type=click.IntRange(1, 256),
+        type=click.IntRange(1, 16384),
         default=4,
         show_default=True,
         help="Ranks of the collective.",
     ),
     click.option(
         "--hosts",
-        type=click.IntRange(1, 256),
+        type=click.IntRange(1, 16384),
         default=1,
         show_default=True,
         help="Hosts; consecutive ranks share a host.",
@@ -264,7 +288,7 @@ OPTIONS = (
         "--bytes",
         "nbytes",
         type=Bytes(),
-        help="Also print the bytes that each rank sends, for a float32 array of this size.",
+        help="Also print the bytes that each rank sends, and predicted times, for a float32 array of this size.",
     ),
     output_option("--json", "Write all steps and buffer contents to this file."),
     output_option("--plot", "Draw the steps to this file. Needs mpitrain[report]."),
@@ -318,9 +342,10 @@ def _plan(
     from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
+    from mpitrain.tools.plan import MOST_SHOWN
     from mpitrain.tools.plan.collective import collective
     from mpitrain.tools.plan.collective_text import printed
-    from mpitrain.tools.plan.traffic import amounts
+    from mpitrain.tools.plan.traffic import amounts, of_many, times
 
     if hosts > ranks:
         raise ConfigError(
@@ -330,11 +355,26 @@ def _plan(
     if operation == "allreduce" and is_file(algorithm):
         algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
+    if ranks > MOST_SHOWN:
+        check_shown(json_file, plot_file, ranks, "ranks")
+        if ranks > MOST_ON_HOST * hosts:
+            raise ConfigError(
+                f"Beyond {MOST_SHOWN} ranks a host has at most {MOST_ON_HOST}, but {ranks} ranks are on {hosts} host(s).",
+                f"Take at least --hosts {-(-ranks // MOST_ON_HOST)}.",
+            )
+        lines = of_many(operation, algorithm, names)
+        click.echo("\n".join([*lines, "", *times(operation, names, nbytes or USUAL_BYTES)]))
+        return
     simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
     click.echo("\n".join(printed(simulated, columns())))
     if nbytes is not None:
-        click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
+        lines = [
+            *amounts(operation, algorithm, names, nbytes),
+            "",
+            *times(operation, names, nbytes),
+        ]
+        click.echo("\n" + "\n".join(lines))
     outputs = Outputs()
     if json_file:
         from mpitrain.files import write_whole

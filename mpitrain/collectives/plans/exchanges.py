@@ -130,6 +130,43 @@ def pairwise_all_gather(rank: int, n: int, count: int) -> Plan:
     )
 
 
+# Bruck's distances: in each step a rank sends all chunks that it has to the rank `held` before it, and
+# receives as many from the rank `held` after it. Rank 0 of 5 has chunk 0, then 0-1, 0-3, 0-4. Runs of
+# chunks that go on behind the last chunk are two messages.
+#
+# source   Bruck et al. 1997, IEEE Trans. Parallel Distrib. Syst. 8(11)
+
+
+def bruck_all_gather(rank: int, n: int, count: int) -> Plan:
+    """Plan an all-gather in ceil(lg n) steps, of as few bytes as a ring."""
+    chunks = chunk_bounds(count, n)
+
+    def run(first: int, number: int, peer: int) -> tuple[Transfer, ...]:
+        first %= n
+        runs = (first, min(n, first + number)), (0, first + number - n)
+        return tuple(
+            Transfer(peer % n, chunks[start][0], chunks[stop - 1][1])
+            for start, stop in runs
+            if start < stop
+        )
+
+    steps, held = list[Step](), 1
+    while held < n:
+        moved = min(held, n - held)
+        sent, received = run(rank, moved, rank - held), run(rank + held, moved, rank + held)
+        steps.append(Step(sent, received))
+        held += moved
+    return Plan(tuple(steps))
+
+
+def bruck_reduce_scatter(rank: int, n: int, count: int) -> Plan:
+    """Plan a reduce-scatter by recursive halving: the steps of the all-gather in reverse order.
+
+    Half of the array is received at once, so scratch is half as long as the array.
+    """
+    return reverse(bruck_all_gather(rank, n, count), combine=True)
+
+
 def all_to_all(rank: int, n: int, count: int) -> Plan:
     """Plan an all-to-all in n - 1 steps and a copy, with chunks of one size.
 

@@ -54,6 +54,13 @@ def all_reduce(rank: int, n: int, count: int) -> Plan:
     return Plan(scatter.steps + all_gather(rank, n, count).steps, scatter.depth)
 
 
+def shift(rank: int, n: int, count: int) -> Plan:
+    """Plan one step in which the array of each rank goes to the next one."""
+    return Plan(
+        (Step((Transfer((rank + 1) % n, 0, count),), (Transfer((rank - 1) % n, 0, count),)),)
+    )
+
+
 def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
     """Plan n - 1 rounds: send chunk `first`, then in each round the chunk received in the last one.
 

@@ -23,6 +23,11 @@ def _has_levels(topology: Topology) -> bool:
     return 1 < len(set(topology.hosts)) < len(topology.hosts)
 
 
+def _is_far(topology: Topology) -> bool:
+    """Return whether steps take a network's latency, and a ring more of them than ceil(lg n)."""
+    return len(set(topology.hosts)) > 1 and len(topology.hosts) > 3
+
+
 def _is_on_host(topology: Topology) -> bool:
     """Return whether arrays are in host memory.
 
@@ -80,6 +85,7 @@ ALL_REDUCE: Table[str, Algorithm] = Table(
 REDUCE_SCATTER: Table[str, Algorithm] = Table(
     {
         "ring": of_plan(ring.reduce_scatter, segments=chunks_in_segments),
+        "bruck": of_plan(exchanges.bruck_reduce_scatter, _is_far),
         "pairwise": of_plan(exchanges.pairwise_reduce_scatter, is_rival=never),
         "shared": _shared("reduce-scatter", "ring", (1.0, 0.5)),
     }
@@ -88,6 +94,7 @@ REDUCE_SCATTER: Table[str, Algorithm] = Table(
 ALL_GATHER: Table[str, Algorithm] = Table(
     {
         "ring": of_plan(ring.all_gather, segments=chunks_in_segments),
+        "bruck": of_plan(exchanges.bruck_all_gather, _is_far),
         "pairwise": of_plan(exchanges.pairwise_all_gather, is_rival=never),
         "shared": _shared("all-gather", "ring", (1.0, 0.7)),
     }
@@ -108,6 +115,7 @@ PLANS: dict[str, dict[str, Callable[..., Plan]]] = {
     },
     "reduce": {"binomial": exchanges.tree_reduce, "ring-gather": exchanges.ring_gather_reduce},
     "all-to-all": {"pairwise": exchanges.all_to_all, "at-once": exchanges.all_to_all_at_once},
+    "shift": {"ring": ring.shift},
     "sendrecv": {"ping-pong": exchanges.ping_pong},
 }
 """{operation: {name: plan}} of all other operations; their callers name the plan, without "auto".

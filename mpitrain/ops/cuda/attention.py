@@ -9,11 +9,12 @@ Groups of heads that share keys and values, documents, and offsets or other pitc
 layer are macros: a launch without them runs a kernel that has no registers for them.
 """
 
-from math import e, log2
+from math import e, log, log2
 from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.cuda.launches import (
     KINDS,
     ROWS,
@@ -48,6 +49,11 @@ class AttentionKernels(NamedTuple):
     shared: tuple[int, int]
     macros: tuple[Macros, Macros]
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether they use tensor cores, and logarithms of base 2."""
+        return self.prefix == "attention_tensor"
+
 
 def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
     return _attended(kernels, q, kv, heads, (), starts, offset, arena)
@@ -80,6 +86,37 @@ def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     chosen = choose(kernels, q, kv, heads, y, bool(drop), starts is not None, offset)
     _launch(kernels, chosen, "", chosen.scale, q, kv, heads, offset, (y, log_sums, *drop, starts))
     return y, (q, kv, y, log_sums, heads, drop, starts, offset)
+
+
+def attention_part(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0, earlier=None):
+    y, saved = _attended(kernels, q, kv, heads, (), starts, offset, arena)
+    log_sums = saved[3]
+    if earlier is None:
+        return y, (y, log_sums, heads)
+    (batch, count, width), (whole, whole_sums, _) = q.shape, earlier
+    is_tensor = choose(kernels, q, kv, heads, y, False, starts is not None, offset).is_tensor
+    sizes = batch, whole.shape[1], count, heads, width // heads
+    kernels.launch(
+        "attention_join",
+        row_blocks(log_sums.size),
+        ROWS,
+        (*sizes, log(2) if is_tensor else 1.0, y, log_sums, whole, whole_sums),
+        macros=KINDS[q.dtype].macros,
+    )
+    return whole, earlier
+
+
+def attention_part_backward(
+    kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0
+):
+    y, log_sums, heads = saved
+    if first := y.shape[1] - q.shape[1]:
+        rows = dy, y[:, first:], log_sums[..., first:]
+        dy, y, log_sums = (arena.take(each.shape, each.dtype) for each in rows)
+        for target, source in zip((dy, y, log_sums), rows, strict=True):
+            copy_rows(target, source)
+    whole = q, kv, y, log_sums, heads, (), starts, offset
+    attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 
 def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):

@@ -28,6 +28,10 @@ def attention_backward(dy, saved, dq, dkv, arena):
     saved.backward(dy, dq, dkv, arena)
 
 
+def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0):
+    saved.of_part(q, kv, starts, offset).backward(dy, dq, dkv, arena)
+
+
 def attention_next(q, kv, keys, values, past, heads, arena):
     """Return y, and store the new keys and values.
 
@@ -92,6 +96,7 @@ class Forwards(NamedTuple):
 
     attention: Callable[..., Any]
     attention_dropout: Callable[..., Any]
+    attention_part: Callable[..., Any]
 
 
 def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
@@ -114,8 +119,16 @@ def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
         masks = AttentionMask(key, step, first, every, rate, q.shape[1])
         return attended(q, kv, heads, masks, arena, starts, offset)
 
-    return Forwards(attention_without, attention_dropout)
+    def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
+        rest = None, arena, starts, offset, tiled
+        y, state = attention_tiled.attended(q, kv, heads, *rest)
+        if earlier is None:
+            return y, state
+        attention_tiled.join(earlier, state, arena)
+        return earlier.y, earlier
+
+    return Forwards(attention_without, attention_dropout, attention_part)
 
 
-attention, attention_dropout = forwards("auto")
+attention, attention_dropout, attention_part = forwards("auto")
 attention_dropout_backward = attention_backward

@@ -45,6 +45,27 @@ class TiledState(NamedTuple):
     def backward(self, dy, dq, dkv, arena):
         backward(dy, *self, dq, dkv, arena)
 
+    def of_part(self, q, kv, starts, offset):
+        """Return the state for some of the keys, and for the last queries."""
+        first = self.y.shape[1] - q.shape[1]
+        y, log_sums = self.y[:, first:], self.log_sums[..., first:]
+        return self._replace(q=q, kv=kv, y=y, log_sums=log_sums, starts=starts, offset=offset)
+
+
+def join(whole, part, arena):
+    """Join a part to earlier ones, in place: y and the log sums of the last queries."""
+    whole = whole.of_part(part.q, None, None, 0)
+    batch, heads, count = part.log_sums.shape
+    ours, theirs, both = arena.take((3, *part.log_sums.shape), part.log_sums.dtype)
+    np.logaddexp(whole.log_sums, part.log_sums, out=both)
+    shape = batch, count, heads, part.y.shape[2] // heads
+    y, added = (each.y.reshape(shape) for each in (whole, part))
+    for each, share, log_sums in ((y, ours, whole.log_sums), (added, theirs, part.log_sums)):
+        np.exp(np.subtract(log_sums, both, out=share), out=share)
+        np.multiply(each, share.swapaxes(1, 2)[..., None], out=each)
+    np.add(y, added, out=y)
+    whole.log_sums[...] = both
+
 
 class ForwardTile(NamedTuple):
     """Views of one tile of the forward.
@@ -113,8 +134,12 @@ def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None
     every_kv = split_heads(kv, 2, groups)
     for sequence in rounds(batch, queries):
         own_q, (every_k, every_v), every_y = every_q[sequence], every_kv[:, sequence], ys[sequence]
+        some = slice(None)
         if starts is not None:
             tiles = visible(every, starts[sequence])
+            some = slice(int(starts[sequence].searchsorted(length)))  # The rest sees no key.
+            every_y[:, some.stop :], log_sums[sequence, :, some.stop :] = 0, -np.inf
+        seen, seen_sums = out[some], sums[some]
         for head in rounds(heads, queries):
             np.multiply(own_q[head], width**-0.5, out=q[:, :width])
             q[:, width] = 0
@@ -124,14 +149,14 @@ def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None
             fill = partial(drop.fill, sequence, head) if drop else None
             with np.errstate(over="ignore", invalid="ignore"):
                 passes.sum_values(tiles, fill)
-            if not (SAFE[0] < sums.min(initial=1) and sums.max(initial=1) < SAFE[1]):
+            if not (SAFE[0] < seen_sums.min(initial=1) and seen_sums.max(initial=1) < SAFE[1]):
                 # A softmax does not depend on a shift of its scores. NumPy takes almost as long for
                 # the row maxima as for the exponentials. So only such a head has a shift.
                 np.multiply(_row_maxima(tiles, sums), -1, out=q[:, width])
                 passes.sum_values(tiles, fill)
-            np.divide(out, sums[:, None], out=every_y[head])
-            np.log(sums, out=sums)
-            np.subtract(sums, q[:, width], out=log_sums[sequence, head])
+            np.divide(seen, seen_sums[:, None], out=every_y[head, some])
+            np.log(seen_sums, out=seen_sums)
+            np.subtract(seen_sums, q[some, width], out=log_sums[sequence, head, some])
     return y, TiledState(queries, kv, y, log_sums, tile, drop, starts, offset, passes)
 
 
@@ -290,6 +315,8 @@ def backward(
         every_y, every_d = ys[sequence], ds[sequence]
         if starts is not None:
             tiles = visible(every, starts[sequence])
+            dk.fill(0)  # No query may see a key.
+            dv.fill(0)
         for head in rounds(heads, dy):
             np.multiply(every_q[head], scale, out=q[:, :width])
             np.multiply(log_sums[sequence, head], -1, out=q[:, width])

@@ -28,17 +28,62 @@ def attention(q, kv, heads, arena, starts=None, offset=0):
 
 def attended(q, kv, heads, mask, starts=None, offset=0):
     """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, Q, T)."""
+    scores, v = _scores(q, kv, heads, starts, offset)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
+    return y, (q, kv, weights, mask)
+
+
+def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
+    """Return (y, saved) of attention to some of the keys, joined to earlier parts (Liu et al. 2023).
+
+    Queries and keys are as in `attention`, but need not be of the same tokens.
+
+    starts   (B, Q) int32: the first key that each query sees, ascending in a row; T: it sees none,
+             so that y is 0. None: each query sees all keys up to offset + t
+    earlier  `saved` of the parts before, for these queries or for more, of which these are the last;
+             y and `saved` are then theirs, with this part joined in place. None: this is the first
+    """
+    scores, v = _scores(q, kv, heads, starts, offset)
+    log_sums = np.logaddexp.reduce(scores, -1, initial=-np.inf)
+    weights = np.exp(scores - np.maximum(log_sums, np.finfo(q.dtype).min)[..., None])
+    y = (weights @ v).swapaxes(1, 2).reshape(q.shape)
+    if earlier is None:
+        return y, (y, log_sums)
+    first = earlier[0].shape[1] - q.shape[1]
+    own, own_sums = earlier[0][:, first:], earlier[1][..., first:]
+    joined = np.logaddexp(own_sums, log_sums)
+    shares = (np.exp(each - joined).swapaxes(1, 2)[..., None] for each in (own_sums, log_sums))
+    parts = (_heads(each, 1, heads)[0].swapaxes(1, 2) for each in (own, y))
+    own[...] = sum(map(np.multiply, shares, parts)).reshape(own.shape)
+    own_sums[...] = joined
+    return earlier[0], earlier
+
+
+def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0):
+    """Write what some of the keys add to dq, and their dkv.
+
+    dy     (B, Q, H D) of these queries
+    saved  of `attention_part`, after all parts
+    """
+    first, heads = saved[0].shape[1] - q.shape[1], saved[1].shape[1]
+    y, log_sums = saved[0][:, first:], saved[1][..., first:]
+    scores, _ = _scores(q, kv, heads, starts, offset)
+    (own_y,), (own_dy,) = _heads(y, 1, heads), _heads(dy, 1, heads)
+    dots = (own_dy * own_y).sum(-1, keepdims=True)
+    _put_gradients(dy, q, kv, np.exp(scores - log_sums[..., None]), 1, dots, dq, dkv)
+
+
+def _scores(q, kv, heads, starts, offset):
+    """Return the scores (B, H, Q, T), -inf for keys that a query does not see, and the values."""
     (every_q,), (k, v) = _heads(q, 1, heads), _heads(kv, 2, _groups(q, kv, heads))
     k, v = (np.repeat(x, heads // x.shape[1], 1) for x in (k, v))
     scores = every_q @ k.swapaxes(-1, -2) / np.sqrt(k.shape[-1], dtype=q.dtype)
     is_seen = np.tri(q.shape[1], kv.shape[1], offset, dtype=bool)
     if starts is not None:
         is_seen = is_seen & (np.arange(kv.shape[1]) >= starts[:, None, :, None])
-    scores = np.where(is_seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
-    return y, (q, kv, weights, mask)
+    return np.where(is_seen, scores, -np.inf), v
 
 
 def attention_next(q, kv, keys, values, past, heads, arena):
@@ -74,11 +119,17 @@ def attention_backward(dy, saved, dq, dkv, arena):
     The gradients of keys and values are sums over the query heads of their group.
     """
     q, kv, weights, mask = saved
+    _put_gradients(dy, q, kv, weights, mask, None, dq, dkv)
+
+
+def _put_gradients(dy, q, kv, weights, mask, dots, dq, dkv):
+    """Write dq and dkv.    dots: (B, H, Q, 1), sums of dy y over a row; None: of these keys alone"""
     heads, groups = weights.shape[1], _groups(q, kv, weights.shape[1])
     (every_q,), (k, v), (d,) = _heads(q, 1, heads), _heads(kv, 2, groups), _heads(dy, 1, heads)
     k, v = (np.repeat(x, heads // groups, 1) for x in (k, v))
     dweights = d @ v.swapaxes(-1, -2) * mask
-    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True))
+    dots = (dweights * weights).sum(-1, keepdims=True) if dots is None else dots
+    dscores = weights * (dweights - dots)
     dscores /= np.sqrt(k.shape[-1], dtype=q.dtype)
     _heads(dq, 1, heads)[0][...] = dscores @ k
     for out, each in zip(

@@ -15,14 +15,18 @@ source  Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
-from mpitrain.layers.base import Gradients, Weights
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Gradients, TokenShare, Weights
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
+from mpitrain.parallel.tensor.linear import HeadAttention
 from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 Pairs = Iterable[tuple[Any, Any]]
@@ -108,6 +112,117 @@ class Ulysses:
             copy_rows(part, message)
 
 
+class RingAttention(HeadAttention):
+    """Attention of tokens that the ranks divide, with keys and values that go around the ring.
+
+    In step s rank r attends to the tokens of rank r - s, while those of the next step travel. In the
+    backward the gradients of keys and values follow them, one step later, and come home last.
+
+    context  the context-parallel group
+    traffic  a rank sends (n - 1) / n of B T 2 G D numbers forward, and twice as many backward
+    source   Liu et al. 2023, arXiv:2310.01889; zigzag: Brandon et al. 2023, arXiv:2311.09431
+    raises   ConfigError for dropout of the probabilities
+    """
+
+    def __init__(self, layers: Any, context: Group, *arguments: Any):
+        super().__init__(layers, None, *arguments)
+        self._context = context
+        if self.drop:
+            raise ConfigError(
+                "With layout.cp_mode ring no rank has whole rows of probabilities, but attention has dropout "
+                f"{self.drop.rate:g}.",
+                "Set model.attention_dropout to 0, or layout.cp_mode to ulysses.",
+            )
+
+    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        x = self._rows.sequences(x)
+        if self.rotary:
+            x = self._turned(x, 1, self.now.places and self.now.places.own, arena)
+        width = self._width(x.shape)
+        q, kv = (_contiguous(part, arena) for part in (x[..., :width], x[..., width:]))
+        del x
+        here, joined = self._lease(kv, kv), None
+        for step, queries, keys, *where in self._steps(kv.shape[1]):
+            seen = (here.array if step else kv)[:, keys]
+            with self._shifted(here if self._is_sent(step) else None) as (there,):
+                y, joined = self.ops.attention_part(
+                    q[:, queries], seen, self.heads, arena, *where, joined
+                )
+            here = there
+        return y, (q, kv, joined)
+
+    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+        q, kv, joined = saved
+        dy = self._rows.sequences(dy)
+        here, sums = self._lease(kv, kv), None
+        for step, queries, keys, *where in self._steps(kv.shape[1]):
+            part, dkv = arena.take(q.shape, q.dtype), self._lease(kv)
+            part.fill(0)
+            dkv.array.fill(0)
+            with self._shifted(here if self._is_sent(step) else None, sums) as (there, arrived):
+                self.ops.attention_part_backward(
+                    dy[:, queries],
+                    joined,
+                    q[:, queries],
+                    here.array[:, keys],
+                    part[:, queries],
+                    dkv.array[:, keys],
+                    arena,
+                    *where,
+                )
+            here = there
+            if step == 0:
+                dq, own = part, dkv
+                continue
+            self.ops.add(dq, part, dq, arena)
+            if arrived:
+                self.ops.add(dkv.array, arrived.array, dkv.array, arena)
+            sums = dkv
+        width, dx = q.shape[2], arena.take((*q.shape[:2], q.shape[2] + kv.shape[2]), q.dtype)
+        with self._shifted(sums) as (arrived,):
+            copy_rows(dx[..., :width], dq)
+        self.ops.add(own.array, arrived.array, own.array, arena)
+        copy_rows(dx[..., width:], own.array)
+        if self.rotary:
+            self._turned(dx, -1, self.now.places and self.now.places.own, arena, dx)
+        return dx, None
+
+    def _steps(self, own: int) -> Iterator[tuple[int, slice, slice, Any, int]]:
+        """Yield each step with its queries and keys, and the arguments `starts` and `offset`.
+
+        own  number of tokens that each rank has
+        """
+        starts = self.now.places and self.now.places.starts
+        for step in range(self._context.size):
+            source = (self._context.rank - step) % self._context.size
+            seen = self.now.tokens.seen(source, own)
+            yield step, *seen, starts and starts[source], own if step else 0
+
+    def _is_sent(self, step: int) -> bool:
+        """Return whether the next rank still needs the keys and values of this step."""
+        return step + 1 < self._context.size
+
+    def _lease(self, like: Any, content: Any = None) -> ActivationBuffer:
+        lease = self._context.exchange(like.shape, like.dtype)
+        if content is not None:
+            copy_rows(lease.array, content)
+        return lease
+
+    @contextmanager
+    def _shifted(self, *leases: ActivationBuffer | None) -> Iterator[list[Any]]:
+        """Send buffers to the next rank while the block computes; yield those from the rank before."""
+        arrived = [lease and self._lease(lease.array) for lease in leases]
+        moving = [a.bound_shift(b) for a, b in zip(leases, arrived, strict=True) if a and b]
+        with moving[0].beside(*moving[1:]) if moving else nullcontext():
+            yield arrived
+
+
+def _contiguous(x: Any, arena: Arena) -> Any:
+    copy = arena.take(x.shape, x.dtype)
+    copy_rows(copy, x)
+    return copy
+
+
 def _by_tokens(y: Any, buffer: Any) -> Pairs:
     """Pair the chunk of each rank with its tokens of y, (B, T, columns / n)."""
     tokens = buffer.shape[2]
@@ -126,13 +241,17 @@ def _by_heads(x: Any, widths: Sequence[int], buffer: Any) -> Pairs:
         first += width
 
 
-def all_tokens(x: Any, context: Group, arena: Arena) -> Any:
+def all_tokens(x: Any, context: Group, share: TokenShare, arena: Arena) -> Any:
     """All-gather the tokens of every rank, (B, T, C), from those of this one, (B, T / n, C)."""
     batch, tokens, columns = x.shape
     lease = context.exchange((context.size, *x.shape), x.dtype)
     copy_rows(lease.array[context.rank], x)
     lease.bound_all_gather().run()
     whole = arena.take((batch, context.size * tokens, columns), x.dtype)
-    for message, part in _by_tokens(whole, lease.array):
-        copy_rows(part, message)
+    for rank, chunk in enumerate(lease.array):
+        first = 0
+        for run in share._replace(rank=rank).runs(whole.shape[1]):
+            part = chunk[:, first : first + len(run)]
+            copy_rows(whole[:, run.start : run.stop], part)
+            first += len(run)
     return whole

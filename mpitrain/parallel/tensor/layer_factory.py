@@ -16,7 +16,7 @@ from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.context import Ulysses
+from mpitrain.parallel.tensor.context import RingAttention, Ulysses
 from mpitrain.parallel.tensor.linear import (
     Column,
     ColumnParallelLinear,
@@ -42,34 +42,42 @@ class LayerFactory(Plain):
     on one rank.
 
     context  the context-parallel group, which divides the tokens of each row; None: no other rank
+    is_ring  whether layout.cp_mode is ring
     """
 
-    def __init__(self, ops: Ops, rows: ReplicatedRows, context: Group | None = None):
+    def __init__(
+        self, ops: Ops, rows: ReplicatedRows, context: Group | None = None, is_ring: bool = False
+    ):
         super().__init__(ops)
         self.rows, self.context = rows, context
         if context:
-            self.now.tokens = TokenShare(context.rank, context.size)
+            self.now.tokens = TokenShare(context.rank, context.size, is_ring)
 
     def attention(
         self, width: int, heads: int, kv_heads: int | None = None, *rest: Any, **more: Any
     ) -> Layer:
         inner, context = super().attention(width, heads, kv_heads, *rest, **more), self.context
-        if not context:
+        if not context or self.now.tokens.is_ring:
             return inner
         return Ulysses(inner, heads, heads if kv_heads is None else kv_heads, self.rows, context)
 
     def _heads(self, *arguments: Any) -> Attention:
         if self.rows.group.size == 1 and not self.context:
             return super()._heads(*arguments)
+        if self.context and self.now.tokens.is_ring:
+            return RingAttention(self, self.context, *arguments)
         return HeadAttention(self, self.context, *arguments)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
         if not self.context:
             return self.rows.filled(shape)
-        n, (sequences, tokens) = self.context.size, shape
-        sequences, tokens = self.rows.filled((sequences, -(-tokens // n)))
-        return sequences, n * tokens
+        ranks, chunks, (sequences, tokens) = self.context.size, self.now.tokens.chunks, shape
+        each = chunks // ranks  # chunks of a rank
+        sequences, own = self.rows.filled((sequences, -(-tokens // chunks) * each))
+        if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
+            sequences, own = self.rows.filled((sequences, own + 1))
+        return sequences, ranks * own
 
     def whole(self, logits: Any, arena: Arena) -> Any:
         """Return all columns of the last layer's output, on every rank."""
@@ -154,11 +162,12 @@ def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None
 ) -> LayerFactory:
     """Return the layer factory of a tensor-parallel group.    context: as of `LayerFactory`"""
+    is_ring = layout.cp_mode == "ring"
     if group.size == 1:
-        return LayerFactory(ops, ReplicatedRows(group), context)
+        return LayerFactory(ops, ReplicatedRows(group), context, is_ring)
     is_divided = layout.sequence_parallel
     rows = SequenceSharded(group, layout.keep_gathered) if is_divided else ReplicatedRows(group)
-    return ShardedLayerFactory(ops, rows, context)
+    return ShardedLayerFactory(ops, rows, context, is_ring)
 
 
 def described(ops: Ops, layout: Layout) -> LayerFactory:

@@ -286,6 +286,7 @@ class Save:
         raises  TrainingError on every rank if any of them could not write; older checkpoints stay
                 valid
         """
+        began = time.perf_counter()
         try:
             self.attempt(lambda: self._result(self._write, self._written))
             self.attempt(lambda: self._result(self._publish, self._published))
@@ -295,6 +296,7 @@ class Save:
             if self._transport.rank == 0:
                 abandon(self._unfinished)
             raise
+        self.paused_s += time.perf_counter() - began
 
     def give_up(self) -> None:
         """Return when the thread has ended, which no longer waits for the lists of other ranks."""

@@ -58,7 +58,7 @@ KEYS = ("tp", "cp", "pp", "zero", "micro_batches", "recompute")
 OF_STEP = {0: ("all-reduce",), 1: ("reduce-scatter", "all-gather"), 2: ("all-gather",)}
 OF_MICRO_BATCH = {2: ("reduce-scatter",), 3: ("reduce-scatter", "all-gather", "all-gather")}
 """{stage of ZeRO: its collectives of gradients and parameters}, once a step or a micro-batch."""
-MESSAGES = {"sendrecv": "ping-pong", "all-to-all": "pairwise"}
+MESSAGES = {"sendrecv": "ping-pong", "all-to-all": "pairwise", "shift": "ring"}
 """{operation of one algorithm: the algorithm}."""
 LINEAR = 1 << 24
 """Elements from which the cost model is a line."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
+from mpitrain.run.metrics import CLOSING, METRICS, read_metrics, seconds, total_s
 from mpitrain.run.observation import Observation, observe, question
 from mpitrain.tools.report.time_breakdown import COMPUTING, SHARES, TimeShares
 from mpitrain.trace.blame import (
@@ -171,6 +171,49 @@ def how_it_ended(records: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"It has not ended by itself: the last line of its metrics is of step {last.get('step')}."
     )
+
+
+def spent(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of a run by what all its starts did; {} if its starts have noted no times.
+
+    Steps after the last line before an interruption count by the `step_s` of that line.
+    """
+    parts = dict.fromkeys(SPENT, 0.0)
+    logged_at, step_s = 0, 0.0
+    for record in records:
+        for part, keys in SPENT.items():
+            parts[part] += sum(seconds(record, key) for key in keys)
+        step = int(record.get("step", 0))
+        if "lr" in record or record.get("event") == "resume":
+            step_s = seconds(record, "step_s") or step_s
+            parts["useful steps"] += (step - logged_at) * step_s
+            logged_at = step
+        if record.get("event") == "back":
+            undone = (step - seconds(record, "to")) * step_s
+            parts["useful steps"] -= undone
+            parts["repeated or undone steps"] += undone
+    total = total_s(records)
+    return {**parts, "other": total - sum(parts.values())} if total else {}
+
+
+SPENT = {
+    "useful steps": (),
+    "start-up": ("startup_s",),
+    "checkpoints": ("checkpoint_pause_s",),
+    "evaluation": ("eval_s",),
+    "repeated or undone steps": ("repeated_s",),
+    "waiting between starts": ("waited_s",),
+}
+"""{part of a run's time: the keys of its seconds in records}."""
+
+
+def goodput(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line: the part of a run's time that was useful steps, over all its starts, and the other parts."""
+    if parts := spent(records):
+        total = sum(parts.values())
+        shares = (f"{100 * max(0.0, part) / total:.1f}% {name}" for name, part in parts.items())
+        useful, *others = shares
+        yield f"Goodput: of {total:,.1f} s since the first start {useful}, {', '.join(others)}."
 
 
 SECONDS = 10.0

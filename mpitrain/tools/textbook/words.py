@@ -5,6 +5,7 @@ its fields. `ko.json` has the Korean of each.
 """
 
 import json
+import re
 import textwrap
 import unicodedata
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from pathlib import Path
 from mpitrain.errors import ConfigError, Sentence, joined
 
 LANGUAGES = ("en", "ko")
+
+PARTICLE = re.compile(r"(?<=([0-9가-힣]))([은이을과])\(([는가를와])\)")
+"""A particle in both of its forms, behind a number or a Korean word: after a consonant, after a vowel."""
 
 
 @cache
@@ -44,7 +48,17 @@ def text(english: str, language: str, **values: object) -> str:
         return text(english.law, language, **english.values)
     template = korean()[english] if language == "ko" else english
     inner = {name: joined(_into(value, language)) for name, value in values.items()}
-    return template.format(**inner) if values else template
+    filled = template.format(**inner) if values else template
+    return PARTICLE.sub(_fitted, filled) if language == "ko" else filled
+
+
+def _fitted(particle: re.Match[str]) -> str:
+    """Return the form of a particle that fits the last sound before it."""
+    before, after_consonant, after_vowel = particle.groups()
+    ends_in_consonant = (
+        before in "013678" if before.isdigit() else (ord(before) - ord("가")) % 28 > 0
+    )
+    return after_consonant if ends_in_consonant else after_vowel
 
 
 def _into(value: object, language: str) -> object:

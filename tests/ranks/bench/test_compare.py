@@ -68,7 +68,7 @@ LAYOUTS = {
         "pp2:zb-v",
         "ulysses2+accumulate3",
     ],
-    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half", "ulysses3+recompute"],
+    3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half", "ulysses3+recompute", "ring3"],
     4: [
         "ring",
         "pp2:zero-bubble",
@@ -77,6 +77,8 @@ LAYOUTS = {
         "tp2+dp2+accumulate2",
         "ulysses2+tp2+sequence",
         "ulysses2+pp2:gpipe",
+        "ring2+tp2+sequence",
+        "ring2+pp2:gpipe+recompute",
     ],
 }
 

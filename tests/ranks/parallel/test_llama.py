@@ -148,6 +148,7 @@ LAYOUTS = {
             "memory.recompute=attention",
         ],
     ),
+    "ring of 3": (3, ["layout.cp=3", "layout.cp_mode=ring", "batch.micro_batches=2"]),
     "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
     "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),

@@ -25,6 +25,7 @@ from tests.training import configured, held, stepped
 pytestmark = pytest.mark.slow
 
 STEPS = 4
+RING = "layout.cp_mode=ring"
 GPT = [
     "model.layers=2",
     "model.width=48",
@@ -213,8 +214,16 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
     [
         (["batch.micro_batches=2"], [(1, 2, 1, 2, []), (2, 3, 1, 1, ["replication.zero=3"])]),
         (["model.tied=true"], [(1, 2, 3, 1, ["memory.recompute=unit"])]),
+        (
+            ["model.heads=2", "model.context=24", "batch.micro_batches=2"],
+            [
+                (1, 2, 2, 1, [RING, "layout.sequence_parallel=true"]),
+                (2, 3, 1, 1, [RING, "replication.zero=3", "memory.recompute=attention"]),
+                (1, 4, 1, 2, [RING, "memory.recompute=unit"]),
+            ],
+        ),
     ],
-    ids=["micro-batches", "tied"],
+    ids=["micro-batches", "tied", "ring"],
 )
 def test_ranks_that_divide_tokens_train_20_steps_as_one_rank_does(settings, layouts):
     steps, settings = 20, [*ONE, *settings, "run.steps=20", "model.width=24", "batch.size=6"]

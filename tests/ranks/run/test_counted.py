@@ -50,6 +50,8 @@ LAYOUTS = {
     "cp": (4, ["layout.cp=2", "memory.recompute=unit", *DOCUMENTS]),
     "cp, all axes": (4, ["layout.cp=2", "layout.pp=2", "model.dropout=0.2"]),
     "cp, tp": (4, ["layout.cp=2", "layout.tp=2", "layout.sequence_parallel=true", "model.heads=4"]),
+    "ring": (3, ["layout.cp=3", "layout.cp_mode=ring", "model.context=90", *DOCUMENTS]),
+    "ring, tp": (4, ["layout.cp=2", "layout.cp_mode=ring", "layout.tp=2", "memory.recompute=unit"]),
     "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
     "dropout": (
         2,
@@ -75,6 +77,7 @@ SIMULATED = {
     "kernels, chunks": (1, ["memory.logit_chunks=4", "memory.recompute=unit"]),
     "kernels, documents": (1, ["batch.micro_batches=5", *DOCUMENTS]),
     "kernels, cp": (2, ["layout.cp=2", "model.dropout=0.2"]),
+    "kernels, ring": (2, ["layout.cp=2", "layout.cp_mode=ring"]),
     "kernels, llama": (2, [*LLAMA, "layout.tp=2", "memory.recompute=attention"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }

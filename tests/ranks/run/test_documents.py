@@ -114,6 +114,7 @@ LAYOUTS = [
     (2, ["layout.cp=2", "memory.recompute=unit"]),
     (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     (4, ["layout.cp=2", "layout.pp=2", "batch.micro_batches=3"]),
+    (4, ["layout.cp=4", "layout.cp_mode=ring", "memory.recompute=unit"]),
     (3, ["replication.mode=master", "batch.micro_batches=2"]),
     (3, ["replication.mode=server", "replication.servers=1", "replication.update=sync"]),
 ]
@@ -161,6 +162,7 @@ def test_an_asynchronous_pipeline_cuts_at_its_own_documents(ranks):
         (2, ["layout.tp=2"]),
         (2, ["layout.pp=2", "batch.micro_batches=2"]),
         (2, ["layout.cp=2"]),
+        (4, ["layout.cp=4", "layout.cp_mode=ring"]),
     ],
     ids=str,
 )

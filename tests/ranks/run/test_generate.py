@@ -30,6 +30,7 @@ LAYOUTS = {
     "pp 2": (2, ["layout.pp=2"]),
     "pp 2, two chunks": (2, ["layout.pp=2", "pipeline.schedule=interleaved"]),
     "tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", "layout.sequence_parallel=true"]),
+    "ring of 2": (2, ["layout.cp=2", "layout.cp_mode=ring"]),
     "cp 2, pp 2": (4, ["layout.cp=2", "layout.pp=2"]),
     "dp 3": (3, []),
     "dp 2, tied, tp 2": (4, ["layout.tp=2", "model.tied=true"]),

@@ -32,6 +32,7 @@ from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import checkpoint_of, noted_largest
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.report.text import goodput, spent
 from mpitrain.trace.recorder import SILENT
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
@@ -562,6 +563,38 @@ def test_a_checkpoint_has_its_time_and_bytes_in_the_metrics(book, tmp_path):
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert one["checkpoint_bytes"] == sum(sizes) and len(sizes) > 1
         assert 0 < one["checkpoint_pause_s"] <= one["checkpoint_s"] < one["wall_s"]
+
+
+def test_the_parts_of_five_interrupted_starts_add_up_to_their_wall_time(
+    book, tmp_path, monkeypatch
+):
+    """Two die, the first of them without a checkpoint, and two are stopped; 0.2 s lie between them."""
+    step, dying = Trainer.step, None
+
+    def dies_at(trainer, index, *rest):
+        if index + 1 == dying:
+            raise Killed
+        return step(trainer, index, *rest)
+
+    monkeypatch.setattr(Trainer, "step", dies_at)
+    keys = [*book, "run.steps=40", "checkpoint.every=10", "run.eval_every=20", "run.delay=0:50"]
+    keys += ["run.log_every=3", "run.on_spike=back"]
+    began = time.time()
+    for last, stops in ((7, 0), (18, 0), (26, 0), (0, 9), (0, 0)):
+        asks, dying = iter(range(1000)), last
+        with suppress(Killed):
+            go(1, keys, "auto", lambda rank, asks=asks, stops=stops: next(asks) + 1 == stops)
+        time.sleep(0.2)
+    wall_s = time.time() - began - 0.2
+    parts = spent(records(tmp_path))
+    assert not abs(sum(parts.values()) - wall_s) > 0.01 * wall_s, parts
+    assert not abs(parts["other"]) > 0.03 * wall_s, parts
+    lost = 6 + 7 + 5  # steps after the checkpoints of steps 0, 10 and 20
+    assert abs(parts["repeated or undone steps"] / parts["useful steps"] - lost / 40) < 0.1, parts
+    # A start that dies leaves no line of its last 1 to 3 steps.
+    assert not abs(parts["waiting between starts"] - 0.95) > 0.2 and parts["checkpoints"] > 0, parts
+    (line,) = goodput(records(tmp_path))
+    assert " useful steps, " in line
 
 
 def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_path):

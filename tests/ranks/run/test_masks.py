@@ -111,6 +111,7 @@ LAYOUTS = [
     (4, ["layout.dp=2", "layout.pp=2", "batch.micro_batches=3"]),
     (4, ["layout.dp=2", "layout.tp=2"]),
     (4, ["layout.dp=2", "layout.cp=2"]),
+    (2, ["layout.cp=2", "layout.cp_mode=ring"]),
     (3, ["replication.zero=1"]),
     (3, ["replication.zero=2", "batch.micro_batches=2"]),
     (3, ["replication.zero=3", "batch.micro_batches=2"]),

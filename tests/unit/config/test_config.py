@@ -151,9 +151,14 @@ def test_a_value_with_another_name_is_told_its_own(setting, hint):
             "Set model.context to 126 or 129.",
         ),
         (
+            ["layout.cp=3", "layout.cp_mode=ring", "model.context=129"],
+            "2 x layout.cp divides the tokens of a row equally, but 6 does not divide",
+            "Set model.context to 126 or 132.",
+        ),
+        (
             ["layout.cp=4", "layout.tp=2"],
             "layout.tp x layout.cp must divide model.heads, but 8 does not divide 4.",
-            "Set model.heads to 8 or 16, or layout.tp x layout.cp to 2 or 4.",
+            "Set model.heads to 8 or 16, or layout.tp x layout.cp to 2 or 4, or layout.cp_mode to ring.",
         ),
         (
             ["layout.cp=2", "pipeline.schedule=async"],

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -12,8 +13,8 @@ def _disassembler() -> Path:
     return next(path for folder in folders for path in Path(folder).glob("cu*/bin/nvdisasm"))
 
 
-def instructions(cubin: bytes, kernel: str) -> list[str]:
-    """All instructions of a kernel of a cubin, in order, between its labels: `.L_x_1:`."""
+@lru_cache(maxsize=1)
+def _sections(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -24,11 +25,12 @@ def instructions(cubin: bytes, kernel: str) -> list[str]:
             check=True,
             timeout=300,
         ).stdout
-    text = next(
-        part
-        for part in re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
-        if part.startswith(f".text.{kernel},")
-    )
+    return re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
+
+
+def instructions(cubin: bytes, kernel: str) -> list[str]:
+    """All instructions of a kernel of a cubin, in order, between its labels: `.L_x_1:`."""
+    text = next(part for part in _sections(cubin) if part.startswith(f".text.{kernel},"))
     found = re.finditer(r"^\s*(?:(\.L_\w+:)|/\*[0-9a-f]+\*/\s+([^;]+);)", text, re.MULTILINE)
     return [
         label or instruction.strip() for label, instruction in (match.groups() for match in found)

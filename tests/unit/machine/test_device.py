@@ -41,7 +41,7 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     for ops in (device.ops, ops_for("cpu")):
         # Forwards of attention are made anew for a value of memory.attention.
         others = {name for name, run in vars(ops).items() if run is not numpy_s[name]}
-        assert others == {"attention", "attention_dropout"}
+        assert others == {"attention", "attention_dropout", "attention_part"}
     half = ops_for("cpu", compute="bfloat16")
     (rounded, _), (exact, _) = (
         ops.relu(np.full(1, 1.001, np.float32), Arena()) for ops in (half, bodies.host())

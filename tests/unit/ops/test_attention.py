@@ -7,6 +7,7 @@ import pytest
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena, padded
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import OPERATIONS, bodies
@@ -18,6 +19,7 @@ from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from tests.cases.layers import GROUPED
 from tests.cases.packed import Packed
+from tests.cases.rings import RINGS, check_ring, of_rank
 from tests.laws.operations import TOLERANCE, OperationLaws
 from tests.laws.transport import laws_of
 from tests.training import configured
@@ -111,6 +113,23 @@ def test_shared_heads_and_offsets_equal_the_definition(
     tiles = [tiled(tile, passes) for tile in (*TILES[1:], None)]
     for forward in (chosen.forwards("whole", *passes).attention, *tiles):
         assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("body", ["reference", "numpy", "compiled"])
+def test_the_ranks_of_a_ring_compute_attention_over_whole_rows(body, ring, monkeypatch):
+    monkeypatch.setattr(attention_tiled, "tile_for", lambda width: TileLimits(16, 24))
+    check_ring(reference if body == "reference" else bodies.host("whole", body), *ring)
+
+
+def test_the_ranks_of_a_ring_have_equal_work(monkeypatch):
+    counts = []
+    for rank in range(3):
+        monkeypatch.setattr(attention_tiled, "np", counting := Counting())
+        q, kv, dy = (drawn(n, 1, 6 * 37, n * 8) for n in (1, 2, 1))
+        of_rank(bodies.host("tiled"), TokenShare(rank, 3, True), q, kv, dy, 2, None)
+        counts.append(counting.multiplications)
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 def test_the_definition_shares_heads_as_if_they_were_repeated():

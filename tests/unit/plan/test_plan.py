@@ -132,6 +132,9 @@ def test_a_chart_of_any_times_fits_the_terminal(halves):
 def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
     lines = shown("schedule", "--micro-batches", 300, "--forward-ms", 0.001).splitlines()
     assert max(map(len, lines)) <= 100 and sum(line.startswith("stage 0") for line in lines) == 6
+    lines = shown("schedule", "--stages", 300)
+    assert "the last one begins at 299 ms" in lines and "makespan 622 ms" in lines
+    assert "peak live, by stage: 8, 8, 8, 8, ... (292 stages), 4, 3, 2, 1 micro-b" in lines
 
 
 def test_two_async_steps_are_drawn_with_updates_and_versions():
@@ -319,6 +322,7 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
+        (["--stages", 257, "--plot", "a.png"], "257 are too many"),
         (["--schedule", "."], "The schedule . cannot be read"),
         (
             ["--schedule", "async", "--micro-batches", 3],

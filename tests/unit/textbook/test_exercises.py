@@ -4,6 +4,7 @@ import csv
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mpitrain.collectives.plans.own_file import Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.tools.textbook import learn
 from mpitrain.tools.textbook.exercises import check as checking
+from mpitrain.tools.textbook.exercises.answers import programs
 from mpitrain.tools.textbook.exercises.check import check_file, judged, lines, skeleton
 from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
 from mpitrain.tools.textbook.words import LANGUAGES, korean
@@ -36,6 +38,20 @@ def test_the_solution_is_right_and_costs_no_more_than_the_formula(name):
     result = check_file(SOLUTIONS / f"{name}.py")
     assert result.is_right, result.reason
     assert result.cost.counted == pytest.approx(result.cost.formula)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_example_of_two_ranks_is_what_the_solution_does(name):
+    code = solution(name).replace("2 - stage", "1 - stage").replace("three_stages", "two_stages")
+    exec(code, own := {})
+    lines = [line.split(" -> ") for line in EXERCISES[name].example.splitlines()]
+    expected = [eval(result) for _, result in lines]
+    if EXERCISES[name].way == "values":
+        assert [eval(call, own) for call, _ in lines] == expected
+        return
+    arguments = [eval(call[call.index("(") :]) for call, _ in lines]
+    (answer,) = programs(SimpleNamespace(**own), EXERCISES[name].function, [arguments])
+    assert answer["results"] == expected
 
 
 def test_there_are_30_mutants_or_more():

@@ -14,8 +14,8 @@ from mpitrain.tools.plan.collective import collective, contents
 from mpitrain.tools.textbook.explain import page, terminal
 from mpitrain.tools.textbook.explain.explanation import ROOT
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_link
-from mpitrain.tools.textbook.explain.picture import draw, notes_of
-from mpitrain.tools.textbook.explain.topics import TOPICS
+from mpitrain.tools.textbook.explain.picture import draw, hangul_font, notes_of
+from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
 from mpitrain.tools.textbook.explain.toy import IN_FLIGHT, MIXED, Symbols, written
 from mpitrain.tools.textbook.words import korean, text, width
 from mpitrain.transport.threads import run_ranks
@@ -85,6 +85,9 @@ def test_texts_sources_laws_and_commands_of_a_topic_exist(name):
     found = recorded(name)
     for each in texts(found):
         assert text(each, "ko") and text(each, "en") == each
+    for each in found.formulas:
+        words = terminal.formula_line(each, "ko").partition(": ")[2]
+        assert "." in words or not re.search("[a-z]{4,} ", words)
     names = {name for group in found.columns for name in group.names}
     assert not {name for name in names if re.fullmatch("[a-z]{4,}", name)} - {*korean()}
     for source in found.sources:
@@ -290,7 +293,7 @@ def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, no_com
 @pytest.mark.slow
 def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
-    draw(recorded("1f1b"), tmp_path / "a.png", "ko")
+    assert draw(recorded("1f1b"), tmp_path / "a.png", "ko") == ("ko" if hangul_font() else "en")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -316,7 +319,7 @@ def test_a_wrong_use_is_one_error(words):
 
 def test_the_command_lists_topics_and_prints_one():
     listed = CliRunner().invoke(commands, ["explain", "--language", "ko"]).output
-    assert len(listed.splitlines()) == len(TOPICS)
+    assert len(listed.splitlines()) == len(TOPICS) + len(PARTS)
     printed = CliRunner().invoke(commands, ["explain", "star", "--ranks", "2", "--step"]).output
     assert "a0+a1*" in printed
     alone = CliRunner().invoke(commands, ["explain", "row", "--alone"]).output

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.tools.textbook.exercises.check import begun
 from mpitrain.tools.textbook.exercises.table import EXERCISES
 from tests.processes import SECONDS
 
@@ -34,7 +35,9 @@ def test_each_exercise_ends_one_lesson():
     english = [exercise_of(path) for path in LESSONS if path.stem.endswith(".en")]
     assert sorted(english) == sorted(EXERCISES)
     for path in LESSONS:
-        assert sources(path, "code")[-1] == f'learn.check("{exercise_of(path)}.py")'
+        name = exercise_of(path)
+        begin = f"%%writefile {name}.py\n{begun(name, EXERCISES[name])}"
+        assert sources(path, "code")[-2:] == [begin.rstrip(), f'learn.check("{name}.py")']
 
 
 @pytest.mark.parametrize("path", LESSONS[::2], ids=lambda path: path.stem)

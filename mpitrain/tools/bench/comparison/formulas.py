@@ -40,7 +40,7 @@ from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
 OF_SEQUENCES = "(t-1)/t of 2 L + 1 times B T C, and 2 (t-1)/t of the norms' gradients"
-OF_CONTEXT = "(c-1)/c^2 of L times B T C/t"
+OF_CONTEXT = "of L times B T C/t"
 OF_STAGES = "B T C, and B T C back, to each neighbour"
 OF_REPLICAS = "2 (d-1)/d S"
 LAYOUT_LETTERS = {
@@ -85,7 +85,7 @@ def words_of(config: Config, workers: int) -> str:
     words = {
         OF_TENSORS: tp > 1,
         OF_SEQUENCES: config.layout.sequence_parallel,
-        f"{(3 if config.memory.segment else 2) * _exchanged(config):g} {OF_CONTEXT}": cp > 1,
+        _context_words(config): cp > 1,
         OF_STAGES: pp > 1,
         OF_REPLICAS: has_replicas and not zero and wire == "none",
         CODED[wire.partition(":")[0]] if wire != "none" else "": has_replicas and wire != "none",
@@ -258,23 +258,35 @@ def _within_layers(job: Job) -> int:
 
 
 def _within_rows(job: Job) -> int:
-    """Return the bytes that this rank sends in all-to-alls before and after attention (Ulysses)."""
-    trainer, cp = job.trainer, job.trainer.grid.axes.cp
+    """Return the bytes that this rank sends in the attention of context parallelism."""
+    trainer, grid = job.trainer, job.trainer.grid
     config, replica = trainer.config, trainer.replication.replica
     kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
-    forward, backward = (some.count("attention") for some in (kinds, kinds[replica.first :]))
-    if config.memory.segment:
-        forward += backward  # Recomputed units send again.
+    layers, trained = (some.count("attention") for some in (kinds, kinds[replica.first :]))
+    forward, backward, again, power = _exchanged(config)
     tokens = sum(_micro_batch_rows(job)) * config.model.context
-    columns = _exchanged(config) * config.model.width / trainer.grid.axes.tp
-    # A rank keeps one of the parts of what it has.
-    elements = (forward + backward) * tokens * columns * (cp - 1) / cp**2
-    return round(elements) * replica.computed.itemsize
+    columns = (layers * forward + trained * (backward + again)) * config.model.width / grid.axes.tp
+    cp = grid.axes.cp
+    return round(tokens * columns * (cp - 1) / cp**power) * replica.computed.itemsize
 
 
-def _exchanged(config: Config) -> float:
-    """Return the columns of queries, keys, values and output together, as a multiple of the width."""
-    return 2 * (1 + (config.model.kv_heads or config.model.heads) / config.model.heads)
+def _exchanged(config: Config) -> tuple[float, float, float, int]:
+    """Return what an attention exchanges forward, backward and in a repeated forward, as multiples of
+    B T C/t, and the power of c that divides them.
+
+    A rank of Ulysses keeps one of the c parts of its T/c tokens: queries, keys, values and output. In a
+    ring keys and values go c - 1 times, and so do their gradients.
+    """
+    kv = 2 * (config.model.kv_heads or config.model.heads) / config.model.heads
+    is_ring, recompute = config.layout.cp_mode == "ring", config.memory.recompute
+    forward, backward = (kv, 2 * kv) if is_ring else (2 + kv, 2 + kv)
+    repeats = config.memory.segment or (is_ring and recompute == "attention")
+    return forward, backward, forward if repeats else 0, 1 if is_ring else 2
+
+
+def _context_words(config: Config) -> str:
+    *times, power = _exchanged(config)
+    return f"{sum(times):g} (c-1)/c{'^2' * (power - 1)} {OF_CONTEXT}"
 
 
 def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:

@@ -33,6 +33,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "tpN": ("layout.tp=N", "layout.algorithm=ring"),
     "sequence": ("layout.sequence_parallel=true",),
     "ulyssesN": ("layout.cp=N", "layout.cp_mode=ulysses"),
+    "ringN": ("layout.cp=N", "layout.cp_mode=ring"),
     "ppN": ("layout.pp=N",),
     "ppN:SCHEDULE": ("layout.pp=N", "pipeline.schedule=SCHEDULE"),
     "float64": ("precision.compute=float64",),

@@ -1,7 +1,6 @@
-"""`bench train --shapes` and `--memory`: steps of one job in many shapes, or with each key of [memory]."""
+"""`bench train --shapes`: steps in a table of shapes, each beside its peers."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from mpitrain.tools.bench.training.floor import BareProducts, ByKind, kind_rows
 from mpitrain.tools.bench.training.peers import peer_of
 from mpitrain.tools.bench.training.steps import Ours, Result, alternate
 from mpitrain.tools.bench.turns import ratios, spread
-from mpitrain.tools.text_table import TextColumn, TextTable, marked
+from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -61,18 +60,6 @@ SHAPES = {
     "pp-2-gpipe-4": _pipeline("gpipe", 4),
 }
 """{name: shape}; the names are arguments of `bench train --shapes`."""
-CHUNKS = 4
-"""Slices of the logits."""
-WAYS = {
-    "none": [],
-    "attention": ["memory.recompute=attention"],
-    "unit": ["memory.recompute=unit"],
-    "2": ["memory.recompute=2"],
-    f"{CHUNKS} chunks": [f"memory.logit_chunks={CHUNKS}"],
-    f"unit, {CHUNKS} chunks": ["memory.recompute=unit", f"memory.logit_chunks={CHUNKS}"],
-    "release": ["memory.release_every=1"],
-}
-"""{row: settings}; all others are compared with the first."""
 
 
 class ShapeRow(NamedTuple):
@@ -246,60 +233,3 @@ def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
         for kind, seconds, bare in kinds
     )
     return f"{name}, ms: {', '.join(each)}"
-
-
-def built(
-    transport: Transport, configured: Callable[[Sequence[str]], Config]
-) -> tuple[list[Ours], list[str]]:
-    """Build the job as it is, and once with each key of [memory]. Collective.
-
-    Returns the jobs as sides of a comparison, and a note for each key with which the job is
-    refused.
-
-    configured  (further settings) -> the configuration
-    raises      ConfigError if the job itself is refused
-    """
-    sides, notes = list[Ours](), list[str]()
-    for name, settings in WAYS.items():
-        try:
-            config = on_all_ranks(transport, partial(configured, settings))
-            source = sides[0].job.source if sides else None
-            sides.append(Ours(build(transport, config, source=source), name))
-        except ConfigError as error:
-            if not sides or not error.agreed:
-                raise
-            notes.append(f"{name}: not measured. {error.law}")
-    return sides, notes
-
-
-def peaks(transport: Transport, sides: Sequence[Ours]) -> list[int]:
-    """Return the peak bytes of activations of each side, on its fullest rank. Collective."""
-    nbytes = [side.job.trainer.pipe.peak_bytes for side in sides]
-    return [max(each) for each in zip(*transport.gather_text(nbytes), strict=True)]
-
-
-def memory_table(results: Sequence[Result], nbytes: Sequence[int]) -> list[str]:
-    """Format time and memory of each side as lines, and compare each with the first one.
-
-    Times are those of the fastest block, since other work can only slow a block down.
-
-    nbytes  peak bytes of activations of each side
-    """
-    plain, first = results[0], max(1, nbytes[0])
-
-    def slower(row: tuple[Result, int]) -> str:
-        is_marked = row[0].is_spoilt or plain.is_spoilt
-        return marked(f"{min(row[0].blocks) / min(plain.blocks):.3f}", is_marked)
-
-    columns = [
-        TextColumn("memory", "<16", lambda row: row[0].name),
-        TextColumn("step s", "9.4f", lambda row: min(row[0].blocks)),
-        TextColumn("x none ", "8", slower),
-        TextColumn(
-            "x none, blocks", "16", lambda row: spread(ratios(plain.blocks, row[0].blocks), 3)
-        ),
-        TextColumn("activations MB", "15.1f", lambda row: row[1] / 1e6),
-        TextColumn("saved %", "8.1f", lambda row: 100 * (1 - row[1] / first)),
-        TextColumn("last loss", "10.5f", lambda row: row[0].losses[-1]),
-    ]
-    return TextTable(columns).lines(zip(results, nbytes, strict=True))

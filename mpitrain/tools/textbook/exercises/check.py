@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 
 from mpitrain.collectives.plans.own_file import Wrong, answers
@@ -35,11 +36,17 @@ def skeleton(name: str, exercise: Exercise, language: str) -> str:
         cost=text(exercise.cost, language),
         formula=text(exercise.formula, language),
     )
-    imports = "import numpy as np\n\n" if exercise.way == "programs" else ""
-    return (
-        f'"""{statement}\n\n{cost}\n{check}\n"""\n\n{imports}EXERCISE = "{name}"\n\n\n'
-        f"def {exercise.function}({exercise.arguments}):\n{exercise.body}"
-    )
+    example = text("Example of two ranks:", language) + "\n" + indent(exercise.example, "    ")
+    return f'"""{statement}\n\n{example}\n\n{cost}\n{check}\n"""\n\n{begun(name, exercise)}'
+
+
+def begun(name: str, exercise: Exercise) -> str:
+    """Return the code that a student completes."""
+    head = f'EXERCISE = "{name}"\n\n\ndef {exercise.function}({exercise.arguments}):\n'
+    if exercise.way == "values":
+        return f"{head}    raise NotImplementedError\n"
+    body = '    raise NotImplementedError\n    total = yield "all-reduce", np.zeros(1)\n'
+    return f"import numpy as np\n\n{head}{body}"
 
 
 class Checked(NamedTuple):

@@ -38,7 +38,7 @@ class Exercise(NamedTuple):
     sizes       names of the numbers of a case
     arguments   parameters of the function, as they are written in the student's file
     statement   lines of the task
-    body        lines of the function to complete
+    example     calls on two ranks, and their results
     cases       the questions, the smallest first
     calls       (case) -> arguments of each call of the function
     way         name of the function in `answers.py` that makes the calls in the child
@@ -51,7 +51,7 @@ class Exercise(NamedTuple):
     sizes: tuple[str, ...]
     arguments: str
     statement: str
-    body: str
+    example: str
     cases: tuple[Case, ...]
     calls: Callable[[Case], list[list[Any]]]
     way: str
@@ -83,6 +83,9 @@ A message is one whole chunk. Afterwards every rank has the sum of all ranks' ar
 Return the list of steps of this rank. A step is (sends, receives, adds): two lists of
 (peer, start, stop), and whether received elements are added (True) or replace (False)."""
 
+RING_EXAMPLE = """backward_ring(0, 2, 3) -> [([(1, 2, 3)], [(1, 0, 2)], True), ([(1, 0, 2)], [(1, 2, 3)], False)]
+backward_ring(1, 2, 3) -> [([(0, 0, 2)], [(0, 2, 3)], True), ([(0, 2, 3)], [(0, 0, 2)], False)]"""
+
 SERVER_STATEMENT = """Parameter servers of unequal size, as messages.
 
 Ranks 0 to servers - 1 are servers, the next `workers` ranks are workers.
@@ -95,10 +98,8 @@ Afterwards every worker has the sum of all workers' arrays.
 Return the list of steps of this rank. A step is (sends, receives, adds): two lists of
 (peer, start, stop), and whether received elements are added (True) or replace (False)."""
 
-STEPS_BODY = """    steps = []
-    # steps.append((sends, receives, adds))
-    raise NotImplementedError
-"""
+SERVER_EXAMPLE = """parameter_server(0, 1, 1, 3) -> [([], [(1, 0, 3)], True), ([(1, 0, 3)], [], False)]
+parameter_server(1, 1, 1, 3) -> [([(0, 0, 3)], [], False), ([], [(0, 0, 3)], False)]"""
 
 
 TO_ANOTHER = "rank {rank} sends to rank {other}, and must do so with rank {peer} alone"
@@ -212,10 +213,8 @@ forward to the end of their backward. No stage is idle longer than necessary.
 Return the order of this stage's computations, as a list of texts: "F0" is the forward of
 micro-batch 0, "B0" its backward. Messages need no instructions."""
 
-SCHEDULE_BODY = """    order = []
-    # order.append("F0")
-    raise NotImplementedError
-"""
+SCHEDULE_EXAMPLE = """two_stages(0, 3) -> ["F0", "F1", "B0", "F2", "B1", "B2"]
+two_stages(1, 3) -> ["F0", "B0", "F1", "B1", "F2", "B2"]"""
 
 
 def judge_schedule(case: Case, answer: Any) -> AnswerCost:
@@ -299,9 +298,8 @@ The function is a generator. These two lines are collectives, which all ranks mu
     arrays = yield "all-gather", array    # the list of all ranks' arrays
 Use as few elements as possible. Return y with `return`."""
 
-LAYERS_BODY = """    raise NotImplementedError
-    total = yield "all-reduce", x
-"""
+LAYERS_EXAMPLE = """row_then_column(0, 2, [[1]], [[1, 0]], [[1], [0]]) -> [[3, 6]]
+row_then_column(1, 2, [[2]], [[1, -1]], [[2], [1]]) -> [[3, 6]]"""
 
 Matrix = np.ndarray
 
@@ -393,9 +391,8 @@ The function is a generator. This line is a collective, which all ranks must rea
     total = yield "all-reduce", array     # the sum of all ranks' arrays
 Use as few elements as possible. Return the mean with `return`."""
 
-MEAN_BODY = """    raise NotImplementedError
-    total = yield "all-reduce", gradient
-"""
+MEAN_EXAMPLE = """mean_of_the_batch(0, 2, 1, [4, 0]) -> [7, 3]
+mean_of_the_batch(1, 2, 3, [8, 4]) -> [7, 3]"""
 
 
 def gradients(case: Case) -> tuple[Sequence[int], Matrix]:
@@ -429,9 +426,8 @@ The function is a generator. These two lines are collectives, which all ranks mu
     arrays = yield "all-gather", array    # the list of all ranks' arrays
 Use as few elements as possible. Return w with `return`."""
 
-ZERO_BODY = """    raise NotImplementedError
-    total = yield "all-reduce", gradient
-"""
+ZERO_EXAMPLE = """sharded_update(0, 2, [1, 2, 3], [1, 0, 2], [4, 2]) -> [-2, 0, -3]
+sharded_update(1, 2, [1, 2, 3], [0, 1, 1], [6]) -> [-2, 0, -3]"""
 
 
 def zero_calls(case: Case) -> list[list[Any]]:
@@ -459,7 +455,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("ranks", "count"),
             "rank, ranks, count",
             RING_STATEMENT,
-            STEPS_BODY,
+            RING_EXAMPLE,
             (
                 (1, 0),
                 (1, 3),
@@ -484,7 +480,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("workers", "servers", "count"),
             "rank, workers, servers, count",
             SERVER_STATEMENT,
-            STEPS_BODY,
+            SERVER_EXAMPLE,
             (
                 (1, 1, 0),
                 (1, 1, 1),
@@ -506,7 +502,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("micro_batches",),
             "stage, micro_batches",
             SCHEDULE_STATEMENT,
-            SCHEDULE_BODY,
+            SCHEDULE_EXAMPLE,
             tuple((m,) for m in (1, 2, 3, 4, 5, 8)),
             calls=lambda case: [[stage, *case] for stage in range(STAGES)],
             way="values",
@@ -519,7 +515,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("ranks", "B", "I", "H", "O"),
             "rank, ranks, x, a, b",
             LAYERS_STATEMENT,
-            LAYERS_BODY,
+            LAYERS_EXAMPLE,
             (
                 (1, 1, 1, 1, 1),
                 (1, 2, 3, 4, 2),
@@ -539,7 +535,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("ranks", "count"),
             "rank, ranks, rows, gradient",
             MEAN_STATEMENT,
-            MEAN_BODY,
+            MEAN_EXAMPLE,
             ((1, 1), (2, 1), (2, 3), (3, 2), (5, 4)),
             calls=mean_calls,
             way="programs",
@@ -552,7 +548,7 @@ EXERCISES: Table[str, Exercise] = Table(
             ("ranks", "count"),
             "rank, ranks, w, gradient, momentum",
             ZERO_STATEMENT,
-            ZERO_BODY,
+            ZERO_EXAMPLE,
             ((1, 1), (1, 3), (2, 2), (2, 3), (3, 7), (4, 10)),
             calls=zero_calls,
             way="programs",

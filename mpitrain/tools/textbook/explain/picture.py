@@ -56,8 +56,10 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
-def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> None:
-    """Draw the frames of an explanation. The texts are English if no font has the letters of the language.
+def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> str:
+    """Draw the frames of an explanation, and return the language of the texts.
+
+    This is English if no font has the letters of the language.
 
     dpi     pixels of an inch
     raises  OSError if the file cannot be written
@@ -105,6 +107,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
             y = head + down * height + LINE * (row + 0.4)
             axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
         save(figure, path, dpi)
+    return language
 
 
 def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:

@@ -9,7 +9,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     SourceLines,
     Topic,
 )
-from mpitrain.tools.textbook.words import padded, text, width
+from mpitrain.tools.textbook.words import korean, padded, text, width
 
 GAP = "  "
 MOST_ARROWS = 8
@@ -133,15 +133,25 @@ def formula_line(formula: CountedFormula, language: str) -> str:
     counted, value = (
         f"{x:,.0f}" if x == int(x) else f"{x:,.4g}" for x in (formula.counted, formula.value)
     )
-    return f"{text(formula.name, language)}: {counted} {sign} {formula.words} = {value}"
+    words = korean().get(formula.words, formula.words) if language == "ko" else formula.words
+    return f"{text(formula.name, language)}: {counted} {sign} {words} = {value}"
 
 
 def source_text(source: SourceLines) -> str:
     return f"{source.file}:{source.line} ({source.name})"
 
 
-def listing(topics: Mapping[str, Topic], language: str) -> list[str]:
+def listing(
+    topics: Mapping[str, Topic], parts: Mapping[str, Sequence[str]], language: str
+) -> list[str]:
+    """Return a line for each topic, below the part of a lecture to which it belongs."""
     margin = max(map(len, topics))
+    headings = {names[0]: text(part, language) for part, names in parts.items()}
     return [
-        padded(name, margin) + GAP + text(topic.title, language) for name, topic in topics.items()
+        line
+        for name, topic in topics.items()
+        for line in (
+            *([headings[name]] if name in headings else []),
+            f"  {padded(name, margin)}{GAP}{text(topic.title, language)}",
+        )
     ]

@@ -1,0 +1,88 @@
+"""Attention of all ranks of a ring, without messages, against attention over whole rows."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpitrain.layers.base import TokenShare
+from mpitrain.machine.arena import Arena
+from mpitrain.ops import Ops, bodies
+from tests.cases.documents import starts_of
+from tests.cases.numbers import assert_close, numbers, stored, values
+
+reference = bodies.reference()
+
+
+def of_rank(ops: Ops, share: TokenShare, q: Any, kv: Any, dy: Any, heads: int, starts: Any) -> Any:
+    """Return y, dq and, for each rank's tokens, dkv: what a rank computes of whole rows (B, T, C)."""
+    arena, joined, steps = Arena(), None, []
+    y, q, dy = None, share.cut(q), share.cut(dy)
+    own = q.shape[1]
+    firsts = [None] * share.ranks if starts is None else share.firsts(starts)
+    for step in range(share.ranks):
+        source = (share.rank - step) % share.ranks
+        where = firsts[source], own if step else 0
+        steps.append((source, *share.seen(source, own), where))
+    passing = [share._replace(rank=rank).cut(kv) for rank in range(share.ranks)]
+    for source, queries, keys, where in steps:
+        seen = q[:, queries], passing[source][:, keys]
+        y, joined = ops.attention_part(*seen, heads, arena, *where, joined)
+    dq, dkvs = np.zeros_like(q), [np.zeros_like(each) for each in passing]
+    for source, queries, keys, where in steps:
+        part, seen = np.zeros_like(q), (q[:, queries], passing[source][:, keys])
+        out = part[:, queries], dkvs[source][:, keys]
+        ops.attention_part_backward(dy[:, queries], joined, *seen, *out, arena, *where)
+        dq += part
+    return y, dq, dkvs
+
+
+def check_ring(
+    ops: Ops,
+    ranks: int,
+    shape: tuple[int, int],
+    h: int,
+    d: int,
+    g: int | None = None,
+    documents: list[list[int]] | None = None,
+    dtype: str = "float64",
+) -> None:
+    """Compare y and all gradients, put together from the ranks of a ring."""
+    q, kv, dy = (
+        stored(numbers(n, *shape, columns * d), dtype)
+        for n, columns in enumerate((h, 2 * (g or h), h), 1)
+    )
+    starts = None if documents is None else starts_of(documents)
+    y, dq, dkv = np.empty_like(q), np.empty_like(q), np.zeros(kv.shape)
+    for rank in range(ranks):
+        share = TokenShare(rank, ranks, True)
+        mine = share.of(shape[1])
+        y[:, mine], dq[:, mine], parts = of_rank(ops, share, q, kv, dy, h, starts)
+        for source, part in enumerate(parts):
+            dkv[:, share._replace(rank=source).of(shape[1])] += part.astype("f8")
+    true_y, saved = reference.attention(values(q), values(kv), h, None, starts)
+    true_dq, true_dkv = np.empty(q.shape), np.empty(kv.shape)
+    reference.attention_backward(values(dy), saved, true_dq, true_dkv, None)
+    for found, truth in ((y, true_y), (dq, true_dq), (dkv, true_dkv)):
+        assert_close(found, truth, dtype, f"ring of {ranks}, {shape}")
+
+
+RINGS: list[tuple[Any, ...]] = [
+    (2, (2, 24), 4, 3, 2),
+    (3, (2, 24), 2, 3, None, [[5, 7, 12], [1] * 24]),
+    (4, (0, 24), 2, 3, None),
+    (2, (1, 268), 2, 4, 1, [[3, 90, 84, 91]]),  # 134 tokens of a rank are not whole tiles
+]
+
+
+def parts() -> Iterator[Callable]:
+    """attention and attention_join, of a ring."""
+    for ring in RINGS:
+        yield lambda kernels, ring=ring: check_ring(bodies.cuda(kernels), *ring)
+
+
+def tensor_parts() -> Iterator[Callable]:
+    """attention_tensor, its backward and attention_join, of a ring."""
+    for ranks, length, documents in ((2, 560, [[100, 200, 260]]), (3, 300, None)):
+        ring = ranks, (1, length), 2, 16, 1, documents
+        yield lambda kernels, ring=ring: check_ring(bodies.cuda(kernels), *ring, dtype="float16")
