@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from mpitrain.cli.job_options import (
     changes,
 )
 from mpitrain.cli.session import mpi_session
-from mpitrain.cli.terminal.output import be_courtesy
+from mpitrain.cli.terminal.output import be_courtesy, open_output
 from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.machine import process
 
@@ -160,11 +160,24 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
-    stop.connected(transport.rank)
+    stop.connected(first := transport.rank)
+
+    def begins() -> None:
+        stop.note()
+        if transport.rank == 0 < first:  # This rank succeeds a lost rank 0, and prints from now on.
+            sys.stdout = sys.__stdout__
+            open_output()
+            be_courtesy()
+
+    with ExitStack() as closed:
+        end = cache(lambda: closed.enter_context(closing(JobEnd(process.environment()))))
+
+        def ends() -> float | None:
+            return end()() if transport.rank == 0 else None
+
+        watchers = [Progress(stop.say)]
+        finished = train(transport, configured, resume, stop.asked, watchers, begins, ends)
     is_root = transport.rank == 0
-    watchers = [Progress(stop.say)] if is_root else []
-    with closing(JobEnd(process.environment() if is_root else {})) as ends:
-        finished = train(transport, configured, resume, stop.asked, watchers, stop.note, ends)
     config = finished.job.trainer.config
     shows_samples = config.run.sample_prompt or config.data.template
     if (

@@ -171,6 +171,16 @@ class Run(Section):
         ge=1,
         description="the watchdog ends the job if a rank makes no progress for this many seconds",
     )
+    on_failure: Literal["end", "continue"] = Field(
+        "end",
+        description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state "
+        "or the newest checkpoint. It needs `mpitrain launch --fault-tolerant`",
+    )
+    recover_seconds: float = Field(
+        120.0,
+        ge=1,
+        description="seconds after a loss in which the living ranks must be at their next step, or the job ends",
+    )
     on_stall: Literal["end", "warn"] = Field(
         "end",
         description="reaction of the watchdog; end: it names the rank to blame, and ends the job, warn: the job goes on",
@@ -220,7 +230,13 @@ class Data(Section):
     validation: str = Field(
         "",
         description="held-out rows for a data.source {rows}: another file of the same kind, or tenth for the last tenth of "
-        "the source. Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
+        "the source. Of arrays also a fraction of the rows, drawn at random, such as 0.2. "
+        "Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
+    )
+    normalise: bool = Field(
+        True,
+        description="scale the numbers of {rows} to mean 0 and deviation 1: features, channels of images, and the targets of "
+        "mse and mae. Evaluations and predictions have the unit of the data",
     )
     vocabulary: int = Field(
         0,
@@ -276,6 +292,11 @@ class Data(Section):
         "document, which ends at data.separator or is a conversation of data.packing. Positions then begin anew at each "
         "document, and all documents of a row count",
     )
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, float) else value
 
 
 class Model(Section):

@@ -44,6 +44,10 @@ class TimeLimit:
         self._most: float | None = None
         self._left: float | None = None
 
+    def shorten(self, seconds: float) -> None:
+        """Count time before this start as part of it."""
+        self._at -= seconds
+
     def stepped(self, seconds: float) -> None:
         """Note the time of a step.
 

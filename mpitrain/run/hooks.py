@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class RunState:
 
     source    the data, perhaps read ahead by a thread
     first     number of steps before this start
+    finished  number of steps that have ended on this rank
+    loss      of the last of these; None: it was before this start
     limit     the time limit of the batch job
     saved_at  the step of the newest checkpoint, which may be on its way; None: there is none
     save      the checkpoint that is on its way
@@ -75,6 +77,8 @@ class RunState:
         self.folder, self.before, self.watchers = folder, before, watchers
         self.transport, self.recorder = self.trainer.transport, self.trainer.transport.recorder
         self.first, self.steps = job.step, self.config.run.steps
+        self.finished = self.first
+        self.loss: float | None = None
         self.source: Source = job.data
         exchange = mode_of(self.config).exchange(self.config.replication)
         is_root = self.transport.rank == 0
@@ -90,15 +94,19 @@ class RunState:
         self._began = 0.0
         self._metrics = MetricsFile(folder / METRICS) if is_root else None
 
-    def begin(self, location: RunLocation, startup_s: float) -> None:
-        """Start the clock and the thread that reads ahead, and record the start."""
+    def begin(self, location: RunLocation, startup_s: float, recovered: Mapping[str, Any]) -> None:
+        """Start the clock and the thread that reads ahead, and record the start.
+
+        recovered  facts of a start after the loss of ranks
+        """
         self._began = time.perf_counter() - self.before.wall_s
         if ahead := self.config.data.prefetch:
             self.source = Prefetched(self.job.data, ahead, self.steps)
         trainer, job, now = self.trainer, self.job, time.time()
         record = {
-            "event": "resume" if location.saved else "start",
+            "event": "resume" if location.saved or recovered else "start",
             "step": self.first,
+            **recovered,
             "time": now,
             "startup_s": startup_s,
             "version": __version__,

@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.config import Config, Run
-from mpitrain.errors import CheckpointError, TrainingError, on_every_rank
+from mpitrain.errors import CheckpointError, PeerLost, TrainingError, on_every_rank
 from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
@@ -95,11 +96,43 @@ def train(
     ends : callable, optional
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
+    recovery: list[Any] = []  # The Recovery of run.on_failure=continue, if the key is set.
+    while True:
+        try:
+            arguments = stop_requested, watchers, begins, ends
+            return _started(transport, configured, resume, *arguments, recovery)
+        except PeerLost as error:
+            if not recovery:
+                raise
+            law = error.law
+        configured, resume = recovery[0].go_on(law), "auto"
+
+
+def _started(
+    transport: Transport,
+    configured: Callable[[], Config],
+    resume: str,
+    stop_requested: Callable[[], bool] | None,
+    watchers: Sequence[Watcher] | None,
+    begins: Callable[[], Any] | None,
+    ends: Callable[[], float | None] | None,
+    recovery: list[Any],
+) -> Finished:
+    """Start the run on these ranks and train; arguments and errors as of `train`.
+
+    recovery  empty at the first start; receives the Recovery, of which this start uses what a start
+              before it has kept
+    raises    PeerLost if a rank is lost
+    """
     began = time.perf_counter()
     began = min(began, getattr(transport.recorder, "began", began))
     watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
+    # Where ranks may be lost, the launcher goes on when one exits.
+    ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
     with (
-        closing(Watchdog(transport.rank, Run().stall_seconds, transport.traffic)) as watchdog,
+        closing(
+            Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)
+        ) as watchdog,
         ExitStack() as closed,
     ):
         for watcher in watchers:
@@ -123,6 +156,10 @@ def train(
             watched,
             lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
         )
+        if agreed.config.run.on_failure == "continue" and not recovery:
+            from mpitrain.run.recovery import Recovery
+
+            recovery.append(Recovery(agreed.config, transport))
         for watcher in watchers:
             watcher.on_agreed(agreed.config, transport.hosts)
         if agreed.config.run.trace and not transport.recorder.is_on:
@@ -138,7 +175,7 @@ def train(
                 closed.callback(watcher.close)
         watchdog.alive("building the model")
         with transport.recorder.pausing("building the model"):
-            job = build(transport, agreed)
+            job = (recovery[0].built if recovery else build)(transport, agreed)
             check_copies(job.trainer)
         watchdog.alive("claiming the run directory")
         if begins:
@@ -165,6 +202,8 @@ def train(
             closed.callback(board.close)
         run = RunState(job, agreed.location, folder, before, stop_requested, ends, watchers)
         closed.callback(run.close)
+        for one in recovery:
+            closed.enter_context(one.of_run(run))
         tracing = Tracing(run)
         watchdog.alive("measuring matrix products")
         places = gpu_identities(transport.hosts, job.trainer.resolved.gpus)
@@ -181,9 +220,12 @@ def train(
             tracing,
             Skipping(run),
         ]
-        run.begin(agreed.location, time.perf_counter() - began)
+        facts = recovery[0].facts if recovery else {}
+        run.begin(agreed.location, time.perf_counter() - began, facts)
         if transport.recorder.is_on:
             watchdog.traces(folder, transport.recorder)
+        for one in recovery:
+            one.over()
         return Finished(_loop(run), job, folder)
 
 
@@ -217,6 +259,7 @@ def _loop(run: RunState) -> bool:
     while not is_stopped and index < run.steps:
         with run.recorder.stepping(index):
             outcome = _step(run, index)
+            run.finished, run.loss = index + 1, outcome.loss
             for hook in run.hooks:
                 hook.step_ends(index + 1, outcome)
         index += 1

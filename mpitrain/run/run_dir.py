@@ -7,6 +7,7 @@ RUN/
     tuning.json    the tuning of the cost model, if replication.tuning names one
     tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
     tokens.json    the result of the scan of a token file, if data.source is one
+    scaling.json   means and deviations of arrays, if data.source has any
     tokenizer.json the tokenizer of conversations, or of the files of tokens that `data prepare` wrote
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
@@ -62,9 +63,11 @@ from mpitrain.run.checkpoint.manifest import (
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
+from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
 
 TUNING, TILES, TOKENS = "tuning.json", "tiles.json", "tokens.json"
+SCALING = "scaling.json"
 
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
@@ -97,7 +100,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     saved = steps(folder / CHECKPOINTS)
     has_run = bool(saved) or is_run(folder)
     if resume == "no" and has_run:
-        _check_idle(folder)
+        check_idle(folder)
         way_on = (
             "--resume to go on with it"
             if saved
@@ -139,6 +142,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source, config.data.dtype),
         then.device.passes,
+        noted_scaling(folder),
     )
 
 
@@ -232,6 +236,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored: tuple[str, ...] = (
         "run.out",
         "run.watchers",
+        "run.inject",
         "layout.",
         "replication.tuning",
         "device.tiles",
@@ -315,11 +320,13 @@ def _begin(
         run.write_whole(TILES, tiles)
     if scan := getattr(source, "scan", None):
         run.write_whole(TOKENS, json.dumps(scan._asdict()) + "\n")
+    if scaling := getattr(source, "scaling", None):
+        run.write_whole(SCALING, scaling.model_dump_json() + "\n")
     _note_tokenizer(run, config, bool(location.saved))
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()
-    if not location.saved:
+    if not location.saved and not step:
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
@@ -467,6 +474,18 @@ def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
         return None
 
 
+def noted_scaling(folder: Path) -> Any:
+    """Return the content of scaling.json of a run directory, which its source checks; None if there is none."""
+    try:
+        return parsed(contents(folder / SCALING, inner=1))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / SCALING} cannot be read: {error}.", "Copy it again."
+        ) from None
+
+
 def _fresh() -> Path:
     """Make runs/<date>-<n> with the first free n, at once: other runs may start now."""
     date = time.strftime("%Y-%m-%d")
@@ -479,7 +498,7 @@ def _fresh() -> Path:
             n += 1
 
 
-def _check_idle(folder: Path) -> None:
+def check_idle(folder: Path) -> None:
     with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
         _take(folder, lock.fileno())
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -55,16 +55,24 @@ class Watchdog:
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
-    if a rank exits without MPI_Finalize. The thread answers the questions of `mpitrain runs report`,
+    if a rank exits without MPI_Finalize, unless ranks may be lost. The thread answers the questions of `mpitrain runs report`,
     too.
     """
 
-    def __init__(self, rank: int, seconds: float, traffic: Traffic | None = None):
+    def __init__(
+        self,
+        rank: int,
+        seconds: float,
+        traffic: Traffic | None = None,
+        end: Callable[[], object] = lambda: os._exit(1),
+    ):
         """Start the thread.
 
         seconds  without progress, after which the job ends
         traffic  the counters of this rank's transport; they name the message it waits for
+        end      ends the job
         """
+        self._end = end
         self._rank, self._seconds, self._traffic = rank, seconds, traffic or Traffic()
         self._doing, self._calls, self._pointer = "starting", 0, ""
         self._recorder: Recorder = SILENT
@@ -130,7 +138,7 @@ class Watchdog:
             while self._report and time.monotonic() < began + GRACE:
                 if verdict := self._report.verdict(since):
                     if verdict.verdict == "ends":
-                        os._exit(1)  # A launcher then ends the other ranks.
+                        self._end()  # A launcher then ends the other ranks.
                     if verdict.verdict == "warned":
                         return math.inf
                     rest = verdict.time + verdict.seconds - time.time()
@@ -142,7 +150,7 @@ class Watchdog:
             pass  # Without readable traces this rank reports its own position.
         self._print_own(silent)
         if self._does_end:
-            os._exit(1)
+            self._end()
         return math.inf
 
     def _print_own(self, silent: float) -> None:

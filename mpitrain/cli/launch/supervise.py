@@ -335,6 +335,8 @@ def run(
 
         tidy(Path(words.run))
     killed = words.killed.first()
+    if "--with-ft" in line and words.end in ("ended", "stopped"):
+        killed, code = None, STOPPED if words.end == "stopped" else 0  # The others went on.
     if killed and passed < 2 and (words.began or not passed):
         which = (
             f". `mpitrain runs report {shlex.quote(words.run)}` says which one fell silent first"

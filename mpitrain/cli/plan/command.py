@@ -1,5 +1,6 @@
 """`mpitrain plan`: the group, and its commands that simulate pipelines and print collectives without running them."""
 
+import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ import click
 
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.rows import Bytes
-from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, layout, memory, tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -93,7 +94,7 @@ def time_option(name: str, text: str) -> Callable:
     metavar="NAME|FILE",
     help=f"{', '.join(NAMED)}, or a file.",
 )
-@click.option("--stages", type=click.IntRange(1, 128), show_default="4", help="Pipeline stages.")
+@click.option("--stages", type=click.IntRange(1, 1024), show_default="4", help="Pipeline stages.")
 @click.option(
     "--micro-batches",
     type=click.IntRange(1, 512),
@@ -164,7 +165,7 @@ def schedule(
     from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
     from mpitrain.pipeline.simulate import Cost, simulate
-    from mpitrain.tools.plan import several
+    from mpitrain.tools.plan import MOST_SHOWN, several
     from mpitrain.tools.plan.schedule import chart, draw, halves_of, stream, summary
 
     times = dict(zip(HALVES, (forward_ms, backward_ms, weight_ms), strict=True))
@@ -228,7 +229,14 @@ def schedule(
         numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
     check_files(0, [json_file], plot_file)
-    rows = chart(plan, simulation, columns(), notes, "version")
+    if count > MOST_SHOWN:
+        check_shown(json_file, plot_file, count, "stages")
+        begins = max(events[0].start for events in simulation.timeline)
+        rows = [
+            f"no chart of more than {MOST_SHOWN} stages: the last one begins at {begins:.6g} ms"
+        ]
+    else:
+        rows = chart(plan, simulation, columns(), notes, "version")
     click.echo("\n".join([*title, "", *rows, "", *filled(facts)]))
     outputs = Outputs()
     if json_file:
@@ -242,20 +250,93 @@ def schedule(
     outputs.settle()
 
 
+SECONDS = click.FloatRange(LEAST, MOST)
+
+
+@command.command("checkpoints")
+@click.option(
+    "--days",
+    type=SECONDS,
+    callback=finite,
+    required=True,
+    help="Mean days between two failures of one rank.",
+)
+@click.option("--ranks", type=click.IntRange(1, 10**6), required=True, help="Ranks of the job.")
+@click.option(
+    "--pause",
+    type=SECONDS,
+    callback=finite,
+    required=True,
+    help="Seconds without steps in a save: checkpoint_pause_s.",
+)
+@click.option(
+    "--restart",
+    type=click.FloatRange(0, MOST),
+    callback=finite,
+    default=60,
+    show_default=True,
+    help="Seconds from a failure until the steps go on.",
+)
+@click.option(
+    "--step", type=SECONDS, callback=finite, help="Seconds of a step: also print checkpoint.every."
+)
+def checkpoints(days: float, ranks: int, pause: float, restart: float, step: float | None) -> None:
+    """Compute how often a job should save, from how often ranks fail (Young 1974, Daly 2006).
+
+    A failure of any rank ends the job, which loses the steps since the last checkpoint.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    mean = 86400 * days / ranks
+    # Daly 2006, Future Gener. Comput. Syst. 22(3), equations 37 and 20.
+    part = pause / (2 * mean)
+    root = math.sqrt(2 * pause * mean)
+    best = root * (1 + math.sqrt(part) / 3 + part / 9) - pause if part < 1 else mean
+
+    def lost(every: float) -> str:
+        exponents = restart / mean, (every + pause) / mean
+        if max(exponents) > 700:
+            return "all of the time"
+        factor = mean * math.exp(exponents[0]) * math.expm1(exponents[1]) / every
+        return f"{100 * (1 - 1 / factor):.3g}% of the time"
+
+    click.echo(f"a rank of the job fails every {mean:,.4g} s")
+    for name, every in (("Daly", best), ("Young", root), ("half", best / 2), ("twice", 2 * best)):
+        steps = f", checkpoint.every={max(1, round(every / step))}" if step else ""
+        click.echo(f"{name:<6} save every {every:,.4g} s{steps}: {lost(every)} is lost")
+
+
+MOST_ON_HOST = 64
+"""Ranks of a host in a large job: the cost model makes the plans of all ranks of some hosts."""
+USUAL_BYTES = 1 << 26
+"""Bytes of the array of a large job without --bytes."""
+
+
+def check_shown(json_file: Path | None, plot_file: Path | None, number: int, noun: str) -> None:
+    """Raise ConfigError for a file of more ranks or stages than are shown."""
+    from mpitrain.errors import ConfigError
+
+    if json_file or plot_file:
+        raise ConfigError(
+            f"--json and --plot show each of the {noun}, but {number:,} are too many.",
+            f"Leave them out, or take fewer {noun}.",
+        )
+
+
 OPTIONS = (
     click.option(
         "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
     click.option(
         "--ranks",
-        type=click.IntRange(1, 256),
+        type=click.IntRange(1, 16384),
         default=4,
         show_default=True,
         help="Ranks of the collective.",
     ),
     click.option(
         "--hosts",
-        type=click.IntRange(1, 256),
+        type=click.IntRange(1, 16384),
         default=1,
         show_default=True,
         help="Hosts; consecutive ranks share a host.",
@@ -264,7 +345,7 @@ OPTIONS = (
         "--bytes",
         "nbytes",
         type=Bytes(),
-        help="Also print the bytes that each rank sends, for a float32 array of this size.",
+        help="Also print the bytes that each rank sends, and predicted times, for a float32 array of this size.",
     ),
     output_option("--json", "Write all steps and buffer contents to this file."),
     output_option("--plot", "Draw the steps to this file. Needs mpitrain[report]."),
@@ -318,9 +399,10 @@ def _plan(
     from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
+    from mpitrain.tools.plan import MOST_SHOWN
     from mpitrain.tools.plan.collective import collective
     from mpitrain.tools.plan.collective_text import printed
-    from mpitrain.tools.plan.traffic import amounts
+    from mpitrain.tools.plan.traffic import amounts, of_many, times
 
     if hosts > ranks:
         raise ConfigError(
@@ -330,11 +412,26 @@ def _plan(
     if operation == "allreduce" and is_file(algorithm):
         algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
+    if ranks > MOST_SHOWN:
+        check_shown(json_file, plot_file, ranks, "ranks")
+        if ranks > MOST_ON_HOST * hosts:
+            raise ConfigError(
+                f"Beyond {MOST_SHOWN} ranks a host has at most {MOST_ON_HOST}, but {ranks} ranks are on {hosts} host(s).",
+                f"Take at least --hosts {-(-ranks // MOST_ON_HOST)}.",
+            )
+        lines = of_many(operation, algorithm, names)
+        click.echo("\n".join([*lines, "", *times(operation, names, nbytes or USUAL_BYTES)]))
+        return
     simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
     click.echo("\n".join(printed(simulated, columns())))
     if nbytes is not None:
-        click.echo("\n" + "\n".join(amounts(operation, algorithm, names, nbytes)))
+        lines = [
+            *amounts(operation, algorithm, names, nbytes),
+            "",
+            *times(operation, names, nbytes),
+        ]
+        click.echo("\n" + "\n".join(lines))
     outputs = Outputs()
     if json_file:
         from mpitrain.files import write_whole

@@ -109,6 +109,7 @@ class Progress(Watcher):
         self._say_last = say_last or partial(print, flush=True)
         self._has_bar = width() is not None
         self._has_lines = not (self._has_bar and shows_output())
+        self._bar: Any = None
         self._logged: list[dict[str, Any]] = []
 
     def on_agreed(self, config: Config, hosts: Sequence[str]) -> None:
@@ -143,6 +144,8 @@ class Progress(Watcher):
             )
         self._has_tokens = "conversations" in record or "tokens" in record
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
+        if self._bar is not None:
+            self._bar.close()  # The run goes on after the loss of a rank.
         self._bar = bar(c.run.steps, self._first)
 
     def on_step(self, step: int, result: StepResult) -> None:
@@ -268,7 +271,9 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
         held_out = f"{record['held_out_tokens']:,} held out ({source})"
     elif "samples" in record:
-        unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
+        unit, there = "samples", record["samples"]
+        extent = f"{record.get('classes', record.get('outputs')):,} "
+        extent += "classes" if "classes" in record else "output(s)"
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]

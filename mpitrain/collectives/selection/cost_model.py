@@ -209,22 +209,22 @@ def _of_rank(
     times  number of segments
     """
     host_messages = host_long = host_bytes = net_messages = reduced = 0.0
+    here = hosts[rank]
     for place, plan in enumerate(plans):
         again = 1 if len(plans) == 3 and place != 1 else times
         depth = plan.depth if again == 1 else min(DEPTH, again)
         for step in plan.steps:
-            ways = [[t for t in way if t.peer != rank] for way in (step.sends, step.receives)]
-            near = [[t for t in way if hosts[t.peer] == hosts[rank]] for way in ways]
-            host_messages += again * sum(map(len, near))
-            host_long += again * sum(
-                width * (t.stop - t.start) > EAGER * again for way in near for t in way
-            )
-            host_bytes += width * max(sum(t.stop - t.start for t in way) for way in near)
-            net_messages += (
-                again
-                * max(len(all_) - len(close) for all_, close in zip(ways, near, strict=True))
-                / depth
-            )
+            moved, far = [0, 0], [0, 0]
+            for way, transfers in enumerate((step.sends, step.receives)):
+                for peer, start, stop in transfers:
+                    if hosts[peer] != here:
+                        far[way] += 1
+                    elif peer != rank:
+                        host_messages += again
+                        host_long += again * (width * (stop - start) > EAGER * again)
+                        moved[way] += stop - start
+            host_bytes += width * max(moved)
+            net_messages += again * max(far) / depth
             reduced += step.combine * width * sum(t.stop - t.start for t in step.receives)
     return Work(host_messages, host_long, host_bytes, net_messages, 0, reduced)
 

@@ -104,6 +104,16 @@ def fill(
     return changed
 
 
+def taken(array: Any, held: HeldRegion, backend: Backend) -> np.ndarray:
+    """Return the elements of a region, 1-D and packed, from the array of its `StateBuffer`."""
+    return np.concatenate(
+        [
+            backend.to_host(array[piece.offset : piece.offset + piece.stop - piece.start])
+            for piece in held.part.pieces
+        ]
+    )
+
+
 def _copies(layout: Mapping[str, Any]) -> int:
     """Return the number of ranks that have the same parameters, each with state of its own."""
     return layout["dp"] * layout.get("cp", 1)

@@ -1,5 +1,8 @@
 """`mpitrain plan`: predictions about a job, counted without a run or computed from a short measurement."""
 
+MOST_SHOWN = 256
+"""Largest number of ranks or stages that are printed one by one."""
+
 
 def several(number: int, noun: str, nouns: str = "") -> str:
     """Return a number with its noun, in the singular or the plural."""

@@ -25,7 +25,7 @@ from mpitrain.pipeline.simulate import (
     weights,
 )
 from mpitrain.plots import save, subplots
-from mpitrain.tools.plan import several
+from mpitrain.tools.plan import MOST_SHOWN, several
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
 BANDS = 6
@@ -33,6 +33,9 @@ BANDS = 6
 
 TICK = 10
 """Smallest number of columns between two times on the ruler."""
+
+ENDS = 4
+"""Numbers at each end of a list that is too long."""
 
 DRAWN = 2
 """Number of steps that are drawn, from an empty pipeline."""
@@ -209,7 +212,10 @@ def halves_of(plan: Plan, is_whole: bool) -> list[str]:
 
 
 def listed(numbers: Iterable[float]) -> str:
-    return ", ".join(f"{number:.4g}" for number in numbers)
+    texts = [f"{number:.4g}" for number in numbers]
+    if len(texts) > MOST_SHOWN:
+        texts[ENDS:-ENDS] = [f"... ({several(len(texts) - 2 * ENDS, 'stage')})"]
+    return ", ".join(texts)
 
 
 class Stream(NamedTuple):

@@ -17,7 +17,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from mpitrain.tools.plan import several
+from mpitrain.collectives.engine.executor import check_name
+from mpitrain.collectives.selection.algorithm import Topology, is_file, shown
+from mpitrain.collectives.selection.cost_model import predict
+from mpitrain.collectives.selection.table import TABLES, title
+from mpitrain.collectives.selection.tuning import DEFAULT
+from mpitrain.tools.plan import MOST_SHOWN, several
 from mpitrain.tools.plan.collective import Collective, listed, plans_of
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -36,6 +41,10 @@ class Totals(NamedTuple):
     messages: int | Fraction
     all_ranks: int | Fraction
     busiest: int | Fraction
+
+
+NAMES = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
+"""The fields of Totals in words."""
 
 
 class FormulaLetters(NamedTuple):
@@ -195,8 +204,7 @@ def table_of_totals(collective: Collective, width: int) -> list[str]:
     x = numbers(collective.hosts)
     values = formula.value(x) if formula else (None,) * 4
     rows = []
-    names = ("steps", "messages", "sent by all ranks", "sent by the busiest one")
-    for name, count, text, value in zip(names, counted, texts, values, strict=True):
+    for name, count, text, value in zip(NAMES, counted, texts, values, strict=True):
         unit = " S" if name.startswith("sent") else ""
         by_formula = None if value is None else amount(value) + unit
         rows.append((name, amount(count) + unit, text, by_formula))
@@ -223,6 +231,42 @@ def table_of_totals(collective: Collective, width: int) -> list[str]:
 def amount(number: float | Fraction) -> str:
     """Return a number as text with at most four digits; whole numbers stay as they are."""
     return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
+
+
+def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
+    """Return a table of the times that the cost model predicts for algorithms with plans."""
+    seconds = {
+        name: predict(DEFAULT, operation, name, hosts, nbytes // ITEM, ITEM)
+        for name, row in TABLES[operation].items()
+        if row.plans and not is_file(name) and not row.refusal(Topology(hosts))
+    }
+    rows = sorted(seconds.items(), key=lambda row: row[1])
+    columns = [
+        TextColumn("algorithm", "<24", 0),
+        TextColumn("predicted ms", "12.4g", lambda row: 1e3 * row[1]),
+    ]
+    return TextTable(columns).lines(rows)
+
+
+def of_many(operation: str, algorithm: str, hosts: Sequence[str]) -> list[str]:
+    """Return lines about a collective on more ranks than its steps are printed for.
+
+    raises  ConfigError for an algorithm without a formula
+    """
+    check_name(
+        f"{operation} algorithm", algorithm, [name for of, name in FORMULAS if of == operation]
+    )
+    what = f"{shown(algorithm)} {title(operation)} on {len(hosts):,} ranks on {several(len({*hosts}), 'host')}"
+    formula = FORMULAS[operation, algorithm]
+    return [
+        f"{what}; steps are printed up to {MOST_SHOWN} ranks",
+        *(
+            f"{name}: {text} = {amount(value)}{' S' * name.startswith('sent')}"
+            for name, text, value in zip(
+                NAMES, formula[:4], formula.value(numbers(hosts)), strict=True
+            )
+        ),
+    ]
 
 
 def amounts(operation: str, algorithm: str, hosts: Sequence[str], nbytes: int) -> list[str]:

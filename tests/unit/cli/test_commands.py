@@ -282,6 +282,28 @@ def test_ranks_of_other_hosts_are_bound_and_crowded_by_their_own_cores(monkeypat
         line_for(monkeypatch, family, 4, cores=1, hosts={"localhost": 4}, bind="core")
 
 
+def test_fault_tolerant_ranks_are_started_by_mpirun_of_open_mpi_5(monkeypatch):
+    for slurm in (False, True):
+        line_for(monkeypatch, "Open MPI", 2, slurm=slurm)
+        mpi = launch_command.Mpi("Open MPI", "Open MPI v5.0.11")
+        monkeypatch.setattr(launch_command, "library", lambda mpi=mpi: mpi)
+        line, _ = launch_command.command_line(2, [], ["train"], fault_tolerant=True)
+        assert line[0] == "mpirun" and " ".join(launch_command.ULFM) in " ".join(line)
+
+
+@pytest.mark.parametrize(
+    "family, version, by, why",
+    [
+        ("MPICH", "MPICH Version 5", "", "mpi4py loads MPICH Version 5"),
+        ("Open MPI", "Open MPI v4.1.4", "", "mpi4py loads Open MPI v4.1.4"),
+        ("Open MPI", "Open MPI v5.0.11", "srun", "srun cannot start"),
+    ],
+)
+def test_what_cannot_start_fault_tolerant_ranks_is_refused(family, version, by, why):
+    with pytest.raises(ConfigError, match=why):
+        launch_command.check_fault_tolerant(launch_command.Mpi(family, version), by)
+
+
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 2) == ("mpiexec -n 2", {})
     assert line_for(monkeypatch, "MPICH", 3) == (
@@ -442,7 +464,7 @@ def test_the_words_that_moved_into_groups_still_work_at_the_top_and_are_not_list
     shown = CliRunner().invoke(commands, ["--help"]).output.partition("Commands:")[2]
     listed = re.findall(r"^  (\w+) ", shown, re.M)
     assert " ".join(listed) == (
-        "train launch slurm eval generate chat export data bench compare plan doctor certify runs learn"
+        "train launch slurm eval predict generate chat export data bench compare plan doctor certify runs learn"
     )
     for group, words in (("runs", RUNS), ("learn", LEARN)):
         for word in words:

@@ -1,6 +1,7 @@
 """`mpitrain plan schedule`: charts, of asynchronous schedules too, and schedules in files."""
 
 import json
+import random
 import re
 import sys
 from itertools import product
@@ -129,9 +130,33 @@ def test_a_chart_of_any_times_fits_the_terminal(halves):
     assert max(map(len, shown("schedule", "--schedule", "zb-v", *options).splitlines())) <= 100
 
 
+def test_saving_at_dalys_interval_loses_the_least():
+    """A sample of failures, not the formula: work between saves is lost when the job fails."""
+    words = ("--days", 0.5, "--ranks", 100, "--pause", 10, "--restart", 5, "--step", 3)
+    lines = shown("checkpoints", *words).splitlines()
+    told = {line.split()[0]: line for line in lines[1:]}
+    every = [float(told[name].split()[3]) for name in ("Daly", "half", "twice")]
+    part = [float(told[name].split()[-6].rstrip("%")) / 100 for name in ("Daly", "half", "twice")]
+    assert f"checkpoint.every={round(every[0] / 3)}:" in told["Daly"]
+    assert part[0] < min(part[1:])
+    draw = random.Random(1)
+    for interval, lost in zip(every, part, strict=True):
+        clock, saves = 0.0, 20_000
+        for _ in range(saves):
+            while (fails := draw.expovariate(1 / 432)) < interval + 10:
+                clock += fails + 5
+                while (fails := draw.expovariate(1 / 432)) < 5:
+                    clock += fails
+            clock += interval + 10
+        assert 1 - saves * interval / clock == pytest.approx(lost, abs=0.01)
+
+
 def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
     lines = shown("schedule", "--micro-batches", 300, "--forward-ms", 0.001).splitlines()
     assert max(map(len, lines)) <= 100 and sum(line.startswith("stage 0") for line in lines) == 6
+    lines = shown("schedule", "--stages", 300)
+    assert "the last one begins at 299 ms" in lines and "makespan 622 ms" in lines
+    assert "peak live, by stage: 8, 8, 8, 8, ... (292 stages), 4, 3, 2, 1 micro-b" in lines
 
 
 def test_two_async_steps_are_drawn_with_updates_and_versions():
@@ -319,6 +344,7 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
+        (["--stages", 257, "--plot", "a.png"], "257 are too many"),
         (["--schedule", "."], "The schedule . cannot be read"),
         (
             ["--schedule", "async", "--micro-batches", 3],

@@ -37,7 +37,7 @@ def blocks(ranks, hosts):
 
 def test_an_all_reduce_is_printed_with_its_contents_and_totals():
     assert (
-        shown("allreduce", "--ranks", 3, "--bytes", 12)
+        shown("allreduce", "--ranks", 3, "--bytes", 12).partition("\nalgorithm")[0]
         == """\
 ring all-reduce on 3 ranks: the array is cut into 3 chunks, 4 steps
 
@@ -193,6 +193,10 @@ def test_many_ranks_are_summed_up_with_the_steps_where_the_halves_meet():
         meet + 1
     ].endswith("   ...")
     assert lines.count("...      57 steps like these") == 2
+    many = shown("reduce-scatter", "--ranks", 600, "--hosts", 600, "--bytes", "4KiB").splitlines()
+    assert "steps: n - 1 = 599" in many and "messages: n (n - 1) = 359400" in many
+    fastest, time = many[-3].split()
+    assert fastest == "bruck" and float(time) < 60e-3 * float(many[-2].split()[1])
 
 
 def test_the_json_has_every_message_and_what_it_changes(tmp_path):
@@ -263,6 +267,9 @@ def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
             "allreduce algorithm must be one of ring, halving-doubling, recursive-doubling, tree, star, hierarchical, "
             "but it is 'rnig'.",
         ),
+        (["--ranks", "257"], "Take at least --hosts 5."),
+        (["--ranks", "257", "--hosts", "9", "--json", "a"], "257 are too many"),
+        (["--ranks", "257", "--hosts", "9", "--algorithm", "rnig"], "must be one of ring, "),
         (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),
         (["--json", "/no/such/folder/steps.json"], "cannot be written"),
     ],
