@@ -2,7 +2,7 @@
 
     python jobs/prove/plan-layout.py [RANKS]
 
-Trains a GPT in every layout dp x cp x tp x pp with ZeRO 0, 1 and 3, in turns, TURNS times STEPS steps; prints the predicted and the
+Trains a GPT in every layout with ZeRO 0, 1 and 3, in turns, TURNS times STEPS steps; prints the predicted and the
 measured step of each. Exit code 1 if the median error is above 20%, if the best predicted layout takes more than 1.1 times as
 long as the best measured one, or if Kendall's tau of layouts whose measured steps differ by more than 5% is below 0.7. It needs
 a machine without other work.
