@@ -13,35 +13,9 @@ from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.device import Staged
 from tests.fakes.processes import Gpu
-from tests.mpi.test_lost_peers import survivors
 
 COUNTS = (1001, 0, 3, 50)  # elements of buckets that are in flight together
 RUNS = 3
-DYING = """
-import os, signal, sys, time
-from mpitrain.errors import PeerLost
-from mpitrain.machine import cuda
-from mpitrain.machine.cuda import CudaBackend
-from mpitrain.collectives.group import bind
-from mpitrain.transport.device import DeviceTransport
-from mpitrain.transport.device import Staged
-from mpitrain.transport.mpi import connect
-from tests.fakes.processes import Gpu
-host = connect()
-sys.modules["cupy"] = gpu = Gpu({folder!r}, host.rank)
-cuda._allocation_start = gpu.allocation_start
-memory = CudaBackend()
-transport = Staged(host, memory)
-array = memory.zeros(100, "float32")
-reduction = bind(transport, array, algorithm="shared")
-if host.rank == 1:
-    gpu.current.do(lambda: time.sleep(0.5))  # meanwhile the others launch a wait for the event behind this work
-    gpu.current.do(lambda: os.kill(os.getpid(), signal.SIGKILL))
-reduction.start()
-try: reduction.wait()
-except PeerLost as error: sys.stdout.write(f"rank {{host.rank}} lost {{[*error.ranks]}}\\n"); sys.stdout.flush()
-os._exit(0)
-"""
 
 
 def brought(rank, count, run):
@@ -77,9 +51,3 @@ def test_processes_sum_exactly_with_several_buckets_in_flight(
         gc.collect()
         assert gpu.opened == []
         transport.barrier()
-
-
-def test_survivors_of_a_dead_rank_end_though_their_devices_wait_for_it(tmp_path):
-    lines, errors = survivors(3, DYING.format(folder=str(tmp_path)))
-    found = sorted(line for line in lines if " lost " in line)
-    assert [line.split()[:2] for line in found] == [["rank", "0"], ["rank", "2"]], errors

@@ -15,6 +15,7 @@ from mpitrain.cli.bench.collectives import measure_and_fit, measure_collective
 from mpitrain.cli.bench.device import print_rows
 from mpitrain.cli.bench.train import TrainingJob, measure_sides
 from mpitrain.cli.compare import measure_modes
+from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -125,6 +126,19 @@ def test_what_was_measured_is_printed_although_it_cannot_be_written(what, fills,
         assert is_agreed and f"{file}" in said
         assert "Make room" in said
     assert printed in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_fit_that_does_not_reach_its_end_keeps_the_sweeps_before(fills, tmp_path):
+    file = tmp_path / "tuning.json"
+    options = {**SWEEP, "out": file, "max_bytes": 128, "json_file": None, "sweeps": 2}
+    fills(2)  # the check, and the first sweep
+
+    def main(transport):
+        with pytest.raises(ConfigError, match="Make room"):
+            measure_and_fit(transport, options)
+        return True
+
+    assert all(run_ranks(2, main)) and set(read_tuning(file).plans) == {2}
 
 
 def test_a_chart_is_printed_although_it_cannot_be_written(fills, tmp_path):

@@ -6,6 +6,8 @@ import threading
 import numpy as np
 import pytest
 
+from mpitrain.collectives.group import bind
+from mpitrain.errors import ConfigError
 from mpitrain.machine import cuda
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -71,3 +73,16 @@ def test_page_locked_memory_is_its_own_whoever_else_asks_meanwhile(monkeypatch):
     found = []
     found.append(cuda_backend().staging(64))
     assert not np.shares_memory(*found)
+
+
+def test_ranks_that_outlive_others_share_no_memory_of_gpus(monkeypatch):
+    """A device that waits for a dead rank's event would wait for ever."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+    def refused(threads):
+        device = DeviceLaws().device(PointerThreads(threads), "staged", cuda_backend())
+        with pytest.raises(ConfigError, match="outlive"):
+            bind(device, cuda_backend().zeros(3, "float64"), algorithm="shared")
+        return True
+
+    assert all(run_ranks(2, refused, outlives=True))
