@@ -48,6 +48,9 @@ COMMANDS = {
     "eval": Listed(
         "eval", "Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source."
     ),
+    "predict": Listed(
+        "predict", "Write what a run predicts for held-out rows, or for other arrays."
+    ),
     "generate": Listed("generate", "Generate text with the newest checkpoint of RUN_DIR."),
     "chat": Listed("chat", "Talk with a model that was trained on conversations, in the terminal."),
     "export": Listed(

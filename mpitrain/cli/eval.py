@@ -69,7 +69,7 @@ def _held_out(
     """Return the line to print, the numbers of --json, and whether the loss is finite."""
     from mpitrain.cli.terminal.progress import nats
     from mpitrain.cli.terminal.progress import perplexity as perplexity_of
-    from mpitrain.data import TENTH, bits_per_byte
+    from mpitrain.data import bits_per_byte
     from mpitrain.run.build import open_run
     from mpitrain.run.inference import evaluated_rows
 
@@ -80,22 +80,27 @@ def _held_out(
     loss, accuracy = evaluation
     bits = bits_per_byte(job.data, loss)
     rows = evaluated_rows(config.run, job.data)
+    found = {"accuracy": accuracy}
+    if math.isnan(accuracy):
+        from mpitrain.run.predictions import errors
+
+        found = errors(job, [row * job.data.held_out // rows for row in range(rows)])
+    shown = ", ".join(
+        f"{name} {value:.1%}" if name == "accuracy" else f"{name.upper()} {value:.6g}"
+        for name, value in found.items()
+    )
+    unit = f"{loss:.4f}" if "mse" in found else nats(loss, bits)
     held_out = config.data.validation
-    where = config.data.source if held_out in ("", TENTH) else held_out
+    where = held_out if ":" in held_out else config.data.source
     numbers: dict[str, Any] = {"run": str(run), "step": job.step, "data": where, "loss": loss}
     perplexity = ""
     if job.data.form == "tokens":
         numbers["perplexity"] = perplexity_of(loss)
         perplexity = f", perplexity {numbers['perplexity']:.4g}"
-    numbers |= {
-        "bits_per_byte": bits,
-        "accuracy": accuracy,
-        "rows": rows,
-        "held_out_rows": job.data.held_out,
-    }
+    numbers |= {"bits_per_byte": bits, **found, "rows": rows, "held_out_rows": job.data.held_out}
     line = (
         f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-        f"validation loss {nats(loss, bits)}{perplexity}, accuracy {accuracy:.1%} "
+        f"validation loss {unit}{perplexity}, {shown} "
         f"({rows} of {job.data.held_out} held-out rows)"
     )
     return line, numbers, math.isfinite(loss)

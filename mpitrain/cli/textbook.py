@@ -40,7 +40,9 @@ NARROWEST = 80
     help="Number of ranks; each is a thread. Default: depends on the topic.",
 )
 @click.option("--step", "waits", is_flag=True, help="Wait for Enter after each frame.")
-@output_option("--png", "Draw the frames. Needs mpitrain[report].")
+@output_option(
+    "--png", "Draw pictures of 1280 x 720: NAME-1.png and so on. Needs mpitrain[report]."
+)
 @output_option(
     "--html",
     "Write an HTML page with a slider. Without a TOPIC: write a folder with a page for each topic.",
@@ -118,11 +120,12 @@ def explain(
         click.echo("\n".join(terminal.ending(explanation, language)))
     outputs = Outputs()
     if png_file:
-        from mpitrain.tools.textbook.explain.picture import draw
+        from mpitrain.tools.textbook.explain.picture import draw_for_a_wall
 
         with outputs.to(png_file):
-            drawn = draw(explanation, png_file, language)
-            click.echo(text("drawn in {file}", language, file=png_file))
+            drawn, files = draw_for_a_wall(explanation, png_file, language)
+            for file in files:
+                click.echo(text("drawn in {file}", language, file=file))
             if drawn != language:
                 click.echo(
                     text(

@@ -230,7 +230,13 @@ class Data(Section):
     validation: str = Field(
         "",
         description="held-out rows for a data.source {rows}: another file of the same kind, or tenth for the last tenth of "
-        "the source. Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
+        "the source. Of arrays also a fraction of the rows, drawn at random, such as 0.2. "
+        "Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
+    )
+    normalise: bool = Field(
+        True,
+        description="scale the numbers of {rows} to mean 0 and deviation 1: features, channels of images, and the targets of "
+        "mse and mae. Evaluations and predictions have the unit of the data",
     )
     vocabulary: int = Field(
         0,
@@ -286,6 +292,11 @@ class Data(Section):
         "document, which ends at data.separator or is a conversation of data.packing. Positions then begin anew at each "
         "document, and all documents of a row count",
     )
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, float) else value
 
 
 class Model(Section):

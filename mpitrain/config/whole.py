@@ -274,20 +274,21 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
             table[key] = {_beside(path, source): weight for source, weight in name.items()}
         elif isinstance(name, str):
             is_source = key in ("source", "validation")
-            kind, colon, place = name.partition(":") if is_source else ("", "", name)
+            place = name.partition(":")[2] if is_source else name
             is_path = {  # Otherwise it is the name of a row.
                 "schedule": "/" in name or "." in name or (path.parent / name).is_file(),
                 "algorithm": ".py" in name,
             }.get(key, True)
             if place and is_path:
-                table[key] = f"{kind}{colon}{path.parent / place}"
+                table[key] = _beside(path, name) if is_source else str(path.parent / place)
     return tables
 
 
 def _beside(path: Path, source: str) -> str:
     """Return the name of a data source with its path relative to the folder of a file."""
-    kind, colon, place = source.partition(":")
-    return f"{kind}{colon}{path.parent / place}" if place else source
+    kind, _, place = source.partition(":")
+    places = place.split(",") if kind == "npy" else [place]
+    return f"{kind}:{','.join(str(path.parent / each) for each in places)}" if place else source
 
 
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:

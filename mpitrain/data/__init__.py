@@ -27,6 +27,7 @@ from mpitrain.data.table import SourceKind as SourceKind
 from mpitrain.data.table import absolute as absolute
 from mpitrain.data.table import check_mixture as check_mixture
 from mpitrain.data.table import file_digests as file_digests
+from mpitrain.data.table import is_fraction as is_fraction
 from mpitrain.data.table import names as names
 from mpitrain.data.table import open_source as open_source
 from mpitrain.data.table import read_rows as read_rows

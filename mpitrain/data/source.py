@@ -5,7 +5,7 @@ B batch, T tokens of a context, F features, C channels, H height, W width of an 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -128,6 +128,7 @@ class Reading(NamedTuple):
     packing    whether a row has as many conversations as fit
     attend     what a token attends to: all earlier tokens of its row (window), or those of its
                document (document)
+    normalise  whether arrays are scaled to mean 0 and deviation 1
     """
 
     dtype: str = "auto"
@@ -138,6 +139,7 @@ class Reading(NamedTuple):
     mixture: Mapping[str, float] = {}
     packing: bool = False
     attend: str = "window"
+    normalise: bool = True
 
 
 class Request(NamedTuple):
@@ -152,6 +154,7 @@ class Request(NamedTuple):
     reading     how rows are made of tokens
     form        the form that the model takes; digits and idx have images and samples
     targets     the targets that the loss takes
+    scaling     of arrays, as the run has noted it; None: from the data
     """
 
     name: str
@@ -163,6 +166,7 @@ class Request(NamedTuple):
     reading: Reading = Reading()
     form: Form | None = None
     targets: Targets = "classes"
+    scaling: Mapping[str, Any] | None = None
 
     @property
     def place(self) -> str:

@@ -2,6 +2,7 @@
 
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class SourceKind(NamedTuple):
     reads          the keys of `Reading` that it reads; token files read dtype in any case
     module         optional Python module that it needs; empty: none
     files          (path after the prefix) -> the files that it names
+    has_arrays     whether it is an `ArraySource`, whose rows all ranks scan; data.validation may also
+                   be a fraction
     """
 
     open: Callable[[Request], Source]
@@ -60,6 +63,7 @@ class SourceKind(NamedTuple):
     module: str = ""
     also: Sequence[Form] = ()
     files: Callable[[str], Sequence[Path]] = token_paths
+    has_arrays: bool = False
 
     def does_read(self, key: str) -> bool:
         return key in self.reads or (key == "dtype" and self.is_token_file)
@@ -92,6 +96,13 @@ def _open_mixture(request: Request) -> MixtureSource:
             )
         members[name] = member, weight
     return MixtureSource(members, request.vocabulary)
+
+
+def _open_arrays(reader: str, request: Request) -> Source:
+    from mpitrain.data import arrays
+
+    source: Any = arrays.ArraySource(getattr(arrays, reader), request)
+    return source
 
 
 def _refuse(request: Request) -> Source:
@@ -146,6 +157,25 @@ SOURCES: Table[str, SourceKind] = Table(
         also=("images",),
         files=on_use("mpitrain.data.samples:idx_files"),
     ),
+    **{
+        prefix: SourceKind(
+            partial(_open_arrays, reader),
+            "samples",
+            argument,
+            help,
+            can_validate=True,
+            reads=("normalise",),
+            module=module,
+            also=("images",),
+            files=on_use(f"mpitrain.data.arrays:{files}"),
+            has_arrays=True,
+        )
+        for prefix, argument, help, module, files, reader in (
+            ("npy", ":X.npy,Y.npy", "arrays x and y", "", "npy_files", "npy"),
+            ("csv", ":FILE:TARGET", "a column of a table", "", "file_before_colon", "table"),
+            ("hdf5", ":FILE:/X,/Y", "two datasets", "h5py", "file_before_colon", "hdf5"),
+        )
+    },
 )
 """Data sources by prefix: a name is PREFIX, or PREFIX:PATH where the row has an argument.
 
@@ -193,6 +223,14 @@ def validating() -> str:
     return _spelled(lambda row: row.takes_validation)
 
 
+def is_fraction(validation: str) -> bool:
+    """Return whether data.validation is a number between 0 and 1."""
+    try:
+        return 0 < float(validation) < 1
+    except ValueError:
+        return False
+
+
 def check_validation(name: str, validation: str) -> None:
     """Raise ConfigError unless data.validation fits data.source.
 
@@ -203,6 +241,8 @@ def check_validation(name: str, validation: str) -> None:
             f"data.validation needs data.source {validating()}, but data.source is {name}.",
             "Leave out data.validation.",
         )
+    if source_kind(name).has_arrays and is_fraction(validation):
+        return
     if validation not in ("", TENTH) and source_kind(validation) is not source_kind(name):
         kind = name.partition(":")[0]
         raise ConfigError(
@@ -221,6 +261,7 @@ def open_source(
     reading: Reading = Reading(),  # noqa: B008  a constant
     form: Form | None = None,
     targets: Targets = "classes",
+    scaling: Mapping[str, Any] | None = None,
 ) -> Source:
     """Open a source by its configuration name.
 
@@ -232,6 +273,7 @@ def open_source(
     reading     how rows are made of tokens
     form        the form that the model takes, for sources with several; None: the first of them
     targets     the targets that the loss takes
+    scaling     of arrays, if it is known; None costs a pass over them
     raises      ConfigError for a name that is no source or has options of another kind;
                 DataError if it is missing, unreadable, too small, or exceeds the vocabulary
     """
@@ -253,7 +295,9 @@ def open_source(
         scan = as_it_is(name, reading.dtype)._replace(largest=largest)
     if row.is_token_file or reading.mixture:
         tokenizer_of([*(reading.mixture or [name]), *([validation] if ":" in validation else [])])
-    request = Request(name, context, dtype, vocabulary, validation, scan, reading, form, targets)
+    request = Request(
+        name, context, dtype, vocabulary, validation, scan, reading, form, targets, scaling
+    )
     return SOURCES.made(
         name.partition(":")[0],
         "data source",
@@ -361,4 +405,5 @@ def file_digests(names: Iterable[str]) -> dict[str, str]:
 def absolute(name: str) -> str:
     kind, _, place = name.partition(":")
     # Path.resolve would fail at a loop of links; the source itself names it.
-    return f"{kind}:{os.path.realpath(place)}" if place else name
+    places = place.split(",") if kind == "npy" else [place]
+    return f"{kind}:{','.join(map(os.path.realpath, places))}" if place else name

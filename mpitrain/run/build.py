@@ -54,6 +54,7 @@ from mpitrain.run.run_dir import (
     held_out_as_before,
     is_run,
     noted_largest,
+    noted_scaling,
 )
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
@@ -138,9 +139,10 @@ def build(
     checkpoint_dir = saved or agreed.location.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
     largest = None if source else _largest(transport, agreed)
+    scaling = None if source else _scaling(transport, agreed)
     opened = on_all_ranks(
         transport,
-        lambda: _open(transport, agreed, folder, source, largest),
+        lambda: _open(transport, agreed, folder, source, largest, scaling),
         FILES,
         lambda own: own.facts,
     )
@@ -173,12 +175,13 @@ def _open(
     checkpoint: Path | None,
     source: Source | Unopened | None,
     largest: int | None,
+    scaling: dict[str, Any] | None,
 ) -> _Opened:
     """Resolve the configuration, and open data and models on this rank; raises MpitrainError."""
     resolved = resolve_here(agreed, transport.hosts)
     config, axes, plan, *_, gpus, device = resolved
     name = "this data source" if source else config.data.source
-    data = source or _source(config, largest)
+    data = source or _source(config, largest, scaling)
     check_data(config.model.kind, data.form, name)
     check_targets(config.model.loss, targets_of(data), name)
     config = _with_data(config, data)
@@ -246,10 +249,10 @@ def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Roo
 
 def open_data(transport: Transport, agreed: Given) -> Source:
     """Open the configured data source, so that several jobs can share it; collective."""
-    largest = _largest(transport, agreed)
+    largest, scaling = _largest(transport, agreed), _scaling(transport, agreed)
     return on_all_ranks(
         transport,
-        lambda: _source(agreed.config, largest),
+        lambda: _source(agreed.config, largest, scaling),
         "data source",
         lambda source: _files(agreed.config),
     )
@@ -346,6 +349,25 @@ def _largest(transport: Transport, agreed: Given) -> int | None:
     )
 
 
+def _scaling(transport: Transport, agreed: Given) -> dict[str, Any] | None:
+    """Return the scaling of arrays that the run directory has noted, or that the ranks find, each in
+    an equal slice of the rows; None if data.source has no arrays; collective.
+    """
+    name, noted = agreed.config.data.source, agreed.location.scaling
+    if not source_kind(name).has_arrays or noted:
+        return noted
+    from mpitrain.data.arrays import joined
+
+    on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
+
+    def scanned() -> Any:
+        source: Any = _source(agreed.config, None)
+        return source.scanned(transport.rank, transport.size)
+
+    parts = from_all_ranks(transport, scanned)
+    return on_all_ranks(transport, lambda: joined(parts, name))
+
+
 def _files(config: Config) -> dict[str, str]:
     data = config.data
     digests = file_digests([*(data.mixture or [data.source]), data.validation])
@@ -354,7 +376,7 @@ def _files(config: Config) -> dict[str, str]:
     return digests
 
 
-def _source(config: Config, largest: int | None) -> Source:
+def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None = None) -> Source:
     """Open the data source.    largest: the result of `_largest`"""
     data = config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
@@ -369,6 +391,7 @@ def _source(config: Config, largest: int | None) -> Source:
         reading,
         MODELS[config.model.kind].takes,
         LOSSES[config.model.loss].takes,
+        scaling,
     )
 
 
@@ -414,6 +437,8 @@ def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kept.get("separator", -1) < 0 and not kept.get("packing"):
         kept.pop("attend", None)  # Rows of this source have no documents.
+    if kind.has_arrays:
+        kept["validation"] = source  # All of its rows.
     return kept
 
 
@@ -447,7 +472,8 @@ def open_run(
     def look(config: Config) -> RunLocation:
         saved = checkpoint_of(folder, best)
         largest = noted_largest(folder, config.data.source, config.data.dtype)
-        return RunLocation(str(folder), str(saved), True, largest=largest)
+        scaling = noted_scaling(folder)
+        return RunLocation(str(folder), str(saved), True, largest=largest, scaling=scaling)
 
     agreed = agree_on(transport, on_these_ranks, look)
     vocabulary = agreed.config.data.vocabulary or 256

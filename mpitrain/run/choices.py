@@ -12,7 +12,15 @@ from mpitrain.config import Config, ConfigKey, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import MARK, load
-from mpitrain.data import TENTH, check_mixture, source_kind, spellings, token_files, validating
+from mpitrain.data import (
+    TENTH,
+    check_mixture,
+    is_fraction,
+    source_kind,
+    spellings,
+    token_files,
+    validating,
+)
 from mpitrain.data import names as names_of_sources
 from mpitrain.errors import ConfigError
 from mpitrain.layers.plain import LOSSES
@@ -54,6 +62,7 @@ def keys() -> Iterator[ConfigKey]:
         "data.packing": spellings("packing"),
         "data.attend": spellings("attend"),
         "data.mixture": spellings("order"),
+        "data.normalise": spellings("normalise"),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),
         "model.loss": ", ".join(f"{name}: {row.help}" for name, row in LOSSES.items()),
@@ -181,7 +190,9 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
     path  the file that the configuration was read from, for messages
     """
     validation = config.data.validation
-    if validation not in ("", TENTH) and not source_kind(validation).takes_validation:
+    has_part = source_kind(config.data.source).has_arrays and is_fraction(validation)
+    is_named = validation not in ("", TENTH) and not has_part
+    if is_named and not source_kind(validation).takes_validation:
         raise refusal(
             f"data.validation must be {validating()}, or else tenth or empty, but is {validation!r}.",
             path,

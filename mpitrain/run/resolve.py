@@ -49,6 +49,7 @@ class RunLocation(NamedTuple):
     largest   the largest token of data.source, if the run has noted it since the last change of
               the file; else None
     passes    the device.passes of the resumed run
+    scaling   of arrays, if the run has noted it; else None
     """
 
     folder: str = ""
@@ -58,6 +59,7 @@ class RunLocation(NamedTuple):
     held_out: str = ""
     largest: int | None = None
     passes: str = "auto"
+    scaling: dict[str, Any] | None = None
 
 
 class Given(NamedTuple):

@@ -7,6 +7,7 @@ RUN/
     tuning.json    the tuning of the cost model, if replication.tuning names one
     tiles.json     the tile sizes of GEMM kernels, if device.tiles names a file
     tokens.json    the result of the scan of a token file, if data.source is one
+    scaling.json   means and deviations of arrays, if data.source has any
     tokenizer.json the tokenizer of conversations, or of the files of tokens that `data prepare` wrote
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
@@ -62,9 +63,11 @@ from mpitrain.run.checkpoint.manifest import (
 from mpitrain.run.choices import ALGORITHMS, without_plugins
 from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
+from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
 
 TUNING, TILES, TOKENS = "tuning.json", "tiles.json", "tokens.json"
+SCALING = "scaling.json"
 
 RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
@@ -139,6 +142,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source, config.data.dtype),
         then.device.passes,
+        noted_scaling(folder),
     )
 
 
@@ -316,6 +320,8 @@ def _begin(
         run.write_whole(TILES, tiles)
     if scan := getattr(source, "scan", None):
         run.write_whole(TOKENS, json.dumps(scan._asdict()) + "\n")
+    if scaling := getattr(source, "scaling", None):
+        run.write_whole(SCALING, scaling.model_dump_json() + "\n")
     _note_tokenizer(run, config, bool(location.saved))
     run.remove_tree(TRACE)
     if config.run.trace:
@@ -466,6 +472,18 @@ def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
         return scan.largest if is_known else None
     except (OSError, ValueError, TypeError, RecursionError, DataError):
         return None
+
+
+def noted_scaling(folder: Path) -> Any:
+    """Return the content of scaling.json of a run directory, which its source checks; None if there is none."""
+    try:
+        return parsed(contents(folder / SCALING, inner=1))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / SCALING} cannot be read: {error}.", "Copy it again."
+        ) from None
 
 
 def _fresh() -> Path:

@@ -1,5 +1,6 @@
 """`mpitrain plan`: the group, and its commands that simulate pipelines and print collectives without running them."""
 
+import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ import click
 
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.rows import Bytes
-from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
 from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, layout, memory, tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -247,6 +248,62 @@ def schedule(
             draw(plan, simulation, f"simulated pipeline by {caption}", plot_file, notes)
             click.echo(f"drawn in {plot_file}")
     outputs.settle()
+
+
+SECONDS = click.FloatRange(LEAST, MOST)
+
+
+@command.command("checkpoints")
+@click.option(
+    "--days",
+    type=SECONDS,
+    callback=finite,
+    required=True,
+    help="Mean days between two failures of one rank.",
+)
+@click.option("--ranks", type=click.IntRange(1, 10**6), required=True, help="Ranks of the job.")
+@click.option(
+    "--pause",
+    type=SECONDS,
+    callback=finite,
+    required=True,
+    help="Seconds without steps in a save: checkpoint_pause_s.",
+)
+@click.option(
+    "--restart",
+    type=click.FloatRange(0, MOST),
+    callback=finite,
+    default=60,
+    show_default=True,
+    help="Seconds from a failure until the steps go on.",
+)
+@click.option(
+    "--step", type=SECONDS, callback=finite, help="Seconds of a step: also print checkpoint.every."
+)
+def checkpoints(days: float, ranks: int, pause: float, restart: float, step: float | None) -> None:
+    """Compute how often a job should save, from how often ranks fail (Young 1974, Daly 2006).
+
+    A failure of any rank ends the job, which loses the steps since the last checkpoint.
+    """
+    if process.launched().rank > 0:
+        return  # only rank 0 prints
+    mean = 86400 * days / ranks
+    # Daly 2006, Future Gener. Comput. Syst. 22(3), equations 37 and 20.
+    part = pause / (2 * mean)
+    root = math.sqrt(2 * pause * mean)
+    best = root * (1 + math.sqrt(part) / 3 + part / 9) - pause if part < 1 else mean
+
+    def lost(every: float) -> str:
+        exponents = restart / mean, (every + pause) / mean
+        if max(exponents) > 700:
+            return "all of the time"
+        factor = mean * math.exp(exponents[0]) * math.expm1(exponents[1]) / every
+        return f"{100 * (1 - 1 / factor):.3g}% of the time"
+
+    click.echo(f"a rank of the job fails every {mean:,.4g} s")
+    for name, every in (("Daly", best), ("Young", root), ("half", best / 2), ("twice", 2 * best)):
+        steps = f", checkpoint.every={max(1, round(every / step))}" if step else ""
+        click.echo(f"{name:<6} save every {every:,.4g} s{steps}: {lost(every)} is lost")
 
 
 MOST_ON_HOST = 64

@@ -271,7 +271,9 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
         held_out = f"{record['held_out_tokens']:,} held out ({source})"
     elif "samples" in record:
-        unit, there, extent = "samples", record["samples"], f"{record['classes']:,} classes"
+        unit, there = "samples", record["samples"]
+        extent = f"{record.get('classes', record.get('outputs')):,} "
+        extent += "classes" if "classes" in record else "output(s)"
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]

@@ -464,7 +464,7 @@ def test_the_words_that_moved_into_groups_still_work_at_the_top_and_are_not_list
     shown = CliRunner().invoke(commands, ["--help"]).output.partition("Commands:")[2]
     listed = re.findall(r"^  (\w+) ", shown, re.M)
     assert " ".join(listed) == (
-        "train launch slurm eval generate chat export data bench compare plan doctor certify runs learn"
+        "train launch slurm eval predict generate chat export data bench compare plan doctor certify runs learn"
     )
     for group, words in (("runs", RUNS), ("learn", LEARN)):
         for word in words:

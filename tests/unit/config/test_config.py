@@ -45,7 +45,8 @@ def test_an_unknown_key_names_the_nearest_one():
         ("model.tied=1", "model.tied must be a valid boolean, but is 1."),
         (
             "data.validation=val.bin",
-            "data.validation must be text:FILE, tokens:FILE or jsonl:FILE, or else tenth or empty, but is 'val.bin'.",
+            "data.validation must be text:FILE, tokens:FILE, jsonl:FILE, npy:X.npy,Y.npy, csv:FILE:TARGET or hdf5:FILE:/X,/Y, "
+            "or else tenth or empty, but is 'val.bin'.",
         ),
         (
             "model.kind=rnn",

@@ -251,7 +251,7 @@ def test_a_val_bin_beside_a_train_bin_is_what_is_held_out(tmp_path):
             "pydocs",
             TENTH,
             0,
-            "data.validation needs data.source text:FILE, tokens:FILE or jsonl:FILE, but data.source is pydocs.",
+            "data.validation needs data.source text:FILE, tokens:FILE, jsonl:FILE, npy:X.npy,Y.npy, csv:FILE:TARGET or",
         ),
         (
             "text:train.bin",

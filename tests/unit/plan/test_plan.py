@@ -1,6 +1,7 @@
 """`mpitrain plan schedule`: charts, of asynchronous schedules too, and schedules in files."""
 
 import json
+import random
 import re
 import sys
 from itertools import product
@@ -127,6 +128,27 @@ def test_a_chart_of_any_times_fits_the_terminal(halves):
         for word in (f"--{name}-ms", time)
     ]
     assert max(map(len, shown("schedule", "--schedule", "zb-v", *options).splitlines())) <= 100
+
+
+def test_saving_at_dalys_interval_loses_the_least():
+    """A sample of failures, not the formula: work between saves is lost when the job fails."""
+    words = ("--days", 0.5, "--ranks", 100, "--pause", 10, "--restart", 5, "--step", 3)
+    lines = shown("checkpoints", *words).splitlines()
+    told = {line.split()[0]: line for line in lines[1:]}
+    every = [float(told[name].split()[3]) for name in ("Daly", "half", "twice")]
+    part = [float(told[name].split()[-6].rstrip("%")) / 100 for name in ("Daly", "half", "twice")]
+    assert f"checkpoint.every={round(every[0] / 3)}:" in told["Daly"]
+    assert part[0] < min(part[1:])
+    draw = random.Random(1)
+    for interval, lost in zip(every, part, strict=True):
+        clock, saves = 0.0, 20_000
+        for _ in range(saves):
+            while (fails := draw.expovariate(1 / 432)) < interval + 10:
+                clock += fails + 5
+                while (fails := draw.expovariate(1 / 432)) < 5:
+                    clock += fails
+            clock += interval + 10
+        assert 1 - saves * interval / clock == pytest.approx(lost, abs=0.01)
 
 
 def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,14 @@ from mpitrain.tools.plan.collective import collective, contents
 from mpitrain.tools.textbook.explain import page, terminal
 from mpitrain.tools.textbook.explain.explanation import ROOT
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_link
-from mpitrain.tools.textbook.explain.picture import draw, hangul_font, notes_of
+from mpitrain.tools.textbook.explain.picture import (
+    HEAD,
+    draw,
+    draw_for_a_wall,
+    fitted,
+    hangul_font,
+    notes_of,
+)
 from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
 from mpitrain.tools.textbook.explain.toy import IN_FLIGHT, MIXED, Symbols, written
 from mpitrain.tools.textbook.words import korean, text, width
@@ -295,6 +303,26 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
     pytest.importorskip("matplotlib")
     assert draw(recorded("1f1b"), tmp_path / "a.png", "ko") == ("ko" if hangul_font() else "en")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_picture_for_a_wall_has_each_frame_on_1280_x_720(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = recorded("star", 3)
+    _, files = draw_for_a_wall(found, tmp_path / "star.png", "en")
+    assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4)]
+    for path in files:
+        assert struct.unpack(">II", path.read_bytes()[16:24]) == (1280, 720)
+
+
+@every_topic
+def test_a_frame_fits_a_wall_with_text_that_is_read(name):
+    scale, layout = fitted(recorded(name), "en")
+    assert 8.5 * scale > 8.9  # points; 13 or more but for long pipelines and many columns
+    assert layout.panel[0] <= 12.8 / scale and HEAD + layout.panel[1] <= 7.2 / scale
+    assert [number for band in layout.bands for number in band] == [
+        *range(len(recorded(name).columns))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def loss_scaling(setting: TopicSetting) -> Explanation:
         scaled = _scaled(value)
         is_finite = bool(np.isfinite(scaled).all())
         step = len(frames) + 1
-        result = StepResult(1.0, 1.0, int((~np.isfinite(scaled)).sum()), 0.1, is_finite, False)
+        norm = float(np.linalg.norm(scaled.astype(np.float64)))
+        result = StepResult(1.0, norm, int((~np.isfinite(scaled)).sum()), 0.1, is_finite, False)
         scale.after(result)
         title = (
             Sentence("step {k}: the update", k=step)

@@ -1,9 +1,11 @@
 """Pictures of explanations: each frame is a table of coloured cells. `draw` needs matplotlib."""
 
+import math
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.plots import painter, save
 from mpitrain.tools.textbook.explain.explanation import Explanation, Frame
@@ -23,6 +25,12 @@ CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
 TITLE_CHARACTER = 0.09
 """Inches of a character of a frame's title."""
+HEAD, GAP, ARROWS = 1.6 * LINE, 0.15, 0.4
+"""Inches of the head of a picture, between groups of columns, and of the arrows behind them."""
+READABLE, MOST = 1.65, 240
+"""How much larger the texts of a picture for a wall are, so that they have 14 points or more; the
+largest scale of its frames, in %.
+"""
 WIDEST = 13.0
 """Largest width of a picture, in inches."""
 
@@ -56,33 +64,119 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
+class FrameLayout(NamedTuple):
+    """Sizes of a picture, in inches.
+
+    margin  of the labels of rows
+    widths  of the columns
+    bands   numbers of the groups of columns that stand beside each other; the bands stand below
+            each other
+    panel   (width, height) of a frame
+    """
+
+    margin: float
+    widths: list[float]
+    bands: list[list[int]]
+    panel: tuple[float, float]
+
+    @classmethod
+    def of(cls, explanation: Explanation, language: str, room: float) -> "FrameLayout":
+        """Return the layout of frames that are at most `room` wide, if a group of columns is."""
+        widths = _widths(explanation, language)
+        labels = (text(row, language) for row in explanation.rows)
+        margin = CHARACTER * (2 + max(map(width, labels)))
+        arrows = ARROWS if any(frame.messages for _, frame in explanation.drawn) else 0.0
+        bands: list[list[int]] = []
+        taken, first, wide = 0.0, 0, TITLE_CHARACTER * (2 + _longest_title(explanation, language))
+        for number, group in enumerate(explanation.columns):
+            last = first + len(group.names)
+            needed = sum(widths[first:last]) + GAP
+            if not bands or taken + needed > room:
+                bands.append([])
+                taken = margin + arrows + GAP
+            bands[-1].append(number)
+            taken, first = taken + needed, last
+            wide = max(wide, taken)
+        height = LINE * (1.2 + len(bands) * (len(explanation.rows) + 2.4))
+        return cls(margin, widths, bands, (wide, height))
+
+
 def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> str:
-    """Draw the frames of an explanation, and return the language of the texts.
+    """Draw all frames in one picture, and return the language of the texts.
 
     This is English if no font has the letters of the language.
 
     dpi     pixels of an inch
     raises  OSError if the file cannot be written
     """
+    language = language if language != "ko" or hangul_font() else "en"
+    layout = FrameLayout.of(explanation, language, math.inf)
+    frames = explanation.drawn
+    across = max(1, min(len(frames), int(WIDEST / layout.panel[0])))
+    down = -(-len(frames) // across)
+    wide = max(across * layout.panel[0], 7.5)
+    notes = notes_of(explanation, language, int((wide - 0.3) / CHARACTER))
+    high = HEAD + down * layout.panel[1] + LINE * (len(notes) + 0.8)
+    _page(explanation, frames, notes, layout, (wide, high), path, language, dpi)
+    return language
+
+
+def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tuple[str, list[Path]]:
+    """Draw each frame as a picture of 1280 x 720, with text that is read from far away.
+
+    Before the frames there are one or two pictures with the idea, the legend and the formulas.
+
+    returns  the language of the texts, and the files: NAME-1.png and so on
+    raises   OSError if a file cannot be written
+    """
+    language = language if language != "ko" or hangul_font() else "en"
+    scale, layout = fitted(explanation, language)
+    columns = int((12.8 / READABLE - 0.3) / CHARACTER)
+    idea = [
+        line for each in explanation.sentences for line in wrapped(text(each, language), columns)
+    ]
+    notes = [*idea, "", *notes_of(explanation, language, columns)]
+    most = int((7.2 / READABLE - HEAD) / LINE - 0.8)
+    files: list[Path] = []
+
+    def add(frames: list[tuple[int, Frame]], notes: list[str], scale: float) -> None:
+        files.append(path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}"))
+        size = (12.8 / scale, 7.2 / scale)
+        _page(explanation, frames, notes, layout, size, files[-1], language, round(100 * scale))
+
+    for at in range(0, len(notes), most):
+        add([], notes[at : at + most], READABLE)
+    for each in explanation.drawn:
+        add([each], [], scale)
+    return language, files
+
+
+def fitted(explanation: Explanation, language: str) -> tuple[float, FrameLayout]:
+    """Return the largest scale at which a frame fits a picture of 12.8 x 7.2 inches, and its layout."""
+    for percent in range(MOST, 20, -5):
+        wide, high = 1280 / percent, 720 / percent
+        layout = FrameLayout.of(explanation, language, wide)
+        if layout.panel[0] <= wide and layout.panel[1] <= high - HEAD:
+            break
+    return percent / 100, layout
+
+
+def _longest_title(explanation: Explanation, language: str) -> int:
+    return max(width(frame_title(frame, language)) for _, frame in explanation.drawn)
+
+
+def _page(
+    explanation: Explanation,
+    frames: Sequence[tuple[int, Frame]],
+    notes: Sequence[str],
+    layout: FrameLayout,
+    size: tuple[float, float],
+    path: Path,
+    language: str,
+    dpi: int,
+) -> None:
     pyplot = painter()
     font = hangul_font() if language == "ko" else None
-    language = language if font else "en"
-    frames = explanation.drawn
-    widths = _widths(explanation, language)
-    labels = [text(row, language) for row in explanation.rows]
-    margin = CHARACTER * (2 + max(map(width, labels)))
-    titles = [frame_title(frame, language) for _, frame in frames]
-    panel = max(
-        margin + sum(widths) + 0.15 * (len(explanation.columns) + 1),
-        TITLE_CHARACTER * (2 + max(map(width, titles))),
-    )
-    across = max(1, min(len(frames), int(WIDEST / panel)))
-    down = -(-len(frames) // across)
-    height = LINE * (len(explanation.rows) + 3.6)
-    head = LINE * 1.6
-    wide = max(across * panel, 7.5)
-    notes = notes_of(explanation, language, int((wide - 0.3) / CHARACTER))
-    size = (wide, head + down * height + LINE * (len(notes) + 0.8))
     with pyplot.rc_context({"font.family": [font or "DejaVu Sans"]}):
         figure = pyplot.figure(figsize=size)
         axes = figure.add_axes((0, 0, 1, 1))
@@ -90,7 +184,7 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
         axes.axis("off")
         axes.text(
             0.15,
-            head / 2,
+            HEAD / 2,
             text(explanation.title, language),
             va="center",
             fontsize=13,
@@ -99,15 +193,15 @@ def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) ->
         most = max(
             summands(cell) for frame in explanation.frames for row in frame.cells for cell in row
         )
+        across = max(1, int((size[0] + 0.01) / layout.panel[0]))
         for index, (number, frame) in enumerate(frames):
             before = explanation.frames[number - 1] if number and not explanation.pictured else None
-            corner = (index % across * panel, head + index // across * height)
-            _panel(axes, explanation, frame, before, corner, widths, margin, most, language)
+            corner = (index % across * layout.panel[0], HEAD + index // across * layout.panel[1])
+            _panel(axes, explanation, frame, before, corner, layout, most, language)
+        below = HEAD + -(-len(frames) // across) * layout.panel[1]
         for row, note in enumerate(notes):
-            y = head + down * height + LINE * (row + 0.4)
-            axes.text(0.15, y, note, va="center", fontsize=9, color=TEXT)
+            axes.text(0.15, below + LINE * (row + 0.4), note, va="center", fontsize=9, color=TEXT)
         save(figure, path, dpi)
-    return language
 
 
 def notes_of(explanation: Explanation, language: str, columns: int) -> list[str]:
@@ -140,63 +234,80 @@ def _panel(
     frame: Frame,
     before: Frame | None,
     corner: tuple[float, float],
-    widths: list[float],
-    margin: float,
+    layout: FrameLayout,
     most: int,
     language: str,
 ) -> None:
     """Draw one frame, with its top left corner at `corner` (inches)."""
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import FancyArrowPatch, Rectangle
 
     left, top = corner
     changed = frame.changed(before)
     axes.text(left + 0.15, top + LINE * 0.7, frame_title(frame, language), va="center", fontsize=10)
-    x, column = left + margin, 0
-    for group in explanation.columns:
-        axes.text(
-            x,
-            top + LINE * 1.6,
-            text(group.heading, language),
-            va="center",
-            fontsize=8,
-            style="italic",
-        )
-        for name in group.named(language):
-            wide = widths[column]
-            axes.text(x + wide / 2, top + LINE * 2.4, name, va="center", ha="center", fontsize=8)
-            for row, cells in enumerate(frame.cells):
-                y = top + LINE * (row + 2.9)
-                is_changed = (row, column) in changed
-                axes.add_patch(
-                    Rectangle(
-                        (x + 0.01, y + 0.01),
-                        wide - 0.02,
-                        LINE - 0.02,
-                        facecolor=colour(cells[column], most),
-                        edgecolor=CHANGED if is_changed else "#c8c8c8",
-                        linewidth=1.8 if is_changed else 0.6,
-                        zorder=3 if is_changed else 2,
-                    )
-                )
+    column = 0
+    for band in layout.bands:
+        x = left + layout.margin
+        for group in (explanation.columns[number] for number in band):
+            axes.text(
+                x,
+                top + LINE * 1.6,
+                text(group.heading, language),
+                va="center",
+                fontsize=8,
+                style="italic",
+            )
+            for name in group.named(language):
+                wide = layout.widths[column]
                 axes.text(
-                    x + wide / 2,
-                    y + LINE / 2,
-                    cells[column],
-                    va="center",
-                    ha="center",
-                    fontsize=8.5,
-                    family="DejaVu Sans Mono",
-                    color=TEXT,
-                    zorder=4,
+                    x + wide / 2, top + LINE * 2.4, name, va="center", ha="center", fontsize=8
                 )
-            x, column = x + wide, column + 1
-        x += 0.15
-    for row, label in enumerate(explanation.rows):
-        axes.text(
-            left + margin - 0.08,
-            top + LINE * (row + 3.4),
-            text(label, language),
-            va="center",
-            ha="right",
-            fontsize=9,
+                for row, cells in enumerate(frame.cells):
+                    y = top + LINE * (row + 2.9)
+                    is_changed = (row, column) in changed
+                    axes.add_patch(
+                        Rectangle(
+                            (x + 0.01, y + 0.01),
+                            wide - 0.02,
+                            LINE - 0.02,
+                            facecolor=colour(cells[column], most),
+                            edgecolor=CHANGED if is_changed else "#c8c8c8",
+                            linewidth=1.8 if is_changed else 0.6,
+                            zorder=3 if is_changed else 2,
+                        )
+                    )
+                    axes.text(
+                        x + wide / 2,
+                        y + LINE / 2,
+                        cells[column],
+                        va="center",
+                        ha="center",
+                        fontsize=8.5,
+                        family="DejaVu Sans Mono",
+                        color=TEXT,
+                        zorder=4,
+                    )
+                x, column = x + wide, column + 1
+            x += GAP
+        for row, label in enumerate(explanation.rows):
+            axes.text(
+                left + layout.margin - 0.08,
+                top + LINE * (row + 3.4),
+                text(label, language),
+                va="center",
+                ha="right",
+                fontsize=9,
+            )
+        top += LINE * (len(explanation.rows) + 2.4)
+    for source, target in frame.messages:
+        start, end = (corner[1] + LINE * (row + 3.4) for row in (source, target))
+        bend = min(0.6, 0.7 / abs(end - start))
+        axes.add_patch(
+            FancyArrowPatch(
+                (x - 0.1, start),
+                (x - 0.1, end),
+                connectionstyle=f"arc3,rad={-bend if target > source else bend}",
+                arrowstyle="-|>",
+                mutation_scale=9,
+                color=CHANGED,
+            )
         )

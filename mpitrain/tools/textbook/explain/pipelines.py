@@ -158,7 +158,7 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
         f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}"
         + " --whole-backward" * shown.is_whole,
         ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
-        pictured=(slots,),
+        pictured=(slots // 2, slots),
     )
 
 

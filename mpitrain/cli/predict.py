@@ -1,0 +1,58 @@
+"""`mpitrain predict`: writes the predictions of a checkpoint for arrays and images."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpitrain.cli.job_options import Outputs, changes, check_files, run_options
+from mpitrain.cli.session import configured_of, mpi_session
+from mpitrain.errors import ConfigError, visible
+
+
+@click.command()
+@click.option(
+    "--out",
+    "out",
+    required=True,
+    metavar="FILE.npy",
+    type=click.Path(path_type=Path),
+    help="File of the predictions: numbers or probabilities (rows, ...), or classes (rows,).",
+)
+@click.option("--data", metavar="SOURCE", help="Predict all rows of this source, which needs no y.")
+@run_options
+def command(run: Path, out: Path, best: bool, **options: Any) -> None:
+    """Write what a run predicts for held-out rows, or for other arrays.
+
+    Numbers have the unit of the targets that the run was trained on.
+    """
+    configured = configured_of(run, changes((), **options))
+    with mpi_session(kind=lambda: configured().device.kind) as transport:
+        import numpy as np
+
+        from mpitrain.data import targets_of
+        from mpitrain.files import whole
+        from mpitrain.run.build import open_run
+        from mpitrain.run.predictions import predicted
+        from mpitrain.transport.agreement import on_all_ranks
+
+        def check() -> None:
+            check_files(transport.rank, [out])
+            if configured().model.kind not in ("mlp", "cnn"):
+                raise ConfigError(
+                    "`predict` is for samples and images, not for text.", "Use `mpitrain generate`."
+                )
+
+        on_all_ranks(transport, check)
+        job = open_run(transport, run, configured, best=best)
+        parts = [outputs for outputs, _ in predicted(job, range(job.data.held_out))]
+        y, outputs = np.concatenate(parts), Outputs()
+        if targets_of(job.data) == "classes":
+            y = y.argmax(1)
+        elif scaling := getattr(job.data, "scaling", None):
+            y = y.reshape(len(y), *scaling.y_shape)
+        if transport.rank == 0:
+            with outputs.to(out), whole(out) as file:
+                np.save(file, y)
+            click.echo(f"{visible(str(out))}: {y.dtype} of shape {y.shape}")
+        on_all_ranks(transport, outputs.settle)

@@ -1,0 +1,246 @@
+"""Arrays as data: numbers of .npy, HDF5 and csv files, scaled alike in every layout, and as good as scikit-learn's."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import MpitrainError
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as configured_run
+from mpitrain.run.predictions import errors, predicted
+from mpitrain.transport.threads import run_ranks
+from tests.runs import go
+from tests.training import configured, near, stepped
+
+MLP = ["model.kind=mlp", "model.width=8", "model.layers=1", "batch.size=12", "device.kind=cpu"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the same 50 rows of 4 features and 2 targets in every kind of file."""
+    h5py = pytest.importorskip("h5py")
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((50, 4)) * (1, 10, 1e-3, 5) + (0, 1e4, 0, 1)
+    y = np.stack([3 * x[:, 0] + 100, x[:, 3] ** 2], 1)
+    np.save("x.npy", x)
+    np.save("y.npy", y)
+    np.save("wide.npy", draw.standard_normal((50, 2, 2, 3)))
+    np.save("classes.npy", draw.integers(3, size=50))
+    np.save("images.npy", draw.standard_normal((50, 2, 8, 8)).astype("f4"))
+    with h5py.File("d.h5", "w") as file:
+        file["x"], file["y"] = x, y
+    np.savetxt("d.csv", np.hstack([y, x]), "%.17g", ",", header="u,v,a,b,c,d", comments="")
+    return tmp_path
+
+
+def curve(transport, config, steps=5):
+    job = build(transport, config)
+    results = stepped(job.trainer, job.data, range(steps))
+    return [
+        np.array([(r.loss, r.grad_norm) for r in results]),
+        np.array([*errors(job, range(job.data.held_out)).values()]),
+    ]
+
+
+def test_every_kind_of_file_and_every_layout_gives_the_curve_of_one_rank(folder):
+    every = [*MLP, "model.loss=mse", "precision.compute=float64", "data.validation=0.2"]
+    truth = run_ranks(1, curve, configured(*every, "data.source=npy:x.npy,y.npy"))[0]
+    assert np.isfinite(truth[0]).all() and np.isfinite(truth[1]).all()
+    for ranks, source, *layout in (
+        (3, "hdf5:d.h5:/x,/y", "replication.zero=3"),
+        (2, "csv:d.csv:u,v", "layout.tp=2"),
+        (2, "npy:x.npy,y.npy", "layout.pp=2", "batch.micro_batches=2"),
+        (5, "hdf5:d.h5:x,y"),
+    ):
+        for found in run_ranks(ranks, curve, configured(*every, f"data.source={source}", *layout)):
+            assert near(truth, found), (source, layout)
+
+
+def test_targets_of_any_shape_classes_and_images_are_trained_and_predicted(folder):
+    for source, width, *settings in (
+        ("npy:x.npy,wide.npy", 12, "model.loss=mae"),
+        ("npy:x.npy,classes.npy", 3),
+        ("npy:images.npy,y.npy", 2, "model.kind=cnn", "model.loss=mse", "model.channels=[4]"),
+    ):
+
+        def outputs(transport, config):
+            job = build(transport, config)
+            stepped(job.trainer, job.data, range(2))
+            rows = range(job.data.held_out)
+            return [np.concatenate(both) for both in zip(*predicted(job, rows), strict=True)]
+
+        every = [*MLP, "precision.compute=float64", f"data.source={source}", *settings]
+        one = run_ranks(1, outputs, configured(*every))[0]
+        assert one[0].shape == (5, width) and np.isfinite(one[0]).all()
+        assert near(one, run_ranks(3, outputs, configured(*every))[2])
+
+
+def test_a_run_keeps_its_scaling_and_evaluates_and_predicts_in_the_unit_of_the_data(folder):
+    every = [*MLP, "data.source=npy:x.npy,y.npy", "model.loss=mse", f"run.out={folder}/run"]
+    go(2, [*every, "run.steps=3", "run.log_every=1"])
+    scaling = json.loads((folder / "run/scaling.json").read_text())
+    assert scaling["y_shape"] == [2] and scaling["classes"] == 2
+
+    def reopened(transport, *settings):
+        job = open_run(
+            transport, folder / "run", lambda: configured_run(folder / "run", [*settings])
+        )
+        assert job.data.scaling.model_dump() == scaling
+        return np.concatenate([y for y, _ in predicted(job, range(job.data.held_out))])
+
+    y = np.load("y.npy")
+    whole = run_ranks(2, reopened, "data.source=npy:x.npy")[0]
+    assert whole.shape == y.shape and np.abs(whole.mean(0) - y.mean(0)).max() < 3 * y.std(0).max()
+    held = np.sort(np.random.default_rng(0).permutation(50)[:5])
+    assert np.allclose(run_ranks(1, reopened)[0], whole[held], rtol=1e-5)
+    np.save("x.npy", 2 * np.load("x.npy"))  # The scaling is that of the run, not of new rows.
+    run_ranks(1, reopened, "data.source=npy:x.npy")
+    go(1, [*every, "run.steps=4"], resume="yes")
+    assert json.loads((folder / "run/scaling.json").read_text()) == scaling
+
+
+def changed(name, row, column, value):
+    array = np.load(name).astype(float)
+    array[row, column] = value
+    np.save(name, array)
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "spoil", "words"),
+    [
+        (
+            "npy:x.npy,y.npy",
+            [],
+            lambda: np.save("y.npy", np.ones(49)),
+            "equally many rows, but have 50 and 49",
+        ),
+        (
+            "npy:x.npy,y.npy",
+            [],
+            lambda: changed("x.npy", 41, 2, np.nan),
+            "row 41 has nan in column 2",
+        ),
+        (
+            "npy:x.npy,y.npy",
+            [],
+            lambda: changed("y.npy", 7, 1, np.inf),
+            "row 7 has inf in column 1",
+        ),
+        (
+            "npy:x.npy,y.npy",
+            [],
+            lambda: changed("x.npy", slice(None), 3, 0.1),
+            "column 3 of x of .* is 0.1",
+        ),
+        (
+            "npy:x.npy,y.npy",
+            ["model.loss=bce"],
+            lambda: None,
+            "must lie in 0..1 with model.loss=bce",
+        ),
+        (
+            "npy:x.npy,y.npy",
+            ["model.loss=cross-entropy"],
+            lambda: None,
+            "takes classes as targets, but .* has numbers",
+        ),
+        ("npy:x.npy", [], lambda: None, "has no targets to train on"),
+        ("npy:x.npy,gone.npy", [], lambda: None, "gone.npy cannot be read"),
+        (
+            "npy:x.npy,y.npy",
+            ["data.validation=npy:y.npy,y.npy"],
+            lambda: None,
+            "must have one shape",
+        ),
+        ("npy:x.npy,y.npy", ["data.validation=1.5"], lambda: None, "data.validation must be"),
+        ("hdf5:d.h5:/x,/z", [], lambda: None, "must have the dataset /z, but has x, y"),
+        ("hdf5:x.npy:/x,/z", [], lambda: None, "x.npy is no HDF5 file"),
+        ("csv:d.csv:w", [], lambda: None, "must have a column w, but has u, v, a, b, c, d"),
+        (
+            "csv:t.csv:u",
+            [],
+            lambda: Path("t.csv").write_text("u,v\n1,2\n3,red\n"),
+            "'red' to float64 at row 1, column 2",
+        ),
+        (
+            "pydocs",
+            ["data.normalise=false", "model.loss=cross-entropy"],
+            lambda: None,
+            "data.normalise is of data.source",
+        ),
+    ],
+)
+def test_bad_arrays_are_one_message_on_every_rank(folder, source, settings, spoil, words):
+    spoil()
+    every = [
+        "model.loss=mse",
+        *(MLP if source != "pydocs" else []),
+        f"data.source={source}",
+        *settings,
+    ]
+    with pytest.raises(MpitrainError, match=words):
+        run_ranks(3, lambda transport: build(transport, configured(*every)))
+
+
+def california_like():
+    """Rows like those of the California housing data: eight features, and a price that is not linear in them."""
+    draw = np.random.default_rng(7)
+    x = draw.lognormal(0, 0.5, (1200, 8))
+    y = np.log(x[:, 0] * 3 + 1) + np.sin(2 * x[:, 6]) * x[:, 7] + 0.3 * x[:, 1] / x[:, 2]
+    return x, y + 0.2 * draw.standard_normal(1200)
+
+
+@pytest.mark.slow
+def test_a_regression_is_as_good_as_that_of_scikit_learn(tmp_path, monkeypatch):
+    """The median of five seeds, with the same network, batch, epochs and constant learning rate."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    from sklearn.neural_network import MLPRegressor
+
+    monkeypatch.chdir(tmp_path)
+    for (x, y), steps in ((datasets.load_diabetes(return_X_y=True), 150), (california_like(), 700)):
+        np.save("x.npy", x)
+        np.save("y.npy", y)
+        ours, theirs = [], []
+        for seed in range(5):
+            every = [
+                "data.source=npy:x.npy,y.npy",
+                "data.validation=0.2",
+                "model.loss=mse",
+                f"run.seed={seed}",
+            ]
+            every += [
+                "model.kind=mlp",
+                "model.layers=1",
+                "model.width=32",
+                "batch.size=32",
+                "device.kind=cpu",
+            ]
+            every += [
+                "optimizer.lr=0.003",
+                "optimizer.schedule=constant",
+                "optimizer.warmup=0",
+                f"run.steps={steps}",
+            ]
+            job = run_ranks(1, curve, configured(*every), steps)[0]
+            ours.append(job[1][0])
+            count = int(np.ceil(0.2 * len(x)))
+            order = np.random.default_rng(0).permutation(len(x))
+            train, test = order[count:], order[:count]
+            (mean, deviation), (low, size) = ((a[train].mean(0), a[train].std(0)) for a in (x, y))
+            model = MLPRegressor(
+                hidden_layer_sizes=(32,),
+                batch_size=32,
+                max_iter=max(1, round(steps * 32 / len(train))),
+                random_state=seed,
+                learning_rate_init=0.003,
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.fit((x[train] - mean) / deviation, (y[train] - low) / size)
+            found = model.predict((x[test] - mean) / deviation) * size + low
+            theirs.append(np.mean((found - y[test]) ** 2))
+        assert np.median(ours) <= 1.05 * np.median(theirs)
