@@ -243,8 +243,8 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
     if rank > 0:
         return None
     place, before = agreed.location, ResumeInfo()
-    if place.has_run:  # Without a checkpoint no line counts.
-        before = past(Path(place.folder), job.step if place.saved else -1)
+    if place.has_run:  # Where a run begins anew, no line counts.
+        before = past(Path(place.folder), job.step if place.saved or job.step else -1)
     folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
     return str(folder), before
