@@ -97,15 +97,19 @@ def train(
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
     recovery: list[Any] = []  # The Recovery of run.on_failure=continue, if the key is set.
-    while True:
-        try:
-            arguments = stop_requested, watchers, begins, ends
-            return _started(transport, configured, resume, *arguments, recovery)
-        except PeerLost as error:
-            if not recovery:
-                raise
-            law = error.law
-        configured, resume = recovery[0].go_on(law), "auto"
+    try:
+        while True:
+            try:
+                arguments = stop_requested, watchers, begins, ends
+                return _started(transport, configured, resume, *arguments, recovery)
+            except PeerLost as error:
+                if not recovery:
+                    raise
+                law = error.law
+            configured, resume = recovery[0].go_on(law), "auto"
+    finally:
+        for one in recovery:
+            one.over()
 
 
 def _started(
