@@ -2,7 +2,7 @@
 
     python jobs/prove/plan-layout.py [RANKS]
 
-Trains a GPT in every layout dp x tp x pp with ZeRO 0, 1 and 3, in turns, TURNS times STEPS steps; prints the predicted and the
+Trains a GPT in every layout with ZeRO 0, 1 and 3, in turns, TURNS times STEPS steps; prints the predicted and the
 measured step of each. Exit code 1 if the median error is above 20%, if the best predicted layout takes more than 1.1 times as
 long as the best measured one, or if Kendall's tau of layouts whose measured steps differ by more than 5% is below 0.7. It needs
 a machine without other work.
@@ -63,7 +63,7 @@ with tempfile.TemporaryDirectory() as made:
     for row in json.loads(file.read_text())["rows"]:  # the fastest first
         layout = row["layout"]
         kind = (
-            *(layout[f"layout.{axis}"] for axis in ("dp", "tp", "pp")),
+            *(layout[f"layout.{axis}"] for axis in ("dp", "cp", "tp", "pp")),
             layout["replication.zero"],
         )
         if kind[-1] in (0, 1, 3) and layout["memory.recompute"] == "none":
@@ -78,7 +78,7 @@ with tempfile.TemporaryDirectory() as made:
                 del rows[kind], found[kind]
 
 steps = [(kind, row["step_s"], min(found[kind])) for kind, row in rows.items()]
-print("dp tp pp zero   predicted ms   measured ms   error")
+print("dp cp tp pp zero   predicted ms   measured ms   error")
 for kind, predicted, seen in steps:
     print(
         *(f"{n:2}" for n in kind),

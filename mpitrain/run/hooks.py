@@ -505,12 +505,11 @@ class GoingBack(Hook):
                 with run.recorder.pausing("a snapshot"):
                     self._snapshots.take(step)
             return stop
-        self._is_spike = False
-        skips = run.trainer.replication.step_end.skips
-        skipped = skips.number
+        self._is_spike, skips = False, run.trainer.replication.step_end.skips
+        undone = -skips.number
         with run.recorder.pausing("going back"):
             before = self._snapshots.restore(step)
-        undone = skips.number - skipped
+        undone += skips.number
         run.skipped += undone
         run.record({"event": "back", "step": step, "to": before, "undone": undone})
         if run.saved_at is not None and run.saved_at > before:
@@ -532,8 +531,8 @@ def room_for_copies(trainer: Trainer) -> saving.HostRoom:
     """Return the memory of this rank's host for copies of a checkpoint, besides snapshots; collective."""
     limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
     held = sum(trainer.replication.held_by_kind().values()) + trainer.counted.peak
-    snapshots = snapshot_bytes(trainer)
-    return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held + snapshots)
+    held += snapshot_bytes(trainer)
+    return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
 
 
 def snapshot_bytes(trainer: Trainer) -> int:
@@ -560,19 +559,15 @@ def check_copies(trainer: Trainer) -> None:
     kept = state_to_save(trainer) if does_save else []
     _, short = saving.share_out(kept, trainer.storage, trainer.transport, room)
     if short:
-        keys = ["checkpoint.background=true"] * does_save
-        keys += [f"run.on_spike=back, which takes {snapshots / 1e9:,.3f} GB on a rank,"] * bool(
-            snapshots
-        )
-        ways = ["checkpoint.background to auto"] * does_save + ["run.on_spike to skip"] * bool(
-            snapshots
-        )
-        least = (short.needed - short.room) / 1e9
+        keys = [("checkpoint.background=true", "checkpoint.background to auto")] * does_save
+        keys += [("run.on_spike=back", "run.on_spike to skip")] * bool(snapshots)
+        names, ways = (" and ".join(words) for words in zip(*keys, strict=True))
+        copied, left = (n + snapshots * short.ranks for n in (short.needed, short.room))
         raise on_every_rank(
             ConfigError(
-                f"With {' and '.join(keys)} {short.ranks} rank(s) of {short.host} copy {short.needed / 1e9:,.3f} GB "
-                f"of a checkpoint, but {short.room / 1e9:,.3f} GB are left for that.",
-                f"Set {' or '.join(ways)}, or find {least:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
+                f"With {names} {short.ranks} rank(s) of {short.host} copy {copied / 1e9:,.3f} GB of their state, but "
+                f"{max(0, left) / 1e9:,.3f} GB are left for that.",
+                f"Set {ways}, or find {(copied - left) / 1e9:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
             )
         )
 

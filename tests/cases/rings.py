@@ -1,10 +1,12 @@
 """Attention of all ranks of a ring, without messages, against attention over whole rows."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
@@ -75,14 +77,17 @@ RINGS: list[tuple[Any, ...]] = [
 ]
 
 
+def on_kernels(kernels: Kernels, ring: tuple[Any, ...], dtype: str) -> None:
+    check_ring(bodies.cuda(kernels), *ring, dtype=dtype)
+
+
 def parts() -> Iterator[Callable]:
     """attention and attention_join, of a ring."""
     for ring in RINGS:
-        yield lambda kernels, ring=ring: check_ring(bodies.cuda(kernels), *ring)
+        yield partial(on_kernels, ring=ring, dtype="float64")
 
 
 def tensor_parts() -> Iterator[Callable]:
     """attention_tensor, its backward and attention_join, of a ring."""
     for ranks, length, documents in ((2, 560, [[100, 200, 260]]), (3, 300, None)):
-        ring = ranks, (1, length), 2, 16, 1, documents
-        yield lambda kernels, ring=ring: check_ring(bodies.cuda(kernels), *ring, dtype="float16")
+        yield partial(on_kernels, ring=(ranks, (1, length), 2, 16, 1, documents), dtype="float16")

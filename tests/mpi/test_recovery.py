@@ -18,6 +18,6 @@ def test_a_launched_run_outlives_its_rank_0_and_a_second_rank(tmp_path):
     spec = importlib.util.spec_from_file_location("outlive", JOB)
     outlive = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(outlive)
-    settings = {"run.steps": 50, "run.delay": "random:60:1", "replication.zero": 0}
+    settings = {"run.steps": 40, "run.delay": "random:60:1", "replication.zero": 0}
     is_good, text = outlive.job(SEED, 4, tmp_path, **settings)
     assert is_good and text.count("rank") >= 2 and "-> [(" in text, text

@@ -215,7 +215,7 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
         (["batch.micro_batches=2"], [(1, 2, 1, 2, []), (2, 3, 1, 1, ["replication.zero=3"])]),
         (["model.tied=true"], [(1, 2, 3, 1, ["memory.recompute=unit"])]),
         (
-            ["model.heads=2", "model.context=24", "batch.micro_batches=2"],
+            ["model.heads=2", "model.context=24", "batch.micro_batches=2", "model.dropout=0.2"],
             [
                 (1, 2, 2, 1, [RING, "layout.sequence_parallel=true"]),
                 (2, 3, 1, 1, [RING, "replication.zero=3", "memory.recompute=attention"]),
@@ -234,8 +234,15 @@ def test_ranks_that_divide_tokens_train_20_steps_as_one_rank_does(settings, layo
         check_equal(alone, found, steps=steps)
 
 
+def test_a_ring_refuses_dropout_of_attention():
+    config = configured(*ONE, RING, "layout.cp=2", "model.attention_dropout=0.1")
+    with pytest.raises(ConfigError, match=r"dropout 0\.1(.|\n)*cp_mode to ulysses") as refused:
+        run_ranks(2, curve, config)
+    assert refused.value.exit_code == 2
+
+
 def test_rows_that_are_shorter_than_the_context_are_padded():
-    """7 tokens on 3 ranks: the last rank has one, and two that do not count."""
+    """7 tokens on 3 ranks: the last rank has one, and two that do not count; a ring has 12."""
 
     def told(transport, *layout):
         trainer = build(transport, configured(*ONE, *layout), source=Tokens(251, 24)).trainer
@@ -245,8 +252,9 @@ def test_rows_that_are_shorter_than_the_context_are_padded():
         return *np.ravel(steps), *np.ravel(trainer.logits(rows[:1, :-1]))[:40].tolist()
 
     (alone,) = run_ranks(1, told)
-    for found in run_ranks(3, told, "layout.cp=3"):
-        assert np.abs(np.subtract(found, alone)).max() <= 1e-9
+    for mode in ("ulysses", "ring"):
+        for found in run_ranks(3, told, "layout.cp=3", f"layout.cp_mode={mode}"):
+            assert np.abs(np.subtract(found, alone)).max() <= 1e-9
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,9 @@ def test_going_back_needs_steps_in_common_and_memory(book, tmp_path):
     for mode in ("replication.mode=local", "pipeline.schedule=async"):
         with pytest.raises(ConfigError, match=r"run.on_spike compares the losses of steps that"):
             configured(*BACK, mode)
-    with pytest.raises(MpitrainError, match=r"run.on_spike=back, .* GB are left") as error:
+    with pytest.raises(
+        MpitrainError, match=r"on_spike=back 2 rank.* copy [\d.]+ GB .* [\d.]+ GB are left"
+    ) as error:
         go(2, [*book, *BACK, "memory.limit_gb=0.0003"])
     assert error.value.agreed and "run.on_spike to skip" in error.value.way_out
     assert not (tmp_path / "run").exists()

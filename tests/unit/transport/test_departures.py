@@ -80,3 +80,7 @@ def test_a_started_library_all_reduce_goes_on_while_one_rank_computes(job):
     MpiTransport.start_native_all_reduce(transport, None)
     (one,) = job.requests
     assert not needs(one, {4}) and needs(one, {4, 5})
+
+
+def test_all_roots_of_a_process_have_one_lock(job):
+    assert MpiJob(job.MPI).lock is job.lock
