@@ -283,7 +283,7 @@ def _ring(transport: Transport) -> _RingCells:
     context, traffic = Group(transport, "ring"), transport.traffic
     alone = cast(Group, GroupShape(0, 1))
     layers = layers_for(ops_for("cpu"), alone, Layout(cp_mode="ring"), context)
-    layer = layers.attention(tokens, 1)
+    layer: Any = layers.attention(tokens, 1)
     before, sent, pairs = traffic.nbytes, [0], 0
     cells: list[tuple[str, ...]] = [("",) * 4]
     part = layer.ops.attention_part
