@@ -124,8 +124,8 @@ def check_split_vocabulary(
         np.random.default_rng(0).integers(v, size=m),
         [v * rank // ranks for rank in range(ranks + 1)],
     )
-    before = [cut - 1 for cut in cuts if 0 < cut < v][:m]
-    targets[: len(before)] = before  # right before the first column of a rank
+    near = [entry for cut in cuts if 0 < cut < v for entry in (cut - 1, cut)][:m]
+    targets[: len(near)] = near  # on both sides of the first column of a rank
     targets[3::3] = IGNORED
     spread = {"smoothing": smoothing, "share": smoothing / v}
     true_loss, truth = reference.cross_entropy(values(logits), targets, 0.125, None, smoothing)
