@@ -77,7 +77,8 @@ def _mapped(path: Path) -> np.ndarray:
         return np.lib.format.open_memmap(path, mode="r")
     except (OSError, *UNREADABLE) as error:
         raise DataError(
-            f"{path} cannot be read as an array of NumPy: {error}.", "Name a .npy file."
+            f"{path} cannot be read as an array of NumPy: {str(error).rstrip('.')}.",
+            "Name a .npy file.",
         ) from None
 
 
@@ -89,11 +90,14 @@ def hdf5(name: str) -> Arrays:
         raise DataError(
             "data.source hdf5 needs h5py, which is not installed.", "pip install h5py"
         ) from None
-    path, _, names = name.partition(":")[2].rpartition(":")
+    place = name.partition(":")[2]
+    path, names = file_before_colon(place)[0], place.rpartition(":")[2]
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise DataError(f"{path} is no HDF5 file: {error}.", "Write hdf5:FILE:/x,/y.") from None
+        raise DataError(
+            f"{path} cannot be read as HDF5: {error}.", "Write hdf5:FILE:/x,/y."
+        ) from None
     for each in names.split(","):
         if not isinstance(file.get(each), h5py.Dataset):
             raise DataError(
@@ -127,32 +131,34 @@ def table(name: str) -> Arrays:
     """Read `csv:FILE:TARGET,...`: columns by the names in the first line; all others are features."""
     place = name.partition(":")[2]
     path, (before, _, after) = file_before_colon(place)[0], place.rpartition(":")
-    targets = after.split(",") if before else []
+    targets = after.split(",") if before and after else []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            columns = [column.strip() for column in next(csv.reader(file), [])]
-        cells = np.loadtxt(path, delimiter=",", quotechar='"', comments=None, skiprows=1, ndmin=2)
+            columns = [column.strip() for column in next(filter(None, csv.reader(file)), [])]
+            cells = np.loadtxt(file, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Name a csv file.") from None
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
+        reason, is_ragged, _ = str(error).partition("; use `usecols`")
         raise DataError(
-            f"{path} must have a number in each cell below its first line, but {error} Rows count from 0.",
+            f"{path} must have a number in each cell below its first line, but {reason.rstrip('.')}; "
+            f"rows count from {len(is_ragged) and 1}, columns from 1.",
             "Correct the cell, or leave out its column.",
         ) from None
     if missing := [target for target in targets if target not in columns]:
         raise DataError(
-            f"{path} must have a column {missing[0]}, but has {', '.join(columns)}.",
+            f"{path} must have a column {missing[0]}, but has {', '.join(columns) or 'none'}.",
             "Write csv:FILE:TARGET, with a name of the first line.",
         )
-    if len(columns) != cells.shape[1]:
+    if len(columns) != (count := cells.shape[1] * bool(len(cells))):
         raise DataError(
-            f"The first line of {path} must name each column, but has {len(columns)} names for {cells.shape[1]} columns.",
-            "Write the names, with commas between.",
+            f"The first line of {path} must name each column below it, but has {len(columns)} names for {count} columns.",
+            "Write the names, with commas between, and a row of numbers on each line below.",
         )
     y = cells[:, [columns.index(target) for target in targets]]
     y = y[:, 0] if len(targets) == 1 else y
     x = cells[:, [column not in targets for column in columns]]
-    is_whole = np.array_equal(y, np.round(y))  # They may be classes.
+    is_whole = np.all((y == np.round(y)) & (np.abs(y) < 1 << 53))  # They may be classes.
     return Arrays(name, x, (y.astype(np.int64) if is_whole else y) if targets else None)
 
 
@@ -183,11 +189,11 @@ class ArraySource:
         self.form: Form = "images" if is_image else "samples"
         shape = arrays.x.shape[1:]
         self._y_shape = () if arrays.y is None else arrays.y.shape[1:]
-        is_alike = held.y is None or held.y.shape[1:] == self._y_shape
-        if (is_image and len(shape) not in (2, 3)) or shape != held.x.shape[1:] or not is_alike:
+        theirs = held.x.shape[1:], self._y_shape if held.y is None else held.y.shape[1:]
+        if (is_image and len(shape) not in (2, 3)) or theirs != (shape, self._y_shape):
             raise DataError(
-                f"Rows of {name} and held-out rows must have one shape"
-                f"{', channels, height and width' * is_image}, but those of x have {shape} and {held.x.shape[1:]}.",
+                f"Rows of {name} and held-out rows must have one shape{', channels, height and width' * is_image}, but "
+                f"those of x have {shape} and {theirs[0]}, and those of y {self._y_shape} and {theirs[1]}.",
                 "Name other data, or set model.kind to mlp.",
             )
         if self.targets == "classes" and self._y_shape not in ((), (1,)):
@@ -204,10 +210,10 @@ class ArraySource:
             count, order = math.ceil(part * len(rows)), np.random.default_rng(0).permutation(rows)
             self._parts = [(arrays, np.sort(order[count:])), (arrays, np.sort(order[:count]))]
         self.samples, self.held_out = (len(numbers) for _, numbers in self._parts)
-        if not self.samples or not self.held_out:
+        if not self.samples or not self.held_out or not self.inputs:
             raise DataError(
-                f"{name} must have rows to train on and to hold out, but has {len(rows)} rows.",
-                "Name a file of more rows.",
+                f"{name} must have features, and rows to train on and to hold out, but x has the shape {arrays.x.shape}.",
+                "Name a file of more rows or columns.",
             )
         self._order = EpochOrder(self.samples)
 
@@ -221,9 +227,11 @@ class ArraySource:
             raise DataError(
                 f"scaling.json of the run is damaged: {error.errors()[0]['msg']}.", "Copy it again."
             ) from None
-        if not len(scaling.mean) == len(scaling.deviation) == self.shape[0]:
+        outputs = None if self._arrays.y is None else math.prod(self._y_shape)
+        if len(scaling.mean) != self.shape[0] or outputs not in (None, len(scaling.y_mean)):
             raise DataError(
-                f"The run was trained on {len(scaling.mean)} features or channels, but {self._request.name} has {self.shape[0]}.",
+                f"The run was trained on {len(scaling.mean)} features or channels and {len(scaling.y_mean)} numbers of y a row, "
+                f"but {self._request.name} has {self.shape[0]} and {outputs or 'no'}.",
                 "Name data as those that the run was trained on.",
             )
         return scaling
@@ -247,10 +255,8 @@ class ArraySource:
         moments, classes = [np.zeros((3, self.shape[0])), np.zeros((3, width))], width
         for index, (arrays, numbers) in enumerate(self._parts):
             own = numbers[part * len(numbers) // parts : (part + 1) * len(numbers) // parts]
-            for some in np.split(own, range(0, len(own), max(1, BLOCK // max(1, self.inputs))))[1:]:
-                x = self._matrix(arrays.x, some)
-                _check(~np.isfinite(x), x, some, f"x of {arrays.name} must be finite")
-                found = [moments_of(x), np.zeros((3, width))]
+            for some in np.split(own, range(0, len(own), max(1, BLOCK // self.inputs)))[1:]:
+                found = [moments_of(self._matrix(arrays, some)), np.zeros((3, width))]
                 if arrays.y is not None:
                     y = np.asarray(rows_of(arrays.y, some), np.float64).reshape(len(some), -1, 1)
                     if self.targets == "classes":
@@ -278,21 +284,24 @@ class ArraySource:
     def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         return self._rows(1, np.asarray(rows, np.int64))
 
-    def _matrix(self, x: Any, numbers: np.ndarray) -> np.ndarray:
-        """Return rows of x as (B, F, 1), or of images (B, C, H W), in float64."""
-        shape = len(numbers), self.shape[0], self.inputs // max(1, self.shape[0])
-        return np.asarray(rows_of(x, numbers), np.float64).reshape(shape)
+    def _matrix(self, arrays: Arrays, numbers: np.ndarray) -> np.ndarray:
+        """Return rows of x as (B, F, 1), or of images (B, C, H W), in float64; all must be finite."""
+        shape = len(numbers), self.shape[0], self.inputs // self.shape[0]
+        x = np.asarray(rows_of(arrays.x, numbers), np.float64).reshape(shape)
+        _check(~np.isfinite(x), x, numbers, f"x of {arrays.name} must be finite")
+        return x
 
     def _rows(self, part: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         arrays, numbers = self._parts[part][0], self._parts[part][1][chosen]
         scaling, dtype = self.scaling, self._request.dtype
         mean, deviation = (np.array(each)[:, None] for each in (scaling.mean, scaling.deviation))
-        x = (self._matrix(arrays.x, numbers) - mean) / deviation
+        x = (self._matrix(arrays, numbers) - mean) / deviation
         x = x.reshape(len(numbers), *self.shape).astype(dtype)
-        y = np.full(len(numbers), np.nan) if arrays.y is None else rows_of(arrays.y, numbers)
+        y = np.full((len(numbers), 1), np.nan) if arrays.y is None else rows_of(arrays.y, numbers)
         if self.targets == "classes":
             return x, np.nan_to_num(y.reshape(-1), nan=IGNORED).astype(np.int64)
-        y = np.broadcast_to(y.reshape(len(numbers), -1), (len(numbers), self.classes))
+        y = y.reshape(len(numbers), math.prod(y.shape[1:]))
+        y = np.broadcast_to(y, (len(numbers), self.classes))
         return x, ((y - scaling.y_mean) / scaling.y_deviation).astype(dtype)
 
     def restored(self, y: np.ndarray) -> np.ndarray:
@@ -337,7 +346,10 @@ def joined(parts: Sequence[Any], name: str) -> dict[str, Any]:
     """
     _, y_shape, (_, of_y), is_scaled = parts[0]
     if not of_y[0]:
-        raise DataError(f"{name} has no targets to train on.", "Name them, as in npy:x.npy,y.npy.")
+        raise DataError(
+            f"{name} has no targets to train on.",
+            "Name them, as in npy:x.npy,y.npy or csv:FILE:TARGET.",
+        )
     scaling: dict[str, Any] = {"classes": max(part[0] for part in parts), "y_shape": list(y_shape)}
     for index, what in enumerate(("x", "y")):
         count, mean, squares = reduce(sum_of, [np.array(part[2][index]) for part in parts])

@@ -166,7 +166,8 @@ class Inference:
                     "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
                 )
             )
-        return loss / count, right / count if self._indices.takes == "classes" else math.nan
+        has_classes = self._indices.takes in ("classes", None)
+        return loss / count, right / count if has_classes else math.nan
 
     def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective.

@@ -234,7 +234,7 @@ def amount(number: float | Fraction) -> str:
 
 
 def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
-    """Return a table of the times that the cost model predicts for algorithms with plans."""
+    """Return a table of the times that the cost model predicts for algorithms with plans, below a title."""
     seconds = {
         name: predict(DEFAULT, operation, name, hosts, nbytes // ITEM, ITEM)
         for name, row in TABLES[operation].items()
@@ -245,7 +245,8 @@ def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
         TextColumn("algorithm", "<24", 0),
         TextColumn("predicted ms", "12.4g", lambda row: 1e3 * row[1]),
     ]
-    return TextTable(columns).lines(rows)
+    title = f"of a float32 array of {nbytes:,} bytes, with 30 us and 1 GB/s between hosts:"
+    return [title, *TextTable(columns).lines(rows)]
 
 
 def of_many(operation: str, algorithm: str, hosts: Sequence[str]) -> list[str]:

@@ -1,13 +1,15 @@
-"""Topics of tensor parallelism: a linear layer on several ranks, with symbols as its input.
+"""Topics of layers on several ranks: linear layers, and ring attention, with symbols as their input.
 
-The rows of the input are unit vectors, one for each feature. So the output for a feature is a
-coefficient, and a column of outputs is printed as one sum of features. Weights are small whole
-numbers.
+The rows of a linear layer's input are unit vectors, one for each feature. So the output for a
+feature is a coefficient, and a column of outputs is printed as one sum of features. Weights are
+small whole numbers. In ring attention the value of each token is a unit vector, and all scores are
+equal: an output is the mean of the values that its query sees.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from mpitrain.config import Layout
 from mpitrain.errors import Sentence
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import ops_for
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for
+from mpitrain.parallel.tensor.context import RingAttention
+from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
@@ -210,6 +213,104 @@ def _cells(array: np.ndarray, features: Sequence[int], letter: str) -> list[str]
     return cells
 
 
+def record_ring(setting: TopicSetting) -> Explanation:
+    n, tokens = setting.ranks, 2 * setting.ranks
+    ranks: list[_RingCells] = run_ranks(n, _ring)
+    later = [Sentence("step {s}: tokens of rank r - {s}", s=step) for step in range(1, n)]
+    titles = ["start", "step 0: own tokens", *later]
+    around = tuple((rank, (rank + 1) % n) for rank in range(n))
+    frames = [
+        Frame(
+            title,
+            tuple(rank.cells[at] for rank in ranks),
+            around if 0 < at < n else (),
+            tuple(rank.sent[at] for rank in ranks),
+        )
+        for at, title in enumerate(titles)
+    ]
+    chunks = "first chunk", "second chunk"
+    size = 8 * tokens * tokens
+    return Explanation(
+        [
+            Sentence(
+                "Each row has {t} chunks of tokens, and a rank has the r-th and the r-th from the end.",
+                t=tokens,
+            ),
+            "In each step a rank attends to the keys and values that it has, while they travel to the next rank.",
+            "No query sees a later key. After step 0 a rank leaves out half of its queries or of the keys: equal work.",
+            "A part joins an output by the sums of the exponentials of both.",
+            "In the backward the gradients of keys and values travel one step behind them, and come home last.",
+        ],
+        "v0: the value of token 0. All scores are equal, so y is the mean of the values that its query has seen.",
+        [Sentence("rank {r}", r=rank) for rank in range(n)],
+        [Columns("keys and values in use", chunks), Columns("output y", chunks)],
+        frames,
+        [
+            CountedFormula(
+                "bytes that a rank sends, forward and backward",
+                max(rank.nbytes for rank in ranks),
+                "6 (n-1)/n B T C",
+                6 * (n - 1) / n * size,
+            ),
+            CountedFormula(
+                "pairs of query and key, on the rank that has most",
+                max(rank.pairs for rank in ranks),
+                "T (T+1)/(2n)",
+                tokens * (tokens + 1) / (2 * n),
+            ),
+        ],
+        [SourceLines.of(RingAttention)],
+        f"mpitrain launch -n {n} -- train --cp {n} --set layout.cp_mode=ring",
+        ("tests/ranks/parallel/test_tensor.py",),
+    )
+
+
+class _RingCells(NamedTuple):
+    """The cells of a rank in each frame, and the bytes that it has sent by then.
+
+    nbytes  that it sends forward and backward
+    pairs   of query and key that it computes
+    """
+
+    cells: list[tuple[str, ...]]
+    sent: list[int]
+    nbytes: int
+    pairs: int
+
+
+def _ring(transport: Transport) -> _RingCells:
+    tokens, arena = 2 * transport.size, Arena()
+    context, traffic = Group(transport, "ring"), transport.traffic
+    alone = cast(Group, GroupShape(0, 1))
+    layers = layers_for(ops_for("cpu"), alone, Layout(cp_mode="ring"), context)
+    layer: Any = layers.attention(tokens, 1)
+    before, sent, pairs = traffic.nbytes, [0], 0
+    cells: list[tuple[str, ...]] = [("",) * 4]
+    part = layer.ops.attention_part
+
+    def seen(q: Any, kv: Any, *rest: Any) -> Any:
+        nonlocal pairs
+        sent.append(traffic.nbytes - before)
+        y, joined = part(q, kv, *rest)
+        pairs += q.shape[1] * kv.shape[1] - (
+            len(cells) == 1
+        )  # The first chunk sees one of its own.
+        used = [*_means(kv[0, :, tokens:]), ""][:2]
+        cells.append((*used, *_means(y[0])))
+        return y, joined
+
+    layer.ops = SimpleNamespace(**{**vars(layer.ops), "attention_part": seen})
+    own = layers.now.tokens.of(tokens)
+    values = np.eye(tokens)[own][None]
+    y, saved = layer.forward({}, np.concatenate([0 * values, 0 * values, values], 2), arena)
+    layer.backward_input({}, np.ones_like(y), saved, arena)
+    return _RingCells(cells, sent, traffic.nbytes - before, pairs)
+
+
+def _means(rows: np.ndarray) -> list[str]:
+    return [written({f"v{i}": float(c) for i, c in enumerate(row) if c}) for row in rows]
+
+
 NO_GATHER = (
     "A column-parallel layer and a row-parallel one behind it need no all-gather: see their bytes."
 )
@@ -282,5 +383,8 @@ TOPICS = {
             ),
             is_alone=True,
         ),
+    ),
+    "ring-attention": Topic(
+        "Ring attention: the tokens of a row are divided", record_ring, least=2, most=4
     ),
 }

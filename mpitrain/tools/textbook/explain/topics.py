@@ -15,7 +15,7 @@ from mpitrain.tools.textbook.explain.explanation import Topic
 PARTS = {
     "messages": ("star", "ring"),
     "data parallelism": ("master", "ddp", "accumulation"),
-    "sharded layers": ("column", "row", "column-alone", "row-alone"),
+    "sharded layers": ("column", "row", "column-alone", "row-alone", "ring-attention"),
     "pipelines": ("gpipe", "1f1b", "1f1b-cut", "zero-bubble", "async"),
     "memory": ("zero1", "zero2", "zero3", "recomputation", "loss-scaling"),
     "servers and staleness": ("server", "async-server", "local", "gossip"),
