@@ -25,7 +25,7 @@ class PyMpitrain(PythonPackage):
     depends_on("mpi")
     depends_on("py-numpy@2.1.2:", type=("build", "run"))
     depends_on("py-mpi4py@4.0:", type=("build", "run"))
-    depends_on("py-click@8.1:", type=("build", "run"))
+    depends_on("py-click@8.2:", type=("build", "run"))
     depends_on("py-pydantic@2.7:", type=("build", "run"))
     depends_on("py-tomli-w@1.0:", type=("build", "run"))
     depends_on("py-tqdm@4.66:", type=("build", "run"))
