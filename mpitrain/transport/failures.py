@@ -143,10 +143,9 @@ class MpiJob:
                 with suppress(self.MPI.Exception, NotImplementedError):
                     comm.Revoke()
 
-    def abandon(self, base: Any) -> None:
-        """Revoke, then end threads and requests, and free communicators; no message is sent.
+    def abandon(self) -> None:
+        """Revoke, then end threads and requests; no message is sent.
 
-        base    the communicator that is not freed, because `Shrink` needs it
         raises  CommError if a thread or a request does not end
         """
         self.is_abandoned = True
@@ -157,6 +156,13 @@ class MpiJob:
                 request.cancel()
             self._await(request.is_over, str(request))
         self.requests.clear()
+
+    def forget(self, base: Any) -> None:
+        """Free all communicators but `base`, once all living ranks have abandoned them.
+
+        Before, a message of another rank may still arrive, and is refused only by a revoked
+        communicator that exists.
+        """
         with self.lock:
             for comm in self.communicators:
                 if comm is not base:

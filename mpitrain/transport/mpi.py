@@ -544,12 +544,13 @@ class MpiTransport(Transport):
                 self.job.free(comm)
 
     def abandon(self) -> None:
-        self.job.abandon(self._base)
+        self.job.abandon()
         self.windows, self.tenants = Windows(), Tenants()
 
     def survivors(self) -> MpiTransport:
         with self.job.lock, self.guard("MPI_Comm_shrink"):
             comm = self._base.Shrink()
+        self.job.forget(self._base)
         self._connect(comm, comm.rank, MpiJob(self.MPI), None)
         return self
 
