@@ -174,12 +174,10 @@ class Run(Section):
     on_failure: Literal["end", "continue"] = Field(
         "end",
         description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state "
-        "or the newest checkpoint. It needs `mpitrain launch --fault-tolerant`",
+        "or the newest checkpoint. continue needs `mpitrain launch --fault-tolerant`",
     )
     recover_seconds: float = Field(
-        120.0,
-        ge=1,
-        description="seconds after a loss in which the living ranks must be at their next step, or the job ends",
+        120.0, ge=1, description="seconds from a loss to the next step, after which the job ends"
     )
     on_stall: Literal["end", "warn"] = Field(
         "end",

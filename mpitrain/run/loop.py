@@ -97,15 +97,19 @@ def train(
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
     recovery: list[Any] = []  # The Recovery of run.on_failure=continue, if the key is set.
-    while True:
-        try:
-            arguments = stop_requested, watchers, begins, ends
-            return _started(transport, configured, resume, *arguments, recovery)
-        except PeerLost as error:
-            if not recovery:
-                raise
-            law = error.law
-        configured, resume = recovery[0].go_on(law), "auto"
+    try:
+        while True:
+            try:
+                arguments = stop_requested, watchers, begins, ends
+                return _started(transport, configured, resume, *arguments, recovery)
+            except PeerLost as error:
+                if not recovery:
+                    raise
+                law = error.law
+            configured, resume = recovery[0].go_on(law), "auto"
+    finally:
+        for one in recovery:
+            one.over()
 
 
 def _started(
@@ -243,8 +247,8 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
     if rank > 0:
         return None
     place, before = agreed.location, ResumeInfo()
-    if place.has_run:  # Without a checkpoint no line counts.
-        before = past(Path(place.folder), job.step if place.saved else -1)
+    if place.has_run:  # Where a run begins anew, no line counts.
+        before = past(Path(place.folder), job.step if place.saved or job.step else -1)
     folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
     return str(folder), before

@@ -117,7 +117,7 @@ class Recovery:
         law     of the error that reported the loss
         raises  TrainingError if all ranks live
         """
-        self._timer.cancel()
+        self.over()
         self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
         self._timer.daemon = True
         self._timer.start()
@@ -187,22 +187,18 @@ class Recovery:
         trainer.sync_parameters()
         kept, backend = trainer.replication.kept(), trainer.backend
         regions = holdings(described(trainer.storage, kept))
-        for number, buffer in enumerate(kept):
-            new = [region for region in regions if region.number == number]
-            values = np.empty(sum(region.part.length for region in new), buffer.dtype)
-            parts = np.split(values, np.cumsum([region.part.length for region in new])[:-1])
-            if self._held and self._filler == self._root.rank:
-                old = (region for region in self._held.regions if region.number == number)
-                for part, region in zip(parts, old, strict=True):
-                    part[:] = taken(self._held.arrays[number], region, backend)
+        held = self._held if self._filler == self._root.rank else None
+        for region, old in zip(regions, held.regions if held else regions, strict=True):
+            values = np.empty(region.part.length, region.dtype)
+            if held:
+                values[:] = taken(held.arrays[old.number], old, backend)
             trainer.grid.world.broadcast(values, self._filler)
-            for part, region in zip(parts, new, strict=True):
-                put(buffer.array, region, part, backend)
+            put(kept[region.number].array, region, values, backend)
         trainer.replication.restore(self._filling.scalars)
         return job._replace(done=Done(*self._filling.done))
 
     def over(self) -> None:
-        """End the limit of run.recover_seconds: the next step begins."""
+        """End the limit of run.recover_seconds: the next step begins, or the run has failed."""
         self._timer.cancel()
 
     def _give_up(self) -> None:

@@ -55,8 +55,8 @@ class Watchdog:
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
-    if a rank exits without MPI_Finalize, unless ranks may be lost. The thread answers the questions of `mpitrain runs report`,
-    too.
+    if a rank exits without MPI_Finalize, unless it is fault-tolerant. The thread also answers the
+    questions of `mpitrain runs report`.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ class Transport(Protocol):
 
     The owner may set it to False; `split` keeps it.
     """
-    needs_all: str = "these ranks cannot lose one"
-    """Why the loss of a rank ends the job; "" if `survivors` can connect the others."""
+    needs_all: str = "these ranks cannot lose one; Start them by mpitrain launch --fault-tolerant"
+    """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
     allocates_on_device: bool = False
     """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 

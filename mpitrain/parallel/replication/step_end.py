@@ -290,14 +290,17 @@ class AgreeAndUpdate(StepEnd):
         loss, squares, nonfinite, stop, ignored = totals
         clip, loss_scale = self.replica.config.optimizer.clip, self.skips.scale.value
         mean = mean_of(loss, squares, ignored, step_input.targets, loss_scale, clip)
+        accepts = self.skips.accepts(mean.loss)
+        is_finite = math.isfinite(mean.loss) and math.isfinite(mean.norm)
         return StepResult(
             mean.loss,
             mean.norm,
             int(nonfinite),
             step_input.lr,
-            self.skips.accepts(mean.loss) and math.isfinite(mean.norm),
+            is_finite and accepts,
             stop > 0,
             counted=mean.counted,
+            is_spike=is_finite and not accepts,
         ), mean.scale
 
     def apply(self, scale: float, lr: float, step: int) -> None:

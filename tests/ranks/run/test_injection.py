@@ -109,11 +109,19 @@ def test_a_flipped_bit_changes_one_element_by_a_factor_of_two():
     assert alone[1][changed] / whole[1][changed] in (0.5, 2)
 
 
-@pytest.mark.parametrize("stream", [(), ("layout.pp=2", "pipeline.schedule=async-2bw")])
-def test_a_nonfinite_gradient_ends_the_run_by_default(stream, book, tmp_path):
+@pytest.mark.parametrize(
+    "step, settings",
+    [
+        (2, ()),
+        (2, ("layout.pp=2", "pipeline.schedule=async-2bw")),
+        (3, ("replication.mode=local", "replication.period=3")),
+    ],
+)
+def test_a_nonfinite_gradient_ends_the_run_by_default(step, settings, book, tmp_path):
+    """With local SGD at the end of the period, where all ranks learn of it."""
     with pytest.raises(TrainingError):
-        go(2, [*book, "run.inject=nan:1@2", *stream])
-    assert records(tmp_path)[-1] == records(tmp_path)[-1] | {"event": "failed", "step": 2}
+        go(2, [*book, "run.inject=nan:1@2", *settings])
+    assert records(tmp_path)[-1] == records(tmp_path)[-1] | {"event": "failed", "step": step}
 
 
 def test_a_run_without_injection_imports_none_of_it(book, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError, PeerLost
-from mpitrain.run import injection, loop, recovery
+from mpitrain.run import injection, loop
 from mpitrain.run.loop import train
 from mpitrain.run.recovery import Recovery, check
 from mpitrain.run.trainer import Trainer
@@ -107,9 +107,13 @@ def test_a_rank_may_die_while_the_others_recover(settings, tmp_path, monkeypatch
         return filled(own, job)
 
     monkeypatch.setattr(Recovery, "_filled", dies)
-    survive(4, [*settings, "run.inject=kill:3@5"])
+    survive(4, [*settings, "run.inject=kill:3@5", "checkpoint.every=0", "run.eval_every=2"])
     assert restarts(tmp_path) == [[4, 0, None, None], [2, 4, 1, "ranks"]]
     assert [*losses(tmp_path)] == [*range(1, 10)]
+    # The run before counts, although it has no checkpoint.
+    assert [r["step"] for r in records(tmp_path) if "val_loss" in r] == [2, 4, 6, 8, 9]
+    times = [r["wall_s"] for r in records(tmp_path) if r.get("event") != "start"]
+    assert times == sorted(times)
 
 
 def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monkeypatch):
@@ -133,21 +137,21 @@ def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monke
 
 def test_nothing_of_the_old_trainer_lives_on(settings, monkeypatch):
     trainers, alive = [], []
-    init, end = Trainer.__init__, recovery.Recovery.over
+    init, steps = Trainer.__init__, loop._loop
 
     def made(own, *arguments):
         init(own, *arguments)
         trainers.append(weakref.ref(own))
 
-    def over(own):
-        end(own)
-        own._root.barrier()
-        if own.facts:
+    def begun(run):
+        run.transport.barrier()
+        if run.transport.size == 2:
             gc.collect()
             alive.extend(one() for one in trainers[:3])
+        return steps(run)
 
     monkeypatch.setattr(Trainer, "__init__", made)
-    monkeypatch.setattr(recovery.Recovery, "over", over)
+    monkeypatch.setattr(loop, "_loop", begun)
     survive(3, [*settings, "run.inject=kill:1@5"])
     assert len(trainers) == 5 and alive == [None] * 6
 
