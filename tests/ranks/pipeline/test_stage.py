@@ -131,7 +131,8 @@ class Held:
 def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():
     def run(transport, loss):
         trainer, reads = small(transport, loss=loss), []
-        evaluated, _ = trainer.evaluate(Held())
+        evaluated, accuracy = trainer.evaluate(Held())
+        assert 0 <= accuracy <= 1
         to_host = trainer.backend.to_host
         trainer.backend.to_host = lambda array: (reads.append(array.shape), to_host(array))[1]
         outcome = trainer.step(0, *BATCH)
