@@ -179,15 +179,23 @@ def spent(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Steps after the last line before an interruption count by the `step_s` of that line.
     """
     parts = dict.fromkeys(SPENT, 0.0)
-    logged_at, step_s = 0, 0.0
+    logged_at, noted_at, step_s = 0, 0, 0.0
     for record in records:
         for part, keys in SPENT.items():
             parts[part] += sum(seconds(record, key) for key in keys)
         step = int(record.get("step", 0))
         if "lr" in record or record.get("event") == "resume":
             step_s = seconds(record, "step_s") or step_s
-            parts["useful steps"] += (step - logged_at) * step_s
+            took = (step - logged_at) * step_s
+            if (
+                record.get("event") == "resume"
+            ):  # Living ranks go on from a step after the last line.
+                unnoted, waited = max(0, step - noted_at) * step_s, seconds(record, "waited_s")
+                parts["waiting between starts"] -= min(unnoted, waited)
+                took -= max(0.0, unnoted - waited)
+            parts["useful steps"] += took
             logged_at = step
+        noted_at = step
         if record.get("event") == "back":
             undone = (step - seconds(record, "to")) * step_s
             parts["useful steps"] -= undone

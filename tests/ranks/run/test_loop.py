@@ -814,3 +814,14 @@ def test_best_and_patience_need_evaluations(book):
     for settings in (["run.patience=2"], ["checkpoint.best=true", "run.eval_every=-1"]):
         with pytest.raises(MpitrainError, match=r"run\.eval_every"):
             go(1, [*book, *settings])
+
+
+def test_steps_that_only_the_living_ranks_remember_are_not_waited_for():
+    start = {"event": "start", "step": 0, "time": 10.0, "startup_s": 1.0, "wall_s": 0.0}
+    lines = [{"step": 1, "lr": 1.0, "step_s": 0.5, "wall_s": 0.5}]
+    resume = {"event": "resume", "step": 9, "startup_s": 0.25, "wall_s": 0.5}
+    for waited, counted in ((5.0, 4.0), (2.0, 2.0)):
+        resume |= {"waited_s": waited, "time": 10.5 + waited + 0.25}
+        parts = spent([start, *lines, resume])
+        assert parts["useful steps"] == 0.5 + counted
+        assert parts["waiting between starts"] == waited - counted and abs(parts["other"]) < 1e-9
