@@ -389,7 +389,7 @@ class Rotary(NamedTuple):
 
 
 class Attention:
-    """Causal multi-head attention, (B, T, (H + 2 G) D) -> (B, T, H D), without parameters.
+    """Multi-head attention, (B, T, (H + 2 G) D) -> (B, T, H D), without parameters.
 
     heads     number of query heads on this rank, H, from head `first` on
     kv_heads  number of key and value heads on this rank, G
@@ -397,6 +397,7 @@ class Attention:
     drop      dropout of the probabilities, or None
     now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
+    causal    whether a query sees no later key
     """
 
     output_is_free = False
@@ -409,9 +410,10 @@ class Attention:
         drop: Dropout | None = None,
         now: Now | None = None,
         rotary: Rotary | None = None,
+        causal: bool = True,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
-        self.drop, self.now, self.rotary = drop, now or Now(), rotary
+        self.drop, self.now, self.rotary, self.causal = drop, now or Now(), rotary, causal
         self.first, self.every = 0, heads
 
     def parameters(self):
@@ -429,7 +431,9 @@ class Attention:
         if self.rotary:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
-        starts = () if places is None else (places.starts,)
+        starts: tuple[Any, ...] = () if places is None else (places.starts,)
+        if not self.causal:
+            starts = (*(starts or (None,)), x.shape[1] - 1)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
@@ -669,11 +673,13 @@ class Plain:
         kv_heads: int | None = None,
         dropout: float = 0.0,
         rotary: Rotary | None = None,
+        causal: bool = True,
     ) -> Layer:
-        """Return causal attention, from the output of `qkv` to (B, T, width).
+        """Return attention, from the output of `qkv` to (B, T, width).
 
         dropout  rate of dropout of the probabilities
         rotary   turns queries and keys by their positions; heads then have an even width
+        causal   whether a token sees no later token
         raises   ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -683,7 +689,7 @@ class Plain:
         if dropout:
             self.made.add("attention dropout")
         drop = self.dropout(dropout) if dropout else None
-        attention = self._heads(heads, shared, drop, self.now, rotary)
+        attention = self._heads(heads, shared, drop, self.now, rotary, causal)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def _heads(self, *arguments: Any) -> Attention:

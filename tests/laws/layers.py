@@ -176,6 +176,9 @@ def kinds(plain) -> dict[str, Any]:
             attention=plain.attention(WIDTH, 3, 1, rotary=Rotary(100.0, 9)),
         ),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
+        "attention to later tokens": Sequential(
+            qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2, causal=False)
+        ),
         "to linear": Sequential(a=plain.norm(WIDTH), b=linear("relu"), c=linear()),
         "to relu": Sequential(a=linear(), b=linear("relu")),
         "from gelu": Sequential(

@@ -121,7 +121,7 @@ class RingAttention(HeadAttention):
     context  the context-parallel group
     traffic  a rank sends (n - 1) / n of B T 2 G D numbers forward, and twice as many backward
     source   Liu et al. 2023, arXiv:2310.01889; zigzag: Brandon et al. 2023, arXiv:2311.09431
-    raises   ConfigError for dropout of the probabilities
+    raises   ConfigError for dropout of the probabilities, and without the causal mask
     """
 
     def __init__(self, layers: Any, context: Group, *arguments: Any):
@@ -132,6 +132,11 @@ class RingAttention(HeadAttention):
                 "With layout.cp_mode ring no rank has whole rows of probabilities, but attention has dropout "
                 f"{self.drop.rate:g}.",
                 "Set model.attention_dropout to 0, or layout.cp_mode to ulysses.",
+            )
+        if not self.causal:
+            raise ConfigError(
+                "With layout.cp_mode ring no query sees later tokens, but attention has no causal mask.",
+                "Set layout.cp_mode to ulysses.",
             )
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:

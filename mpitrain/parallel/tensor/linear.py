@@ -311,7 +311,7 @@ class Head(Column):
 
 
 class HeadAttention(Attention):
-    """Causal attention of this rank's heads, over whole sequences.
+    """Attention of this rank's heads, over whole sequences.
 
     context  the context-parallel ranks, which divide the heads of a tensor-parallel rank, or None
     """
