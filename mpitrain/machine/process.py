@@ -10,7 +10,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -127,6 +127,30 @@ def cores() -> int:
 def processors() -> int:
     """Return the number of cores of this host, whether or not this process may run on them."""
     return os.cpu_count() or 1
+
+
+PACKAGES = Path("/sys/devices/system/cpu")
+
+
+def _packages(cores: Iterable[int]) -> set[str]:
+    """Return the sockets of these cores, as Linux numbers them; empty if it does not tell."""
+    with contextlib.suppress(OSError):
+        return {
+            (PACKAGES / f"cpu{core}/topology/physical_package_id").read_text().strip()
+            for core in cores
+        }
+    return set()
+
+
+def sockets() -> int:
+    """Return the number of sockets of this host; 1 if it is not known."""
+    return max(1, len(_packages(range(processors()))))
+
+
+def bound_socket() -> str:
+    """Return the socket that this process is bound to; "" if to none, or if the host has only one."""
+    bound = _packages(os.sched_getaffinity(0))
+    return bound.pop() if sockets() > 1 and len(bound) == 1 else ""
 
 
 def blas_threads() -> int:

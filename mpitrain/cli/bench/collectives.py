@@ -26,7 +26,7 @@ from mpitrain.cli.bench.rows import (
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.job_options import check_files, finite, output_option
 from mpitrain.cli.session import mpi_session
-from mpitrain.machine.process import KINDS
+from mpitrain.machine.process import KINDS, bound_socket
 
 OPERATIONS = {
     "all-reduce": "allreduce",
@@ -253,6 +253,10 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
 def fit(**options: Any) -> None:
     """Measure every all-reduce and fit the cost model to it, for this number of ranks.
 
+    On several hosts with several ranks, the ranks of a host are also measured alone; in the same
+    way the ranks of a socket, where a host has several and ranks are bound to them. Each is a
+    level in the file.
+
     A second fit, without every second size, shows how well the model predicts sizes that it has not
     seen. Over slow links, sizes end once the time grows in proportion, except for one that is as
     long as the largest bucket of a run. The file is written after every sweep, so an interruption
@@ -264,8 +268,8 @@ def fit(**options: Any) -> None:
 
 
 def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
-    """Fit the cost model after every sweep and write its file; at the end, check it on sizes left
-    out.
+    """Fit the cost model after every sweep, level by level, and write its file; at the end, check it
+    on sizes left out.
     """
     import numpy as np
 
@@ -279,8 +283,10 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
         decided,
         described,
         fit,
+        levels_seen,
         median_of_sweeps,
         merged,
+        same_machine,
     )
     from mpitrain.tools.bench.collectives.sweep import SweepRequest, sizes
     from mpitrain.tools.bench.results import header, machine
@@ -297,53 +303,59 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
     before = on_all_ranks(transport, lambda: read_tuning(out) if out.exists() else None)
     files = out, options["json_file"], options["csv_file"]
     on_all_ranks(transport, lambda: check_files(transport.rank, files))
-    # Windows serve the algorithm `shared`, which needs a single host.
-    places = MEMORY if len(set(hosts)) == 1 else ("plain",)
-    lengths = sizes(options["min_bytes"], options["max_bytes"], 2)
-    request = SweepRequest(
-        "allreduce",
-        candidates(Topology(hosts)),
-        lengths,
-        np.dtype("float32"),
-        0,
-        3,
-        places,
-        sweeps,
-        stops=True,
-    )
-    identity, tuning = machine(transport), DEFAULT
-    facts = header(transport, request.operation, request.device, sys.argv[1:])
+    identity, lines = machine(transport), list[str]()
+    facts = header(transport, "allreduce", "cpu", sys.argv[1:])
     shown = BenchReport(transport, facts, options)
-    measured = _swept(transport, request, DEFAULT, shown, options)
-    for number, swept in groupby(measured, key=lambda row: row.sweep):
-        for _ in swept:
-            pass  # each row is printed, and added to `shown.rows`
-        if spoilt := all_spoilt(shown.rows):
-            shown.say(
-                f"sweep {number} of {sweeps}: nothing is written, as every row of {' and '.join(spoilt)} arrays is marked ~"
-            )
-        elif transport.rank == 0:
-            tuning = fit(identity, hosts, median_of_sweeps(shown.rows))
-            with shown.outputs.to(out):
-                write_tuning(out, merged(before, tuning))
-                shown.say(f"sweep {number} of {sweeps}: written to {out}")
-    shown.close()
-    if all_spoilt(shown.rows):
-        raise on_every_rank(
-            MpitrainError(
-                "bench fit learns from rows that other work did not spoil, but there are none.",
-                "Measure again while nothing else runs, or with more --sweeps.",
-            )
+    if before and not same_machine(before.machine, identity):
+        lines.append(f"{out} held constants of another machine; these have taken their place")
+    tuning = before
+    for level, groups in levels_seen(hosts, transport.gather_text(bound_socket())).items():
+        # The groups of a level measure at the same time. Rank 0 prints and fits those of its own.
+        part = transport.split(groups[transport.rank])
+        earlier, first = tuning, len(shown.rows)
+        # Windows serve the algorithm `shared`, which needs a single host.
+        places = ("plain",) if level == "network" else MEMORY
+        lengths = sizes(options["min_bytes"], options["max_bytes"], 2)
+        request = SweepRequest(
+            "allreduce",
+            candidates(Topology(part.hosts)),
+            lengths,
+            np.dtype("float32"),
+            0,
+            3,
+            places,
+            sweeps,
+            stops=True,
         )
-
-    def last() -> list[str]:
-        lines = ["", *described(tuning, transport.size), *decided(tuning, hosts, shown.rows)]
-        lines += checked(identity, hosts, shown.rows)
-        if before and before.machine != identity:
-            lines.append(f"{out} held constants of another machine; these have taken their place")
-        return lines
-
-    shown.end(last)
+        measured = _swept(part, request, DEFAULT, shown, options) if part.size > 1 else ()
+        for number, swept in groupby(measured, key=lambda row: row.sweep):
+            for _ in swept:
+                pass  # each row is printed, and added to `shown.rows`
+            rows = shown.rows[first:]
+            if spoilt := all_spoilt(rows):
+                shown.say(
+                    f"sweep {number} of {sweeps}: nothing is written, as every row of {' and '.join(spoilt)} arrays is marked ~"
+                )
+            elif transport.rank == 0:
+                fitted = fit(identity, part.hosts, median_of_sweeps(rows), level)
+                with shown.outputs.to(out):
+                    write_tuning(out, tuning := merged(earlier, fitted))
+                    shown.say(f"sweep {number} of {sweeps}: {level} written to {out}")
+        shown.close()
+        rows = shown.rows[first:]
+        is_spoilt = transport.gather_text(bool(all_spoilt(rows)))[0]
+        if is_spoilt:
+            raise on_every_rank(
+                MpitrainError(
+                    "bench fit learns from rows that other work did not spoil, but there are none.",
+                    "Measure again while nothing else runs, or with more --sweeps.",
+                )
+            )
+        if transport.rank == 0:
+            lines += ["", *described(level, fitted.levels[level], part.size)]
+            lines += decided(fitted, part.hosts, rows)
+            lines += checked(identity, part.hosts, rows)
+    shown.end(lambda: lines)
 
 
 for _name, _operation in OPERATIONS.items():

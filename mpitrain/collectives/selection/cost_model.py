@@ -6,9 +6,10 @@ These are the numbers of the busiest rank. Messages within a host and messages b
 different alpha and beta. Ranks that share the cores of a host take turns. So the work of all
 ranks of a host, divided by its cores, is a bound too.
 
-Constants hold for a number of ranks, which share memory and sometimes cores. They also hold for a
-class of memory, because MPI moves arrays in a shared window differently. They change with the
-size of the array, as caches overflow. They are measured at a few sizes, and interpolated linearly
+Constants hold for a level: ranks of one socket, of one host, or of several hosts. They hold for a
+number of ranks, which share memory and sometimes cores. They also hold for a class of memory,
+because MPI moves arrays in a shared window differently. They change with the size of the array, as
+caches overflow. They are measured at a few sizes, and interpolated linearly
 over the logarithm of the size.
 
 An all-reduce without a plan has two constants of its own: a + b x bytes of the array. Its halves,
@@ -82,17 +83,47 @@ Constants = dict[int, tuple[float, ...]]
 """{array size in bytes, one of KNOTS: the constants, in the order of TERMS or (a, b)}."""
 
 
+LEVELS = ("socket", "host", "network")
+"""What ranks may span, the narrowest first: one socket of several, one host, several hosts."""
+
+
+class Level(NamedTuple):
+    """Constants that were measured with ranks of one level.
+
+    plans  {ranks: {memory: constants in the order of TERMS}}
+    whole  {ranks: {memory: {algorithm: constants a and b}}} of algorithms without a plan
+    """
+
+    plans: dict[int, dict[str, Constants]]
+    whole: dict[int, dict[str, dict[str, Constants]]]
+
+
 class Tuning(NamedTuple):
     """Measured constants of one machine.
 
-    machine   description: number of hosts, processor, cores, MPI
-    plans     {ranks: {memory: constants in the order of TERMS}}
-    whole     {ranks: {memory: {algorithm: constants a and b}}} of algorithms without a plan
+    machine  description: number of hosts, processor, cores and sockets of a host, MPI
+    levels   {one of LEVELS: its constants}, at least one
     """
 
     machine: dict[str, Any]
-    plans: dict[int, dict[str, Constants]]
-    whole: dict[int, dict[str, dict[str, Constants]]]
+    levels: dict[str, Level]
+
+    def nearest(self, level: str) -> tuple[str, Level]:
+        """Return the name and the constants of this level, or of the nearest one that was measured."""
+        at = LEVELS.index(level)
+        name = min(self.levels, key=lambda each: (abs(LEVELS.index(each) - at), LEVELS.index(each)))
+        return name, self.levels[name]
+
+
+def level_of(hosts: Sequence[str], sockets: Sequence[str] = ()) -> str:
+    """Return the level that ranks span.
+
+    hosts    host name of every rank
+    sockets  name of every rank's socket, unique in its host; "": not known, or the only one
+    """
+    if len(set(hosts)) > 1:
+        return "network"
+    return "socket" if len(set(sockets)) == 1 and sockets[0] else "host"
 
 
 def shares(nbytes: int) -> list[float]:
@@ -241,14 +272,19 @@ def predict(
     count: int,
     itemsize: int,
     memory: str = "plain",
+    level: str = "",
 ) -> float:
-    """Return the predicted seconds of one run; NaN for an algorithm that the tuning lacks."""
-    n, nbytes = len(hosts), count * itemsize
-    plans, whole = (_nearest(by_ranks, n) for by_ranks in (tuning.plans, tuning.whole))
+    """Return the predicted seconds of one run; NaN for an algorithm that the tuning lacks.
+
+    level  that the ranks span; "": the one that their hosts show
+    """
+    n, nbytes, spanned = len(hosts), count * itemsize, level or level_of(hosts)
+    name, measured = tuning.nearest(spanned)
+    plans, whole = (_nearest(by_ranks, n) for by_ranks in measured)
     memory = memory if memory in plans else "plain"
     amounts: tuple[float, ...]
     if is_whole(operation, algorithm):
-        if (len(set(hosts)) == 1) != (tuning.machine["hosts"] == 1):
+        if (spanned == "network") != (name == "network"):
             # A measurement within a host does not apply between hosts, nor the other way round.
             return math.nan
         once, per_byte = TABLES[operation][algorithm].of_all_reduce

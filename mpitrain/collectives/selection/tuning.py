@@ -4,11 +4,19 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mpitrain.collectives.selection.cost_model import KNOTS, MEMORY, TERMS, Constants, Tuning
+from mpitrain.collectives.selection.cost_model import (
+    KNOTS,
+    LEVELS,
+    MEMORY,
+    TERMS,
+    Constants,
+    Level,
+    Tuning,
+)
 from mpitrain.errors import ConfigError
 from mpitrain.files import contents, write_whole
 from mpitrain.strict_json import validated
@@ -21,6 +29,7 @@ Seconds = Annotated[float, Field(ge=0, le=SLOWEST)]
 Ranks = Annotated[str, Field(pattern=r"\A[1-9][0-9]{0,5}\z")]
 Knot = Annotated[str, Field(pattern=r"\A[1-9][0-9]{0,18}\z")]
 Size = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+LevelName = Annotated[str, Field(pattern=rf"\A({'|'.join(LEVELS)})\z")]
 Table = dict[Knot, list[Seconds]]
 
 
@@ -31,16 +40,40 @@ class _Machine(BaseModel):
 
     hosts: Size
     cores: Size
+    sockets: Size = 1
+
+
+class _Level(BaseModel):
+    """Schema of a level; `Level` documents both entries."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    plans: dict[Ranks, dict[str, Table]]
+    whole: dict[Ranks, dict[str, dict[str, Table]]]
 
 
 class _TuningFile(BaseModel):
-    """Schema of a tuning file; `Tuning` documents each entry."""
+    """Schema of a tuning file; `Tuning` documents each entry.
+
+    Files of earlier versions have the entries of one level beside `machine`.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     machine: _Machine
-    plans: dict[Ranks, dict[str, Table]]
-    whole: dict[Ranks, dict[str, dict[str, Table]]]
+    levels: dict[LevelName, _Level] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_level(cls, file: Any) -> Any:
+        match file:
+            case {"machine": {"hosts": int(hosts)}, "plans": plans, "whole": whole, **rest}:
+                level = {"plans": plans, "whole": whole}
+                name = "network" if hosts > 1 else "host"
+                return {"machine": file["machine"], "levels": {name: level}} | (
+                    {key: value for key, value in rest.items() if key != "machine"}
+                )
+        return file
 
 
 def read_tuning(path: Path) -> Tuning:
@@ -57,7 +90,30 @@ def read_tuning(path: Path) -> Tuning:
             f"{path} is no tuning file: {error}.", "mpitrain bench fit writes one."
         ) from None
     tuning = Tuning(
-        file.machine.model_dump(),
+        file.machine.model_dump(exclude_unset=True),
+        {name: _level(level) for name, level in file.levels.items()},
+    )
+    if not all(map(_is_complete, tuning.levels.values())):
+        raise ConfigError(
+            f"{path} is a tuning file of another version of mpitrain.",
+            "Delete it and measure again: mpitrain bench fit.",
+        )
+    if any(
+        not any(values)
+        for level in tuning.levels.values()
+        for memories in level.plans.values()
+        for at in memories.values()
+        for values in at.values()
+    ):
+        raise ConfigError(
+            f"{path} is no tuning file: messages that take no time at all were never measured.",
+            "mpitrain bench fit writes one.",
+        )
+    return tuning
+
+
+def _level(file: _Level) -> Level:
+    return Level(
         {
             int(n): {memory: _constants(at) for memory, at in memories.items()}
             for n, memories in file.plans.items()
@@ -70,31 +126,17 @@ def read_tuning(path: Path) -> Tuning:
             for n, memories in file.whole.items()
         },
     )
-    if not _is_complete(tuning):
-        raise ConfigError(
-            f"{path} is a tuning file of another version of mpitrain.",
-            "Delete it and measure again: mpitrain bench fit.",
-        )
-    if any(
-        not any(values)
-        for memories in tuning.plans.values()
-        for at in memories.values()
-        for values in at.values()
-    ):
-        raise ConfigError(
-            f"{path} is no tuning file: messages that take no time at all were never measured.",
-            "mpitrain bench fit writes one.",
-        )
-    return tuning
 
 
 def _constants(by_knot: dict[str, list[float]]) -> Constants:
-    return {int(knot): tuple(values) for knot, values in by_knot.items()}
+    """Return constants by knot; those of a single knot, which people write, hold for all of them."""
+    sizes = dict.fromkeys(KNOTS, by_knot.popitem()[1]) if len(by_knot) == 1 else by_knot
+    return {int(knot): tuple(values) for knot, values in sizes.items()}
 
 
-def _is_complete(tuning: Tuning) -> bool:
-    """Return whether the tuning has every entry that `predict` reads."""
-    plans, whole = tuning.plans, tuning.whole
+def _is_complete(level: Level) -> bool:
+    """Return whether a level has every entry that `predict` reads."""
+    plans, whole = level
     tables = [(at, len(TERMS)) for memories in plans.values() for at in memories.values()]
     tables += [
         (at, 2)
@@ -116,7 +158,8 @@ def _is_complete(tuning: Tuning) -> bool:
 
 def tuning_text(tuning: Tuning) -> str:
     """Return the text of the tuning file, with one line for the constants of each knot."""
-    text = json.dumps(tuning._asdict(), indent=1, allow_nan=False)
+    levels = {name: level._asdict() for name, level in tuning.levels.items()}
+    text = json.dumps({"machine": tuning.machine, "levels": levels}, indent=1, allow_nan=False)
     return re.sub(r"\[[^]]*]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
 
 
@@ -129,7 +172,7 @@ def foreign(tuning: Tuning, hosts: Sequence[str]) -> str:
 
     hosts  the host name of each rank
     """
-    if len(set(hosts)) == 1 or tuning.machine["hosts"] > 1:
+    if len(set(hosts)) == 1 or "network" in tuning.levels:
         return ""
     return (
         f"No network measurements: algorithm auto guesses. Run `mpitrain launch -n {len(hosts)} -- bench fit` on these "

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.files import write_whole
-from mpitrain.machine.process import job_id, processor, processors
+from mpitrain.machine.process import job_id, processor, processors, sockets
 from mpitrain.transport.base import Transport
 from mpitrain.transport.library import library
 
@@ -20,6 +20,7 @@ def machine(transport: Transport) -> dict[str, Any]:
         "hosts": len(set(transport.hosts)),
         "processor": processor().name,
         "cores": processors(),
+        **({"sockets": sockets()} if sockets() > 1 else {}),
         "mpi": library().version,
     }
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import Tuning, candidates, predict
+from mpitrain.collectives.selection.cost_model import Tuning, candidates, level_of, predict
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
@@ -173,6 +173,12 @@ class MessageTimes:
 
     def __init__(self, tuning: Tuning, hosts: Sequence[str], is_on_device: bool):
         self._hosts, self.is_on_device = hosts, is_on_device
+        # Consecutive ranks of a host share a socket, if the tuning is of a host with several.
+        on_host, sockets = hosts.count(hosts[0]), tuning.machine.get("sockets", 1)
+        self._sockets = [
+            f"{rank % on_host * sockets // on_host}" if sockets > 1 else ""
+            for rank in range(len(hosts))
+        ]
         self._predicted = cache(partial(predict, tuning))
 
     def seconds(
@@ -191,6 +197,7 @@ class MessageTimes:
             elements *= self._hosts.count(hosts[0]) / hosts.count(hosts[0])
         numbers = {name: str(number) for number, name in enumerate(dict.fromkeys(hosts))}
         where = tuple(numbers[name] for name in hosts)
+        level = level_of(hosts, [self._sockets[rank] for rank in members])
         operation = operation.replace("all-reduce", "allreduce")
         names = [MESSAGES.get(operation, algorithm)]
         if operation in TABLES and algorithm not in TABLES[operation]:
@@ -198,7 +205,10 @@ class MessageTimes:
         # Between powers of four the model is nearly linear, and long plans take seconds to make.
         low = min(4 ** int(math.log(elements, 4)), LINEAR)
         times = [
-            [self._predicted(operation, name, where, size, itemsize) for size in (low, 4 * low)]
+            [
+                self._predicted(operation, name, where, size, itemsize, level=level)
+                for size in (low, 4 * low)
+            ]
             for name in names
         ]
         return min(

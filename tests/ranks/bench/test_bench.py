@@ -10,18 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.collectives import OPERATIONS, measure_collective
+from mpitrain.cli.bench.collectives import OPERATIONS, measure_and_fit, measure_collective
 from mpitrain.cli.bench.collectives import command as bench
 from mpitrain.cli.terminal.progress import unmeasured
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import candidates
-from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
+from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
 from mpitrain.kernels.loader import Kernels
+from mpitrain.tools.bench.collectives import fit as fitting
 from mpitrain.tools.bench.collectives import sweep as sweeping
 from mpitrain.tools.bench.collectives.fit import all_spoilt, check, checked, fit, median_of_sweeps
 from mpitrain.tools.bench.collectives.operations import error_norm, wrong_elements, wrong_replicas
@@ -110,10 +111,29 @@ def test_between_hosts_there_is_no_window_and_links_are_fitted():
     rows = median_of_sweeps(rows_of(3, request(*candidates(Topology(hosts)), "star"), hosts))
     assert {row.buffers for row in rows} == {"plain"}
     found = fit(MACHINE | {"hosts": 3}, hosts, rows)
-    assert list(found.plans[3]) == ["plain"] and list(found.whole[3]["plain"]) == ["native"]
-    default = next(iter(DEFAULT.plans.values()))["plain"]
-    assert all(found.plans[3]["plain"][knot][3:5] != default[knot][3:5] for knot in default)
+    network = found.levels["network"]
+    assert list(network.plans[3]) == ["plain"] and list(network.whole[3]["plain"]) == ["native"]
+    default = next(iter(DEFAULT.levels["host"].plans.values()))["plain"]
+    assert all(network.plans[3]["plain"][knot][3:5] != default[knot][3:5] for knot in default)
     assert list(check(found, hosts, rows)) == ["plain"]
+
+
+def test_bench_fit_measures_the_ranks_of_a_host_alone_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fitting, "is_spoilt", lambda row: False)
+    words = ["--out", str(tmp_path / "tuning.json"), "--max-bytes", "128", "--sweeps", "1"]
+    options = bench.commands["fit"].make_context("fit", words).params
+    run_ranks(5, measure_and_fit, options, hosts="aabbc")
+    levels = read_tuning(tmp_path / "tuning.json").levels
+    ranks = {
+        name: {n: [*memories] for n, memories in at.plans.items()} for name, at in levels.items()
+    }
+    assert ranks == {"host": {2: ["window", "plain"]}, "network": {5: ["plain"]}}
+    assert (
+        "native" in levels["host"].whole[2]["plain"]
+        and "shared" in levels["host"].whole[2]["window"]
+    )
+    printed = capsys.readouterr().out
+    assert all(f"sweep 1 of 1: {level} written to" in printed for level in levels)
 
 
 def test_a_leased_activation_is_returned_after_its_last_run(monkeypatch):
@@ -315,7 +335,7 @@ def test_predictions_made_without_having_measured_the_links_are_said_to_be(
     hosts, tuned, said, tmp_path, capsys
 ):
     write_tuning(
-        tmp_path / "tuning.json", DEFAULT._replace(machine={**DEFAULT.machine, "hosts": 2})
+        tmp_path / "tuning.json", DEFAULT._replace(levels={"network": DEFAULT.levels["host"]})
     )
     words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
     words += ["--tuning", str(tmp_path / "tuning.json")] * tuned

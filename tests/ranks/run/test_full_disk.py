@@ -138,7 +138,7 @@ def test_a_fit_that_does_not_reach_its_end_keeps_the_sweeps_before(fills, tmp_pa
             measure_and_fit(transport, options)
         return True
 
-    assert all(run_ranks(2, main)) and set(read_tuning(file).plans) == {2}
+    assert all(run_ranks(2, main)) and set(read_tuning(file).levels["host"].plans) == {2}
 
 
 def test_a_chart_is_printed_although_it_cannot_be_written(fills, tmp_path):

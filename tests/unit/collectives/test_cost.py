@@ -1,5 +1,6 @@
 """The cost model, the choice it leads to, and fitting it: no ranks, no clock."""
 
+import json
 import math
 from itertools import pairwise
 
@@ -11,10 +12,12 @@ from mpitrain.collectives.selection.cost_model import (
     EAGER,
     KNOTS,
     MEMORY,
+    Level,
     Tuning,
     candidates,
     choose,
     is_whole,
+    level_of,
     part_bytes,
     plans_of,
     predict,
@@ -24,7 +27,14 @@ from mpitrain.collectives.selection.cost_model import (
 from mpitrain.collectives.selection.table import ALL_REDUCE
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
-from mpitrain.tools.bench.collectives.fit import check, decided, described, fit, link_seconds
+from mpitrain.tools.bench.collectives.fit import (
+    check,
+    decided,
+    described,
+    fit,
+    levels_seen,
+    link_seconds,
+)
 from mpitrain.tools.bench.collectives.sweep import CollectiveRow, sizes
 
 ONE_HOST = ("a",) * 4
@@ -131,6 +141,19 @@ def test_ranks_that_share_cores_take_turns():
     )
 
 
+def tuning_of(hosts, plans, whole):
+    """The tuning of one level."""
+    return Tuning(
+        MACHINE | {"hosts": hosts}, {"network" if hosts > 1 else "host": Level(plans, whole)}
+    )
+
+
+def constants_of(tuning):
+    """The constants of its only level."""
+    (level,) = tuning.levels.values()
+    return level
+
+
 def planted(hosts):
     """A tuning whose constants differ in everything that they may depend on."""
 
@@ -148,7 +171,7 @@ def planted(hosts):
         memory: {name: at(scale, 2e-6, 1e-10) for name in WHOLE}
         for scale, memory in enumerate(MEMORY, 1)
     }
-    return Tuning(MACHINE | {"hosts": len(set(hosts))}, {4: plans}, {4: whole})
+    return tuning_of(len(set(hosts)), {4: plans}, {4: whole})
 
 
 def test_planted_constants_predict_every_size_and_memory_again():
@@ -164,8 +187,8 @@ def test_planted_constants_predict_every_size_and_memory_again():
     for memory in MEMORY:
         for knot in KNOTS:
             for name in WHOLE:
-                assert found.whole[4][memory][name][knot] == pytest.approx(
-                    truth.whole[4][memory][name][knot], rel=1e-3
+                assert constants_of(found).whole[4][memory][name][knot] == pytest.approx(
+                    constants_of(truth).whole[4][memory][name][knot], rel=1e-3
                 )
 
 
@@ -173,12 +196,13 @@ def test_links_between_hosts_are_fitted_too():
     truth = planted(FOUR_HOSTS)
     found = fit(MACHINE | {"hosts": 4}, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))
     for knot in KNOTS:
-        assert found.plans[4]["plain"][knot][3:5] == pytest.approx(
-            truth.plans[4]["plain"][knot][3:5], rel=0.02
+        assert constants_of(found).plans[4]["plain"][knot][3:5] == pytest.approx(
+            constants_of(truth).plans[4]["plain"][knot][3:5], rel=0.02
         )
-        assert found.plans[4]["plain"][knot][:3] == DEFAULT.plans[2]["plain"][knot][:3], (
-            "nothing says anything about them"
-        )
+        assert (
+            constants_of(found).plans[4]["plain"][knot][:3]
+            == constants_of(DEFAULT).plans[2]["plain"][knot][:3]
+        ), "nothing says anything about them"
     assert check(found, FOUR_HOSTS, rows_of(truth, FOUR_HOSTS, "plain"))["plain"].error < 0.01
     chosen, other = (
         choose(found, Topology(FOUR_HOSTS), 1 << 20, 4, memory) for memory in ("window", "plain")
@@ -188,8 +212,8 @@ def test_links_between_hosts_are_fitted_too():
 
 def test_slow_links_extrapolate_from_shorter_arrays():
     """However noisy the longest ones were: constants at a size that was not measured must not follow from a difference."""
-    slow = Tuning(
-        MACHINE | {"hosts": 4},
+    slow = tuning_of(
+        4,
         {4: {"plain": dict.fromkeys(KNOTS, (0, 0, 0, 1e-3, 4e-8, 0))}},
         {4: {"plain": {"native": dict.fromkeys(KNOTS, (3e-3, 8e-8))}}},
     )
@@ -214,9 +238,7 @@ def two_hosts(late, least=1 << 6, most=1 << 21):
     """Rows of two hosts: a native all-reduce that takes `late` of its time where it takes longest."""
     link = dict.fromkeys(KNOTS, (0, 0, 0, 1e-3, LINK, 0))
     native = dict.fromkeys(KNOTS, (4e-3, LINK))
-    machine = Tuning(
-        MACHINE | {"hosts": 2}, {2: {"plain": link}}, {2: {"plain": {"native": native}}}
-    )
+    machine = tuning_of(2, {2: {"plain": link}}, {2: {"plain": {"native": native}}})
     return [
         r._replace(time_us=r.time_us * late.get(r.bytes, 1.0)) if r.chosen == "native" else r
         for r in rows_of(machine, TWO_HOSTS, "plain")
@@ -231,8 +253,8 @@ def test_no_all_reduce_is_believed_faster_than_the_links_it_must_use(late, most)
     assert link_seconds(TWO_HOSTS, rows, 2) == pytest.approx(LINK, rel=0.02)
     found = fit(MACHINE | {"hosts": 2}, TWO_HOSTS, rows)
     for knot in KNOTS:
-        assert found.plans[2]["plain"][knot][4] >= 0.98 * LINK
-        assert found.whole[2]["plain"]["native"][knot][1] >= 0.98 * LINK
+        assert constants_of(found).plans[2]["plain"][knot][4] >= 0.98 * LINK
+        assert constants_of(found).whole[2]["plain"]["native"][knot][1] >= 0.98 * LINK
     for nbytes in (1 << 23, 1 << 24, 1 << 26):
         assert choose(found, Topology(TWO_HOSTS), nbytes // 4, 4, "plain") != "native"
 
@@ -264,7 +286,9 @@ def test_a_fit_never_goes_below_zero():
     ]
     found = fit(MACHINE, ONE_HOST, rows)
     assert all(
-        constant >= 0 for constants in found.plans[4]["plain"].values() for constant in constants
+        constant >= 0
+        for constants in constants_of(found).plans[4]["plain"].values()
+        for constant in constants
     )
 
 
@@ -342,9 +366,9 @@ def linked(seconds_per_message, seconds_per_byte):
             }
             for memory, by_knot in by_memory.items()
         }
-        for n, by_memory in DEFAULT.plans.items()
+        for n, by_memory in constants_of(DEFAULT).plans.items()
     }
-    return DEFAULT._replace(plans=plans)
+    return DEFAULT._replace(levels={"host": constants_of(DEFAULT)._replace(plans=plans)})
 
 
 def test_segments_are_longer_for_latency_and_shorter_for_bandwidth():
@@ -363,9 +387,54 @@ def test_segments_are_longer_for_latency_and_shorter_for_bandwidth():
         assert 0 < part_bytes(DEFAULT, algorithm, ("a", "a", "b"), count, 4) <= nbytes
 
 
-def test_a_tuning_file_comes_back_as_it_went(tmp_path):
-    write_tuning(tmp_path / "tuning.json", DEFAULT)
-    assert read_tuning(tmp_path / "tuning.json") == DEFAULT
+def test_a_tuning_file_comes_back_as_it_went_and_those_of_one_level_are_read(tmp_path):
+    file, host = tmp_path / "tuning.json", DEFAULT.levels["host"]
+    for levels in ({"host": host}, {"socket": host, "network": host}):
+        write_tuning(file, DEFAULT._replace(levels=levels))
+        assert read_tuning(file) == DEFAULT._replace(levels=levels)
+    for hosts, level in ((1, "host"), (3, "network")):
+        machine = DEFAULT.machine | {"hosts": hosts}
+        file.write_text(json.dumps({"machine": machine, **host._asdict()}))
+        assert read_tuning(file) == Tuning(machine, {level: host})
+    level = {"plans": {"8": {"plain": {"4096": [1e-6] * 6}}}, "whole": {"8": {"plain": {}}}}
+    file.write_text(json.dumps({"machine": MACHINE, "levels": {"host": level}}))
+    plain = read_tuning(file).levels["host"].plans[8]["plain"]
+    assert plain == dict.fromkeys(KNOTS, (1e-6,) * 6), "one size holds for all"
+
+
+def test_the_constants_are_those_of_the_level_that_ranks_span():
+    def level(seconds):
+        plans = {2: {"plain": dict.fromkeys(KNOTS, (0, 0, seconds, 0, seconds, 0))}}
+        return Level(plans, {2: {"plain": {"native": dict.fromkeys(KNOTS, (0, seconds))}}})
+
+    every = {"socket": 1e-10, "host": 2e-10, "network": 4e-9}
+
+    def seconds(measured, hosts, sockets, algorithm="ring"):
+        tuning = Tuning(MACHINE, {name: level(every[name]) for name in measured})
+        spanned = level_of(hosts, sockets)
+        return predict(tuning, "allreduce", algorithm, hosts, 1 << 20, 4, level=spanned)
+
+    ranks = {"socket": ("aa", "00"), "host": ("aa", "01"), "network": ("ab", "00")}
+    for name, places in ranks.items():
+        assert seconds(every, *places) == pytest.approx(every[name] * (1 << 22))
+        assert seconds(every, *places, "native") == pytest.approx(every[name] * (1 << 22))
+    assert seconds(["host", "network"], "aa", "00") == seconds(every, "aa", "01")
+    assert seconds(["socket"], "ab", "00") == seconds(["socket"], "aa", "00")
+    assert math.isnan(seconds(["socket", "host"], "ab", "00", "native"))
+
+
+@pytest.mark.parametrize(
+    "hosts, sockets, seen",
+    [
+        ("aabb", ["", "", "", ""], {"host": [0, 0, 1, 1], "network": [0, 0, 0, 0]}),
+        ("aaaa", "0101", {"socket": [0, 1, 0, 1], "host": [0, 0, 0, 0]}),
+        ("aaaa", "0000", {"socket": [0, 0, 0, 0]}),
+        ("abb", ["", "", ""], {"network": [0, 0, 0]}),
+        ("aa", ["", ""], {"host": [0, 0]}),
+    ],
+)
+def test_a_job_shows_the_levels_that_its_first_rank_shares(hosts, sockets, seen):
+    assert levels_seen(hosts, sockets) == seen
 
 
 @pytest.mark.parametrize(
@@ -391,14 +460,14 @@ def test_a_missing_tuning_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "hosts, terms",
+    "level, terms",
     [
-        (1, "host_alpha host_long host_beta gamma"),
-        (2, "host_alpha host_long host_beta net_alpha net_beta gamma"),
+        ("host", "host_alpha host_long host_beta gamma"),
+        ("network", "host_alpha host_long host_beta net_alpha net_beta gamma"),
     ],
 )
-def test_fit_explains_measured_constants_only(hosts, terms):
-    lines = described(DEFAULT._replace(machine={"hosts": hosts}), 2)
+def test_fit_explains_measured_constants_only(level, terms):
+    lines = described(level, DEFAULT.levels["host"], 2)
     heads = [line for line in lines if " arrays of " in line]
     assert [head.split(" arrays of ")[1].split() for head in heads] == [terms.split()] * 2
     assert all(

@@ -12,11 +12,14 @@ import numpy as np
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import (
     KNOTS,
+    LEVELS,
     TERMS,
     Constants,
+    Level,
     Tuning,
     choose,
     is_whole,
+    level_of,
     predict,
     shares,
     work,
@@ -63,9 +66,32 @@ def median_of_sweeps(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     ]
 
 
-def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow]) -> Tuning:
-    """Fit the constants of the cost model to measured all-reduces on one number of ranks."""
-    n, defaults = len(hosts), next(iter(DEFAULT.plans.values()))
+def levels_seen(hosts: Sequence[str], sockets: Sequence[str]) -> dict[str, list[int]]:
+    """Return {level: number of each rank's group}, the narrowest first; the last has all ranks.
+
+    Only levels that rank 0 shares with another rank. Groups are the places of a level.
+
+    hosts, sockets  as in `level_of`
+    """
+    seen, socket_places = {}, [*zip(hosts, sockets, strict=True)]
+    for name, places in zip(LEVELS, (socket_places, hosts, [""] * len(hosts)), strict=True):
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        group = [rank for rank, place in enumerate(places) if place == places[0]]
+        spanned = level_of([hosts[rank] for rank in group], [sockets[rank] for rank in group])
+        if len(group) > 1 and spanned == name:
+            seen[name] = [numbers[place] for place in places]
+    return seen
+
+
+def fit(
+    machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[CollectiveRow], level: str = ""
+) -> Tuning:
+    """Fit the constants of the cost model to measured all-reduces on one number of ranks.
+
+    level  that the ranks span; "": the one that their hosts show
+    """
+    name, n = level or level_of(hosts), len(hosts)
+    defaults = next(iter(DEFAULT.nearest(name)[1].plans.values()))
     link = link_seconds(hosts, rows, machine["cores"])
     plans: dict[str, Constants] = {}
     whole: dict[str, dict[str, Constants]] = {}
@@ -81,12 +107,12 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
         least = np.zeros((len(KNOTS), len(TERMS)))
         least[:, TERMS.index("net_beta")] = link
         plans[memory] = constants(moved, works, least, defaults[memory])
-        alone = Tuning(machine, {n: plans}, {n: {memory: {} for memory in plans}})
+        alone = Tuning(machine, {name: Level({n: plans}, {n: {memory: {} for memory in plans}})})
         whole[memory] = {}
-        for name in dict.fromkeys(
+        for algorithm in dict.fromkeys(
             row.chosen for row in of_memory if is_whole("allreduce", row.chosen)
         ):
-            measured = [row for row in of_memory if row.chosen == name]
+            measured = [row for row in of_memory if row.chosen == algorithm]
             least = np.zeros((len(KNOTS), 2))
             least[:, 1] = link * crossing(hosts)
             last = max(measured, key=lambda row: row.bytes)
@@ -97,8 +123,10 @@ def fit(machine: dict[str, Any], hosts: Sequence[str], rows: Sequence[Collective
                 knot = max(0, bisect_right(KNOTS, last.bytes) - 1)
                 bound = _fastest_plan(alone, names, hosts, last, memory)
                 least[knot:] = np.maximum(least[knot:], bound)
-            whole[memory][name] = constants(measured, [(1, row.bytes) for row in measured], least)
-    return Tuning(machine, {n: plans}, {n: whole})
+            whole[memory][algorithm] = constants(
+                measured, [(1, row.bytes) for row in measured], least
+            )
+    return Tuning(machine, {name: Level({n: plans}, {n: whole})})
 
 
 def _fastest_plan(
@@ -195,7 +223,7 @@ def check(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow]) -
     return {
         memory: _check(tuning, hosts, [row for row in rows if row.buffers == memory], memory)
         for memory in dict.fromkeys(row.buffers for row in rows)
-        if memory in tuning.plans[len(hosts)]
+        if memory in tuning.nearest(level_of(hosts))[1].plans[len(hosts)]
     }
 
 
@@ -270,7 +298,7 @@ def decided(tuning: Tuning, hosts: Sequence[str], rows: Sequence[CollectiveRow])
             f"a host's link carries {1e-6 / link:.3g} MB/s at most, so no all-reduce of S bytes takes less "
             f"than {crossing(hosts):.3g} S / {1e-6 / link:.3g} MB/s"
         )
-    for memory in tuning.plans[len(hosts)]:
+    for memory in tuning.nearest(level_of(hosts))[1].plans[len(hosts)]:
         counts = sorted({(row.bytes, row.count) for row in rows if row.buffers == memory})
         chosen = [
             (choose(tuning, Topology(hosts), count, nbytes // count, memory), nbytes)
@@ -291,24 +319,34 @@ def merged(old: Tuning | None, new: Tuning) -> Tuning:
 
     If the old constants are from another machine, all of them are dropped.
     """
-    if old is None or old.machine != new.machine:
+    if old is None or not same_machine(old.machine, new.machine):
         return new
-    return Tuning(new.machine, {**old.plans, **new.plans}, {**old.whole, **new.whole})
+    levels = dict(old.levels)
+    for name, level in new.levels.items():
+        before = old.levels.get(name, Level({}, {}))
+        levels[name] = Level({**before.plans, **level.plans}, {**before.whole, **level.whole})
+    hosts = max(old.machine["hosts"], new.machine["hosts"])
+    return Tuning(new.machine | {"hosts": hosts}, levels)
 
 
-def described(tuning: Tuning, n: int) -> list[str]:
-    """Format the constants for n ranks as tables with a legend.
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two descriptions are of one machine; jobs on it may use more or fewer hosts."""
+    return one | {"hosts": 1} == other | {"hosts": 1}
 
-    Constants of the network are listed only if there is more than one host.
+
+def described(name: str, level: Level, n: int) -> list[str]:
+    """Format the constants of a level for n ranks as tables with a legend.
+
+    Constants of the network are listed only if it has been measured.
     """
     lines = []
-    for memory, constants in tuning.plans[n].items():
+    for memory, constants in level.plans[n].items():
         columns = [
             TextColumn(term, "10.2f", at, gap=2)
             for at, term in enumerate(TERMS, 1)
-            if tuning.machine["hosts"] > 1 or not term.startswith("net_")
+            if name == "network" or not term.startswith("net_")
         ]
-        table = TextTable([TextColumn(f"{memory} arrays of", "16", 0), *columns])
+        table = TextTable([TextColumn(f"{name}, {memory} arrays of", "24", 0), *columns])
         lines += table.lines(
             [f"{knot} B", *map(_shown, TERMS, values)] for knot, values in constants.items()
         )
