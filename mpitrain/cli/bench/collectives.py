@@ -24,6 +24,7 @@ from mpitrain.cli.bench.rows import (
     with_options,
 )
 from mpitrain.cli.bench.train import command as train
+from mpitrain.cli.bench.units import command as units
 from mpitrain.cli.job_options import check_files, finite, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.machine.process import KINDS, bound_socket
@@ -360,7 +361,18 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
 
 for _name, _operation in OPERATIONS.items():
     command.add_command(collective(_name, _operation))
-for _command in (fit, pairs, bandwidth, train, generate, gemm, kernels, launch, transactions):
+for _command in (
+    fit,
+    units,
+    pairs,
+    bandwidth,
+    train,
+    generate,
+    gemm,
+    kernels,
+    launch,
+    transactions,
+):
     command.add_command(_command)
 for _name, _operation in OPERATIONS.items():
     if _name != _operation:

@@ -71,7 +71,14 @@ def memory(
     type=click.FloatRange(1e-3),
     callback=finite,
     metavar="GFLOPS",
-    help="GFLOP/s of a rank in the layers of this model (default: measured here).",
+    help="GFLOP/s of a rank in the layers of this model (default: its units are timed here).",
+)
+@click.option(
+    "--units",
+    "units_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Seconds of units, as written by `bench units` on a rank of the job.",
 )
 @click.option(
     "--memory",
@@ -89,6 +96,7 @@ def layout(
     ranks: int,
     hosts: int,
     rate: float | None,
+    units_file: Path | None,
     memory: float | None,
     json_file: Path | None,
     plot_file: Path | None,
@@ -107,7 +115,13 @@ def layout(
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
     from mpitrain.tools.plan.layout import Planner, draw, rank, report
+    from mpitrain.tools.plan.units import read_units
 
+    if rate and units_file:
+        raise ConfigError(
+            "--rate and --units both say how long a rank computes, but both are given.",
+            "Leave out one of them.",
+        )
     if ranks % hosts:
         raise ConfigError(
             f"Every host has equally many ranks, but {hosts} hosts do not divide {ranks} ranks.",
@@ -116,7 +130,8 @@ def layout(
     check_files(0, [json_file], plot_file)
     given = configured(config_file, changes(settings, **options), preset)
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
-    planner = Planner(given, names, 1e9 * (rate or 0), 1e9 * (memory or 0))
+    work = read_units(units_file) if units_file else 1e9 * rate if rate else None
+    planner = Planner(given, names, work, 1e9 * (memory or 0))
     with click.progressbar(
         [*planner.layouts(given)], label="layouts", file=sys.stderr, hidden=not sys.stderr.isatty()
     ) as layouts:

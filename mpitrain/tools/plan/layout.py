@@ -5,13 +5,14 @@ context-parallel ranks and each size of a micro-batch: FLOPs, activations, and c
 The time of a step is that of the simulated pipeline, whose stages compute and sum activations, and
 then of the messages between replicas that no computing hides.
 
-Seconds of computing are FLOPs over one rate, given or measured with the units of this model. Seconds
+Seconds of computing are FLOPs over one rate, or those of timed units (tools/plan/units.py). Seconds
 of messages are those of the cost model (collectives/selection/cost_model.py). The update of the
 optimizer is not counted.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -22,8 +23,9 @@ import numpy as np
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, candidates, level_of, predict
 from mpitrain.collectives.selection.table import TABLES
-from mpitrain.config import Config
-from mpitrain.errors import ConfigError
+from mpitrain.collectives.selection.tuning import foreign
+from mpitrain.config import Config, with_settings
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Unit
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
@@ -44,9 +46,11 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak, simulate
 from mpitrain.plots import COLOURS, save, subplots
-from mpitrain.run.build import alone, model, unit_times
+from mpitrain.run.build import alone, model
+from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
-from mpitrain.run.resolve import Given, Resolved, RunLocation, resolve_here
+from mpitrain.run.resolve import Given, RunLocation, resolve_here
+from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed
 from mpitrain.tools.text_table import TextColumn, TextTable
 
 SHOWN = 10
@@ -62,6 +66,8 @@ MESSAGES = {"sendrecv": "ping-pong", "all-to-all": "pairwise", "shift": "ring"}
 """{operation of one algorithm: the algorithm}."""
 LINEAR = 1 << 24
 """Elements from which the cost model is a line."""
+SAVINGS = ("memory.logit_chunks=8", "memory.attention=tiled", "optimizer.name=adamw8bit")
+"""Settings beside the layout that may lower the memory of a rank; half the context is one more."""
 PARTS = {
     "computing": "computing",
     "tensors": "messages between tensor- and context-parallel ranks",
@@ -172,7 +178,7 @@ class MessageTimes:
     """
 
     def __init__(self, tuning: Tuning, hosts: Sequence[str], is_on_device: bool):
-        self._hosts, self.is_on_device = hosts, is_on_device
+        self._hosts, self._is_on_device = hosts, is_on_device
         # Consecutive ranks of a host share a socket, if the tuning is of a host with several.
         on_host, sockets = hosts.count(hosts[0]), tuning.machine.get("sockets", 1)
         self._sockets = [
@@ -201,7 +207,7 @@ class MessageTimes:
         operation = operation.replace("all-reduce", "allreduce")
         names = [MESSAGES.get(operation, algorithm)]
         if operation in TABLES and algorithm not in TABLES[operation]:
-            names = candidates(Topology(hosts, is_on_device=self.is_on_device), operation)
+            names = candidates(Topology(hosts, is_on_device=self._is_on_device), operation)
         # Between powers of four the model is nearly linear, and long plans take seconds to make.
         low = min(4 ** int(math.log(elements, 4)), LINEAR)
         times = [
@@ -217,27 +223,45 @@ class MessageTimes:
             if not math.isnan(least)
         )
 
+    def can_hide(self, members: range) -> bool:
+        """Return whether messages take no time of computing: within a host the same cores copy."""
+        return self._is_on_device or len({self._hosts[rank] for rank in members}) > 1
+
 
 class Planner:
     """Predicts the layouts of one job.
 
     hosts  name of the host of each rank
-    rate   FLOPs per second of a rank; 0: measured with the units of this model, by the threads of this
-           process. Then each unit also takes a fixed time in a micro-batch
+    work   FLOPs per second of a rank, or timed units; None: they are timed here, by the threads of
+           this process
     limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
     """
 
-    def __init__(self, config: Config, hosts: Sequence[str], rate: float = 0, limit: float = 0):
+    def __init__(
+        self,
+        config: Config,
+        hosts: Sequence[str],
+        work: float | UnitTimes | None = None,
+        limit: float = 0,
+    ):
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job, self._source, self._units = alone(alone_config, hosts[:1])
-        self._config, self._hosts = self._job.config, hosts
+        self._config, self._hosts, self.ranks = self._job.config, hosts, len(hosts)
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
         on_host = 1 if is_on_device else hosts.count(hosts[0])
-        seconds_of_row, self._each_s = (0.0, 0.0) if rate else self._measured()
-        # The threads of this process are those of one rank. More ranks than cores take turns.
-        turns = max(1.0, on_host / process.cores())
-        self.rate = rate or self._flops_of_row() / seconds_of_row / turns
+        if work is None:
+            threads = max(1, process.cores() // on_host)
+            rows = (1, max(2, min(8, self._config.batch.size)))
+            work = UnitTimes(facts_of(self._job, threads), [*timed(self._job, self._source, rows)])
+        self.times: UnitTimes | None = None
+        if isinstance(work, UnitTimes):
+            self._check_kinds(work)
+            self.times, self._points = work, work.points()
+            self._turns = work.turns(on_host)
+            self.rate = work.rate / self._turns
+        else:
+            self.rate = work
         self.limit = limit or (
             self._config.memory.limit_gb * 1e9 or process.free_memory(device.kind) / on_host
         )
@@ -248,24 +272,40 @@ class Planner:
         self._sizes, self._planned = cache(self._size), cache(self._plan)
         self._balanced, self._three = cache(balanced), cache(self._count_three)
 
-    def _measured(self) -> tuple[float, float]:
-        """Return the seconds of one row in all units, and the fixed seconds of each unit in a micro-batch."""
-        many = max(2, min(8, self._job.config.batch.size))
-        short, long = (unit_times(self._of_rows(rows), self._source) for rows in (1, many))
-        of_row = max((sum(long) - sum(short)) / (many - 1), sum(long) / many / 2)
-        return of_row, max(0.0, sum(long) - many * of_row) / len(long)
+    def _check_kinds(self, times: UnitTimes) -> None:
+        timed = times.points()
+        units, _ = self._count_three(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
+        if missing := [kind for unit in units if (kind := kind_of(unit.name)) not in timed]:
+            raise ConfigError(
+                f"The timed units are {', '.join(timed)}, but the model has units {missing[0]}.",
+                "Time those of this configuration: mpitrain bench units.",
+            )
 
-    def _flops_of_row(self) -> int:
-        counter = Counter(self._of_rows(1), self._source, self._units)
-        return sum(unit.flops for unit in counter.units(0))
+    def _of_computing(self, unit: CountedUnit, rows: int) -> tuple[float, float]:
+        """Return the seconds of a unit in a micro-batch, and those of forwards that it repeats."""
+        flops = unit.counted.flops - unit.repeated
+        if self.times is None:
+            return flops / self.rate, unit.repeated / self.rate
+        once = self._turns * seconds_of(
+            self._points[kind_of(unit.counted.name)], flops or rows * unit.output
+        )
+        return once, once * unit.repeated / max(1, flops)
 
-    def _of_rows(self, rows: int) -> Resolved:
-        batch = self._job.config.batch.model_copy(update={"size": rows})
-        return self._job._replace(config=self._job.config.model_copy(update={"batch": batch}))
+    def notes(self) -> Iterator[str]:
+        """Yield sentences about constants that were not measured on the machine of the job."""
+        tuning = self._job.tuning
+        if self.times is None:
+            yield "computing: FLOPs over this rate; no unit was timed"
+        elif self._config.replication.tuning and self.times.facts["device"] == "cpu":
+            here, there = (facts.get("processor") for facts in (self.times.facts, tuning.machine))
+            if here != there:
+                yield f"replication.tuning is of other hardware, {there}: units were timed on {here}"
+        if advice := foreign(tuning, self._hosts):
+            yield f"{advice} in replication.tuning"
 
     def layouts(self, given: Config) -> Iterator[ParallelLayout]:
         """Yield the layouts to predict; what `given` sets to other than the defaults stays."""
-        ranks, layout, size = len(self._hosts), given.layout, given.batch.size
+        ranks, layout, size = self.ranks, given.layout, given.batch.size
         for tp in [layout.tp] if layout.tp > 1 else _divisors(ranks):
             for pp, cp in product(
                 [layout.pp] if layout.pp > 1 else _divisors(ranks // tp),
@@ -275,15 +315,16 @@ class Planner:
                 if rest or dp > size or layout.dp not in (0, dp):
                     continue
                 rows = size // dp
-                counts = (pp << doubled for doubled in range(rows.bit_length()))
+                counts = {pp << doubled for doubled in range(rows.bit_length())}
+                counts |= {given.batch.micro_batches} - {0}
                 for micro_batches, zero, recompute in product(
-                    counts,
+                    sorted(counts),
                     [given.replication.zero]
                     if given.replication.zero or dp * cp == 1
                     else range(4),
                     [given.memory.recompute] if given.memory.segment else ("none", "unit"),
                 ):
-                    if micro_batches <= rows:
+                    if pp <= micro_batches <= rows:
                         yield ParallelLayout(dp, tp, pp, zero, micro_batches, recompute, cp)
 
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
@@ -305,6 +346,13 @@ class Planner:
         low, high = (self._simulated(axes, n, rows, layout.recompute) for n in (first, second))
         more = (m - first) / max(1, second - first)
         step = Simulated(*(a + more * (b - a) for a, b in zip(low, high, strict=True)))
+        # Of micro-batches of unequal rows all were counted like the largest.
+        part = config.batch.size / (axes.dp * m * rows)
+        step = step._replace(
+            makespan=part * step.makespan,
+            computing=part * step.computing,
+            tensors=part * step.tensors,
+        )
         state = self._sizes(axes.tp, axes.pp)._replace(
             axes=axes, shards=axes.copies, settings=config.replication
         )
@@ -317,6 +365,18 @@ class Planner:
             mode_of(config).memory(state) + step.activations,
         )
 
+    def savings(self, given: Config, smallest: Prediction) -> list[tuple[str, float]]:
+        """Return the settings that lower the memory of a layout, and their bytes, the least first."""
+        found = list[tuple[str, float]]()
+        for setting in (*SAVINGS, f"model.context={given.model.context // 2}"):
+            with suppress(ConfigError):
+                changed = parse(with_settings(given.model_dump(), [setting]))
+                planner = Planner(changed, self._hosts, self.rate, self.limit)
+                found.append((setting, planner.predict(smallest.layout).nbytes))
+        return sorted(
+            (each for each in found if each[1] < LESS * smallest.nbytes), key=lambda each: each[1]
+        )
+
     def _size(self, tp: int, pp: int) -> Sizes:
         config = ParallelLayout(1, tp, pp, 0, 1, "none").of(self._config)
         return sizes(config, self._source, Axes(tp, 1, pp), pp, self._job.device, 1)[0]
@@ -324,7 +384,7 @@ class Planner:
     def _exposed(self, layout: ParallelLayout, step: Simulated) -> float:
         """Return the seconds of messages between replicas that no computing hides.
 
-        The last bucket has nothing to hide behind. Within a host the cores that compute also copy.
+        The last bucket has nothing to hide behind.
         """
         zero, members = layout.zero, range(0, layout.tp * layout.axes.copies, layout.tp)
         replication = self._config.replication
@@ -336,20 +396,26 @@ class Planner:
 
         total = sum(map(seconds, OF_STEP.get(zero, ())))
         total += layout.micro_batches * sum(map(seconds, OF_MICRO_BATCH.get(zero, ())))
-        hosts = {self._hosts[rank] for rank in members}
-        if not replication.overlap or (len(hosts) == 1 and not self._messages.is_on_device):
+        if not replication.overlap or not self._messages.can_hide(members):
             return total
         hidden = step.computing if zero > 1 else step.backward
         return max(total - hidden, total / step.units)
 
-    def _of_activations(self, unit: CountedUnit, axes: Axes) -> float:
+    def _of_activations(self, unit: CountedUnit, axes: Axes, computing: float) -> float:
+        """Return the seconds of a unit's collectives over tp and cp, beside those of its computing.
+
+        A ring of attention shifts keys and values while it computes with those of the last shift.
+        """
         algorithm = self._config.layout.algorithm
         members = {"tp": range(axes.tp), "cp": range(0, axes.tp * axes.cp, axes.tp)}
-        return sum(
-            times
-            * self._messages.seconds(operation, members[axis], nbytes, self._computed, algorithm)
-            for (axis, operation, nbytes), times in unit.counted.sums.items()
-        )
+        seconds = {"shift": 0.0, "": 0.0}
+        for (axis, operation, nbytes), times in unit.counted.sums.items():
+            choice = operation, members[axis], nbytes, self._computed, algorithm
+            kind = operation if operation in seconds else ""
+            seconds[kind] += times * self._messages.seconds(*choice)
+        hidden = computing if self._messages.can_hide(members["cp"]) else 0.0
+        hidden *= 1 - 1 / axes.cp  # During the last part nothing travels.
+        return seconds[""] + max(0.0, seconds["shift"] - hidden)
 
     def _count(self, tp: int, cp: int, rows: int, recompute: str) -> list[CountedUnit]:
         """Count all units. Those of model.layers after the third repeat the third."""
@@ -410,13 +476,14 @@ class Planner:
         in_halves = {
             each.chunk for own in plan.by_stage for each in own if isinstance(each, BackwardInput)
         }
-        seconds = {id(unit): self._of_activations(unit, axes) for unit in units}
+        seconds = {
+            id(unit): (*of_computing, self._of_activations(unit, axes, sum(of_computing)))
+            for unit in {id(unit): unit for unit in units}.values()
+            for of_computing in [self._of_computing(unit, rows)]
+        }
         costs, computing, tensors = [], [0.0] * pp, [0.0] * pp
         for number, (chunk, stage) in enumerate(zip(chunks, plan.stage_of, strict=True)):
-            once = sum(unit.counted.flops - unit.repeated for unit in chunk) / self.rate
-            once += len(chunk) * self._each_s
-            again = sum(unit.repeated for unit in chunk) / self.rate
-            sums = sum(seconds[id(unit)] for unit in chunk)
+            once, again, sums = map(sum, zip(*(seconds[id(unit)] for unit in chunk), strict=True))
             first = received if number else 0
             saved = [*accumulate((unit.counted.saved for unit in chunk), initial=first)]
             pending = sum(unit.counted.pending for unit in chunk)
@@ -516,6 +583,16 @@ def _nothing_fits(
     by_size = sorted(predictions, key=lambda each: each.nbytes)
     smallest = next((each for each in by_size if not planner.refusal(each.layout)), None)
     if smallest is None:
+        kept = {
+            axis: n for axis in ("dp", "cp", "tp", "pp") if (n := getattr(given.layout, axis)) > 1
+        }
+        ranks, of_replica = planner.ranks, math.prod(kept.values())
+        if ranks % of_replica:
+            return ConfigError(
+                f"Layouts have {' x '.join(f'{axis} {n}' for axis, n in kept.items())} x others, but {of_replica} does "
+                f"not divide {ranks} ranks.",
+                f"Take {multiples_near(ranks, of_replica)} ranks, or leave one of these to `plan layout`.",
+            )
         for layout in planner.layouts(given):
             if error := planner.refusal(layout):
                 return error
@@ -524,10 +601,14 @@ def _nothing_fits(
             "Raise batch.size, or set layout.dp to 0.",
         )
     settings = ", ".join(f"{key}={value}" for key, value in smallest.layout.settings.items())
+    lower = [
+        f"{setting} ({nbytes / 1e9:,.3g} GB)"
+        for setting, nbytes in planner.savings(given, smallest)
+    ]
     return ConfigError(
-        f"No layout fits in {planner.limit / 1e9:,.3f} GB a rank: the smallest needs {smallest.nbytes / 1e9:,.3f} GB, "
+        f"No layout fits in {planner.limit / 1e9:,.3g} GB a rank: the smallest needs {smallest.nbytes / 1e9:,.3g} GB, "
         f"with {settings}.",
-        "Take more ranks, or set memory.logit_chunks, optimizer.name=adamw8bit or a lower model.context.",
+        f"Take more ranks{', or set ' * bool(lower)}{' or '.join(lower)}.",
     )
 
 
@@ -590,6 +671,7 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     lines = [
         f"{len(ranking.predictions):,} layouts of {len(hosts)} ranks on {len(set(hosts))} host(s), each with "
         f"{planner.rate / 1e9:,.1f} GFLOP/s and {planner.limit / 1e9:,.2f} GB",
+        *planner.notes(),
         "",
         *columns.lines(ranking.best),
     ]

@@ -1,14 +1,19 @@
 """`plan layout`: what it counts is what a job needs, and its choices follow the network."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from mpitrain.collectives.selection.cost_model import KNOTS, Level, Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.tools.bench.results import write_json
 from mpitrain.tools.plan.layout import MessageTimes, ParallelLayout, Planner, rank, report
 from mpitrain.tools.plan.memory import count
+from mpitrain.tools.plan.units import TimedUnit, UnitTimes, kind_of, read_units, seconds_of
 from tests.processes import mpitrain
 from tests.training import configured
 
@@ -70,6 +75,112 @@ def test_all_groups_share_the_link_of_their_host():
     assert whole == pytest.approx(3 * third, rel=0.02)
 
 
+def test_messages_take_the_constants_of_the_level_that_a_group_spans():
+    def level(beta):
+        return Level(
+            {2: {"plain": dict.fromkeys(KNOTS, (0, 0, beta, 0, beta, 0))}}, {2: {"plain": {}}}
+        )
+
+    betas = {"socket": 1e-10, "host": 4e-10, "network": 1e-8}
+    tuning = Tuning(
+        {"hosts": 2, "cores": 8, "sockets": 2}, {name: level(beta) for name, beta in betas.items()}
+    )
+    times = MessageTimes(tuning, [f"host {rank // 4}" for rank in range(8)], is_on_device=False)
+    nbytes = 1 << 24
+    for members, beta in (
+        (range(2), betas["socket"]),
+        (range(2, 4), betas["socket"]),
+        (range(0, 4, 2), betas["host"]),
+        (range(0, 8, 4), 4 * betas["network"]),  # four groups share the link
+    ):
+        assert times.seconds("all-reduce", members, nbytes, 4, "ring") == pytest.approx(
+            nbytes * beta
+        )
+
+
+def test_a_ring_of_attention_hides_its_shifts_behind_the_computing_between_hosts():
+    layout = ParallelLayout(1, 1, 1, 0, 4, "none", 4)
+
+    def tensors(hosts, rate):
+        plan, _ = planner(hosts, "layout.cp_mode=ring", "replication.algorithm=ring", rate=rate)
+        return plan.predict(layout).tensors
+
+    apart = list("abcd")
+    assert tensors(apart, 1e6) < 0.2 * tensors(apart, 1e18)
+    assert tensors(["a"] * 4, 1e6) == tensors(["a"] * 4, 1e18) > 0
+
+
+TIMED = [
+    *(TimedUnit("mlp", rows, 1000 * rows, 10 * rows, 1.0 + rows) for rows in (2, 4, 8)),
+    *(TimedUnit("embedding", rows, 0, 10 * rows, 0.5 * rows) for rows in (2, 8)),
+]
+
+
+def test_seconds_of_units_follow_their_sizes():
+    points = UnitTimes({}, TIMED).points()
+    for size, seconds in ((2000, 3), (3000, 4), (8000, 9), (16000, 18), (0, 1), (1000, 2)):
+        assert seconds_of(points["mlp"], size) == pytest.approx(seconds), size
+    assert [seconds_of(points["embedding"], size) for size in (5, 20, 50, 160)] == [0.25, 1, 2.5, 8]
+    assert seconds_of([(10, 2.0)], 5) == 1, "a single size is proportional"
+    assert [kind_of(name) for name in ("blocks.3.mlp", "hidden.2", "head")] == [
+        "mlp",
+        "hidden",
+        "head",
+    ]
+
+
+def test_a_step_computes_for_the_seconds_of_its_units(tmp_path):
+    facts = {"device": "cpu", "processor": "P", "cores": 4, "threads": 1}
+    rows = [TimedUnit(kind, 1, 1, 1, 0.25) for kind in ("embedding", "attention", "mlp", "head")]
+    write_json(tmp_path / "units.json", facts, rows)
+    times = read_units(tmp_path / "units.json")
+    assert times == UnitTimes(facts, rows)
+    # One FLOP takes 0.25 s; an embedding has none, and takes that for an element.
+    small, one = ("model.layers=1", "model.width=64"), ParallelLayout(1, 1, 1, 0, 1, "none")
+    plan, given = planner(["a"], *small)
+    work = plan.predict(one).computing * RATE + 16 * given.model.context * given.model.width
+    for ranks, turns in ((1, 1), (8, 2)):
+        plan, _ = planner(["a"] * ranks, *small, rate=times)
+        assert plan.predict(one).computing == pytest.approx(turns * work / 4)
+    with pytest.raises(ConfigError, match=r"attention, embedding, head, mlp, but .* hidden"):
+        planner(["a"], "model.kind=mlp", "data.source=digits", rate=times)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"header": {}, "rows": []}', '{"header": {"device": "cpu"}, "rows": [1]}']
+)
+def test_another_file_is_no_file_of_units(tmp_path, text):
+    (tmp_path / "own.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"own\.json(.|\n)*bench units"):
+        read_units(tmp_path / "own.json")
+
+
+def test_a_gpt_of_146_billion_takes_the_time_that_was_published():
+    """Table 1 of Narayanan et al. 2021 (SC'21): 148 TFLOP/s on each of 1,536 A100, recomputation included.
+
+    Layers of this width attain 60% of the 312 TFLOP/s of an A100.
+    """
+    job = ["layers=80", "width=12288", "heads=96", "context=2048"]
+    plan, _ = planner(
+        [f"host {rank // 8}" for rank in range(1536)],
+        *(f"model.{each}" for each in job),
+        "batch.size=2304",
+        "data.vocabulary=51200",
+        "device.kind=cuda-sim",
+        "precision.compute=bfloat16",
+        "pipeline.schedule=interleaved",
+        f"replication.tuning={Path(__file__).parents[3] / 'jobs/gpu/a100.json'}",
+        rate=0.6 * 312e12,
+        limit=80e9,
+    )
+    predicted = plan.predict(ParallelLayout(24, 8, 8, 0, 96, "unit"))
+    tokens, layers, width, vocabulary = 2304 * 2048, 80, 12288, 51200
+    flops = 96 * tokens * layers * width**2
+    flops *= 1 + 2048 / (6 * width) + vocabulary / (16 * layers * width)  # equation 3 of the paper
+    assert predicted.step_s == pytest.approx(flops / 1536 / 148e12, rel=0.25)
+    assert predicted.nbytes < plan.limit
+
+
 def test_tensor_parallelism_stays_within_a_host_and_what_is_set_stays():
     hosts = [f"host {rank // 2}" for rank in range(8)]
     plan, given = planner(hosts, "model.heads=8", "layout.pp=2", "memory.recompute=unit", rate=1e13)
@@ -91,12 +202,22 @@ def test_tensor_parallelism_stays_within_a_host_and_what_is_set_stays():
 
 def test_without_a_layout_that_fits_the_smallest_is_named():
     plan, given = planner(["a"] * 4, limit=1e6)
-    with pytest.raises(ConfigError, match=r"the smallest needs 0\.00\d GB, with layout\.dp=\d"):
+    with pytest.raises(
+        ConfigError, match=r"the smallest needs 0\.00\d+ GB, with layout\.dp=\d"
+    ) as raised:
         rank(plan, given)
+    savings = [float(text) for text in re.findall(r"\((\S+) GB\)", raised.value.way_out)]
+    assert savings == sorted(savings) and "optimizer.name=adamw8bit" in raised.value.way_out
+    plan, _ = planner(["a"] * 4, "optimizer.name=adamw8bit", limit=1e6)
+    smallest = min(plan.predict(layout).nbytes for layout in plan.layouts(given))
+    assert any(abs(smallest / 1e9 / each - 1) < 0.01 for each in savings)
 
 
 def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
-    words = ["--ranks", "2", "--device", "cpu", "--set", "model.layers=1"]
+    job = ["--device", "cpu", "--set", "model.layers=1"]
+    done = mpitrain("bench", "units", *job, "--most-rows", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = ["--ranks", "2", *job, "--units", "units.json"]
     done = mpitrain("plan", "layout", *words, "--json", "l.json", "--plot", "l.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "l.json").read_text())["rows"]
