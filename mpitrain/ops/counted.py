@@ -1,8 +1,7 @@
 """Operations that count: those of a backend on arrays without memory, with FLOPs and bytes summed.
 
 A counted operation runs the backend's own function, on arrays without memory
-(weightless.py). So it leases from the arena exactly what the function leases. A second call with
-the same shapes repeats the leases of the first one without running the function.
+(weightless.py). So it leases from the arena exactly what the function leases.
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
@@ -16,10 +15,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpitrain.machine.arena import Arena, Lease
+from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.operands import DIM, operands
-from mpitrain.ops.weightless import Weightless, WeightlessMemory
+from mpitrain.ops.weightless import Weightless
 
 
 @dataclass
@@ -67,25 +66,11 @@ def counted(ops: Ops, count: Count) -> Ops:
     """
 
     def bound(name: str, row: Operation) -> Callable[..., Any]:
-        run, known = getattr(ops, name), dict[Any, _LeasedMemory]()
+        run = getattr(ops, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            leases: list[Lease] = []
-            try:
-                key = _key((arguments, tuple(named.items())), leases)
-                hash(key)
-            except (_Unknown, TypeError):
-                count.add(cost_of(name, row, arguments))
-                return run(*arguments, **named)
-            if key in known:
-                count.add(known[key].cost)
-                return _repeated(known[key], leases, arguments, named)
-            cost = cost_of(name, row, arguments)
-            count.add(cost)
-            result, memory = _observed(run, cost, leases, arguments, named)
-            if memory:
-                known[key] = memory
-            return result
+            count.add(cost_of(name, row, arguments))
+            return run(*arguments, **named)
 
         return call
 
@@ -169,135 +154,6 @@ def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
 def _product(term: str, sizes: Mapping[str, int]) -> int:
     ((number, letters),) = [match for match in DIM.findall(term) if any(match)]
     return int(number or 1) * math.prod(sizes[letter] for letter in letters)
-
-
-class _LeasedMemory(NamedTuple):
-    """The memory that one call of an operation leased, so that later calls of this kind can repeat
-    it.
-
-    tree    its result, with an `_Array` in place of each array
-    fresh   bytes of each lease that the result keeps
-    excess  bytes beyond the live bytes before the call, at the call's peak
-    """
-
-    tree: Any
-    fresh: list[int]
-    excess: int
-    cost: OperationCost
-
-
-class _Array(NamedTuple):
-    """An array of a result.
-
-    lease  index among the leases of the arguments and then the fresh ones; -1: none
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype
-    lease: int
-
-
-class _Unknown(Exception):
-    """A call has an argument or result that cannot be repeated."""
-
-
-def _observed(
-    run: Callable[..., Any], cost: OperationCost, leases: list[Lease], arguments: Any, named: Any
-) -> tuple[Any, _LeasedMemory | None]:
-    """Run an operation; return its result, and the leases to repeat if they can be.
-
-    leases  those of the arguments; receives those of the result
-    """
-    arena, own = _arena(arguments, named), len(leases)
-    before, peak = arena.live, arena.peak
-    arena.peak = arena.live
-    result = run(*arguments, **named)
-    excess, arena.peak = arena.peak - before, max(peak, arena.peak)
-    try:
-        tree = _described(result, leases)
-    except _Unknown:
-        return result, None
-    return result, _LeasedMemory(tree, [one.nbytes for one in leases[own:]], excess, cost)
-
-
-def _repeated(result: _LeasedMemory, leases: list[Lease], arguments: Any, named: Any) -> Any:
-    """Return the result of a call again, with leases of the same sizes."""
-    arena = _arena(arguments, named)
-    arena.peak = max(arena.peak, arena.live + result.excess)
-    fresh = [arena.take((nbytes,), np.uint8).lease for nbytes in result.fresh]
-    return _made(result.tree, leases + fresh, _source(arguments, named))
-
-
-def _arena(arguments: Sequence[Any], named: Mapping[str, Any]) -> Arena:
-    return next(one for one in (*arguments, *named.values()) if isinstance(one, Arena))
-
-
-def _made(tree: Any, leases: Sequence[Lease], source: WeightlessMemory) -> Any:
-    # No closure: one that calls itself would keep the leases alive until a garbage collection.
-    match tree:
-        case _Array(shape, strides, dtype, lease):
-            array = source.made(shape, dtype, leases[lease] if lease >= 0 else None)
-            return array if array.strides == strides else _strided(array, strides, source)
-        case tuple() | list():
-            return _alike(tree, [_made(one, leases, source) for one in tree])
-    return tree
-
-
-def _strided(array: Weightless, strides: tuple[int, ...], source: WeightlessMemory) -> Weightless:
-    """Return an array with gaps: a view of a longer one without memory."""
-    length = sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
-    whole = source.made((max(0, length) + array.itemsize,), np.uint8, array.lease)
-    view: Any = np.ndarray.__new__(type(array), array.shape, array.dtype, whole.base, 0, strides)
-    view.lease, view.source = array.lease, source
-    return view
-
-
-def _key(value: Any, leases: list[Lease]) -> Any:
-    """Return a value that is equal for calls with equal leases; collects the arguments' leases."""
-    match value:
-        case Weightless():
-            return value.shape, value.strides, value.dtype, _index(value.lease, leases)
-        case np.ndarray():
-            return value.shape, value.dtype
-        case tuple() | list():
-            return type(value), tuple(_key(one, leases) for one in value)
-        case Arena():
-            return Arena
-        case slice():
-            return value.start, value.stop, value.step
-        case None | bool() | int() | float() | str() | np.number() | np.dtype():
-            return value
-    raise _Unknown
-
-
-def _described(value: Any, leases: list[Lease]) -> Any:
-    """Return a result with an `_Array` in place of each array; collects the fresh leases."""
-    match value:
-        case Weightless():
-            return _Array(value.shape, value.strides, value.dtype, _index(value.lease, leases))
-        case tuple() | list():
-            return _alike(value, (_described(one, leases) for one in value))
-        case None | bool() | int() | float() | str() | slice() | np.number() | np.ndarray():
-            return value
-    raise _Unknown
-
-
-def _index(lease: Lease | None, leases: list[Lease]) -> int:
-    if lease is None:
-        return -1
-    if not any(lease is one for one in leases):
-        leases.append(lease)
-    return next(index for index, one in enumerate(leases) if one is lease)
-
-
-def _alike(value: Any, items: Any) -> Any:
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _source(arguments: Any, named: Mapping[str, Any]) -> WeightlessMemory:
-    arrays = _arrays((arguments, tuple(named.values())))
-    return next(one.source for one in arrays if isinstance(one, Weightless))
 
 
 def _arrays(value: Any) -> Iterator[np.ndarray]:
