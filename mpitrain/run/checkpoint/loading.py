@@ -14,14 +14,13 @@ import numpy as np
 from mpitrain.errors import CheckpointError
 from mpitrain.files import reading
 from mpitrain.formats.folder import weight_map
-from mpitrain.formats.safetensors_files import INNER, MOVED, Located, located, read_into
+from mpitrain.formats.safetensors_files import INDEX, INNER, MOVED, Located, located, read_into
 from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece, common
 from mpitrain.run.checkpoint.manifest import (
-    INDEX,
     MANIFEST,
     Done,
     Manifest,

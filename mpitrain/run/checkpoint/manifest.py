@@ -10,10 +10,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby, pairwise
-from math import prod
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,9 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import CheckpointError
 from mpitrain.files import Directory, contents, opened, reading
-from mpitrain.formats.safetensors_files import BLOCK, INDEX, INNER, Writing, located
-from mpitrain.parallel.replication.step_end import DynamicLossScale
-from mpitrain.run.checkpoint.regions import PARAMETERS, Region, part_of_text
+from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing
+from mpitrain.run.checkpoint.regions import Region, part_of_text
 from mpitrain.strict_json import validated
 
 CHECKPOINTS, LOCK = "checkpoints", "lock"
@@ -179,99 +177,6 @@ class Structure(BaseModel):
     base: BaseRecord | None = None
 
 
-def structure_of(text: bytes, largest_block: int) -> Structure:
-    """Parse the text of a manifest; ValueError with a message of one line if it breaks a rule.
-
-    largest_block  limit for the bytes of a block, since a block is read into memory
-    """
-    structure = validated(Structure, text)
-    _check_numbers(structure, largest_block)
-    _check_stored(structure)
-    return structure
-
-
-def _check_numbers(structure: Structure, largest_block: int) -> None:
-    if structure.block > largest_block:
-        raise ValueError(f"a block has at most {largest_block} bytes, and not {structure.block}")
-    if structure.layout.get("dp", 0) < 1:
-        raise ValueError("the layout has no number of replicas, dp")
-    scale = structure.scalars.get("loss_scale", DynamicLossScale.FIRST)
-    if not DynamicLossScale.LEAST <= scale <= DynamicLossScale.MOST:
-        raise ValueError(
-            f"the loss scale is {scale:g}, and not from {DynamicLossScale.LEAST:g} to {DynamicLossScale.MOST:g}"
-        )
-    for name, (_, nbytes, digests) in structure.files.items():
-        if len(digests) != -(-nbytes // structure.block):
-            raise ValueError(
-                f"{name} of {nbytes} bytes has {len(digests)} digests, for blocks of {structure.block}"
-            )
-    if INDEX not in structure.files:
-        raise ValueError(f"it lists no {INDEX}")
-
-
-def _check_stored(structure: Structure) -> None:
-    keys, kinds, shapes = set(), dict[tuple[str, str], str](), dict[tuple[str, str], list[int]]()
-    for file, key, name, kind, (tensor, shape, rectangles, pieces) in structure.stored:
-        where = f"{key!a} in {file}"
-        if file not in structure.files or file == INDEX:
-            raise ValueError(f"{where} is in no file that it lists")
-        if (file, key) in keys:
-            raise ValueError(f"it has {where} twice")
-        keys.add((file, key))
-        if name == PARAMETERS:
-            raise ValueError(
-                f"{where} is a parameter, but parameters are whole, in files of their own"
-            )
-        if kinds.setdefault((name, tensor), kind) != kind:
-            raise ValueError(
-                f"{where} is {kind} where another part of its tensor is {kinds[name, tensor]}"
-            )
-        if tensor and shapes.setdefault((name, tensor), shape) != shape:
-            raise ValueError(
-                f"{where} is of shape {shape} where another part of its tensor is of {shapes[name, tensor]}"
-            )
-        _check_part(where, shape, rectangles, pieces)
-
-
-def _check_part(
-    where: str, shape: list[int], rectangles: Any, pieces: list[tuple[int, int, int]]
-) -> None:
-    """Raise ValueError unless rectangles are disjoint and inside the tensor, and pieces are
-    ascending ranges of the rectangles' elements, with packed offsets.
-    """
-    local = prod(shape) if rectangles is None else _held(where, shape, rectangles)
-    done = before = 0
-    for start, stop, offset in pieces:
-        if not before <= start < stop <= local or offset != done:
-            raise ValueError(f"{where} has elements {start} to {stop} of {local} at {offset}")
-        before, done = stop, done + stop - start
-    if not pieces:
-        raise ValueError(f"{where} has no elements")
-
-
-def _held(where: str, shape: list[int], rectangles: list[list[tuple[int, int]]]) -> int:
-    """Count the elements of rectangles, which may differ in one dim and must not overlap there."""
-    for rectangle in rectangles:
-        if len(rectangle) != len(shape) or any(
-            not 0 <= a <= b <= n for (a, b), n in zip(rectangle, shape, strict=True)
-        ):
-            raise ValueError(
-                f"{where} has the rectangle {rectangle}, which is not inside of {shape}"
-            )
-    differ = {
-        dim for other in rectangles for dim in range(len(shape)) if other[dim] != rectangles[0][dim]
-    }
-    dim = next(iter(differ), 0)
-    overlap = _overlap(rectangle[dim] for rectangle in rectangles) if shape else len(rectangles) > 1
-    if not rectangles or len(differ) > 1 or overlap:
-        raise ValueError(f"{where} has rectangles that overlap or differ in several dims")
-    return sum(prod(stop - start for start, stop in rectangle) for rectangle in rectangles)
-
-
-def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
-    return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
-
-
 FORMAT = "mpitrain-3"
 MANIFEST = "manifest.json"
 
@@ -360,7 +265,6 @@ def read_manifest(path: Path) -> Manifest:
                 f"The checkpoint {path} cannot be found.",
                 "Name the run directory by a full path in a folder that all ranks share.",
             ) from None
-        _refuse_earlier(path)
         raise CheckpointError(f"{file} is missing.", way_out(path)) from None
     except OSError as error:
         raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
@@ -371,9 +275,12 @@ def read_manifest(path: Path) -> Manifest:
             f"{file} was altered: its contents do not match its SHA-256.", way_out(path)
         )
     if format_name != FORMAT:
-        raise _of_another_format(file, str(format_name))
+        raise CheckpointError(
+            f"{file} is in format {format_name}, but this version of mpitrain reads {FORMAT}.",
+            "Go on with the version that wrote it, or start the run again.",
+        )
     try:
-        read = structure_of(text.encode(), BLOCK)
+        read = validated(Structure, text.encode())
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
     done = Done(read.step, read.samples, read.run)
@@ -398,23 +305,6 @@ def _text(body: Mapping[str, Any]) -> str:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(_text(body).encode()).hexdigest()
-
-
-def _refuse_earlier(path: Path) -> None:
-    """Raise CheckpointError if the checkpoint is of a version without manifests."""
-    file = path / "model.safetensors"
-    try:
-        format_name = located(file)[0]["format"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return
-    raise _of_another_format(file, format_name)
-
-
-def _of_another_format(file: Path, format_name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{file} is in format {format_name}, but this version of mpitrain reads {FORMAT}.",
-        "Go on with the version that wrote it, or start the run again.",
-    )
 
 
 def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
@@ -465,11 +355,6 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
         raise CheckpointError(f"{file} is damaged: {error}.", way_out(folder)) from None
     if nbytes == wanted.nbytes and altered < 0:
         return
-    if others := _other_facts(file, {**manifest.done._asdict(), "rank": wanted.rank}):
-        raise CheckpointError(
-            f"{file} and {MANIFEST} belong to different checkpoints or ranks: it has {', '.join(others)}.",
-            way_out(folder),
-        )
     if nbytes != wanted.nbytes:
         raise CheckpointError(
             f"{file} is damaged: it has {nbytes} bytes where {MANIFEST} says {wanted.nbytes}.",
@@ -479,16 +364,3 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
         f"{file} was altered: block {altered} does not match its SHA-256 in {MANIFEST}.",
         way_out(folder),
     )
-
-
-def _other_facts(file: Path, wanted: Mapping[str, Any]) -> list[str]:
-    """Return the differences of a file's metadata as text; [] without valid metadata."""
-    try:
-        metadata = located(file)[0]
-        return [
-            f"{name} {metadata[name]} where {wanted[name]} is wanted"
-            for name in wanted
-            if metadata[name] != str(wanted[name])
-        ]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []

@@ -40,6 +40,7 @@ from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.files import mend, opened, write_whole
 from mpitrain.formats.safetensors_files import (
     BLOCK,
+    INDEX,
     INNER,
     MOVED,
     Writing,
@@ -52,7 +53,6 @@ from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Common, Piece, Runs, common, cut, one_run, without
 from mpitrain.run.checkpoint.manifest import (
     FORMAT,
-    INDEX,
     File,
     Manifest,
     Stored,

@@ -7,8 +7,9 @@ import pytest
 
 from mpitrain.errors import CheckpointError
 from mpitrain.formats import safetensors_files
+from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.run.checkpoint import loading, saving
-from mpitrain.run.checkpoint.manifest import INDEX, MANIFEST
+from mpitrain.run.checkpoint.manifest import MANIFEST
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, save
 

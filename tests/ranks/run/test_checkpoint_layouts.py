@@ -10,13 +10,14 @@ from safetensors.numpy import load_file
 
 from mpitrain.errors import TrainingError
 from mpitrain.formats import safetensors_files
+from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint import loading, saving
-from mpitrain.run.checkpoint.manifest import INDEX, Done, Manifest
+from mpitrain.run.checkpoint.manifest import Done, Manifest
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, Described, Layout, kept, load, logical, save
 from tests.saving import publish
