@@ -1,6 +1,6 @@
 """The dict of every kind of thing that a user can add: one row for each name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
@@ -105,16 +105,8 @@ class Table(dict[Name, Row]):
             raise ConfigError(f"{title} must return {form}, but it returns {made!r:.60}.", way_out)
         return made
 
-    def setdefault(self, name: Name, row: Row) -> Row:
-        """Add the row if the name is new, and return the row of the name."""
-        if name not in self:
-            self[name] = row
-        return self[name]
-
-    def update(self, *rows: Any, **named: Row) -> None:
-        """Add rows, given as to `dict.update`."""
-        for name, row in dict(*rows, **named).items():
-            self[name] = row
+    # These add rows by `__setitem__`, unlike those of a dict.
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __ior__(self, rows: Any) -> "Table[Name, Row]":  # type: ignore[override, misc]
         self.update(rows)

@@ -9,6 +9,15 @@ from mpitrain.trace.recorder import LIBRARY_CALLS, MESSAGES, RECEIVE, REDUCTION,
 from mpitrain.transport.base import Request, Transport
 
 
+def _passed_on(name: str) -> Any:
+    """Return the method of a decorator that calls the inner transport's method of this name."""
+
+    def call(self: "Forwarding", *arguments: Any, **named: Any) -> Any:
+        return getattr(self._inner, name)(*arguments, **named)
+
+    return call
+
+
 class Forwarding(Transport):
     """A Transport around another one, the base of all decorators.
 
@@ -25,32 +34,24 @@ class Forwarding(Transport):
         self.admits_threads = inner.admits_threads
         self.allocates_on_device, self.needs_all = inner.allocates_on_device, inner.needs_all
 
-    def aside(self, array: Any) -> Any:
-        return self._inner.aside(array)
-
-    def claim_tag(self) -> int:
-        return self._inner.claim_tag()
-
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        return self._inner.start_send(array, to, tag)
-
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        return self._inner.start_recv(array, source, tag)
-
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        return self._inner.start_recv_any(array, tag)
-
-    def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        self._inner.wait_until(done, pause, what)
-
-    def admit_thread(self) -> None:
-        self._inner.admit_thread()
-
-    def dismiss_thread(self) -> None:
-        self._inner.dismiss_thread()
-
-    def barrier(self) -> None:
-        self._inner.barrier()
+    aside = _passed_on("aside")
+    claim_tag = _passed_on("claim_tag")
+    start_send = _passed_on("start_send")
+    start_recv = _passed_on("start_recv")
+    start_recv_any = _passed_on("start_recv_any")
+    wait_until = _passed_on("wait_until")
+    admit_thread = _passed_on("admit_thread")
+    dismiss_thread = _passed_on("dismiss_thread")
+    barrier = _passed_on("barrier")
+    gather_text = _passed_on("gather_text")
+    allocate = _passed_on("allocate")
+    close = _passed_on("close")
+    native_all_reduce = _passed_on("native_all_reduce")
+    start_native_all_reduce = _passed_on("start_native_all_reduce")
+    bind_native = _passed_on("bind_native")
+    abort = _passed_on("abort")
+    end_rank = _passed_on("end_rank")
+    abandon = _passed_on("abandon")
 
     def split(self, color: int | None, key: int = 0) -> Transport | None:
         part = self._inner.split(color, key)
@@ -67,35 +68,6 @@ class Forwarding(Transport):
     def over(self, inner: Transport) -> Transport:
         """Return the same decorator around a transport that was split from its own."""
         raise NotImplementedError
-
-    def gather_text(self, value: Any) -> list[Any]:
-        return self._inner.gather_text(value)
-
-    def allocate(self, count: int, dtype: Any) -> np.ndarray:
-        return self._inner.allocate(count, dtype)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        self._inner.native_all_reduce(array, op)
-
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
-        return self._inner.start_native_all_reduce(array, op)
-
-    def bind_native(
-        self, operation: str, array: np.ndarray, other: np.ndarray
-    ) -> Callable[[], None]:
-        return self._inner.bind_native(operation, array, other)
-
-    def abort(self, message: str, exit_code: int = 1) -> None:
-        self._inner.abort(message, exit_code)
-
-    def end_rank(self, message: str, exit_code: int = 1) -> None:
-        self._inner.end_rank(message, exit_code)
-
-    def abandon(self) -> None:
-        self._inner.abandon()
 
     def survivors(self) -> Transport:
         Forwarding.__init__(self, self._inner.survivors())
