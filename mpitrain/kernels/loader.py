@@ -370,41 +370,34 @@ class Argument(NamedTuple):
         """Return None: by this a cached launch recognises that the argument is no plain array."""
 
 
-def _refuse(kernel: str, parameter: KernelParameter, is_what: str, way_out: str) -> None:
-    raise KernelError(f"{kernel}: argument `{parameter.name}` {is_what}.", way_out)
+def _misfit(kernel: str, parameter: KernelParameter, wanted: str, value: Any) -> KernelError:
+    if hasattr(value, "strides"):
+        value = f"of {value.dtype.name}, shape {value.shape} and strides {value.strides}"
+    else:
+        value = repr(value)
+    return KernelError(
+        f"{kernel}: argument `{parameter.name}` must be {wanted}, but is {value}.",
+        "Cast or copy it first, or split arrays with too many elements.",
+    )
 
 
 def _array_check(
     kernel: str, parameter: KernelParameter, dtype: str, fresh: bool, strided: bool
 ) -> Callable[[Any], Argument]:
+    """Return a check of an array; if it is `strided`, rows may have gaps."""
+
     def check(value: Any) -> Argument:
         argument = value if isinstance(value, Argument) else Argument(value, fresh, strided)
         array = argument.array
-        if array is None:
-            return argument
-        if not hasattr(array, "flags"):
-            _refuse(
-                kernel,
-                parameter,
-                f"is {array!r}, not an array of {dtype}",
-                "Pass an array, or None to leave it out.",
+        if array is not None and not (
+            hasattr(array, "flags")
+            and name_of(array.dtype) == dtype
+            and (
+                array.flags.c_contiguous
+                or (argument.strided and array.strides[-1] == array.itemsize)
             )
-        if name_of(array.dtype) != dtype:
-            _refuse(
-                kernel,
-                parameter,
-                f"is an array of {array.dtype.name}, the kernel takes {dtype}",
-                "Cast it first, or launch the kernel for that element type.",
-            )
-        if not array.flags.c_contiguous and not (
-            argument.strided and array.strides[-1] == array.itemsize
         ):
-            _refuse(
-                kernel,
-                parameter,
-                f"of shape {array.shape} and strides {array.strides} bytes is not contiguous",
-                "Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
-            )
+            raise _misfit(kernel, parameter, f"a contiguous array of {dtype}", array)
         return argument
 
     return check
@@ -414,33 +407,21 @@ def _scalar_check(
     kernel: str, parameter: KernelParameter, dtype: str
 ) -> Callable[[Any], np.generic]:
     kind = np.dtype(dtype)
-    limits = (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) if kind.kind in "iu" else None
+    if kind.kind == "f":
+        numbers: Any = (int, float, np.integer, np.floating)
+        most: Any = float(np.finfo(kind).max)
+        least = -most
+        endless: tuple[float, ...] = (inf, -inf)
+    else:
+        numbers, endless = (int, np.integer), ()
+        least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
 
     def check(value: Any) -> np.generic:
-        if isinstance(value, (bool, np.bool_)) or not isinstance(
-            value, (int, float, np.integer, np.floating)
+        is_number = isinstance(value, numbers) and not isinstance(value, bool)
+        if not (
+            is_number and (least <= value <= most or value != value or value in endless)  # or NaN
         ):
-            _refuse(kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass a number.")
-        if limits is None:
-            if float(np.finfo(kind).max) < abs(value) != inf:
-                _refuse(
-                    kernel,
-                    parameter,
-                    f"is {value!r}, beyond what {dtype} holds",
-                    "Pass a smaller number.",
-                )
-            return kind.type(value)
-        if isinstance(value, (float, np.floating)):
-            _refuse(
-                kernel, parameter, f"is {value!r}, the kernel takes {dtype}", "Pass an integer."
-            )
-        if not limits[0] <= value <= limits[1]:
-            _refuse(
-                kernel,
-                parameter,
-                f"is {value}, beyond what {dtype} holds",
-                "Split the arrays into smaller ones.",
-            )
+            raise _misfit(kernel, parameter, f"a number of {dtype}", value)
         return kind.type(value)
 
     return check

@@ -114,7 +114,6 @@ def gemm(
         plan = kernels.plans[key] = _plan(
             kernels, a, b, c, transposed_a, transposed_b, row_sums, asked, table, tiling
         )
-    _check_like(c, saved, residual)
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
     operands = m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta
@@ -169,10 +168,6 @@ def _plan(
     """Return the launch for these shapes and types; KernelError if the shapes do not fit."""
     m, n, k = _check(a, b, c, transposed_a, transposed_b)
     batches = c.shape[0] if c.ndim == 3 else 1
-    if row_sums is not None and batches > 1:
-        raise KernelError(
-            f"Row sums of {batches} products have no place in one array.", "Multiply one by one."
-        )
     stored = "NT"[transposed_a] + "NT"[transposed_b]
     tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
@@ -249,17 +244,6 @@ def library(
     raises     KernelError if the shapes do not fit
     """
     m, n, _ = _check(a, b, c, transposed_a, transposed_b)
-    _check_like(c, saved, residual)
-    if c.ndim != 2:
-        raise KernelError(
-            f"The library makes one product at a time, not {c.shape[0]}.",
-            "Multiply one by one, or by `gemm`.",
-        )
-    if row_sums is not None and not transposed_a:
-        raise KernelError(
-            f"Only of an operand stored transposed can the rows be summed, not of {a.shape}.",
-            "Use `gemm`.",
-        )
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
     is_bare = (
@@ -307,15 +291,6 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
             "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.",
         )
     return m, n, k
-
-
-def _check_like(c: Any, saved: Any, residual: Any) -> None:
-    for name, array in (("saved", saved), ("residual", residual)):
-        if array is not None and (array.shape != c.shape or array.strides != c.strides):
-            raise KernelError(
-                f"`{name}` of shape {array.shape} is not like the product of shape {c.shape}.",
-                "Pass an array of the same shape and strides.",
-            )
 
 
 def _combined(c: Any, row_sums: Any) -> tuple[int, int, int]:

@@ -268,10 +268,10 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"p": np.ones(4, np.float64)}, "argument `p` is an array of float64"),
-        ({"g": np.ones((4, 2), np.float32)[:, 0]}, "not contiguous"),
-        ({"g": 1.0}, "argument `g` is 1.0, not an array"),
-        ({"beta": "much"}, "argument `beta` is 'much', the kernel takes float32"),
+        ({"p": np.ones(4, np.float64)}, "argument `p` must be .* float32, but is of float64"),
+        ({"g": np.ones((4, 2), np.float32)[:, 0]}, r"strides \(8,\)"),
+        ({"g": 1.0}, "argument `g` must be .* but is 1.0"),
+        ({"beta": "much"}, "argument `beta` must be a number of float32, but is 'much'"),
     ],
 )
 def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said):
@@ -288,7 +288,7 @@ def test_a_launch_that_is_found_again_is_refused_as_the_first_one_is(wrong, said
     }
     with pytest.raises(KernelError, match=said):
         kernels.launch("momentum", (1,), (256,), (4, *changed.values()), **FLOATS)
-    with pytest.raises(KernelError, match="beyond what int64 holds"):
+    with pytest.raises(KernelError, match="a number of int64"):
         kernels.launch("momentum", (1,), (256,), (2**63, *good.values()), **FLOATS)
     assert len(cupy.kernels["momentum"].calls) == 2
 
@@ -540,7 +540,7 @@ def test_a_number_beyond_its_type_is_refused(number, before):
 
     for beta in (0.5, float("inf"), float("nan"))[:before]:
         launch(beta)
-    with pytest.raises(KernelError, match="beyond what float32"):
+    with pytest.raises(KernelError, match="a number of float32"):
         launch(number)
     assert len(cupy.kernels["momentum"].calls if cupy.kernels else ()) == before
 
@@ -590,10 +590,6 @@ def test_the_library_is_asked_for_the_product_of_rows(ta, tb, dtype, result):
 
 def test_what_the_library_cannot_do_is_refused():
     kernels, a = Kernels(CudaEngine(RememberingCupy())), np.ones((3, 3), np.float32)
-    with pytest.raises(KernelError, match="time, not 2"):
-        product.library(kernels, Arena(), *[np.ones((2, 3, 3), np.float32)] * 3)
-    with pytest.raises(KernelError, match="Only of an operand"):
-        product.library(kernels, Arena(), a, a, a.copy(), row_sums=np.empty(3, np.float32))
     with pytest.raises(KernelError, match="does not fit into"):
         product.library(kernels, Arena(), a, a, np.ones((3, 2), np.float32))
 

@@ -12,10 +12,8 @@ from mpitrain.kernels.loader import Argument, Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine import compiling
-from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
-from mpitrain.ops.cuda.wire import top_k
 from mpitrain.tools.bench.kernels import launch_overhead
 
 HERE = Path(__file__).parent
@@ -26,6 +24,7 @@ WIRE = {
     if isfunction(body) and body.__module__ == wire.__name__ and name[0] != "_"
 }
 FLOATS = np.zeros(32, np.float32)
+GAPS = np.zeros((32, 2), np.float32)[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -41,55 +40,30 @@ REFUSED = {
         "KernelError: past_the_end takes 3 arguments, but 2 were passed.\n"
         "             Its parameters: n, x, y.",
     ),
-    "wrong dtype": (
-        "past_the_end",
-        (32, np.zeros(32), FLOATS),
-        32,
-        "KernelError: past_the_end: argument `x` is an array of float64, the kernel takes float32.\n"
-        "             Cast it first, or launch the kernel for that element type.",
-    ),
-    "wrong dtype of the same size": (
-        "past_the_end",
-        (32, np.zeros(32, np.int32), FLOATS),
-        32,
-        "KernelError: past_the_end: argument `x` is an array of int32, the kernel takes float32.\n"
-        "             Cast it first, or launch the kernel for that element type.",
-    ),
-    "not contiguous": (
-        "past_the_end",
-        (32, np.zeros((32, 2), np.float32)[:, 0], FLOATS),
-        32,
-        "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
-        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
-    ),
-    "not contiguous in the last dim": (
-        "past_the_end",
-        (32, Argument(np.zeros((32, 2), np.float32)[:, 0], strided=True), FLOATS),
-        32,
-        "KernelError: past_the_end: argument `x` of shape (32,) and strides (8,) bytes is not contiguous.\n"
-        "             Copy it first; only `strided` arguments may skip elements, and never in the last dim.",
-    ),
-    "a number for an array": (
-        "past_the_end",
-        (32, 1.0, FLOATS),
-        32,
-        "KernelError: past_the_end: argument `x` is 1.0, not an array of float32.\n"
-        "             Pass an array, or None to leave it out.",
-    ),
-    "a fraction for a count": (
-        "past_the_end",
-        (32.0, FLOATS, FLOATS),
-        32,
-        "KernelError: past_the_end: argument `n` is 32.0, the kernel takes int32.\n"
-        "             Pass an integer.",
-    ),
-    "too large a count": (
-        "past_the_end",
-        (2**31, FLOATS, FLOATS),
-        32,
-        "KernelError: past_the_end: argument `n` is 2147483648, beyond what int32 holds.\n"
-        "             Split the arrays into smaller ones.",
-    ),
+    **{
+        f"{value!r:.40} for {parameter}": (
+            "past_the_end",
+            (value, FLOATS, FLOATS) if parameter == "n" else (32, value, FLOATS),
+            32,
+            f"KernelError: past_the_end: argument `{parameter}` must be {wanted}, but is {text}.\n"
+            "             Cast or copy it first, or split arrays with too many elements.",
+        )
+        for parameter, wanted, cases in (
+            (
+                "x",
+                "a contiguous array of float32",
+                (
+                    (np.zeros(32), "of float64, shape (32,) and strides (8,)"),
+                    (np.zeros(32, np.int32), "of int32, shape (32,) and strides (4,)"),
+                    (GAPS, "of float32, shape (32,) and strides (8,)"),
+                    (Argument(GAPS, strided=True), "of float32, shape (32,) and strides (8,)"),
+                    (1.0, "1.0"),
+                ),
+            ),
+            ("n", "a number of int32", ((32.0, "32.0"), (2**31, "2147483648"), (True, "True"))),
+        )
+        for value, text in cases
+    },
     "too many threads": (
         "past_the_end",
         (32, FLOATS, FLOATS),
@@ -120,18 +94,6 @@ def test_a_wrong_launch_is_refused_with_the_law_the_values_and_the_way_out(kerne
     with pytest.raises(KernelError) as caught:
         kernels.launch(name, (1,), (threads,), arguments, RIGHT=1)
     assert str(caught.value) == text
-
-
-def test_top_k_chooses_among_as_many_elements_as_indices_of_32_bits_reach(kernels):
-    claimed = np.broadcast_to(np.float32(1), 1 << 31)  # one element in memory
-    assert top_k(kernels, claimed[1:], 0, Arena())[0].size == 0
-    with pytest.raises(KernelError) as caught:
-        top_k(kernels, claimed, 1, Arena())
-    assert str(caught.value) == (
-        "KernelError: Indices of 32 bits reach 2147483647 elements, but there are 2147483648 to "
-        "choose from.\n"
-        "             Choose from parts of the array."
-    )
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones(kernels):
