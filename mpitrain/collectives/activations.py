@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -51,9 +50,21 @@ class BoundBuffer:
                 reduction.wait()
 
 
-@dataclass
-class StallTime:
-    seconds: float = 0.0
+class ExposedTime:
+    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """Return the seconds since the last call of this method."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 class TimedReduction:
@@ -62,21 +73,19 @@ class TimedReduction:
     It refers to no group: such a cycle would keep arrays in windows alive beyond their last use.
     """
 
-    def __init__(self, inner: Reduction, waited: StallTime, transport: Transport):
+    def __init__(self, inner: Reduction, waited: ExposedTime, transport: Transport):
         self._inner, self._waited, self._transport = inner, waited, transport
         self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
         self.state, self.learn, self.scratch_bytes = inner.state, inner.learn, inner.scratch_bytes
         self.start, self.poll = inner.start, inner.poll
 
     def run(self) -> None:
-        began = time.perf_counter()
-        self._inner.run()
-        self._waited.seconds += time.perf_counter() - began
+        with self._waited:
+            self._inner.run()
 
     def wait(self) -> None:
-        began = time.perf_counter()
-        self._inner.wait()
-        self._waited.seconds += time.perf_counter() - began
+        with self._waited:
+            self._inner.wait()
 
     @contextmanager
     def beside(self, *others: "TimedReduction") -> Iterator[None]:
@@ -109,7 +118,7 @@ class ActivationBuffer:
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
 
-    def __init__(self, group: Any, waited: StallTime, buffer: BoundBuffer, array: Any):
+    def __init__(self, group: Any, waited: ExposedTime, buffer: BoundBuffer, array: Any):
         self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
 
     def bound_all_reduce(self, op: str = "add") -> TimedReduction:
@@ -203,7 +212,7 @@ class ActivationPool:
     """
 
     def __init__(self, arena: Arena):
-        self._arena, self.waited = arena, StallTime()
+        self._arena, self.waited = arena, ExposedTime()
         self._buffers: list[BoundBuffer] = []
         self._free: dict[tuple[int, np.dtype], list[BoundBuffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mpitrain.config.whole import Config
 from mpitrain.errors import ConfigError
 
 Tables = Mapping[str, Any]
@@ -72,40 +73,16 @@ def _large(model: dict[str, Any], vocabulary: int, batch: tuple[int, int], lr: f
     }
 
 
+def _defaults(tables: Tables) -> Tables:
+    """Return the defaults of the keys that another preset sets."""
+    default = Config().model_dump()
+    return {
+        section: {key: default[section][key] for key in table} for section, table in tables.items()
+    }
+
+
 PRESETS: Mapping[str, Preset] = {
-    "tiny": Preset(
-        "the default job",
-        {
-            "model": {
-                "kind": "gpt",
-                "layers": 4,
-                "width": 128,
-                "heads": 4,
-                "context": 128,
-                "tied": False,
-                "hidden": 0,
-                "kv_heads": 0,
-                "theta": 10_000.0,
-            },
-            "data": {"vocabulary": 0},
-            "batch": {"size": 32, "micro_batches": 0},
-            "optimizer": {
-                "name": "adamw",
-                "lr": 2e-3,
-                "beta1": 0.8,
-                "beta2": 0.95,
-                "epsilon": 1e-8,
-                "weight_decay": 0.1,
-                "clip": 1.0,
-                "warmup": 20,
-                "schedule": "cosine",
-                "final": 0.1,
-            },
-            "precision": {"compute": "float32"},
-            "run": {"steps": 400, "eval_every": 0},
-            "checkpoint": {"every": 100},
-        },
-    ),
+    "tiny": Preset("the default job", _defaults(_gpt2(12, 768, 12, 6e-4))),
     "gpt2-124m": Preset("GPT-2 small", _gpt2(12, 768, 12, 6e-4)),
     # Brown et al. 2020 give this learning rate for GPT-3 medium, in table 2.1.
     "gpt2-350m": Preset("GPT-2 medium", _gpt2(24, 1024, 16, 3e-4)),

@@ -138,8 +138,7 @@ def build(
     agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
     checkpoint_dir = saved or agreed.location.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
-    largest = None if source else _largest(transport, agreed)
-    scaling = None if source else _scaling(transport, agreed)
+    largest, scaling = (None, None) if source else _scanned(transport, agreed)
     opened = on_all_ranks(
         transport,
         lambda: _open(transport, agreed, folder, source, largest, scaling),
@@ -249,7 +248,7 @@ def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Roo
 
 def open_data(transport: Transport, agreed: Given) -> Source:
     """Open the configured data source, so that several jobs can share it; collective."""
-    largest, scaling = _largest(transport, agreed), _scaling(transport, agreed)
+    largest, scaling = _scanned(transport, agreed)
     return on_all_ranks(
         transport,
         lambda: _source(agreed.config, largest, scaling),
@@ -331,41 +330,31 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
 
 
-def _largest(transport: Transport, agreed: Given) -> int | None:
-    """Return the largest token of data.source if that is a token file, else None; collective.
+def _scanned(transport: Transport, agreed: Given) -> tuple[int | None, dict[str, Any] | None]:
+    """Return the largest token of data.source if that is a token file, and the scaling of its arrays
+    if it has any; collective.
 
-    If the run directory has not noted it, the ranks scan the file, each an equal slice.
+    If the run directory has not noted them, the ranks scan the data, each an equal slice.
     """
-    name = agreed.config.data.source
-    if not source_kind(name).is_token_file or agreed.location.largest is not None:
-        return agreed.location.largest
-    # A wrong configuration is refused before the scan.
-    on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
-    return max(
-        from_all_ranks(
-            transport,
-            lambda: largest_token(name, transport.rank, transport.size, agreed.config.data.dtype),
-        )
-    )
+    name, dtype = agreed.config.data.source, agreed.config.data.dtype
+    kind, largest, scaling = source_kind(name), agreed.location.largest, agreed.location.scaling
+    needs_largest, needs_scaling = kind.is_token_file and largest is None, kind.has_arrays
+    if needs_largest or (needs_scaling := needs_scaling and not scaling):
+        # A wrong configuration is refused before the scan.
+        on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
+    slice_of = transport.rank, transport.size
+    if needs_largest:
+        largest = max(from_all_ranks(transport, lambda: largest_token(name, *slice_of, dtype)))
+    elif needs_scaling:
+        from mpitrain.data.arrays import joined
 
+        def scanned() -> Any:
+            source: Any = _source(agreed.config, None)
+            return source.scanned(*slice_of)
 
-def _scaling(transport: Transport, agreed: Given) -> dict[str, Any] | None:
-    """Return the scaling of arrays that the run directory has noted, or that the ranks find, each in
-    an equal slice of the rows; None if data.source has no arrays; collective.
-    """
-    name, noted = agreed.config.data.source, agreed.location.scaling
-    if not source_kind(name).has_arrays or noted:
-        return noted
-    from mpitrain.data.arrays import joined
-
-    on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
-
-    def scanned() -> Any:
-        source: Any = _source(agreed.config, None)
-        return source.scanned(transport.rank, transport.size)
-
-    parts = from_all_ranks(transport, scanned)
-    return on_all_ranks(transport, lambda: joined(parts, name))
+        parts = from_all_ranks(transport, scanned)
+        scaling = on_all_ranks(transport, lambda: joined(parts, name))
+    return largest, scaling
 
 
 def _files(config: Config) -> dict[str, str]:
@@ -377,7 +366,7 @@ def _files(config: Config) -> dict[str, str]:
 
 
 def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None = None) -> Source:
-    """Open the data source.    largest: the result of `_largest`"""
+    """Open the data source.    largest, scaling: the result of `_scanned`"""
     data = config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)

@@ -10,10 +10,12 @@ from collections import Counter as Numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.collectives.engine.compose import LocalReduction
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
@@ -51,7 +53,7 @@ from mpitrain.trace.recorder import (
     SILENT,
     Silent,
 )
-from mpitrain.transport.base import Traffic
+from mpitrain.transport.base import Several, Traffic
 from mpitrain.transport.windows import Tenants
 
 Sums = Numbers[tuple[str, str, int]]
@@ -109,18 +111,6 @@ class Fitting(NamedTuple):
     needed: int
 
 
-class Ended:
-    """A message that is complete as soon as it starts."""
-
-    source = -1
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
 class Unsent:
     """A transport without peers: no message is sent, and a receive leaves its array as it is."""
 
@@ -138,11 +128,11 @@ class Unsent:
     def claim_tag(self) -> int:
         return 0
 
-    def start_send(self, array: Any, to: int, tag: int = 0) -> Ended:
-        return Ended()
+    def start_send(self, array: Any, to: int, tag: int = 0) -> Several:
+        return Several([])
 
-    def start_recv(self, array: Any, source: int, tag: int = 0) -> Ended:
-        return Ended()
+    def start_recv(self, array: Any, source: int, tag: int = 0) -> Several:
+        return Several([])
 
     def gather_text(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -162,13 +152,8 @@ class CountedGroup(Group):
         self._axis, self._sums = axis, sums
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
-        return _Unrun(self._sums, (self._axis, operation, array.nbytes))
-
-
-class _Context(NamedTuple):
-    """The field of `ReplicationContext` that a pipeline reads: the first unit with a backward."""
-
-    first: int
+        sums, what = self._sums, (self._axis, operation, array.nbytes)
+        return LocalReduction(lambda: sums.update([what]))
 
 
 class Body:
@@ -216,7 +201,9 @@ class Replica:
     """A `Replication` whose arrays have no memory, with the parts that a pipeline calls."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
-        self.replica, self.store, self.reducer, self.step_end = _Context(first), self, self, self
+        # A pipeline reads of a context only the first unit with a backward.
+        self.replica = SimpleNamespace(first=first)
+        self.store = self.reducer = self.step_end = self
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -257,26 +244,6 @@ class _Phases(Silent):
 
     def end(self, span: int) -> None:
         self._count.is_backward = False
-
-
-class _Unrun:
-    """A reduction that only counts its runs."""
-
-    algorithm, is_messages, state, learn, scratch_bytes = "", False, None, None, 0
-
-    def __init__(self, sums: Sums, what: tuple[str, str, int]):
-        self._sums, self._what = sums, what
-
-    def run(self) -> None:
-        self._sums[self._what] += 1
-
-    start = run
-
-    def poll(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
 
 
 class UnitCounter(Silent):

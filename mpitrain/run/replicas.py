@@ -2,18 +2,15 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import StateBuffer
-from mpitrain.regions import Piece, within
-from mpitrain.run.checkpoint.regions import described, holdings
+from mpitrain.regions import Piece
+from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.base import Transport
 
 GRADIENT = "gradient"
 """The name of the buffer of summed gradients, before clipping."""
@@ -36,45 +33,14 @@ def replicas_equal(trainer: Trainer) -> bool:
         The same on every rank.
     """
     trainer.sync_parameters()
-    grid = trainer.grid
-    parameters, *others = [k for k in trainer.replication.kept() if k.name == "parameters"]
-    flat = trainer.backend.to_host(parameters.array)
-    equal = _same_bits(grid.copies.transport, parameters.pieces, flat)
-    for frozen in others:
-        equal &= _same_bits(
-            grid.copies.transport, frozen.pieces, trainer.backend.to_host(frozen.array)
-        )
-    for name, holders in sorted(grid.holders.items()):
-        for span in trainer.storage.spans:
-            if span.holders == name:
-                own = list(within(parameters.pieces, span.start, span.stop))
-                equal &= _same_bits(holders.transport, own, flat, span.start)
-    if grid.axes.servers:
-        served = trainer.transport.gather_text(parameters.pieces)[-grid.axes.servers :]
-        # A worker's buffer is not sharded. So a piece [start, stop) of the flat parameter buffer
-        # is at offset `start` of the worker's array.
-        whole = [Piece(start, stop, start) for pieces in served for start, stop, _ in pieces]
-        equal &= _same_bits(trainer.transport, parameters.pieces if grid.is_server else whole, flat)
-    return all(trainer.transport.gather_text(equal))
-
-
-def _same_bits(
-    transport: Transport, pieces: Sequence[Piece], array: np.ndarray, origin: int = 0
-) -> bool:
-    """Return whether equal pieces have equal bits on all ranks; collective.
-
-    origin  subtracted from `start` and `stop` of each piece before ranks compare them
-    """
-    held = [
-        (
-            start - origin,
-            stop - origin,
-            hashlib.sha256(array[offset : offset + stop - start].tobytes()).hexdigest(),
-        )
-        for start, stop, offset in pieces
+    kept = [buffer for buffer in trainer.replication.kept() if buffer.name == "parameters"]
+    own = [
+        (str(held.part.packed()), digest)
+        for held, digest in _digested(trainer.storage, kept, trainer.backend)
     ]
-    distinct = {tuple(entry) for entries in transport.gather_text(held) for entry in entries}
-    return len(distinct) == len({(start, stop) for start, stop, _ in distinct})
+    everyone = trainer.transport.gather_text(own)
+    distinct = {tuple(entry) for entries in everyone for entry in entries}
+    return len(distinct) == len({region for region, _ in distinct})
 
 
 def state_digests(trainer: Trainer) -> dict[str, str]:
@@ -100,14 +66,24 @@ def digests(storage: Storage, state: Sequence[StateBuffer], backend: Backend) ->
 
     state  of this rank, after `sync_parameters`
     """
-    hashes: dict[str, Any] = {}
+    parts = defaultdict(list)
+    for held, digest in _digested(storage, state, backend):
+        parts[f"{held.name}/{held.part.tensor}"].append(digest)
+    return {
+        name: digest[0] if len(digest) == 1 else _digest(digest) for name, digest in parts.items()
+    }
+
+
+def _digested(
+    storage: Storage, state: Sequence[StateBuffer], backend: Backend
+) -> Iterator[tuple[HeldRegion, str]]:
+    """Yield each region of the state on this rank, and the digest of its elements."""
     for held in holdings(described(storage, state)):
-        name, array = f"{held.name}/{held.part.tensor}", state[held.number].array
-        digest = hashes.setdefault(name, hashlib.blake2b(digest_size=NBYTES))
+        digest, array = hashlib.blake2b(digest_size=NBYTES), state[held.number].array
         for piece in held.part.pieces:
             stop = piece.offset + piece.stop - piece.start
             digest.update(backend.to_host(array[piece.offset : stop]).tobytes())
-    return {name: digest.hexdigest() for name, digest in hashes.items()}
+        yield held, digest.hexdigest()
 
 
 def digest_record(everyone: Sequence[Mapping[str, str]]) -> dict[str, Any]:

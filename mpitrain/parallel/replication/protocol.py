@@ -26,7 +26,6 @@ A mode of replication has one implementation of each part. The functions in the 
 `tests/laws/replication.py` has the laws of each protocol.
 """
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from mpitrain.collectives.activations import ExposedTime
 from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
@@ -116,23 +116,6 @@ class StepResult(NamedTuple):
     counted: float = 1.0
     ended: float | None = None
     is_spike: bool = False
-
-
-class ExposedTime:
-    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this method."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
 
 class StateBuffer(NamedTuple):
