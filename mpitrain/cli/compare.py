@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.rows import BenchReport, counted
-from mpitrain.cli.job_options import DEVICE, changes, configured, output_option
+from mpitrain.cli.job_options import DEVICE, changes, configured, language_option, output_option
 from mpitrain.cli.session import mpi_session
 
 JOBS: dict[str, tuple[str, ...]] = {
@@ -67,6 +67,7 @@ EVALUATED = 512
 @DEVICE
 @output_option("--json", "Write the rows to this JSON file as they are measured.")
 @output_option("--plot", "Draw loss over time to this file, at the end.")
+@language_option(is_passed=False)
 def command(
     modes: str | None,
     job: str | None,

@@ -2,19 +2,18 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
 from mpitrain.machine.process import KINDS
-
-if TYPE_CHECKING:
-    pass
+from mpitrain.tools.words import LANGUAGES, language_of, said, width, wrapped
 
 KEYS = {
     "data": "data.source",
@@ -175,6 +174,53 @@ class Outputs:
         """Raise ConfigError if a file could not be written. Call it after all output is printed."""
         for refusal in self._refusals.values():
             raise refusal
+
+
+LANGUAGE = "mpitrain.language"
+"""Key of the context of a command: the language of its output."""
+
+
+def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
+    locale = os.environ.get("LC_ALL") or os.environ.get("LC_MESSAGES") or os.environ.get("LANG")
+    context.meta[LANGUAGE] = value or language_of(locale or "")
+    return str(context.meta[LANGUAGE])
+
+
+def language_option(is_passed: bool) -> Callable[[Callable], Callable]:
+    """Return the option --language: passed to the command, or read by `say` and `spoken` alone."""
+    return click.option(
+        "--language",
+        type=click.Choice(LANGUAGES),
+        callback=_chosen,
+        expose_value=is_passed,
+        help="English or Korean. Default: the language of LANG.",
+    )
+
+
+def spoken() -> str:
+    """Return the language of the command that runs: that of its --language, or else English."""
+    context = click.get_current_context(silent=True)
+    return str(context.meta.get(LANGUAGE, "en")) if context else "en"
+
+
+def in_words(lines: Iterable[str], columns: int = 0) -> str:
+    """Return lines of English as a text in the language of the command.
+
+    columns  of the terminal, at which longer lines are wrapped; 0: they are not
+    """
+    language, shown = spoken(), list[str]()
+    for line in (said(part, language) for each in lines for part in each.split("\n")):
+        if 0 < columns < width(line):
+            indent = re.match(r"(?:\S+ )*\S+  +|", line)
+            shown += wrapped(line, columns, (indent and width(indent[0])) or 2)
+        else:
+            shown.append(line)
+    return "\n".join(shown)
+
+
+def say(lines: Iterable[str], columns: int = 0) -> None:
+    """Print lines of English in the language of the command; `columns` as in `in_words`."""
+    click.echo(in_words(lines, columns))
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.job_options import Outputs
+from mpitrain.cli.job_options import Outputs, in_words, language_option, say
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
 @click.option(
     "--stacks", "with_stacks", is_flag=True, help="With --now: print the Python stacks, too."
 )
+@language_option(is_passed=False)
 def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     """Print where the time of runs went, from the traces of their ranks.
 
@@ -60,9 +61,9 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     sections = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
     if sections[str(runs[0])].perfetto:
-        click.echo(f"{folder / PERFETTO} is for https://ui.perfetto.dev")
+        say([f"{folder / PERFETTO} is for https://ui.perfetto.dev"])
     if find_spec("matplotlib") is None:
-        click.echo("no pictures and no page: pip install 'mpitrain[report]'")
+        say(["no pictures and no page: pip install 'mpitrain[report]'"])
     else:
         _write_page(runs, sections, outputs)
     outputs.settle()
@@ -78,7 +79,7 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
         )
     for run in runs:
         for line in what_happens_now(run, with_stacks):
-            click.echo(visible(f"{run}: {line}" if len(runs) > 1 else line))
+            say([visible(f"{run}: {line}" if len(runs) > 1 else line)])
 
 
 def _write_page(
@@ -93,7 +94,7 @@ def _write_page(
             {str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE
         )
         write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-        click.echo(f"{folder / PAGE} has all of it, with pictures")
+        say([f"{folder / PAGE} has all of it, with pictures"])
 
 
 def reported(run: Path, outputs: Outputs) -> "PageSection":
@@ -137,7 +138,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
         lines += traced
     else:
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
-    words = visible("\n".join(lines))
+    words = visible(in_words(lines))
     click.echo(words)
     with outputs.to(run / FOLDER), opened(run) as directory:
         directory.make(FOLDER).close()

@@ -1,32 +1,20 @@
 """`mpitrain learn`: its commands `explain`, `claims`, `exercise` and `check`."""
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
 import click
 
-from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, language_option, output_option
 from mpitrain.cli.terminal.output import columns
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import check_writable, write_whole
 from mpitrain.machine import process
-from mpitrain.tools.textbook.words import language_of, text
+from mpitrain.tools.words import text
 
-
-def _chosen(context: click.Context, option: click.Parameter, value: str | None) -> str:
-    locale = os.environ.get("LC_ALL") or os.environ.get("LC_MESSAGES") or os.environ.get("LANG")
-    return value or language_of(locale or "")
-
-
-LANGUAGE = click.option(
-    "--language",
-    type=click.Choice(["en", "ko"]),
-    callback=_chosen,
-    help="English or Korean. Default: the language of LANG.",
-)
+LANGUAGE = language_option(is_passed=True)
 
 NARROWEST = 80
 """Minimum width of a table, in columns."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
+from mpitrain.cli.job_options import Outputs, check_files, finite, in_words, output_option, say
 from mpitrain.cli.session import MOST
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ class BenchReport:
 
     def say(self, text: str) -> None:
         if self._bar:
-            self._bar.say(text)
+            self._bar.say(in_words([text]))
         elif self.is_root:
-            click.echo(text)
+            say([text])
 
     def each(self, rows: Iterable[Any], line: Callable[[Any], str]) -> Iterator[Any]:
         """Yield rows as they are measured. After each, print its line, and write all rows so far."""
@@ -208,7 +208,7 @@ class BenchReport:
             last = lines()
             last += report(before, self.facts, compared, self._tolerance) if before else []
             if last:
-                click.echo("\n".join(last))
+                say(last)
             if self._plot:
                 with self.outputs.to(self._plot):
                     draw(self._plot)

@@ -2,15 +2,23 @@
 
 import math
 import shutil
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.rows import Bytes
-from mpitrain.cli.job_options import Outputs, check_files, finite, output_option
+from mpitrain.cli.job_options import (
+    Outputs,
+    check_files,
+    finite,
+    in_words,
+    language_option,
+    output_option,
+    say,
+    spoken,
+)
 from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, layout, memory, tricks
 from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
@@ -30,14 +38,6 @@ NARROWEST, WIDEST, PIPED = 80, 130, 100
 
 def columns() -> int:
     return min(max(shutil.get_terminal_size((PIPED, 24)).columns, NARROWEST), WIDEST)
-
-
-def filled(sentences: Iterable[str]) -> list[str]:
-    return [
-        line
-        for text in sentences
-        for line in textwrap.wrap(text, columns(), subsequent_indent="  ")
-    ]
 
 
 @click.group(cls=CommandGroup)
@@ -218,13 +218,13 @@ def schedule(
     if name in STREAMS:
         preview = stream(name, stages, micro_batches, chunks, costs, *messages)
         plan, simulation, notes = preview.plan, preview.drawn, preview.notes()
-        title, facts = filled([preview.title]), preview.summary()
+        title, facts = preview.title, preview.summary()
         caption = f"{preview.title}; idle in the steady state {100 * preview.idle:.1f}%"
     else:
         order, notes = plan, []
         plan = with_whole_backwards(plan) if is_whole else plan
         simulation = simulate(with_messages(plan), costs, *messages)
-        title = [f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"]
+        title = f"{name}: {len(plan.by_stage)} stage(s), {plan.micro_batches} micro-batch(es)"
         facts = [*summary(plan, simulation, costs), *halves_of(order, is_whole)]
         numbers = f"{several(len(plan.by_stage), 'stage')}, {several(plan.micro_batches, 'micro-batch', 'micro-batches')}"
         caption = f"{name}: {numbers}; stages wait for {100 * simulation.bubble:.1f}% of the time (bubble)"
@@ -233,20 +233,26 @@ def schedule(
         check_shown(json_file, plot_file, count, "stages")
         begins = max(events[0].start for events in simulation.timeline)
         rows = [
-            f"no chart of more than {MOST_SHOWN} stages: the last one begins at {begins:.6g} ms"
+            in_words(
+                [
+                    f"no chart of more than {MOST_SHOWN} stages: the last one begins at {begins:.6g} ms"
+                ]
+            )
         ]
     else:
-        rows = chart(plan, simulation, columns(), notes, "version")
-    click.echo("\n".join([*title, "", *rows, "", *filled(facts)]))
+        rows = chart(plan, simulation, columns(), notes, "version", spoken())
+    say([title, ""], columns() if name in STREAMS else 0)
+    click.echo("\n".join(rows))
+    say(["", *facts], columns())
     outputs = Outputs()
     if json_file:
         with outputs.to(json_file):
             write_plan(json_file, plan)
-            click.echo(f"written to {json_file}")
+            say([f"written to {json_file}"])
     if plot_file:
         with outputs.to(plot_file):
             draw(plan, simulation, f"simulated pipeline by {caption}", plot_file, notes)
-            click.echo(f"drawn in {plot_file}")
+            say([f"drawn in {plot_file}"])
     outputs.settle()
 
 
@@ -300,10 +306,10 @@ def checkpoints(days: float, ranks: int, pause: float, restart: float, step: flo
         factor = mean * math.exp(exponents[0]) * math.expm1(exponents[1]) / every
         return f"{100 * (1 - 1 / factor):.3g}% of the time"
 
-    click.echo(f"a rank of the job fails every {mean:,.4g} s")
+    say([f"a rank of the job fails every {mean:,.4g} s"])
     for name, every in (("Daly", best), ("Young", root), ("half", best / 2), ("twice", 2 * best)):
         steps = f", checkpoint.every={max(1, round(every / step))}" if step else ""
-        click.echo(f"{name:<6} save every {every:,.4g} s{steps}: {lost(every)} is lost")
+        say([f"{name:<6} save every {every:,.4g} s{steps}: {lost(every)} is lost"])
 
 
 MOST_ON_HOST = 64
@@ -420,18 +426,14 @@ def _plan(
                 f"Take at least --hosts {-(-ranks // MOST_ON_HOST)}.",
             )
         lines = of_many(operation, algorithm, names)
-        click.echo("\n".join([*lines, "", *times(operation, names, nbytes or USUAL_BYTES)]))
+        say([*lines, "", *times(operation, names, nbytes or USUAL_BYTES)], columns())
         return
     simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
-    click.echo("\n".join(printed(simulated, columns())))
+    say(printed(simulated, columns()), columns())
     if nbytes is not None:
-        lines = [
-            *amounts(operation, algorithm, names, nbytes),
-            "",
-            *times(operation, names, nbytes),
-        ]
-        click.echo("\n" + "\n".join(lines))
+        lines = amounts(operation, algorithm, names, nbytes)
+        say(["", *lines, "", *times(operation, names, nbytes)], columns())
     outputs = Outputs()
     if json_file:
         from mpitrain.files import write_whole
@@ -439,13 +441,13 @@ def _plan(
 
         with outputs.to(json_file):
             write_whole(json_file, as_json(simulated))
-            click.echo(f"written to {json_file}")
+            say([f"written to {json_file}"])
     if plot_file:
         from mpitrain.tools.plan.collective_picture import draw
 
         with outputs.to(plot_file):
             draw(simulated, plot_file)
-            click.echo(f"drawn in {plot_file}")
+            say([f"drawn in {plot_file}"])
     outputs.settle()
 
 
@@ -460,3 +462,5 @@ for subcommand in (
     all_gather,
 ):
     command.add_command(subcommand)
+for subcommand in {*command.commands.values()} - {MICRO_BATCHES}:  # it shares those of `batch`
+    language_option(is_passed=False)(subcommand)

@@ -27,6 +27,7 @@ from mpitrain.cli.job_options import (
     configured,
     finite,
     output_option,
+    say,
 )
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import multiples_near
@@ -57,7 +58,7 @@ def memory(
     from mpitrain.tools.plan.memory import count, table
 
     job = configured(config_file, changes(settings, **options), preset)
-    click.echo("\n".join(table(count(job))))
+    say(table(count(job)))
 
 
 @click.command("layout")
@@ -136,7 +137,7 @@ def layout(
         [*planner.layouts(given)], label="layouts", file=sys.stderr, hidden=not sys.stderr.isatty()
     ) as layouts:
         ranking = rank(planner, given, layouts)
-    click.echo("\n".join(report(ranking, planner, names)))
+    say(report(ranking, planner, names))
     outputs = Outputs()
     if json_file:
         facts = {"ranks": ranks, "hosts": hosts, "flops_per_s": planner.rate}
@@ -256,7 +257,7 @@ def plan_batch(
     with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
         result = search(transport, agreed, most, seconds, shown.set_description_str)
     if is_root:
-        click.echo("\n".join(report(result)))
+        say(report(result))
         if json_file:
             facts = {**machine(transport), "arguments": sys.argv[1:], **result.facts()}
             with outputs.to(json_file):
@@ -289,7 +290,7 @@ def plan_micro_batches(
     job = build(transport, agreed)
     step = measured_predictions(job, resolved, choices)
     if transport.rank == 0:
-        click.echo("\n".join(report(resolved, step, job.trainer.parameter_count)))
+        say(report(resolved, step, job.trainer.parameter_count))
         if json_file:
             named = best(step.predicted)
             facts = {
@@ -352,28 +353,26 @@ def _verify(
     rows = stage_rows(chosen.trainer, *chosen.trainer.replication.rows.batch(chosen.data, 0))
     for side in sides:
         side.close()
-    if transport.rank == 0:
-        click.echo(f"\n{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks")
-        for prediction, result in zip(predicted, results, strict=True):
-            mark = "~" if result.is_spoilt else " "
-            click.echo(
-                f"{prediction.micro_batches:>13} {1e3 * prediction.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
-                f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}"
-            )
-        own = results[predicted.index(named)]
-        if own in quiet:
-            fastest = min(quiet, key=lambda result: result.step_s)
-            click.echo(
-                f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
-                f"{own.step_s / fastest.step_s:.3f} times as long"
-            )
-        if len(quiet) < len(results):
-            click.echo(
-                f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
-            )
-        click.echo(
-            f"\nstages of {named.micro_batches} micro-batches:\n" + "\n".join(STAGES.lines(rows))
+    lines = ["", f"{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks"]
+    for prediction, result in zip(predicted, results, strict=True):
+        mark = "~" if result.is_spoilt else " "
+        lines.append(
+            f"{prediction.micro_batches:>13} {1e3 * prediction.step_s:>13.2f} {1e3 * result.step_s:>12.2f}{mark}  "
+            f"{1e3 * min(result.blocks):.2f} .. {1e3 * max(result.blocks):.2f}"
         )
+    own = results[predicted.index(named)]
+    if own in quiet:
+        fastest = min(quiet, key=lambda result: result.step_s)
+        lines.append(
+            f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
+            f"{own.step_s / fastest.step_s:.3f} times as long"
+        )
+    if len(quiet) < len(results):
+        lines.append(
+            f"~ {len(results) - len(quiet)} of {len(results)} counts say nothing: other work ran most of the time"
+        )
+    if transport.rank == 0:
+        say([*lines, "", f"stages of {named.micro_batches} micro-batches:", *STAGES.lines(rows)])
 
 
 @click.command("tricks")

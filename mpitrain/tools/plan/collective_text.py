@@ -41,7 +41,7 @@ Cell = Callable[[int, int], str]
 
 
 def printed(collective: Collective, width: int) -> list[str]:
-    """Return the whole text, in lines of at most `width` characters.
+    """Return the whole text. Lines of its steps have at most `width` characters.
 
     If they fit, the ranks that contributed to each chunk are named; otherwise they are counted. If
     that does not fit either, each step is one line.
@@ -51,22 +51,8 @@ def printed(collective: Collective, width: int) -> list[str]:
         f"{several(len(collective.steps), 'step')}"
     )
     body, meaning = _body(collective, width)
-    signs = [
-        line
-        for sign, text in (*_signs(collective), meaning)
-        for line in textwrap.wrap(
-            text, width, initial_indent=f"{sign:<{SIGNS}}", subsequent_indent=" " * SIGNS
-        )
-    ]
-    return [
-        *textwrap.wrap(title, width),
-        "",
-        *signs,
-        "",
-        *body,
-        "",
-        *table_of_totals(collective, width),
-    ]
+    signs = (f"{sign:<{SIGNS}}{text}" for sign, text in (*_signs(collective), meaning))
+    return [title, "", *signs, "", *body, "", *table_of_totals(collective)]
 
 
 def _body(collective: Collective, width: int) -> tuple[list[str], tuple[str, str]]:

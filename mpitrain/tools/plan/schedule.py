@@ -26,6 +26,8 @@ from mpitrain.pipeline.simulate import (
 )
 from mpitrain.plots import save, subplots
 from mpitrain.tools.plan import MOST_SHOWN, several
+from mpitrain.tools.words import padded, said
+from mpitrain.tools.words import width as width_of
 
 NAMES = {"F": "forward", "B": "input half of backward", "W": "weight half", "BW": "both halves"}
 BANDS = 6
@@ -59,13 +61,17 @@ def chart(
     width: int,
     notes: Sequence[Sequence[str]] = (),
     name: str = "",
+    language: str = "en",
 ) -> list[str]:
     """Return a text chart: a row for each stage under a ruler in ms, in bands of at most `width` columns.
 
     notes  by stage and event: a text; a row called `name` below the stage shows them
     """
     events = [event for stage_events in simulation.timeline for event in stage_events]
-    margin = len(f"stage {len(plan.by_stage) - 1}") + 2
+    name, *stages = (
+        said(each, language) for each in (name, *map("stage {}".format, range(len(plan.by_stage))))
+    )
+    margin = width_of(stages[-1]) + 2
     room, stage_of = width - margin, plan.stage_of
     # The chunks of a stage are a, b, c; a stage with one chunk has no letter.
     letters = [
@@ -99,14 +105,13 @@ def chart(
     columns = math.ceil(simulation.makespan * scale)
     rows = [("ms", _ruler(simulation.makespan, scale, band))]
     for stage, (stage_events, words) in enumerate(zip(simulation.timeline, texts, strict=True)):
-        rows.append((f"stage {stage}", _row(stage_events, words, scale, columns, ".-")))
+        rows.append((stages[stage], _row(stage_events, words, scale, columns, ".-")))
         if notes:
             rows.append((name, _row(stage_events, notes[stage], scale, columns, "  ")))
     lines = []
     for start in range(0, columns, band):
-        lines += [f"{name:<{margin}}{row[start : start + band]}".rstrip() for name, row in rows] + [
-            ""
-        ]
+        lines += [(padded(name, margin) + row[start : start + band]).rstrip() for name, row in rows]
+        lines.append("")
     return lines[:-1]
 
 

@@ -11,7 +11,6 @@ Legend of the formulas:
     S   bytes of the whole array
 """
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -196,7 +195,7 @@ def totals(collective: Collective) -> Totals:
     )
 
 
-def table_of_totals(collective: Collective, width: int) -> list[str]:
+def table_of_totals(collective: Collective) -> list[str]:
     counted, sent = totals(collective), sent_by(collective)
     formula = FORMULAS.get((collective.operation, collective.algorithm))
     busiest = listed((rank for rank, arrays in enumerate(sent) if arrays == counted.busiest), ",")
@@ -216,7 +215,7 @@ def table_of_totals(collective: Collective, width: int) -> list[str]:
             TextColumn("is", "8", 3),
         ]
     ).lines(rows)
-    lines += textwrap.wrap(f"busiest rank: {busiest}", width) if counted.messages else []
+    lines += [f"busiest rank: {busiest}"] if counted.messages else []
     letters, used = [f"n = {several(x.n, 'rank')}"], " ".join(texts)
     if "n'" in used:
         letters += [f"n' = {x.power}, the largest power of 2 up to n", f"r = n - n' = {x.r}"]
@@ -225,7 +224,7 @@ def table_of_totals(collective: Collective, width: int) -> list[str]:
             f"h = {several(x.h, 'host')}",
             f"k = {x.k} and g = {x.g} ranks on the smallest and the largest host",
         ]
-    return [*lines, *textwrap.wrap(f"where {', '.join(letters)}", width)]
+    return [*lines, f"where {', '.join(letters)}"]
 
 
 def amount(number: float | Fraction) -> str:

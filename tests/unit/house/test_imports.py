@@ -37,7 +37,7 @@ ENGINE = [
     "run",
     "torch",
 ]
-TOOLS = ["text_table", "plan", "bench", "doctor", "certify", "report", "textbook"]
+TOOLS = ["text_table", "words", "plan", "bench", "doctor", "certify", "report", "textbook"]
 FLOORS = [*ENGINE, *(f"tools.{name}" for name in TOOLS), "cli", "__main__"]
 
 DOORS = {

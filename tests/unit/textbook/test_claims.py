@@ -21,7 +21,7 @@ from mpitrain.tools.textbook.claims.claim import (
 )
 from mpitrain.tools.textbook.claims.report import lines, page, record, rule
 from mpitrain.tools.textbook.claims.table import CLAIMS
-from mpitrain.tools.textbook.words import LANGUAGES, korean, width
+from mpitrain.tools.words import LANGUAGES, korean, width
 
 CONDITIONAL = {
     "ring-or-server",

@@ -19,7 +19,7 @@ from mpitrain.tools.textbook.exercises import check as checking
 from mpitrain.tools.textbook.exercises.answers import programs
 from mpitrain.tools.textbook.exercises.check import check_file, judged, lines, skeleton
 from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
-from mpitrain.tools.textbook.words import LANGUAGES, korean
+from mpitrain.tools.words import LANGUAGES, korean
 from tests.unit.textbook.mutants import MUTANTS
 
 SOLUTIONS = Path(__file__).parent / "solutions"

@@ -25,7 +25,7 @@ from mpitrain.tools.textbook.explain.picture import (
 )
 from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
 from mpitrain.tools.textbook.explain.toy import IN_FLIGHT, MIXED, Symbols, written
-from mpitrain.tools.textbook.words import korean, text, width
+from mpitrain.tools.words import korean, text, width
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import TransportLaws, laws_of
 

@@ -309,8 +309,8 @@ def memory_table(rows: Sequence[ModeRow]) -> list[str]:
             for kind, width in zip(KINDS, (10, 9, 8, 8, 11), strict=True)
         ),
         TextColumn("all MB", "8.2f", lambda row: 1e-6 * sum(fullest[row.mode].values())),
-        TextColumn(after[0], f"{len(after[0])}.4f", loss_at),
-        TextColumn(after[1], f"{len(after[1])}.4f", lambda row: loss_at(row, seconds)),
+        TextColumn(after[0], f"{len(after[0])}.4f", loss_at, gap=2),
+        TextColumn(after[1], f"{len(after[1])}.4f", lambda row: loss_at(row, seconds), gap=2),
     ]
     return TextTable(columns).lines(rows)
 

@@ -420,7 +420,7 @@ TABLE = TextTable(
         TextColumn("blocks", "14", lambda tried: spread(tried.ratios)),
         TextColumn("memory MB", "9.2f", lambda tried: tried.on.nbytes / 1e6),
         TextColumn("without", "8.2f", lambda tried: tried.off.nbytes / 1e6),
-        TextColumn("smaller?", "8", lambda tried: _in_words(tried.smaller)),
+        TextColumn("smaller?", "8", lambda tried: _in_words(tried.smaller), gap=2),
         TextColumn("said", "<10", lambda tried: TRICKS[tried.name].said or "-", gap=2),
         TextColumn("sent MB", "8.3f", lambda tried: max(tried.on.sent) / 1e6),
         TextColumn("without", "8.3f", lambda tried: max(tried.off.sent) / 1e6),

@@ -14,7 +14,7 @@ from mpitrain.tools.textbook.claims.claim import (
     Judged,
     SettingResult,
 )
-from mpitrain.tools.textbook.words import padded, text, width
+from mpitrain.tools.words import padded, text, width
 
 
 def number(value: float) -> str:

@@ -16,7 +16,7 @@ from mpitrain.errors import ConfigError, visible
 from mpitrain.files import reading
 from mpitrain.tools.textbook.exercises import answers as asked
 from mpitrain.tools.textbook.exercises.table import EXERCISES, AnswerCost, Case, Exercise
-from mpitrain.tools.textbook.words import text
+from mpitrain.tools.words import text
 
 MARK = re.compile(rb"""^(?:\xef\xbb\xbf)?EXERCISE *= *(["'])([a-z0-9]+)\1""", re.MULTILINE)
 """The line that names the exercise; an editor may have put a byte order mark before it."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpitrain.errors import ConfigError
 from mpitrain.machine.compiling import has_compiler
 from mpitrain.tools.textbook.explain.links import Link
-from mpitrain.tools.textbook.words import korean
+from mpitrain.tools.words import korean
 
 ROOT = Path(__file__).parents[4]
 """The folder of the package: sources are named relative to it."""

@@ -17,7 +17,7 @@ from mpitrain.tools.textbook.explain.explanation import Explanation
 from mpitrain.tools.textbook.explain.picture import colour, summands
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title, source_text
 from mpitrain.tools.textbook.explain.topics import TOPICS
-from mpitrain.tools.textbook.words import text
+from mpitrain.tools.words import text
 
 ROOM = "mpitrain.tools.textbook.explain"
 PICTURES = "mpitrain/tools/textbook/pictures"

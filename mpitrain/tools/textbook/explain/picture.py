@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpitrain.plots import painter, save
 from mpitrain.tools.textbook.explain.explanation import Explanation, Frame
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title
-from mpitrain.tools.textbook.words import text, width, wrapped
+from mpitrain.tools.words import text, width, wrapped
 
 EMPTY, CHANGED, TEXT = "#f4f4f4", "#d55e00", "#1a1a1a"
 """Colours of a cell without contents, of the frame around a changed cell, and of text."""

@@ -9,7 +9,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     SourceLines,
     Topic,
 )
-from mpitrain.tools.textbook.words import korean, padded, text, width
+from mpitrain.tools.words import korean, padded, text, width
 
 GAP = "  "
 MOST_ARROWS = 8

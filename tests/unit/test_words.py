@@ -1,4 +1,4 @@
-"""The texts of the textbook have a Korean each, with the same fields, and columns align."""
+"""The texts of commands have a Korean each, with the same fields, and columns align."""
 
 import ast
 import re
@@ -6,18 +6,18 @@ import string
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.errors import ConfigError
-from mpitrain.tools.textbook.words import korean, language_of, padded, text, width
+from mpitrain.tools.words import korean, language_of, padded, said, text, width
 
-PACKAGE = Path(__file__).parents[3] / "mpitrain"
-SAID = (
-    *(PACKAGE / "tools/textbook").rglob("*.py"),
-    *(PACKAGE / "cli").rglob("*.py"),
-    *(PACKAGE / "collectives/plans").glob("*.py"),
-    *(PACKAGE / "pipeline").glob("*.py"),
-    *(PACKAGE / "parallel").glob("mode*.py"),
-)
+PACKAGE = Path(__file__).parents[2] / "mpitrain"
+SAID = [
+    path
+    for room in ("tools", "cli", "collectives", "pipeline", "parallel", "run", "trace", "models")
+    for path in (PACKAGE / room).rglob("*.py")
+]
 """Files whose texts are translated."""
 
 
@@ -26,7 +26,7 @@ def fields(template):
 
 
 def constants():
-    """Every text in the files, and the first argument of every call that translates or is translated."""
+    """The texts in the files, and the first argument of every call that translates or is translated."""
     every, translated = set(), set()
     for path in SAID:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -36,13 +36,16 @@ def constants():
                 is_text = node.func.id in ("text", "Sentence", "Wrong")
                 if is_text and isinstance(node.args[0], ast.Constant):
                     translated.add(node.args[0].value)
-    return every, translated
+    return "\n".join(every), translated
 
 
 def test_english_and_korean_have_the_same_texts():
     every, translated = constants()
     assert not translated - {*korean()}
-    assert not {*korean()} - every
+    words = {
+        word for key in korean() for word in re.findall("[A-Za-z]+", re.sub(r"\{.*?\}", "", key))
+    }
+    assert not [word for word in words if word not in every]
 
 
 def test_a_translation_is_korean_and_has_the_fields_of_its_text():
@@ -69,6 +72,41 @@ def test_korean_has_one_style_and_one_word_for_a_thing():
     assert not [each for each in (*korean().values(), *lessons) if other.search(each)]
     single = re.compile(r"\{[^}]*\}([은는을를과와](?![(])|가(?=[ ,.])|이[면어거])")
     assert not [each for each in korean().values() if single.search(each)]
+
+
+PLANS = """schedule --schedule gpipe --stages 3 --micro-batches 3 --saved-mb 2
+schedule --schedule async --stages 3 --micro-batches 3
+schedule --whole-backward
+schedule --stages 300
+checkpoints --days 30 --ranks 64 --pause 2 --step 0.5
+allreduce --algorithm star --ranks 3 --bytes 1M
+allreduce --ranks 40 --algorithm halving-doubling --hosts 5
+allreduce --ranks 512 --hosts 8
+all-gather --ranks 5 --algorithm bruck
+memory --pp 2 --set memory.recompute=unit --set run.on_spike=back
+layout --ranks 4 --hosts 2 --rate 20 --memory 8"""
+NAMES = re.compile(
+    r"`.*?`|--[\w-]+(=\S+)?|[\w.]+[._=][\w.=]+|\d+\.?\d*e[+-]\d+|mpitrain launch.*|ceil|float32"
+    r"|[GMk]?B\b|GFLOP|\b(train|gpipe|async|1f1b|star|bruck|ring|tree|shared|hierarchical|zero|naive"
+    r"|halving-doubling|recursive-doubling|Daly|Young|mlp|gpt|cpu|all)\b"
+)
+"""Names, which are the same in each language."""
+
+
+@pytest.mark.parametrize("command", PLANS.splitlines())
+def test_a_plan_in_korean_has_no_english(command):
+    done = CliRunner().invoke(commands, ["plan", *command.split(), "--language", "ko"])
+    assert done.exit_code == 0, done.output
+    assert re.search("[가-힣]", done.output)
+    assert not re.findall("[A-Za-z]{3,}", NAMES.sub("", done.output)), done.output
+
+
+def test_a_row_of_a_printed_table_keeps_its_columns():
+    rows = ["mode      workers   step ms samples/s", "ring            2     101.3     315.7"]
+    heading, row = (said(each, "ko") for each in rows)
+    assert row == rows[1] and [each for each in rows if said(each, "en") == each] == rows
+    assert [width(heading[: at.end()]) for at in re.finditer("커|ms|/s", heading)] == [17, 27, 37]
+    assert said("  from 9 batches of 8 rows, each also in batches of 4", "ko").startswith("  8행")
 
 
 def test_an_unknown_language_is_refused():
