@@ -291,6 +291,15 @@ class Data(Section):
         "document, and all documents of a row count",
     )
 
+    mask: float = Field(
+        0.15,
+        gt=0,
+        le=1,
+        description="{rows}: part of the tokens to predict. Of these, 80% are hidden by the mask token, 10% replaced by any token, "
+        "and 10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all tokens, and "
+        "data.vocabulary counts it",
+    )
+
     @field_validator("validation", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-Form = Literal["tokens", "samples", "images"]
-"""The form of the data: rows of tokens, labelled features, or labelled images."""
+Form = Literal["tokens", "samples", "images", "texts"]
+"""The form of the data: rows of tokens, labelled features, labelled images, or labelled texts."""
 Targets = Literal["classes", "fractions", "numbers"]
 """The targets of the data: numbers of classes, floats from 0 to 1, or any floats; NaN is ignored."""
 IGNORED = -100

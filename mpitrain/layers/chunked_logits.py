@@ -3,13 +3,14 @@
 The logits of all M rows are often the largest array of a step: (M, V). A `ChunkedHead` returns
 `ChunkedLogits` in their place. `ChunkedLoss` then computes, for each slice of rows:
 
-    logits  = x W^T            (M / N, V)
+    logits  = x W^T + b        (M / N, V)
     dlogits = the gradient of the loss, written over the logits
     dx      = dlogits W        (M / N, C), a slice of (M, C)
     dW     += dlogits^T x      (V, C)
+    db     += sum of dlogits   (V,), if the head has a bias
 
 So a micro-batch needs memory for (M / N, V) and (V, C) numbers in place of (M, V). dW stays in a
-buffer until the weight half adds it to the gradient. No product is computed twice.
+buffer, as db does, until the weight half adds it to the gradient. No product is computed twice.
 
 M rows, C channels, V vocabulary, N slices.
 """
@@ -27,9 +28,9 @@ from mpitrain.ops import Ops
 
 
 class ChunkedHead:
-    """Output head of a model; the loss computes its product x W^T.
+    """Output head of a model; the loss computes its product x W^T + b.
 
-    head    a linear layer without bias
+    head    a linear layer
     count   N, the number of slices
     """
 
@@ -47,20 +48,20 @@ class ChunkedHead:
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return logits that are not computed yet, and the shape of x."""
         rows = self.gathered(x)
-        return ChunkedLogits(self, w["weight"], rows, self.output_shape(x.shape)), x.shape
+        shape = self.output_shape(x.shape)
+        return ChunkedLogits(self, w["weight"], w.get("bias"), rows, shape), x.shape
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the gradient of x, which the loss has computed, and that of the weight."""
-        return self.summed(dy.sums, arena).reshape(saved), dy.dw
+        """Return the gradient of x, which the loss has computed, and those of weight and bias."""
+        return self.summed(dy.sums, arena).reshape(saved), {"weight": dy.dw, "bias": dy.db}
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        if "weight" not in dw:
-            return
-        target, ops = dw["weight"], self.head.ops
-        if target.claim():
-            ops.add(target.array, pending, target.array, arena)
-        else:
-            target.array[...] = pending
+        for name in dw:
+            target, found = dw[name], pending[name]
+            if target.claim():
+                self.head.ops.add(target.array, found, target.array, arena)
+            else:
+                target.array[...] = found
 
     def gathered(self, x: Any) -> Any:
         return x.reshape(-1, x.shape[-1])
@@ -80,11 +81,13 @@ class ChunkedLogits:
 
     rows    (M, C): the input of the product
     weight  (V, C), valid until the stage opens another unit
+    bias    (V,), or None
     shape   of the logits
     """
 
-    def __init__(self, layer: ChunkedHead, weight: Any, rows: Any, shape: Sequence[int]):
-        self.layer, self.weight, self.rows, self.shape = layer, weight, rows, tuple(shape)
+    def __init__(self, layer: ChunkedHead, weight: Any, bias: Any, rows: Any, shape: Sequence[int]):
+        self.layer, self.weight, self.bias = layer, weight, bias
+        self.rows, self.shape = rows, tuple(shape)
 
     @property
     def ndim(self) -> int:
@@ -101,10 +104,11 @@ class ChunkedLogits:
         own = arena.take(rows.shape, rows.dtype)
         copy_rows(own, rows)
         shape = (*lengths, self.shape[-1])
-        return ChunkedLogits(self.layer, self.weight, own.reshape(-1, own.shape[-1]), shape)
+        own = own.reshape(-1, own.shape[-1])
+        return ChunkedLogits(self.layer, self.weight, self.bias, own, shape)
 
     def computed(self, arena: Arena) -> Any:
-        y, _ = self.layer.head.product(self.rows, self.weight, None, arena)
+        y, _ = self.layer.head.product(self.rows, self.weight, self.bias, arena)
         return y.reshape(self.shape)
 
     def slices(self, arena: Arena) -> Iterator[tuple[slice, Any, Any]]:
@@ -115,19 +119,21 @@ class ChunkedLogits:
                 number * count // self.layer.count, (number + 1) * count // self.layer.count
             )
             if rows.start < rows.stop:
-                yield rows, *product(self.rows[rows], self.weight, None, arena)
+                yield rows, *product(self.rows[rows], self.weight, self.bias, arena)
 
 
 @dataclass
 class ChunkedGradient:
-    """The backward of `ChunkedLogits`: gradients of x and W in place of a gradient of the logits.
+    """The backward of `ChunkedLogits`: gradients of x, W and b in place of one of the logits.
 
     sums  the buffer of the gradient of x, which the head sums over ranks
     dw    (V, C): the gradient of the weight
+    db    (V,): the gradient of the bias, or None
     """
 
     sums: Any
     dw: Any
+    db: Any
 
     def reshape(self, *shape: Any) -> ChunkedGradient:
         return self
@@ -151,13 +157,16 @@ class ChunkedLoss:
         sums, dx = head.sums(logits, arena)
         stored = "float64" if dx.dtype == "float64" else "float32"
         dw = arena.take(logits.weight.shape, stored)
+        db = None if logits.bias is None else arena.take(logits.bias.shape, stored)
         for rows, y, saved in logits.slices(arena):
             value, dy = self._gradient(y, targets[rows], scale, arena)
             _, pending = ops.linear_backward_input(dy, logits.weight, saved, arena, dx[rows])
             ops.linear_backward_weight(pending, dw, total is not None, arena)
+            if db is not None:
+                ops.linear_backward_bias(pending, db, total is not None, arena)
             total = value if total is None else self._plus(total, value, arena)
             del y, saved, dy, pending  # the next slice uses the same buffers
-        return total, ChunkedGradient(sums, dw)
+        return total, ChunkedGradient(sums, dw, db)
 
     def _plus(self, total: Any, value: Any, arena: Arena) -> Any:
         """Return the sum of two numbers, or of two arrays without dims on a device."""

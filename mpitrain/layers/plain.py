@@ -212,10 +212,10 @@ class FusedLinear(Linear):
 
 
 class Logits(Linear):
-    """The output head, x weight^T. Only the loss reads its output."""
+    """The output head, x weight^T + bias. Only the loss reads its output."""
 
-    def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw):
-        super().__init__(ops, width, vocab, draw, bias=False)
+    def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw, bias: bool = False):
+        super().__init__(ops, width, vocab, draw, bias=bias)
         self.role = "head"
         self.product = ops.logits
 
@@ -271,44 +271,84 @@ class Norm:
                 self.product_backward_weight(pending, *gradients, adds, arena)
 
 
-class SwiGlu:
-    """A gated activation without parameters, (..., 2 N) -> (..., N): silu(first half) second half."""
+class Activation:
+    """An activation without parameters, (..., N) -> (..., N / share).
+
+    forward, backward  the operations, of rows (M, N)
+    share              2 for a gated activation, silu(first half) second half; else 1
+    """
 
     output_is_free, is_rowwise = True, True
 
-    def __init__(self, ops: Ops):
-        self.ops = ops
+    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any], share: int = 1):
+        self.product, self.product_backward, self.share = forward, backward, share
 
     def parameters(self):
         return []
 
     def output_shape(self, shape):
-        return (*shape[:-1], shape[-1] // 2)
+        return (*shape[:-1], shape[-1] // self.share)
 
     def forward(self, w, x, arena):
-        y, saved = self.ops.swiglu(flat_rows(x), arena)
+        y, saved = self.product(flat_rows(x), arena)
         return y.reshape(self.output_shape(x.shape)), saved
 
     def backward_input(self, w, dy, saved, arena):
-        dx = self.ops.swiglu_backward(flat_rows(dy), saved, arena)
-        return dx.reshape(*dy.shape[:-1], 2 * dy.shape[-1]), None
+        dx = self.product_backward(flat_rows(dy), saved, arena)
+        return dx.reshape(*dy.shape[:-1], self.share * dy.shape[-1]), None
+
+    def backward_weight(self, pending, dw, arena):
+        """Do nothing: there are no parameters."""
+
+
+class Tanh(Activation):
+    """A hyperbolic tangent, whose output its backward needs."""
+
+    output_is_free = False
+
+    def __init__(self, ops: Ops):
+        super().__init__(ops.tanh, ops.tanh_backward)
+
+
+class FirstToken:
+    """The first token of each row, (B, T, C) -> (B, C)."""
+
+    output_is_free = True
+
+    def parameters(self):
+        return []
+
+    def output_shape(self, shape):
+        return (shape[0], shape[-1])
+
+    def forward(self, w, x, arena):
+        y = arena.take(self.output_shape(x.shape), x.dtype)
+        copy_rows(y, x[:, 0])
+        return y, x.shape
+
+    def backward_input(self, w, dy, saved, arena):
+        dx = arena.take(saved, dy.dtype)
+        dx.fill(0)
+        copy_rows(dx[:, 0], dy)
+        return dx, None
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
 
 
 class Lookups(NamedTuple):
-    """The states of an embedding's lookups of tokens and of positions."""
+    """The states of an embedding's lookups: of tokens, and of other tables by name."""
 
     tokens: Any
-    positions: Any
+    others: dict[str, Any]
 
 
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    now        of the layer factory; `now.places` has the positions of tokens
+    now        of the layer factory; `now.places` has the positions and types of tokens
     has_table  whether the vectors of positions, a second table, are added
+    types      number of token types, whose vectors are a third table; 0: there are none
     """
 
     output_is_free = False
@@ -322,12 +362,14 @@ class Embedding:
         draw: Draw,
         now: Now | None = None,
         has_table: bool = True,
+        types: int = 0,
     ):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
-        self.now, self.has_table = now or Now(), has_table
+        self.now, self.has_table, self.types = now or Now(), has_table, types
 
     def parameters(self):
         lengths = {"tokens": self.vocab} | ({"positions": self.context} if self.has_table else {})
+        lengths |= {"types": self.types} if self.types else {}
         return [
             Parameter(name, (length, self.width), self.draw, True, role="embedding")
             for name, length in lengths.items()
@@ -337,41 +379,47 @@ class Embedding:
         return (*shape, self.width)
 
     def forward(self, w, x, arena):
-        places = self.now.places
-        if places is None or not self.has_table:
-            return self.ops.embedding(x, w["tokens"], w.get("positions"), arena)
-        y, saved = self.ops.embedding(x, w["tokens"], None, arena)
-        return y, Lookups(saved, self._add_positions(w, y, places.own, arena))
+        rows = self._rows_of_tables(x, arena)
+        positions = None if "positions" in rows else w.get("positions")
+        y, saved = self.ops.embedding(x, w["tokens"], positions, arena)
+        return y, Lookups(saved, self._looked_up(w, rows, y, arena))
 
     def forward_next(self, w, x, past, arena):
         y, _ = self.ops.embedding(x, w["tokens"], None, arena)
         if self.has_table:
-            self._add_positions(w, y, past.positions, arena)
+            self._looked_up(w, {"positions": past.positions}, y, arena)
         return y
 
-    def _add_positions(self, w, y, positions, arena):
-        """Add the vectors of the positions (B, T), and return the state of their lookup."""
-        vectors, saved = self.ops.embedding(positions, w["positions"], None, arena)
-        self.ops.add(y, vectors, y, arena)
-        return saved
+    def _rows_of_tables(self, x, arena):
+        """Return {table: the row of each token, (B, T)} of the tables to look up beside the tokens'."""
+        places, rows = self.now.places, {}
+        if places is not None and self.has_table:
+            rows["positions"] = places.own
+        if self.types:
+            rows["types"] = zeros = arena.take(x.shape, np.int32)
+            zeros.fill(0)
+        return rows
+
+    def _looked_up(self, w, rows, y, arena):
+        """Look up rows of tables, add them to y unless it is None, and return the states."""
+        states = {}
+        for name, numbers in rows.items():
+            vectors, states[name] = self.ops.embedding(numbers, w[name], None, arena)
+            if y is not None:
+                self.ops.add(y, vectors, y, arena)
+        return states
 
     def backward_input(self, w, dy, saved, arena):
         return None, (dy, saved)
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        positions = None
-        if isinstance(saved, Lookups):
-            saved, positions = saved
-        if "tokens" in dw:
-            self.ops.embedding_backward_table(
-                dy, saved, dw["tokens"].array, dw["tokens"].claim(), arena
-            )
-        if "positions" in dw and positions is not None:
-            self.ops.embedding_backward_table(
-                dy, positions, dw["positions"].array, dw["positions"].claim(), arena
-            )
-        elif "positions" in dw:
+        for name, looked_up in {"tokens": saved.tokens, **saved.others}.items():
+            if name in dw:
+                self.ops.embedding_backward_table(
+                    dy, looked_up, dw[name].array, dw[name].claim(), arena
+                )
+        if "positions" in dw and "positions" not in saved.others:
             self.ops.embedding_backward_positions(
                 dy, dw["positions"].array, dw["positions"].claim(), arena
             )
@@ -576,13 +624,17 @@ class Plain:
         """
         return self.now.numbers(math.prod(shape[:-1]))
 
-    def embedding(self, vocab: int, context: int, width: int, positions: bool = True) -> Embedding:
+    def embedding(
+        self, vocab: int, context: int, width: int, positions: bool = True, types: int = 0
+    ) -> Embedding:
         """Return an embedding, tokens (B, T) to (B, T, width), by default with learned positions.
 
-        Both tables are drawn with deviation 0.02.
+        The tables are drawn with deviation 0.02.
+
+        types  number of token types, each with a vector that is added; every token has type 0
         """
         return self._embedding(
-            self._source, vocab, context, width, normal(0.02), self.now, positions
+            self._source, vocab, context, width, normal(0.02), self.now, positions, types
         )
 
     def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
@@ -593,9 +645,21 @@ class Plain:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
         return self._norm(self._source, width, epsilon, False)
 
-    def swiglu(self) -> SwiGlu:
+    def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
-        return SwiGlu(self.ops)
+        return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)
+
+    def gelu_erf(self) -> Activation:
+        """Return GELU by the error function, not by tanh as "gelu" of a linear layer."""
+        return Activation(self.ops.gelu_erf, self.ops.gelu_erf_backward)
+
+    def tanh(self) -> Tanh:
+        """Return a hyperbolic tangent."""
+        return Tanh(self.ops)
+
+    def first_token(self) -> FirstToken:
+        """Return a layer that keeps the first token of each row, (B, T, C) to (B, C)."""
+        return FirstToken()
 
     def joined_linear(
         self,
@@ -757,10 +821,10 @@ class Plain:
         """Return a layer that makes a row of features of each image, (B, ...) to (B, features)."""
         return Flatten()
 
-    def head(self, width: int, vocab: int, draw: Draw) -> Layer:
-        """Return a linear layer without bias, from rows (..., width) to logits (..., vocab)."""
+    def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
+        """Return a linear layer, from rows (..., width) to logits (..., vocab)."""
         self.made.add("head")
-        head, chunks = Logits(self.ops, width, vocab, draw), self.memory.logit_chunks
+        head, chunks = Logits(self.ops, width, vocab, draw, bias), self.memory.logit_chunks
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:

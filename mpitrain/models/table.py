@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.config import Config, Layout, Lora
+from mpitrain.config import Config, Data, Layout, Lora
 from mpitrain.config import Model as Keys
 from mpitrain.data import Form, Source, Targets, Unopened, source_kind
 from mpitrain.errors import ConfigError, multiples_near
@@ -24,7 +24,9 @@ class Model(NamedTuple):
     split     the keys of [model], as words, that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second, unless it is 0
     check     raises ConfigError for keys that break another rule of this kind
+    also      other forms that it takes; it asks a source for the first that the source has
     writes    whether it predicts the next token, so that it can generate text
+    hides     whether it predicts the tokens that data.mask hides
     has_peer  whether `bench train --peer torch` has the same network
     flops     (section [model], parameters) -> floating-point operations of forward and backward of
               one row, without recomputation; None: they are counted
@@ -37,7 +39,9 @@ class Model(NamedTuple):
     split: str
     divides: tuple[tuple[str, str], ...] = ()
     check: Callable[[Config], None] = lambda config: None
+    also: Sequence[Form] = ()
     writes: bool = False
+    hides: bool = False
     has_peer: bool = False
     flops: Callable[[Keys, int], float] | None = None
     phrases: Mapping[str, str] = {}
@@ -74,6 +78,25 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         tied=keys.tied,
         hidden=keys.hidden_units,
         epsilon=keys.epsilon,
+    )
+
+
+def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
+    from mpitrain.models.bert import bert
+
+    return bert(
+        layers,
+        vocab=source.inputs,
+        context=keys.context,
+        width=keys.width,
+        heads=keys.heads,
+        depth=keys.layers,
+        tied=keys.tied,
+        hidden=keys.hidden,
+        epsilon=keys.epsilon,
+        dropout=keys.dropout,
+        attention_dropout=keys.attention_dropout,
+        classes=0 if source.form == "tokens" else source.classes,
     )
 
 
@@ -143,6 +166,22 @@ MODELS: Table[str, Model] = Table(
             "pipeline.partition": "The units of a llama are those of a gpt.",
         },
     ),
+    bert=Model(
+        _bert,
+        takes="tokens",
+        help="for masked tokens, or for the classes of texts",
+        split="heads",
+        divides=(("heads", "width"),),
+        also=("texts",),
+        hides=True,
+        flops=_transformer_flops,
+        phrases={
+            "model.layers": "transformer blocks",
+            "model.width": "channels of the residual stream",
+            "model.dropout": "of the embedding, of each branch and before the classes of a bert",
+            "pipeline.partition": "The units of a bert are the embedding, its norm, 2 per block, and the head.",
+        },
+    ),
     mlp=Model(
         lambda layers, keys, source: mlp(
             layers,
@@ -185,6 +224,12 @@ MODELS: Table[str, Model] = Table(
 
 Configuration, help texts and commands read this table, so a new model needs only one entry.
 """
+
+
+def form_for(kind: str, name: str) -> Form:
+    """Return the form in which a model of this kind takes a data source."""
+    own, there = MODELS[kind], source_kind(name).also
+    return next((form for form in own.also if form in there), own.takes)
 
 
 def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[Unit]:
@@ -240,6 +285,11 @@ def check_model(config: Config) -> None:
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
             )
+    if config.data.mask != Data.model_fields["mask"].default and not row.hides:
+        raise ConfigError(
+            f"data.mask hides tokens of a {' or '.join(kinds(lambda row: row.hides))}, but model.kind is {model.kind}.",
+            "Leave out data.mask.",
+        )
     if model.label_smoothing and LOSSES[model.loss].takes != "classes":
         raise ConfigError(
             f"model.label_smoothing shares a target among classes, but model.loss is {model.loss}.",
@@ -299,7 +349,7 @@ def check_data(kind: str, form: Form, name: str) -> None:
 
     name  name of the data source, for the message
     """
-    if MODELS[kind].takes == form:
+    if form in (MODELS[kind].takes, *MODELS[kind].also):
         return
     forms = {form, *source_kind(name).also}
     fitting = kinds(lambda row: row.takes in forms)

@@ -98,6 +98,14 @@ gelu | GELU alone | 1 | y
     z:M,K -> y:M,K saved
 gelu_backward | gradient of gelu | 1 | dz
     dy:M,K saved@gelu|M,K -> dz:M,K
+gelu_erf | GELU with the error function | 1 | y
+    z:M,K -> y:M,K saved
+gelu_erf_backward | gradient of gelu_erf | 1 | dz
+    dy:M,K saved@gelu_erf|M,K -> dz:M,K
+tanh | hyperbolic tangent | 1 | y
+    z:M,K -> y:M,K saved
+tanh_backward | gradient of tanh | 1 | dz
+    dy:M,K saved@tanh|M,K -> dz:M,K
 relu | ReLU alone | 1 | y
     z:M,K -> y:M,K saved
 relu_backward | gradient of relu | 1 | dz

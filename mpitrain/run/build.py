@@ -4,6 +4,7 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,14 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import MODELS, adapted, check_data, check_targets, units_of
+from mpitrain.models.table import (
+    MODELS,
+    adapted,
+    check_data,
+    check_targets,
+    form_for,
+    units_of,
+)
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
@@ -370,18 +378,24 @@ def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None 
     data = config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
-    return open_source(
+    form = form_for(config.model.kind, data.source)
+    opened = partial(
+        open_source,
         data.source,
         config.model.context,
         config.precision.stored,
-        data.vocabulary,
-        scan and scan._replace(largest=-1 if largest is None else largest),
-        data.validation,
-        reading,
-        MODELS[config.model.kind].takes,
-        LOSSES[config.model.loss].takes,
-        scaling,
+        scan=scan and scan._replace(largest=-1 if largest is None else largest),
+        validation=data.validation,
+        reading=reading,
+        form=form,
+        targets=LOSSES[config.model.loss].takes,
+        scaling=scaling,
     )
+    if not MODELS[config.model.kind].hides or form != "tokens":
+        return opened(data.vocabulary)
+    from mpitrain.data.masked import masked  # a run of another kind does not need the module
+
+    return masked(opened, data)
 
 
 def trained_configuration(folder: Path, settings: list[str]) -> Config:

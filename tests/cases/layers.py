@@ -500,6 +500,9 @@ def linears() -> Iterator[Callable]:
     for n in (0, 1, 7, 8, 9, 1023, 1024, 1026):
         yield partial(check_activation, n=n, activation="gelu")
         yield partial(check_activation, n=n, activation="relu", dtype="bfloat16")
+    for activation in ("gelu_erf", "tanh"):
+        yield partial(check_activation, n=1026, activation=activation)
+        yield partial(check_activation, n=9, activation=activation, dtype="bfloat16")
     for m, n in ((1, 1), (0, 3), (33, 31), (9, 128), (3, 132)):
         yield partial(check_sums, m=m, n=n)
     for dtype in ("float64", "float16", "bfloat16"):

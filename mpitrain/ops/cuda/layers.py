@@ -152,8 +152,7 @@ def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
 
 def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
     saved, y = saved
-    dz = arena.take(dy.shape, dy.dtype)
-    _through_activation(kernels, "relu", y, dy, dz)
+    dz = _slope_times(kernels, "relu", y, dy, arena)
     return linear_backward_input(kernels, multiply, dz, w, saved, arena, out)
 
 
@@ -166,14 +165,35 @@ def gelu_backward(kernels: Kernels, dy, saved, arena):
     return saved
 
 
+def gelu_erf(kernels: Kernels, z, arena):
+    return _activated(kernels, "gelu erf", z, arena), z
+
+
+def gelu_erf_backward(kernels: Kernels, dy, saved, arena):
+    return _slope_times(kernels, "gelu erf", saved, dy, arena)
+
+
+def tanh(kernels: Kernels, z, arena):
+    y = _activated(kernels, "tanh", z, arena)
+    return y, y
+
+
+def tanh_backward(kernels: Kernels, dy, saved, arena):
+    return _slope_times(kernels, "tanh", saved, dy, arena)
+
+
 def relu(kernels: Kernels, z, arena):
     y = _activated(kernels, "relu", z, arena)
     return y, y
 
 
 def relu_backward(kernels: Kernels, dy, saved, arena):
+    return _slope_times(kernels, "relu", saved, dy, arena)
+
+
+def _slope_times(kernels: Kernels, activation: str, saved: Any, dy: Any, arena: Any) -> Any:
     dz = arena.take(dy.shape, dy.dtype)
-    _through_activation(kernels, "relu", saved, dy, dz)
+    _through_activation(kernels, activation, saved, dy, dz)
     return dz
 
 

@@ -18,7 +18,7 @@ from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, count, read_
 Multiply = Callable[..., None]
 """`gemm` or `library`."""
 
-ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu backward": -1}
+ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu erf": 3, "tanh": 4, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
 COMBINE = (256,)  # threads of gemm_combine
 

@@ -14,10 +14,12 @@ Its windows become the rows of a matrix (im2col) that stays in cache. A matrix o
 never in memory.
 """
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+from numpy.polynomial import chebyshev
 
 from mpitrain.ops.host.blocks import block_shape, blocks_of, constant, rounds, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
@@ -132,6 +134,74 @@ def gelu(z, arena):
 def gelu_backward(dy, saved, arena):
     saved *= dy
     return saved
+
+
+def gelu_erf(z, arena):
+    y, every_slope = arena.take(z.shape, z.dtype), arena.take(z.shape, z.dtype)
+    scratch, polynomial = arena.take((2, *block_shape(z)), z.dtype), _erfc_polynomial()
+    for block, out, slope in blocks_of(z, y, every_slope):
+        t, p = scratch[:, : len(block)]
+        np.abs(block, out=t)
+        t *= 0.5**0.5
+        np.minimum(t, ERFC_END, out=t)
+        t += 2
+        np.divide(4 * ERFC_SCALE, t, out=t)
+        t += 1 - 2 * ERFC_SCALE
+        np.multiply(t, polynomial[-1], out=p)
+        for coefficient in polynomial[-2:0:-1]:
+            p += coefficient
+            p *= t
+        p += polynomial[0]
+        np.multiply(block, block, out=slope)
+        slope *= -0.5
+        np.exp(slope, out=slope)
+        p *= slope  # twice the distribution at -|z|
+        p *= 0.5
+        np.subtract(1, p, out=p, where=block > 0)
+        np.multiply(block, p, out=out)
+        slope *= (2 * np.pi) ** -0.5
+        slope *= block
+        slope += p
+    return y, every_slope
+
+
+ERFC_END = 6.0
+"""From here on erfc(s) is below the rounding of 1."""
+ERFC_SCALE = 1 / (1 - 1 / (1 + ERFC_END / 2))
+"""t = 1 / (1 + s / 2) for s from 0 to ERFC_END, moved to 1 .. -1, is 2 ERFC_SCALE (t - 1) + 1."""
+
+
+@lru_cache(1)
+def _erfc_polynomial() -> list[float]:
+    """Return the coefficients of p, lowest first, with erfc(s) = p(t) exp(-s^2) within 1e-15.
+
+    t from -1 to 1 is a fraction of s: see ERFC_SCALE.
+    """
+
+    def values(t):
+        every_s = 2 / (1 + (t - 1) / (2 * ERFC_SCALE)) - 2
+        return [math.erfc(s) * math.exp(s * s) for s in every_s]
+
+    return chebyshev.cheb2poly(chebyshev.chebinterpolate(values, 18)).tolist()
+
+
+def gelu_erf_backward(dy, saved, arena):
+    saved *= dy
+    return saved
+
+
+def tanh(z, arena):
+    y = arena.take(z.shape, z.dtype)
+    np.tanh(z, out=y)
+    return y, y
+
+
+def tanh_backward(dy, saved, arena):
+    dz = arena.take(dy.shape, dy.dtype)
+    np.multiply(saved, saved, out=dz)
+    np.subtract(1, dz, out=dz)
+    dz *= dy
+    return dz
 
 
 def relu(z, arena):

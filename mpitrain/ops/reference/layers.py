@@ -2,6 +2,7 @@
 dropout, images.
 """
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -164,6 +165,36 @@ def gelu(z, arena):
 def gelu_backward(dy, saved, arena):
     """Return dz = dy gelu'(z).    dy, dz: the shape of z"""
     return dy * _gelu_slope(saved)
+
+
+def gelu_erf(z, arena):
+    """Return (y, saved) with y = z P(z), where P is the normal distribution: GELU as BERT has it.
+
+    z, y: (M, N)
+    """
+    return z * _normal(z), z
+
+
+def gelu_erf_backward(dy, saved, arena):
+    """Return dz = dy (P(z) + z P'(z)).    dy, dz: the shape of z"""
+    density = np.exp(-0.5 * saved**2) / np.sqrt(2 * np.pi, dtype=saved.dtype)
+    return dy * (_normal(saved) + saved * density)
+
+
+def _normal(z):
+    half = np.vectorize(math.erfc, otypes=[np.float64])(-z / math.sqrt(2))
+    return (0.5 * half).astype(z.dtype)
+
+
+def tanh(z, arena):
+    """Return (y, saved) with y = tanh(z).    z, y: (M, N)"""
+    y = np.tanh(z)
+    return y, y
+
+
+def tanh_backward(dy, saved, arena):
+    """Return dz = dy (1 - y^2).    dy, dz: the shape of z"""
+    return dy * (1 - saved**2)
 
 
 def relu(z, arena):

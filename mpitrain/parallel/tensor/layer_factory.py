@@ -128,7 +128,7 @@ class ShardedLayerFactory(LayerFactory):
     def _own_columns(self, columns: int) -> range:
         return own_run(self.rows.group, columns, "outputs")
 
-    def head(self, width: int, vocab: int, draw: Draw) -> Layer:
+    def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
         """Return the head of this rank's vocabulary; `loss` and `whole` then expect its logits."""
         self.made.add("head")
         group, chunks = self.rows.group, self.memory.logit_chunks
@@ -138,7 +138,7 @@ class ShardedLayerFactory(LayerFactory):
                 f"Set layout.tp to at most {vocab}.",
             )
         self._split = VocabParallelCrossEntropy(self, vocab, self.keys.label_smoothing)
-        head = Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw)
+        head = Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw, bias)
         return ChunkedParallelHead(head, chunks, self.rows) if chunks > 1 else head
 
     def loss(self) -> Loss:

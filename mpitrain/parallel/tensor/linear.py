@@ -291,15 +291,23 @@ class RowParallelLinear(Linear):
 
 
 class Head(Column):
-    """The output head: a column-parallel linear layer without bias.
+    """The output head: a column-parallel linear layer.
 
     Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
     """
 
     is_rowwise = True  # is not inherited: `forward` is overridden
 
-    def __init__(self, layers: Layers, runs: Sequence[range], width: int, vocab: int, draw: Draw):
-        super().__init__(layers, runs, width, vocab, draw, bias=False)
+    def __init__(
+        self,
+        layers: Layers,
+        runs: Sequence[range],
+        width: int,
+        vocab: int,
+        draw: Draw,
+        bias: bool = False,
+    ):
+        super().__init__(layers, runs, width, vocab, draw, bias=bias)
         self.product, self.role = layers.ops.logits, "head"
 
     def output_shape(self, shape):
@@ -344,13 +352,17 @@ class HeadAttention(Attention):
 
 
 class ReplicatedLinear(FusedLinear):
-    """A linear layer of which every rank of the group computes the same product."""
+    """A linear layer with replicated weights: every rank computes all of its own rows.
+
+    With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
+    """
 
     def __init__(self, layers: Layers, *arguments: Any):
         super().__init__(layers.ops, *arguments)
+        self._partial = layers.rows.partial
 
     def _base(self):
-        return [p._replace(holders="tp") for p in super()._base()]
+        return [p._replace(holders="tp", partial=self._partial) for p in super()._base()]
 
 
 class ReplicatedNorm(Norm):

@@ -35,8 +35,8 @@ from mpitrain.parallel.tensor.rows import ReplicatedRows
 class VocabParallelEmbedding(Embedding):
     """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C).
 
-    Each rank has its rows of the token table, and all positions. Only rank 0 adds the positions,
-    but every rank computes their whole gradient.
+    Each rank has its rows of the token table, and all positions and token types. Only rank 0 adds
+    these, but every rank computes their whole gradient.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class VocabParallelEmbedding(Embedding):
         draw: Any,
         now: Now | None = None,
         has_table: bool = True,
+        types: int = 0,
     ):
-        super().__init__(layers.ops, vocab, context, width, draw, now, has_table)
+        super().__init__(layers.ops, vocab, context, width, draw, now, has_table, types)
         self._rows = layers.rows
         self._rows.context = context // self.now.tokens.ranks
         self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
@@ -70,25 +71,20 @@ class VocabParallelEmbedding(Embedding):
                 "Pass one at a time, or longer ones.",
             )
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        places = self.now.places if self.has_table else None
-        is_first = not self._rows.group.rank
-        positions = w.get("positions") if is_first and places is None else None
+        rows, is_first = self._rows_of_tables(x, arena), not self._rows.group.rank
+        positions = w.get("positions") if is_first and "positions" not in rows else None
         _, saved = self.ops.embedding(
             x, w["tokens"], positions, arena, self._entries.start, lease.array
         )
-        if places is not None:
-            vectors, looked_up = self.ops.embedding(places.own, w["positions"], None, arena)
-            saved = Lookups(saved, looked_up)
-            if is_first:
-                self.ops.add(lease.array, vectors, lease.array, arena)
+        others = self._looked_up(w, rows, lease.array if is_first else None, arena)
         self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena), saved
+        return self._rows.summed(lease, arena), Lookups(saved, others)
 
     def forward_next(self, w, x, past, arena):
         lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
         self.ops.embedding(x, w["tokens"], None, arena, self._entries.start, lease.array)
         if self.has_table and not self._rows.group.rank:
-            self._add_positions(w, lease.array, past.positions, arena)
+            self._looked_up(w, {"positions": past.positions}, lease.array, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena)
 
