@@ -29,7 +29,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     "kind",
     metavar="FORMAT",
     required=True,
-    help="Format of the folder: gpt2, llama or peft.",
+    help="Format of the folder: gpt2, llama, bert or peft.",
 )
 @click.option(
     "--out",

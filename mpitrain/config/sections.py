@@ -295,8 +295,8 @@ class Data(Section):
         0.15,
         gt=0,
         le=1,
-        description="{rows}: part of the tokens to predict. Of these, 80% are hidden by the mask token, 10% replaced by any token, "
-        "and 10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all tokens, and "
+        description="{rows}: part of the tokens to predict. Of these, 80% become the mask token, 10% any token, and "
+        "10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all tokens, and "
         "data.vocabulary counts it",
     )
 

@@ -1,6 +1,6 @@
 """Model folders of HuggingFace's transformers: the reader and the writer of every architecture.
 
-gpt2.py and llama.py have what differs: names and shapes of tensors, and keys of config.json.
+gpt2.py, llama.py and bert.py have what differs: names and shapes of tensors, and keys of config.json.
 """
 
 import json
@@ -39,6 +39,7 @@ from mpitrain.formats.tensors import (
 
 WEIGHTS = "model"
 HEAD, THEIR_HEAD = "head.logits.weight", "lm_head.weight"
+CLASSES = "head.classes.weight"
 Size = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -49,7 +50,7 @@ class TensorRow(NamedTuple):
             joined layer, of which the folder has a tensor of its own: attention.qkv.weight:q
     theirs  the name in the folder
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, G columns of
-            the keys, Q of queries, keys and values
+            the keys, Q of queries, keys and values, K classes, 2 token types
     """
 
     ours: str
@@ -80,11 +81,13 @@ class Architecture(NamedTuple):
     only          {key of config.json: the only values that our model supports}
     tensors       (section [model]) -> all tensors, in the order of the model
     keys          (config) -> {section.key: value}; raises ValueError for a model that is not ours
-    described     (section [model]) -> the keys of config.json that describe a model
+    described     (section [model], classes) -> the keys of config.json that describe a model
     prefix        of names; the folder of a model without a head lacks it
     buffers       pattern of the names, without the prefix, of tensors that are no parameters
     is_transposed  whether folders have the matrices of blocks in reverse order of dims
     notes         (config) -> sentences about properties of a folder that the run does not have
+    heads         beginnings of names: a folder has all tensors with this beginning, or none
+    earlier       {part of a name in earlier folders: now}
     """
 
     kind: str
@@ -93,18 +96,29 @@ class Architecture(NamedTuple):
     only: Mapping[str, tuple[Any, ...]]
     tensors: Callable[[Model], Sequence[TensorRow]]
     keys: Callable[[Any], dict[str, Any]]
-    described: Callable[[Model], dict[str, Any]]
+    described: Callable[[Model, int], dict[str, Any]]
     prefix: str
     buffers: str
     is_transposed: bool = False
     notes: Callable[[Any, Path], list[str]] = lambda config, folder: []
+    heads: Sequence[str] = ()
+    earlier: Mapping[str, str] = {}
 
-    def counterparts(self, keys: Model, vocabulary: int) -> Iterator[tuple[str, list[Counterpart]]]:
-        """Yield each tensor, in the order of the model: (our name, its parts in a folder)."""
+    def counterparts(
+        self,
+        keys: Model,
+        vocabulary: int,
+        classes: int = 0,
+        has: Callable[[TensorRow], bool] = lambda row: True,
+    ) -> Iterator[tuple[str, list[Counterpart]]]:
+        """Yield each tensor, in the order of the model: (our name, its parts in a folder).
+
+        has  whether a tensor of a head is there; a head of which none is there is left out
+        """
         width, shared = keys.width, keys.width // keys.heads * (keys.kv_heads or keys.heads)
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
-        sizes |= {"G": shared, "Q": width + 2 * shared}
-        for ours, rows in groupby(self._rows(keys), lambda row: row.ours.partition(":")[0]):
+        sizes |= {"G": shared, "Q": width + 2 * shared, "K": classes, "2": 2}
+        for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:
                 shape = tuple(sizes[letter] for letter in row.shape)
@@ -114,13 +128,21 @@ class Architecture(NamedTuple):
                 first = own.stop
             yield ours, parts
 
-    def facts(self, keys: Model, vocabulary: int, ends: int | None) -> dict[str, Any]:
+    def facts(
+        self, keys: Model, vocabulary: int, ends: int | None, classes: int = 0
+    ) -> dict[str, Any]:
         """Return the keys of config.json for a model.    ends: the token that ends a document"""
         sizes = {"vocab_size": vocabulary, "tie_word_embeddings": keys.tied}
-        return {**self.described(keys), **sizes, "bos_token_id": ends, "eos_token_id": ends}
+        facts = {**self.described(keys, classes), **sizes}
+        return {**facts, "bos_token_id": ends, "eos_token_id": ends}
 
-    def _rows(self, keys: Model) -> Iterator[TensorRow]:
-        for repeats, rows in groupby(self.tensors(keys), lambda row: "#" in row.ours):
+    def _rows(self, keys: Model, has: Callable[[TensorRow], bool]) -> Iterator[TensorRow]:
+        every = self.tensors(keys)
+        for head in self.heads:
+            own = [row for row in every if row.theirs.startswith(head)]
+            if not any(map(has, own)):
+                every = [row for row in every if row not in own]
+        for repeats, rows in groupby(every, lambda row: "#" in row.ours):
             known = [row for row in rows if row.ours != HEAD or not keys.tied]
             for block in range(keys.layers if repeats else 1):
                 for row in known:
@@ -184,6 +206,12 @@ def check_heads(config: Any, heads: str, width: str) -> None:
         )
 
 
+def dropout_notes(config: Any, folder: Path, keys: Sequence[str]) -> list[str]:
+    rates = {key: rate for key in keys if (rate := getattr(config, key))}
+    listed = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
+    return [f"the dropout rates are those of [model], not of {folder}: {listed}"] if rates else []
+
+
 def read(own: Architecture, folder: Path) -> Initial:
     with refusing(folder):
         config = _configuration(own, folder)
@@ -191,19 +219,29 @@ def read(own: Architecture, folder: Path) -> Initial:
         keys = own.keys(config)
         model = {key.removeprefix("model."): v for key, v in keys.items() if "model." in key}
         tensors = _matched(own, Model(**model), config.vocab_size, located)
-    return Initial(folder, keys, tensors, [CONFIGURATION, *files], own.notes(config, folder))
+    notes, may_lack = own.notes(config, folder), "head." if own.heads else ""
+    return Initial(folder, keys, tensors, [CONFIGURATION, *files], notes, may_lack)
 
 
 def _matched(
     own: Architecture, keys: Model, vocabulary: int, located: Mapping[str, Located]
 ) -> dict[str, AnyTensor]:
     """Return {our name: tensor}; ValueError if a tensor is missing, unknown or of a wrong shape."""
-    left = {name.removeprefix(own.prefix): (name, tensor) for name, tensor in located.items()}
+    left = {}
+    for name, tensor in located.items():
+        short = name.removeprefix(own.prefix)
+        for then, now in own.earlier.items():
+            short = short.replace(then, now)
+        left[short] = name, tensor
     if len(left) < len(located):
         raise ValueError(f"it has a tensor with and without the prefix {own.prefix}")
     matched: dict[str, AnyTensor] = {}
+    classes, has = 0, lambda row: row.theirs.removeprefix(own.prefix) in left
+    for row in own.tensors(keys):
+        if row.shape == "KC" and has(row):
+            classes = left[row.theirs][1].shape[0]
     # A wrong number of layers may be huge: the first missing tensor ends the iteration.
-    for ours, parts in own.counterparts(keys, vocabulary):
+    for ours, parts in own.counterparts(keys, vocabulary, classes, has):
         stored = []
         for part in parts:
             if (short := part.name.removeprefix(own.prefix)) not in left:
@@ -231,7 +269,12 @@ def write(own: Architecture, model: Trained) -> FolderContents:
         )
     vocabulary = tensors["embedding.tokens"].shape[0]
     renamed: dict[str, AnyTensor] = {}
-    pairs = dict(own.counterparts(keys, vocabulary))
+    classes = tensors[CLASSES].shape[0] if CLASSES in tensors else 0
+
+    def has(row: TensorRow) -> bool:
+        return row.ours in tensors
+
+    pairs = dict(own.counterparts(keys, vocabulary, classes, has))
     for ours, parts in pairs.items():
         for part in parts:
             tensor = tensors[ours] if len(parts) == 1 else RowsOfTensor(tensors[ours], part.rows)
@@ -242,12 +285,9 @@ def write(own: Architecture, model: Trained) -> FolderContents:
             "Name another run.",
         )
     ends = model.separator if 0 <= model.separator < vocabulary else None
-    texts = {
-        CONFIGURATION: {**own.facts(keys, vocabulary, ends), "dtype": model.dtype},
-        "generation_config.json": {
-            "_from_model_config": True,
-            "bos_token_id": ends,
-            "eos_token_id": ends,
-        },
-    }
+    facts = own.facts(keys, vocabulary, ends, classes)
+    texts: dict[str, Any] = {CONFIGURATION: {**facts, "dtype": model.dtype}}
+    if not own.heads:  # A model with several heads is no model that generates.
+        both = {"bos_token_id": ends, "eos_token_id": ends}
+        texts["generation_config.json"] = {"_from_model_config": True, **both}
     return FolderContents(renamed, {name: json_text(content) for name, content in texts.items()})

@@ -52,6 +52,8 @@ class Initial(NamedTuple):
     tensors  {full name: tensor in a file, or several that are joined}
     files    names of the files that determine the model
     notes    one sentence for each property of the folder that the run does not have
+    may_lack beginning of the names of tensors that the run draws if the folder lacks them; empty:
+             there are none
     """
 
     folder: Path
@@ -59,6 +61,7 @@ class Initial(NamedTuple):
     tensors: Mapping[str, AnyTensor]
     files: Sequence[str]
     notes: Sequence[str] = ()
+    may_lack: str = ""
 
     @property
     def fingerprint(self) -> int:

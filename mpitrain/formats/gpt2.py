@@ -16,6 +16,7 @@ from mpitrain.formats.architecture import (
     Size,
     TensorRow,
     check_heads,
+    dropout_notes,
     format_of_architecture,
 )
 from mpitrain.formats.folder import ModelType
@@ -83,7 +84,7 @@ def keys(config: Gpt2Configuration) -> dict[str, Any]:
     }
 
 
-def described(keys: Model) -> dict[str, Any]:
+def described(keys: Model, classes: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -101,9 +102,7 @@ def described(keys: Model) -> dict[str, Any]:
 
 
 def notes(config: Gpt2Configuration, folder: Path) -> list[str]:
-    rates = {key: rate for key in DROPOUT if (rate := getattr(config, key))}
-    listed = ", ".join(f"{key} {rate:g}" for key, rate in rates.items())
-    return [f"the dropout rates are those of [model], not of {folder}: {listed}"] if rates else []
+    return dropout_notes(config, folder, DROPOUT)
 
 
 GPT2 = Architecture(

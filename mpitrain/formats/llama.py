@@ -137,7 +137,7 @@ def keys(config: LlamaConfiguration) -> dict[str, Any]:
     }
 
 
-def described(keys: Model) -> dict[str, Any]:
+def described(keys: Model, classes: int) -> dict[str, Any]:
     name, model_type = ("Qwen2", "qwen2") if keys.qkv_bias else ("Llama", "llama")
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:

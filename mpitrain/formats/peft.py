@@ -28,6 +28,7 @@ from mpitrain.config import Model
 from mpitrain.errors import ConfigError
 from mpitrain.formats import folder as folders
 from mpitrain.formats.architecture import HEAD, Architecture
+from mpitrain.formats.bert import BERT
 from mpitrain.formats.folder import (
     FolderContents,
     Format,
@@ -43,7 +44,7 @@ from mpitrain.formats.llama import LLAMA
 from mpitrain.formats.safetensors_files import Located
 from mpitrain.formats.tensors import AnyTensor, RowsOfTensor, StoredTensor, padded, stacked
 
-ARCHITECTURES = {own.kind: own for own in (GPT2, LLAMA)}
+ARCHITECTURES = {own.kind: own for own in (GPT2, LLAMA, BERT)}
 """{model.kind: the names of its layers in transformers}."""
 
 WEIGHTS, CONFIGURATION, RECORD = "adapter_model", "adapter_config.json", "mpitrain.json"
@@ -220,7 +221,7 @@ def write(model: Trained) -> FolderContents:
         raise ConfigError(
             f"A folder of kind peft has the adapters of a {' or '.join(ARCHITECTURES)}, but this run has "
             f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
-            "Export it with --to gpt2 or llama.",
+            "Export it with --to and the name of its kind of model.",
         )
     tensors: dict[str, AnyTensor] = {}
     ranks = {}

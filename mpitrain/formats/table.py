@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 from mpitrain.errors import CheckpointError
-from mpitrain.formats import gpt2, llama
+from mpitrain.formats import bert, gpt2, llama
 from mpitrain.formats.folder import CONFIGURATION, Format, ModelType, configuration, names, refusing
 from mpitrain.formats.peft import PEFT
 from mpitrain.tables import Table
 
-FORMATS: Table[str, Format] = Table(gpt2=gpt2.FORMAT, llama=llama.FORMAT, peft=PEFT)
+FORMATS: Table[str, Format] = Table(
+    gpt2=gpt2.FORMAT, llama=llama.FORMAT, bert=bert.FORMAT, peft=PEFT
+)
 """Formats of folders that `mpitrain export --to` writes and `run.init_from` reads."""
 
 

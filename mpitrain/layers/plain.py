@@ -301,6 +301,13 @@ class Activation:
         """Do nothing: there are no parameters."""
 
 
+class GeluErf(Activation):
+    """GELU by the error function; "gelu" of a linear layer is its form by tanh."""
+
+    def __init__(self, ops: Ops):
+        super().__init__(ops.gelu_erf, ops.gelu_erf_backward)
+
+
 class Tanh(Activation):
     """A hyperbolic tangent, whose output its backward needs."""
 
@@ -629,9 +636,7 @@ class Plain:
     ) -> Embedding:
         """Return an embedding, tokens (B, T) to (B, T, width), by default with learned positions.
 
-        The tables are drawn with deviation 0.02.
-
-        types  number of token types, each with a vector that is added; every token has type 0
+        All tables are drawn with deviation 0.02. types: number of token types.
         """
         return self._embedding(
             self._source, vocab, context, width, normal(0.02), self.now, positions, types
@@ -648,18 +653,6 @@ class Plain:
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
         return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)
-
-    def gelu_erf(self) -> Activation:
-        """Return GELU by the error function, not by tanh as "gelu" of a linear layer."""
-        return Activation(self.ops.gelu_erf, self.ops.gelu_erf_backward)
-
-    def tanh(self) -> Tanh:
-        """Return a hyperbolic tangent."""
-        return Tanh(self.ops)
-
-    def first_token(self) -> FirstToken:
-        """Return a layer that keeps the first token of each row, (B, T, C) to (B, C)."""
-        return FirstToken()
 
     def joined_linear(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
-from mpitrain.layers.plain import Plain
+from mpitrain.layers.plain import FirstToken, GeluErf, Plain, Tanh
 
 TYPES = 2
 """Token types: that of a first text, and that of a second one."""
@@ -71,7 +71,7 @@ def bert(
         )
         mlp = Sequential(
             up=layers.column_linear(width, hidden, inner),
-            gelu=layers.gelu_erf(),
+            gelu=GeluErf(layers.ops),
             down=layers.dropped(layers.row_linear(hidden, width, inner), dropout),
         )
         units += [
@@ -84,15 +84,15 @@ def bert(
     if classes:
         pooler = layers.linear(width, width, inner)
         head = Sequential(
-            first=layers.first_token(),
+            first=FirstToken(),
             pooler=pooler,
-            tanh=layers.dropped(layers.tanh(), dropout),
+            tanh=layers.dropped(Tanh(layers.ops), dropout),
             classes=layers.linear(width, classes, inner),
         )
         return [*units, Unit("head", head)]
     head = Sequential(
         transform=layers.linear(width, width, inner),
-        gelu=layers.gelu_erf(),
+        gelu=GeluErf(layers.ops),
         norm=layers.norm(width, epsilon),
         logits=layers.head(width, vocab, inner, bias=True),
     )

@@ -28,14 +28,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import (
-    MODELS,
-    adapted,
-    check_data,
-    check_targets,
-    form_for,
-    units_of,
-)
+from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for, units_of
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
@@ -464,7 +457,7 @@ def open_run(
 
     alone       returns the configuration on one rank, from `configured`
     best        whether to take the checkpoint with the best validation loss
-    needs_data  False: build a token model without opening its data source
+    needs_data  False: build a model that writes text without opening its data source
     """
 
     def on_these_ranks() -> Config:
@@ -481,6 +474,6 @@ def open_run(
     agreed = agree_on(transport, on_these_ranks, look)
     vocabulary = agreed.config.data.vocabulary or 256
     context = agreed.config.model.context
-    is_enough = not needs_data and MODELS[agreed.config.model.kind].takes == "tokens"
+    is_enough = not needs_data and MODELS[agreed.config.model.kind].writes
     source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
     return build(transport, agreed, source=source)

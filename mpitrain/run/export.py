@@ -98,7 +98,7 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
             f"A merge adds adapters to the model under them, but lora.rank is {rank} and the format is {name}.",
             "Leave out --merge."
             if not rank
-            else "Leave out --merge, or export --to gpt2 or llama.",
+            else "Leave out --merge, or export --to gpt2, llama or bert.",
         )
     if rank and not merge and name != "peft":
         raise ConfigError(

@@ -22,6 +22,7 @@ from mpitrain.formats.tensors import AnyTensor, StoredTensor, read_whole
 from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
+from mpitrain.models.table import MODELS
 from mpitrain.models.targets import chosen_targets, is_adapter, targets
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.run.checkpoint import loading
@@ -112,7 +113,9 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
     folder = Path(config.run.init_from)
     if is_run(folder):
         saved = saved or newest(folder / CHECKPOINTS)
-        initial = Initial(saved, determined(folder), parameters(saved), [MANIFEST])
+        keys = determined(folder)
+        may_lack = "head." if MODELS[keys["model.kind"]].hides else ""
+        initial = Initial(saved, keys, parameters(saved), [MANIFEST], may_lack=may_lack)
     else:
         initial = format_of(folder).read(folder)
     check_keys(config.run.init_from, initial.keys, config.flat())
@@ -137,40 +140,47 @@ def load_initial(
         for note in initial.notes:
             print(f"note: {note}.", file=sys.stderr, flush=True)
 
-    def filled() -> dict[str, str]:
+    def filled() -> tuple[dict[str, str], list[str]]:
         with refusing(initial.folder):
-            fill(initial.folder, initial.tensors, kept, storage, backend)
+            drawn = fill(initial, kept, storage, backend)
             names = initial.files[transport.rank :: transport.size]
-            return {name: sha256(initial.folder / name) for name in names}
+            return {name: sha256(initial.folder / name) for name in names}, drawn
 
-    digests = {
-        name: digest
-        for of_rank in from_all_ranks(transport, filled)
-        for name, digest in of_rank.items()
-    }
+    every = from_all_ranks(transport, filled)
+    digests = {name: digest for own, _ in every for name, digest in own.items()}
+    if transport.rank == 0 and (drawn := sorted({name for _, names in every for name in names})):
+        print(
+            f"note: {initial.folder} lacks {', '.join(drawn)}, which are drawn.",
+            file=sys.stderr,
+            flush=True,
+        )
     return {"folder": os.path.abspath(initial.folder), "sha256": dict(sorted(digests.items()))}
 
 
 def fill(
-    folder: Path,
-    tensors: Mapping[str, AnyTensor],
-    kept: Sequence[StateBuffer],
-    storage: Storage,
-    backend: Backend,
-) -> None:
-    """Fill a rank's parameters, and the buffers that start as copies of them; not collective."""
+    initial: Initial, kept: Sequence[StateBuffer], storage: Storage, backend: Backend
+) -> list[str]:
+    """Fill a rank's parameters, and the buffers that start as copies of them; not collective.
+
+    returns  the names of the tensors that stay as they are, because the folder may lack them
+    """
+    folder, tensors, drawn = initial.folder, initial.tensors, list[str]()
     kept = _filled_with_codes(folder, tensors, kept, backend)
     for held in holdings(described(storage, kept)):
         if PARAMETERS not in (held.name, kept[held.number].like):
             continue
         name, shape = held.part.tensor, held.part.shape
         stored = tensors.get(name)
+        if stored is None and initial.may_lack and name.startswith(initial.may_lack):
+            drawn.append(name)
+            continue
         if stored is None or not _fits(name, stored.shape, shape):
             raise _unfit(folder, name, shape, stored)
         with np.errstate(over="ignore"):
             values = elements(stored, held.part).astype(held.dtype, copy=False)
         _check_finite(folder, name, values)
         put(kept[held.number].array, held, values, backend)
+    return drawn
 
 
 def _filled_with_codes(

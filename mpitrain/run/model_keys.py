@@ -144,7 +144,7 @@ _SIZES = ("model.kind", "model.width")
 
 def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
     wanted = stored.get("data.vocabulary", 0)
-    if not wanted or stored["model.kind"] not in ("gpt", "llama") or wanted == entries:
+    if not wanted or stored["model.kind"] not in ("gpt", "llama", "bert") or wanted == entries:
         return
     raise ConfigError(
         f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",

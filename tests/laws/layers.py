@@ -10,7 +10,7 @@ import numpy as np
 from mpitrain.layers.base import GeluCut, Unit, backward, fusion_of
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.plain import Plain, Rotary
+from mpitrain.layers.plain import GeluErf, Plain, Rotary, Tanh
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -175,6 +175,11 @@ def kinds(plain) -> dict[str, Any]:
             qkv=plain.qkv(WIDTH, 3, draw, 1, bias=False),
             attention=plain.attention(WIDTH, 3, 1, rotary=Rotary(100.0, 9)),
         ),
+        "encoder": Sequential(
+            sum=plain.residual(Sequential(a=linear(), b=GeluErf(factory.ops), c=linear())),
+            norm=plain.norm(WIDTH),
+        ),
+        "tanh": Sequential(a=linear(), b=Tanh(factory.ops)),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
         "attention to later tokens": Sequential(
             qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2, causal=False)

@@ -196,7 +196,10 @@ def test_a_source_that_a_program_passes_is_refused_by_its_form_as_well(monkeypat
 @pytest.mark.parametrize(
     "settings, law",
     [
-        (["model.kind=trigram"], "'gpt', 'llama', 'mlp', 'cnn', 'bigram' or 'picture', but is"),
+        (
+            ["model.kind=trigram"],
+            "'gpt', 'llama', 'bert', 'mlp', 'cnn', 'bigram' or 'picture', but is",
+        ),
         (["model.kind=bigrams"], "did you mean bigram?"),
         (["model.kind=bigram", "model.width=7"], "A bigram has an even width, but it is 7."),
         (

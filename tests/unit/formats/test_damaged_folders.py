@@ -58,7 +58,7 @@ def damages():
         ("resid_pdrop", 2.0),
     ):
         yield f"{key} {value}", changed(key, value), "tensor|shape|head|" + key
-    for kind in ("bert", "qwen3", "gpt_neo", "opt", "t5", "", "GPT2"):
+    for kind in ("roberta", "qwen3", "gpt_neo", "opt", "t5", "", "GPT2"):
         yield f"model_type {kind}", changed("model_type", kind), "model_type"
     for name, data in {
         "empty": b"",
