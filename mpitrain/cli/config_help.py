@@ -26,7 +26,7 @@ EXPERT = {
     ],
     "safety": [
         *(f"run.{name}" for name in ("stall_seconds", "on_stall", "grace", "on_nonfinite")),
-        *(f"run.{name}" for name in ("on_spike", "spike", "snapshot_every")),
+        *(f"run.{name}" for name in ("on_spike", "spike", "snapshot_every", "copies_every")),
         "memory.release_every",
     ],
     "tests": [f"run.{name}" for name in ("digest_every", "delay", "inject")],

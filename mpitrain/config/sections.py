@@ -173,8 +173,14 @@ class Run(Section):
     )
     on_failure: Literal["end", "continue"] = Field(
         "end",
-        description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state "
-        "or the newest checkpoint. continue needs `mpitrain launch --fault-tolerant`",
+        description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state, "
+        "copies (copies_every) or the newest checkpoint. continue needs `mpitrain launch --fault-tolerant`",
+    )
+    copies_every: int = Field(
+        0,
+        ge=0,
+        description="on_failure continue: steps between copies of the state in host memory, of this rank and of what a "
+        "neighbour alone has, on another host where there is one. 0: no copies",
     )
     recover_seconds: float = Field(
         120.0, ge=1, description="seconds from a loss to the next step, after which the job ends"

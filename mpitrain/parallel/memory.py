@@ -14,7 +14,8 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
 from mpitrain.models.table import adapted, units_of
 from mpitrain.ops.device import Device
-from mpitrain.optim import state_bytes
+from mpitrain.optim import RULES, state_bytes
+from mpitrain.optim.rule import BlockWise
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -164,6 +165,23 @@ def kept_bytes(config: Config, sizes: Sizes) -> float:
     if servers:
         parameters *= (sizes.axes.dp + 1) / sizes.axes.ranks
     return needed(sizes) - needed(sizes._replace(state=0)) + parameters
+
+
+def copied_bytes(config: Config, sizes: Sizes) -> float:
+    """Return the bytes of one copy of run.copies_every on a rank, as the mean over the ranks.
+
+    That is the state of `kept_bytes`, decoded, and what a neighbour alone has of its own.
+    """
+    rule, zero = RULES[config.optimizer.name], sizes.settings.zero
+    if isinstance(rule.step, BlockWise):
+        sizes = sizes._replace(state=len(rule.state) * sizes.master)
+    own, needed, axes = kept_bytes(config, sizes), mode_of(config).memory, sizes.axes
+    state = needed(sizes) - needed(sizes._replace(state=0))
+    if axes.servers > 1:  # A single one has all parameters, as workers have.
+        return own + state + sizes.master * sizes.length / axes.ranks
+    if zero and sizes.shards == axes.copies:
+        return own + (own if zero == 3 or sizes.mirror else state)
+    return own + state * (config.replication.mode != "all-reduce")
 
 
 def _described(

@@ -531,7 +531,7 @@ def room_for_copies(trainer: Trainer) -> saving.HostRoom:
     """Return the memory of this rank's host for copies of a checkpoint, besides snapshots; collective."""
     limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
     held = sum(trainer.replication.held_by_kind().values()) + trainer.counted.peak
-    held += snapshot_bytes(trainer)
+    held += trainer.snapshot_bytes
     return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
 
 
@@ -545,11 +545,14 @@ def snapshot_bytes(trainer: Trainer) -> int:
     return KEPT * sum(array.nbytes for array in arrays_of(trainer))
 
 
-def check_copies(trainer: Trainer) -> None:
-    """Raise an agreed ConfigError if copies that the configuration asks for do not fit in memory."""
-    does_save = trainer.config.checkpoint.background is True
-    snapshots = snapshot_bytes(trainer)
-    if not does_save and not snapshots:
+def check_copies(trainer: Trainer, copied: int) -> None:
+    """Raise an agreed ConfigError if copies that the configuration asks for do not fit in memory.
+
+    copied  bytes of the copies of run.copies_every on this rank
+    """
+    run, does_save = trainer.config.run, trainer.config.checkpoint.background is True
+    trainer.snapshot_bytes = snapshots = snapshot_bytes(trainer) + copied
+    if not does_save and run.on_spike != "back" and not run.copies_every:
         return
     trainer.sync_parameters()
     room = room_for_copies(trainer)
@@ -560,7 +563,8 @@ def check_copies(trainer: Trainer) -> None:
     _, short = saving.share_out(kept, trainer.storage, trainer.transport, room)
     if short:
         keys = [("checkpoint.background=true", "checkpoint.background to auto")] * does_save
-        keys += [("run.on_spike=back", "run.on_spike to skip")] * bool(snapshots)
+        keys += [("run.on_spike=back", "run.on_spike to skip")] * (run.on_spike == "back")
+        keys += [("run.copies_every", "run.copies_every to 0")] * bool(run.copies_every)
         names, ways = (" and ".join(words) for words in zip(*keys, strict=True))
         copied, left = (n + snapshots * short.ranks for n in (short.needed, short.room))
         raise on_every_rank(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,10 @@ from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
 from mpitrain.transport.device import DeviceTransport
+
+if TYPE_CHECKING:
+    from mpitrain.run.injection import Injector
+    from mpitrain.run.recovery import Recovery
 
 
 class Finished(NamedTuple):
@@ -96,141 +100,156 @@ def train(
     ends : callable, optional
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
-    recovery: list[Any] = []  # The Recovery of run.on_failure=continue, if the key is set.
+    starts = _Starts(transport, stop_requested, watchers, begins, ends)
     try:
         while True:
             try:
-                arguments = stop_requested, watchers, begins, ends
-                return _started(transport, configured, resume, *arguments, recovery)
+                return starts.next(configured, resume)
             except PeerLost as error:
-                if not recovery:
+                if not starts.recovery:
                     raise
                 law = error.law
-            configured, resume = recovery[0].go_on(law), "auto"
+            configured, resume = starts.recovery.go_on(law), "auto"
     finally:
-        for one in recovery:
-            one.over()
+        if starts.recovery:
+            starts.recovery.over()
 
 
-def _started(
-    transport: Transport,
-    configured: Callable[[], Config],
-    resume: str,
-    stop_requested: Callable[[], bool] | None,
-    watchers: Sequence[Watcher] | None,
-    begins: Callable[[], Any] | None,
-    ends: Callable[[], float | None] | None,
-    recovery: list[Any],
-) -> Finished:
-    """Start the run on these ranks and train; arguments and errors as of `train`.
+class _Starts:
+    """The starts of a run: one, and with run.on_failure=continue another one after each loss.
 
-    recovery  empty at the first start; receives the Recovery, of which this start uses what a start
-              before it has kept
-    raises    PeerLost if a rank is lost
+    recovery  what a start uses of those before it; None without that key
     """
-    began = time.perf_counter()
-    began = min(began, getattr(transport.recorder, "began", began))
-    watchers = ([Losses()] if watchers is None else watchers) if transport.rank == 0 else ()
-    # Where ranks may be lost, the launcher goes on when one exits.
-    ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
-    with (
-        closing(
-            Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)
-        ) as watchdog,
-        ExitStack() as closed,
+
+    def __init__(
+        self,
+        transport: Transport,
+        stop_requested: Callable[[], bool] | None,
+        watchers: Sequence[Watcher] | None,
+        begins: Callable[[], Any] | None,
+        ends: Callable[[], float | None] | None,
     ):
-        for watcher in watchers:
-            closed.callback(watcher.close)
+        """Arguments as of `train`."""
+        self._transport, self._watchers = transport, watchers
+        self._stop_requested, self._begins, self._ends = stop_requested, begins, ends
+        self.recovery: Recovery | None = None
 
-        injector: list[Any] = []  # The Injector of run.inject, if the key is set.
-
-        def watched() -> Config:
-            config = configured()
-            watchdog.patience(config.run.stall_seconds, config.run.on_stall)
-            if config.run.inject:
-                from mpitrain.run.injection import Injector
-
-                injector.append(Injector(config.run.inject, transport))
-                injector[0].passes("start", 0)
-            return config
-
-        watchdog.alive("looking for the run directory")
-        agreed = agree_on(
-            transport,
-            watched,
-            lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
-        )
-        if agreed.config.run.on_failure == "continue" and not recovery:
-            from mpitrain.run.recovery import Recovery
-
-            recovery.append(Recovery(agreed.config, transport))
-        for watcher in watchers:
-            watcher.on_agreed(agreed.config, transport.hosts)
-        if agreed.config.run.trace and not transport.recorder.is_on:
-            transport = Recorded(transport, Recorder())
-        if injector:
-            transport = injector[0].over(transport)
-        if agreed.config.run.watchers:
-            own = on_all_ranks(
-                transport, lambda: [] if transport.rank else watchers_of(agreed.config.run.watchers)
-            )
-            watchers = [*watchers, *own]
-            for watcher in own:
+    def next(self, configured: Callable[[], Config], resume: str) -> Finished:
+        """Start the run on these ranks and train; PeerLost if a rank is lost."""
+        transport = self._transport
+        began = time.perf_counter()
+        began = min(began, getattr(transport.recorder, "began", began))
+        watchers: Sequence[Watcher] = ()
+        if transport.rank == 0:
+            watchers = [Losses()] if self._watchers is None else self._watchers
+        # Where ranks may be lost, the launcher goes on when one exits.
+        ending = [] if transport.needs_all else [partial(transport.abort, "ends the stalled job")]
+        with (
+            closing(
+                Watchdog(transport.rank, Run().stall_seconds, transport.traffic, *ending)
+            ) as watchdog,
+            ExitStack() as closed,
+        ):
+            for watcher in watchers:
                 closed.callback(watcher.close)
-        watchdog.alive("building the model")
-        with transport.recorder.pausing("building the model"):
-            job = (recovery[0].built if recovery else build)(transport, agreed)
-            check_copies(job.trainer)
-        watchdog.alive("claiming the run directory")
-        if begins:
-            begins()
-        locks: list[int] = []
-        closed.callback(lambda: [os.close(lock) for lock in locks])
-        over = job.trainer.transport
-        refusals = over.refusals if isinstance(over, DeviceTransport) else []
-        claimed, reasons = zip(
-            *from_all_ranks(
-                transport, lambda: (_claimed(transport.rank, agreed, job, locks), refusals)
-            ),
-            strict=True,
-        )
-        if transport.rank == 0 and not refusals and any(reasons):
-            from mpitrain.collectives.cuda_ipc import say_unshared
 
-            say_unshared(next(filter(None, reasons))[0])
-        folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
-        if agreed.config.run.tensorboard and transport.rank == 0:
-            from mpitrain.run.tensorboard import TensorBoard
+            injector: Injector | None = None  # of run.inject
 
-            watchers = [*watchers, board := TensorBoard()]
-            closed.callback(board.close)
-        run = RunState(job, agreed.location, folder, before, stop_requested, ends, watchers)
-        closed.callback(run.close)
-        for one in recovery:
-            closed.enter_context(one.of_run(run))
-        tracing = Tracing(run)
-        watchdog.alive("measuring matrix products")
-        places = gpu_identities(transport.hosts, job.trainer.resolved.gpus)
-        rates = utilisation(job, places.count(places[transport.rank]))
-        saving = Saving(run)
-        run.hooks += [
-            Watching(watchdog),
-            *(Failing(one.passes) for one in injector),
-            Logging(run, rates),
-            *([GoingBack(run, saving)] if agreed.config.run.on_spike == "back" else []),
-            *([Digesting(run)] if agreed.config.run.digest_every else []),
-            saving,
-            Evaluating(run, saving),
-            tracing,
-            Skipping(run),
-        ]
-        facts = recovery[0].facts if recovery else {}
-        run.begin(agreed.location, time.perf_counter() - began, facts)
-        if transport.recorder.is_on:
-            watchdog.traces(folder, transport.recorder)
-        for one in recovery:
-            one.over()
-        return Finished(_loop(run), job, folder)
+            def watched() -> Config:
+                nonlocal injector
+                config = configured()
+                watchdog.patience(config.run.stall_seconds, config.run.on_stall)
+                if config.run.inject:
+                    from mpitrain.run.injection import Injector
+
+                    injector = Injector(config.run.inject, transport)
+                    injector.passes("start", 0)
+                return config
+
+            watchdog.alive("looking for the run directory")
+            agreed = agree_on(
+                transport,
+                watched,
+                lambda config: (
+                    look(config, resume, transport.size) if transport.rank == 0 else None
+                ),
+            )
+            if agreed.config.run.on_failure == "continue" and not self.recovery:
+                from mpitrain.run.recovery import Recovery
+
+                self.recovery = Recovery(agreed.config, transport)
+            recovery = self.recovery
+            for watcher in watchers:
+                watcher.on_agreed(agreed.config, transport.hosts)
+            if agreed.config.run.trace and not transport.recorder.is_on:
+                transport = Recorded(transport, Recorder())
+            if injector:
+                transport = injector.over(transport)
+            if agreed.config.run.watchers:
+                own = on_all_ranks(
+                    transport,
+                    lambda: [] if transport.rank else watchers_of(agreed.config.run.watchers),
+                )
+                watchers = [*watchers, *own]
+                for watcher in own:
+                    closed.callback(watcher.close)
+            watchdog.alive("building the model")
+            with transport.recorder.pausing("building the model"):
+                job = (recovery.built if recovery else build)(transport, agreed)
+                check_copies(job.trainer, recovery.copied_bytes if recovery else 0)
+            watchdog.alive("claiming the run directory")
+            if self._begins:
+                self._begins()
+            locks: list[int] = []
+            closed.callback(lambda: [os.close(lock) for lock in locks])
+            over = job.trainer.transport
+            refusals = over.refusals if isinstance(over, DeviceTransport) else []
+            claimed, reasons = zip(
+                *from_all_ranks(
+                    transport, lambda: (_claimed(transport.rank, agreed, job, locks), refusals)
+                ),
+                strict=True,
+            )
+            if transport.rank == 0 and not refusals and any(reasons):
+                from mpitrain.collectives.cuda_ipc import say_unshared
+
+                say_unshared(next(filter(None, reasons))[0])
+            folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
+            if agreed.config.run.tensorboard and transport.rank == 0:
+                from mpitrain.run.tensorboard import TensorBoard
+
+                watchers = [*watchers, board := TensorBoard()]
+                closed.callback(board.close)
+            run = RunState(
+                job, agreed.location, folder, before, self._stop_requested, self._ends, watchers
+            )
+            closed.callback(run.close)
+            if recovery:
+                closed.enter_context(recovery.of_run(run))
+            tracing = Tracing(run)
+            watchdog.alive("measuring matrix products")
+            places = gpu_identities(transport.hosts, job.trainer.resolved.gpus)
+            rates = utilisation(job, places.count(places[transport.rank]))
+            saving = Saving(run)
+            run.hooks += [
+                Watching(watchdog),
+                *([Failing(injector.passes)] if injector else []),
+                Logging(run, rates),
+                *([GoingBack(run, saving)] if agreed.config.run.on_spike == "back" else []),
+                *(recovery.hooks(run) if recovery else []),
+                *([Digesting(run)] if agreed.config.run.digest_every else []),
+                saving,
+                Evaluating(run, saving),
+                tracing,
+                Skipping(run),
+            ]
+            facts = recovery.facts if recovery else {}
+            run.begin(agreed.location, time.perf_counter() - began, facts)
+            if transport.recorder.is_on:
+                watchdog.traces(folder, transport.recorder)
+            if recovery:
+                recovery.over()
+            return Finished(_loop(run), job, folder)
 
 
 def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:

@@ -1,11 +1,11 @@
 """Going on after the loss of ranks: what a rank keeps of its run, and how the next trainer is filled.
 
 PeerLost in any call of the run
-  each rank      forgets the transports and the trainer, and keeps data and state   Recovery.keep
-  living ranks   connect                                                            Recovery.go_on
+  each rank      forgets the transports and the trainer, and keeps data and state
+  living ranks   connect; those of a damaged replica leave                  Recovery.go_on
   then the run starts anew in its folder, as a resumed one does, but
-  living ranks   copy the state of the highest finished step, if a rank has all
-                 of it; else they load the newest checkpoint               Recovery.built
+  living ranks   copy the newest state of which they hold all, be it their own or that of
+                 `Copies`, unless the newest checkpoint is newer            Recovery.built
 """
 
 import gc
@@ -13,22 +13,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, PeerLost, TrainingError, on_every_rank
 from mpitrain.files import opened
+from mpitrain.optim import RULES
+from mpitrain.optim.rule import TensorWise
+from mpitrain.parallel.grid import Axes
+from mpitrain.parallel.modes import is_synchronous, servers_of
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.loading import put, taken
-from mpitrain.run.checkpoint.manifest import Done, step_of
-from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
-from mpitrain.run.hooks import RunState
+from mpitrain.run.checkpoint.held import Complete, Copies, Held, digest, fill, newest, units_of_all
+from mpitrain.run.checkpoint.manifest import step_of
+from mpitrain.run.checkpoint.snapshot import changed
+from mpitrain.run.hooks import Hook, RunState
 from mpitrain.run.resolve import Given
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
@@ -38,26 +41,25 @@ LOOK = 0.05
 """Seconds between two looks whether the process of a lost rank has left its lock."""
 
 
-class Held(NamedTuple):
-    """The whole state of a rank after a step.
+class Copying(Hook):
+    """Lets `Copies` take the state, every run.copies_every steps and at the start."""
 
-    arrays   those of `Replication.kept`, in its order, which no message changes
-    regions  of tensors in these arrays; their padding depends on the number of ranks
-    scalars  as in a `Manifest`
-    loss     of the last step; None: it is not known
-    """
+    def __init__(self, run: RunState, copies: Copies):
+        self._run, self._copies = run, copies
 
-    arrays: list[Any]
-    regions: list[HeldRegion]
-    done: Done
-    scalars: dict[str, float]
-    loss: float | None = None
+    def pause(self, step: int, stop: bool) -> bool:
+        run = self._run
+        if step == run.first or step % run.config.run.copies_every == 0:
+            with run.recorder.pausing("copies of the state"):
+                self._copies.take(run.after(step))
+        return stop
 
 
 class Recovery:
     """What one rank keeps of a run with run.on_failure=continue.
 
-    facts   of this start for the metrics; {} before a loss
+    facts         of this start for the metrics; {} before a loss
+    copied_bytes  bytes of the snapshots and copies of this rank
     """
 
     def __init__(self, config: Config, transport: Transport):
@@ -65,50 +67,67 @@ class Recovery:
         check(config, transport)
         self._config, self._root, self._folder = config, transport, ""
         self._source: Source | Unopened | None = None
-        self._held: Held | None = None
-        self._filling: Held | None = None
-        self._filler = -1
+        self._own: list[Held] = []
+        self._copied: list[Held] = []
+        self._copies: Copies | None = None
+        self._replicas = [replica_of(config, transport)]  # of this rank, after each loss
         self._saved: int | None = None
         self._began, self._timer, self._doing = time.monotonic(), threading.Timer(0, bool), ""
         self.facts: dict[str, Any] = {}
+        self.copied_bytes = 0
 
     def built(self, transport: Transport, agreed: Given) -> Job:
         """Build the job of a start, with the state of the living ranks if that is the newest; collective."""
-        if not self.facts:
-            job = build(transport, agreed)
-        else:
-            job = self._filled(build(transport, self._chosen(agreed), source=self._source))
+        complete = None
+        if self.facts:
+            agreed, complete = self._chosen(agreed)
+        job = build(transport, agreed, source=self._source)
+        if complete:
+            fill(job.trainer, complete, [*self._own, *self._copied])
+            job = job._replace(done=complete.facts.done)
         self._hold(job)
         return job
 
     def _hold(self, job: Job) -> None:
-        """Keep a new job's data and state; the state of the job before is given up."""
-        self._source, replication = job.source, job.trainer.replication
-        settings = job.trainer.config.replication
-        if settings.mode == "all-reduce" and not settings.zero and settings.wire == "none":
-            job.trainer.sync_parameters()
-            kept = replication.kept()
-            self._held = Held(
-                [buffer.array for buffer in kept],
-                holdings(described(job.trainer.storage, kept)),
-                job.done,
-                replication.step_end.skips.scalars(),
-            )
+        """Keep a new job's data and state; the state of the job before is given up; collective."""
+        trainer, config = job.trainer, job.trainer.config
+        transport, skips = trainer.transport, trainer.replication.step_end.skips
+        everyone = units_of_all(trainer)
+        state = digest(unit.name for units in everyone for unit in units)
+        if config.run.copies_every and transport.size > 1:
+            replicas = transport.gather_text(self._replicas[-1])
+            places = [*zip(replicas, transport.hosts, strict=True)]
+            self._copies = Copies(trainer, state, everyone, places, self._copied)
+            self.copied_bytes = self._copies.nbytes
+        own = []
+        if updates_alone(config):
+            arrays = zip(everyone[transport.rank], changed(trainer), strict=True)
+            units = {unit.name: (unit.entry, kept.array) for unit, kept in arrays if unit.name}
+            own = [Held("ranks", state, units, job.done, skips.scalars())]
+        self._source, self._own = job.source, [*self._own, *own]
+        if self.facts:
+            transport.barrier()  # All ranks have the state of this job, so that before may go.
+        self._own = own
+
+    def hooks(self, run: RunState) -> list[Hook]:
+        return [Copying(run, self._copies)] if self._copies else []
 
     @contextmanager
     def of_run(self, run: RunState) -> Iterator[None]:
         """Note at a loss after which step the state is that of this rank."""
         self._folder = str(run.folder)
-        if self.facts.get("filled_from") == "ranks":
+        if self.facts.get("filled_from") in ("ranks", "copies"):
             run.saved_at = self._saved
         run.limit.shorten(time.monotonic() - self._began)
         try:
             yield
         except PeerLost:
-            if self._held and run.finished > run.first:
+            if run.finished > run.first:
                 scalars = run.trainer.replication.step_end.skips.scalars()
                 done = run.after(run.finished)
-                self._held = self._held._replace(done=done, scalars=scalars, loss=run.loss)
+                self._own = [
+                    own._replace(done=done, scalars=scalars, loss=run.loss) for own in self._own
+                ]
             raise
 
     def go_on(self, law: str) -> Callable[[], Config]:
@@ -121,34 +140,77 @@ class Recovery:
         self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
         self._timer.daemon = True
         self._timer.start()
+        self._copies = None
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
         before, self._doing = self._root.size, "connecting the living ranks"
+        left = 0
         while True:
             try:
                 self._root.abandon()
                 self._root.survivors()
                 # A start that the loss has interrupted may have got further on some ranks.
-                known = self._root.gather_text([self._folder, self._source is not None])
-                break
+                known = self._root.gather_text(
+                    [self._folder, self._source is not None, self._replicas]
+                )
+                damaged = self._damaged([replicas for *_, replicas in known])
+                if not damaged:
+                    break
+                left = max(left, len(damaged))
+                if self._root.rank in damaged:
+                    self._root.leave()
             except PeerLost:
                 continue
         size = self._root.size
         if size == before:
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
-        self.facts = {"lost": before - size}
-        folders, are_open = zip(*known, strict=True)
+        self._replicas.append(replica_of(self._config, self._root))
+        lost = before - size - left
+        self.facts = {"lost": lost, **({"left": left} if left else {})}
+        folders, are_open, _ = zip(*known, strict=True)
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
-        run = self._config.run.model_copy(update={"inject": ""})
+        run, replication = (
+            self._config.run.model_copy(update={"inject": ""}),
+            self._config.replication,
+        )
+        if (
+            len({*Counter(self._root.hosts).values()}) > 1
+        ):  # Hosts no longer have equally many ranks.
+            replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
-            print(f"{before - size} of {before} ranks are lost; {size} go on", file=sys.stderr)
+            leaving = f"{left} leave with their replica; " if left else ""
+            print(f"{lost} of {before} ranks are lost; {leaving}{size} go on", file=sys.stderr)
         if self._folder:
             run = run.model_copy(update={"out": self._folder})
             if self._root.rank == 0:
                 self._doing = f"waiting for the lock of {self._folder}"
                 self._free(Path(self._folder))
         self._doing = "building the job of the living ranks"
-        return lambda: self._config.model_copy(update={"run": run})
+        return lambda: self._config.model_copy(update={"run": run, "replication": replication})
+
+    def _damaged(self, replicas: Sequence[Sequence[int]]) -> set[int]:
+        """Return the living ranks whose replica has lost a rank.
+
+        replicas  of each living rank, after each loss; a loss may have kept some from the last number
+        raises    TrainingError on every rank if no replica is whole
+        """
+        last = min(map(len, replicas)) - 1
+        living = Counter(own[last] for own in replicas)
+        layout = self._config.layout
+        damaged = {
+            rank
+            for rank, own in enumerate(replicas)
+            if living[own[last]] < layout.tp * layout.pp * layout.cp
+        }
+        if len(damaged) == len(replicas):
+            raise on_every_rank(
+                TrainingError(
+                    f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
+                    f"ranks, and {len(replicas)} are left.",
+                    "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+                )
+            )
+        return damaged
 
     def _free(self, folder: Path) -> None:
         """Wait until the folder is unlocked, and put the traces of the old ranks aside."""
@@ -164,38 +226,17 @@ class Recovery:
             at = {"src_dir_fd": run.descriptor, "dst_dir_fd": run.descriptor}
             os.rename(TRACE, f"{TRACE}-{number}", **at)
 
-    def _chosen(self, agreed: Given) -> Given:
-        """Choose between the ranks and the newest checkpoint; return what `build` needs; collective."""
-        held = self._held and self._held._replace(arrays=[], regions=[])
-        everyone = [one and Held(*one) for one in self._root.gather_text(held)]
-        steps = [Done(*one.done).step if one else -1 for one in everyone]
-        self._filler, self._filling = steps.index(max(steps)), None
+    def _chosen(self, agreed: Given) -> tuple[Given, Complete | None]:
+        """Choose the newest state; return what `build` needs, and what ranks hold; collective."""
+        complete = newest([*self._own, *self._copied], self._root)
         saved = agreed.location.saved
         self._saved = step_of(Path(saved).name) if saved else None
-        if max(steps) < (self._saved or 0):
+        if not complete or complete.step < (self._saved or 0):
             self.facts |= {"filled_from": "checkpoint" if saved else "nothing"}
-            return agreed
-        self._filling = everyone[self._filler]
-        self.facts |= {"filled_from": "ranks", "loss": self._filling.loss}
-        return agreed._replace(location=agreed.location._replace(saved=""))
-
-    def _filled(self, job: Job) -> Job:
-        """Fill a new job from the rank that `_chosen` has found, if there is one; collective."""
-        if not self._filling:
-            return job
-        trainer = job.trainer
-        trainer.sync_parameters()
-        kept, backend = trainer.replication.kept(), trainer.backend
-        regions = holdings(described(trainer.storage, kept))
-        held = self._held if self._filler == self._root.rank else None
-        for region, old in zip(regions, held.regions if held else regions, strict=True):
-            values = np.empty(region.part.length, region.dtype)
-            if held:
-                values[:] = taken(held.arrays[old.number], old, backend)
-            trainer.grid.world.broadcast(values, self._filler)
-            put(kept[region.number].array, region, values, backend)
-        trainer.replication.restore(self._filling.scalars)
-        return job._replace(done=Done(*self._filling.done))
+            return agreed, None
+        facts = complete.facts
+        self.facts |= {"filled_from": facts.of, "loss": facts.loss}
+        return agreed._replace(location=agreed.location._replace(saved="")), complete
 
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""
@@ -210,16 +251,37 @@ class Recovery:
         self._root.abort(str(error))
 
 
+def replica_of(config: Config, transport: Transport) -> int:
+    """Return the number of this rank's replica; a rank that is one, and a server, has its own."""
+    layout, servers = config.layout, servers_of(config)
+    size = layout.tp * layout.pp * layout.cp
+    if size == 1:
+        return transport.rank
+    mesh = Axes(layout.tp, max(1, transport.size // size), layout.pp, servers, layout.cp)
+    return mesh.coords(transport.rank).dp
+
+
+def updates_alone(config: Config) -> bool:
+    """Return whether no message changes a rank's state, so that it is whole whenever a rank is lost."""
+    replication = config.replication
+    is_sharded = replication.zero or config.layout.tp > 1
+    has_sums = isinstance(RULES[config.optimizer.name].step, TensorWise) and is_sharded
+    return replication.mode == "all-reduce" and replication.zero in (0, 3) and not has_sums
+
+
 def check(config: Config, transport: Transport) -> None:
     """Raise ConfigError, on every rank, if a run of these ranks cannot lose one."""
     layout, replication = config.layout, config.replication
-    sizes = f"tp x pp x cp is {layout.tp} x {layout.pp} x {layout.cp}"
+    size = layout.tp * layout.pp * layout.cp
+    replicas = (transport.size - servers_of(config)) // size
     why, _, way_out = transport.needs_all.partition("; ")
-    is_together = replication.mode in ("all-reduce", "master") or (
-        replication.mode == "server" and replication.update == "sync"
-    )
+    schedule = config.pipeline.schedule
     for is_refused, need, way in (
-        (transport.size == 1, "a replica to spare, but there is one rank", "Start 2 or more."),
+        (
+            replicas < 2,
+            f"a replica to spare, but there is {'one rank' if transport.size == 1 else f'one of {size} rank(s)'}",
+            f"Start {2 * size + servers_of(config)} or more.",
+        ),
         (why, f"a job that outlives a rank, but {why}", f"{way_out}."),
         (
             layout.dp,
@@ -227,14 +289,9 @@ def check(config: Config, transport: Transport) -> None:
             "Leave --dp out.",
         ),
         (
-            layout.tp * layout.pp * layout.cp > 1,
-            f"a replica on each rank, but {sizes}",
-            "Leave these options out.",
-        ),
-        (
-            not is_together,
-            f"ranks that end each step together, but replication.mode is {replication.mode}",
-            "Set it to all-reduce or master, or to server with replication.update=sync.",
+            not is_synchronous(config),
+            f"ranks that end each step together, but replication.mode is {replication.mode}, and pipeline.schedule {schedule}",
+            "Set them to all-reduce and 1f1b, or replication.update to sync.",
         ),
         (
             replication.algorithm == "shared",

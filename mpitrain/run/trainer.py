@@ -83,6 +83,8 @@ class Trainer:
     ):
         # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
         self.counted = StepCounts()
+        # Bytes of snapshots and copies in host memory, which `check_copies` counts.
+        self.snapshot_bytes = 0
         # Folder and digests of the initial parameters, if `build` read them from run.init_from.
         self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (

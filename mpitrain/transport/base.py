@@ -347,6 +347,9 @@ class Transport(Protocol):
         Does not return.
         """
 
+    def leave(self) -> None:
+        """End this rank without a word, as a lost one, where the others go on. Does not return."""
+
     def abandon(self) -> None:
         """End what a lost rank has left undone, without any message; only for a root transport.
 

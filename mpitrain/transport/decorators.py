@@ -51,6 +51,7 @@ class Forwarding(Transport):
     bind_native = _passed_on("bind_native")
     abort = _passed_on("abort")
     end_rank = _passed_on("end_rank")
+    leave = _passed_on("leave")
     abandon = _passed_on("abandon")
 
     def split(self, color: int | None, key: int = 0) -> Transport | None:

@@ -41,12 +41,11 @@ def needs(wait: Any, left: Set[int]) -> bool:
     return known is not None and known(left)
 
 
-def end_alone(text: str) -> NoReturn:
-    """Print a text and end this process by a signal; the other ranks of a tolerant MPI go on.
+def end_alone() -> NoReturn:
+    """End this process by a signal; the other ranks of a tolerant MPI go on.
 
     They would not notice an exit, and MPI_Abort would end them.
     """
-    print(text, file=sys.stderr, flush=True)
     with suppress(OSError):
         sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -639,8 +639,12 @@ class MpiTransport(Transport):
 
     def end_rank(self, message: str, exit_code: int = 1) -> NoReturn:
         if not self.needs_all:
-            end_alone(f"rank {self.members[self.rank]}: {message}")
+            print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
+            end_alone()
         self.abort(message, exit_code)
+
+    def leave(self) -> NoReturn:
+        end_alone()
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         # `launch` reads the number of the rank in the whole job.

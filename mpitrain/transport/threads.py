@@ -565,6 +565,9 @@ class ThreadTransport(Transport):
 
     end_rank = abort
 
+    def leave(self) -> None:
+        raise Gone
+
     def abandon(self) -> None:
         self.world.give_up(self.me)
         self.windows = Windows()

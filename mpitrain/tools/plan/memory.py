@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mpitrain.config import Config
 from mpitrain.models.table import adapted
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import frozen_sizes, kept_bytes, sizes
+from mpitrain.parallel.memory import copied_bytes, frozen_sizes, kept_bytes, sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.run.build import alone, model
@@ -74,6 +74,8 @@ def count(unresolved: Config) -> Counted:
         copies["copies of a checkpoint"] = whole * axes.tp * axes.pp / axes.ranks
     if config.run.on_spike == "back":
         copies["two snapshots"] = KEPT * kept_bytes(config, state_sizes)
+    if config.run.copies_every:
+        copies["two copies, also of a neighbour's"] = KEPT * copied_bytes(config, state_sizes)
     return Counted(config, axes, parameters, state, copies, rows, stages)
 
 

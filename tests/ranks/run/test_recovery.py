@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import ConfigError, PeerLost
-from mpitrain.run import injection, loop
+from mpitrain.errors import ConfigError, PeerLost, TrainingError
+from mpitrain.run import injection, loop, recovery
 from mpitrain.run.loop import train
 from mpitrain.run.recovery import Recovery, check
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import Gone, run_ranks
 from tests.processes import SECONDS
 from tests.runs import go, records
+
+COPIES = ["run.copies_every=2", "checkpoint.every=4"]
 
 
 @pytest.fixture
@@ -34,9 +36,23 @@ def settings(book, monkeypatch):
     ]
 
 
-def survive(ranks, settings):
+def survive(ranks, settings, hosts=None):
     config = parse(with_settings({}, settings))
-    return run_ranks(ranks, lambda own: train(own, lambda: config).folder, outlives=True)
+    return run_ranks(
+        ranks, lambda own: train(own, lambda: config).folder, hosts=hosts, outlives=True
+    )
+
+
+def kill_together(monkeypatch, ranks, size):
+    """Let these ranks of `size` die in step 6."""
+    step = loop._step
+
+    def dies(run, index):
+        if (run.transport.size, index) == (size, 5) and run.transport.rank in ranks:
+            raise Gone
+        return step(run, index)
+
+    monkeypatch.setattr(loop, "_step", dies)
 
 
 def losses(path):
@@ -45,7 +61,7 @@ def losses(path):
 
 def restarts(path):
     return [
-        [r.get(key) for key in ("ranks", "step", "lost", "filled_from")]
+        [r.get(key) for key in ("ranks", "step", "lost", "filled_from", "left")]
         for r in records(path)
         if r.get("event") in ("start", "resume")
     ]
@@ -68,12 +84,15 @@ def of_fresh_run(tmp_path, settings, step, ranks):
 def test_the_living_ranks_go_on_from_their_own_state(inject, step, settings, tmp_path):
     settings = [*settings, f"run.inject={inject}", "checkpoint.every=1", "run.eval_every=3"]
     survive(3, settings)
-    assert restarts(tmp_path) == [[3, 0, None, None], [2, step, 1, "ranks"]]
+    assert restarts(tmp_path) == [[3, 0, None, None, None], [2, step, 1, "ranks", None]]
     assert records(tmp_path)[-1]["replicas_equal"]
     assert [r["step"] for r in records(tmp_path) if "val_loss" in r] == [3, 6, 9]
     fresh, own = of_fresh_run(tmp_path, settings, step, 2), losses(tmp_path)
     assert [*own] == [*range(1, 10)]
     assert max(abs(fresh[n] - own[n]) for n in own) <= 1e-9
+
+
+F32 = "precision.compute=float32"
 
 
 @pytest.mark.parametrize(
@@ -82,15 +101,20 @@ def test_the_living_ranks_go_on_from_their_own_state(inject, step, settings, tmp
         (["replication.zero=3", "checkpoint.every=3"], [3, "checkpoint"]),
         (["replication.zero=1", "checkpoint.every=0"], [0, "nothing"]),
         (["replication.mode=master", "checkpoint.every=4"], [4, "checkpoint"]),
+        (["replication.zero=2", *COPIES], [4, "copies"]),
+        (["replication.zero=1", "replication.wire=topk", F32, *COPIES], [4, "copies"]),
+        (["replication.zero=1", "optimizer.name=adamw8bit", *COPIES], [4, "copies"]),
+        (["replication.mode=master", "run.inject=kill:0@6", *COPIES], [4, "copies"]),
+        (["replication.mode=server", "run.inject=kill:2@6", *COPIES], [4, "copies"]),
     ],
 )
-def test_state_that_no_rank_has_whole_comes_from_the_newest_checkpoint(
+def test_state_that_no_rank_has_whole_comes_from_copies_or_the_newest_checkpoint(
     more, begun, settings, tmp_path
 ):
-    settings = [*settings, *more, "run.inject=kill:1@6"]
+    settings = [*settings, "run.inject=kill:1@6", *more]
     survive(3, settings)
     step, source = begun
-    assert restarts(tmp_path)[-1] == [2, step, 1, source]
+    assert restarts(tmp_path)[-1] == [2, step, 1, source, None]
     assert [*losses(tmp_path)] == [*range(1, 10)]
     if step:
         fresh, own = of_fresh_run(tmp_path, settings, step, 2), losses(tmp_path)
@@ -98,17 +122,17 @@ def test_state_that_no_rank_has_whole_comes_from_the_newest_checkpoint(
 
 
 def test_a_rank_may_die_while_the_others_recover(settings, tmp_path, monkeypatch):
-    filled, deaths = Recovery._filled, [0]
+    fill, deaths = recovery.fill, [0]
 
-    def dies(own, job):
-        if own._filling and own._root.rank == 0 and deaths:
+    def dies(trainer, *arguments):
+        if trainer.transport.rank == 0 and deaths:
             deaths.clear()
             raise Gone
-        return filled(own, job)
+        fill(trainer, *arguments)
 
-    monkeypatch.setattr(Recovery, "_filled", dies)
+    monkeypatch.setattr(recovery, "fill", dies)
     survive(4, [*settings, "run.inject=kill:3@5", "checkpoint.every=0", "run.eval_every=2"])
-    assert restarts(tmp_path) == [[4, 0, None, None], [2, 4, 1, "ranks"]]
+    assert restarts(tmp_path) == [[4, 0, None, None, None], [2, 4, 1, "ranks", None]]
     assert [*losses(tmp_path)] == [*range(1, 10)]
     # The run before counts, although it has no checkpoint.
     assert [r["step"] for r in records(tmp_path) if "val_loss" in r] == [2, 4, 6, 8, 9]
@@ -129,10 +153,61 @@ def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monke
 
     monkeypatch.setattr(loop, "_step", last)
     survive(3, settings)
-    assert restarts(tmp_path)[-1] == [2, index + 1, 1, "ranks"]
+    assert restarts(tmp_path)[-1] == [2, index + 1, 1, "ranks", None]
     assert records(tmp_path)[-1]["replicas_equal"]
     (resumed,) = [r for r in records(tmp_path) if r.get("event") == "resume"]
     assert {*losses(tmp_path)} == {*range(1, 10)} - {index + 1} and resumed["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "ranks, killed, more, begun",
+    [
+        (6, 3, ["layout.tp=2"], [4, 5, 1, "ranks", 1]),
+        (4, 0, ["layout.pp=2", "batch.micro_batches=2"], [2, 5, 1, "ranks", 1]),
+        (4, 2, ["layout.cp=2"], [2, 5, 1, "ranks", 1]),
+        (6, 5, ["layout.tp=2", "replication.zero=1", *COPIES], [4, 4, 1, "copies", 1]),
+    ],
+)
+def test_a_damaged_replica_leaves_as_a_whole(ranks, killed, more, begun, settings, tmp_path):
+    settings = [
+        *settings,
+        "model.heads=2",
+        "checkpoint.every=1",
+        *more,
+        f"run.inject=kill:{killed}@6",
+    ]
+    survive(ranks, settings)
+    left, step = begun[0], begun[1]
+    assert restarts(tmp_path)[-1] == begun and records(tmp_path)[-1]["replicas_equal"]
+    fresh, own = of_fresh_run(tmp_path, settings, step, left), losses(tmp_path)
+    assert [*own] == [*range(1, 10)]
+    assert max(abs(fresh[n] - own[n]) for n in own) <= 1e-9
+
+
+def test_without_a_whole_replica_the_run_ends_with_the_reason(settings, tmp_path, monkeypatch):
+    kill_together(monkeypatch, (0, 3), 4)
+    with pytest.raises(
+        TrainingError, match=r"No replica is whole .* tp 2 x pp 1 .* 2 are left"
+    ) as error:
+        survive(4, [*settings, "layout.tp=2", "model.heads=2"])
+    assert error.value.agreed and "--resume=auto" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "killed, hosts, begun",
+    [
+        ((0, 1), ["a", "a", "b", "b"], [2, 4, 2, "copies", None]),
+        ((0, 1), None, [2, 3, 2, "checkpoint", None]),
+        ((0, 2), None, [2, 4, 2, "copies", None]),
+        ((3,), ["a", "a", "b", "b"], [3, 4, 1, "copies", None]),
+    ],
+)
+def test_copies_are_on_another_host_and_two_neighbours_are_not_both_lost(
+    killed, hosts, begun, settings, tmp_path, monkeypatch
+):
+    kill_together(monkeypatch, killed, 4)
+    survive(4, [*settings, "replication.zero=3", "run.copies_every=2", "checkpoint.every=3"], hosts)
+    assert restarts(tmp_path)[-1] == begun and [*losses(tmp_path)] == [*range(1, 10)]
 
 
 def test_nothing_of_the_old_trainer_lives_on(settings, monkeypatch):
@@ -158,17 +233,19 @@ def test_nothing_of_the_old_trainer_lives_on(settings, monkeypatch):
 
 REFUSED = {
     "layout.dp=3": "layout.dp is 3",
-    "layout.tp=3": "tp x pp x cp is 3 x 1 x 1",
+    "layout.tp=2": "a replica to spare, but there is one of 2",
+    "pipeline.schedule=async": "pipeline.schedule async",
+    "run.copies_every=2 memory.limit_gb=0.0008": "With run.copies_every 3 rank(s) of localhost copy",
     "replication.mode=local": "replication.mode is local",
     "replication.algorithm=shared": "replication.algorithm is shared",
 }
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_run_that_cannot_lose_a_rank_is_refused(key, settings, tmp_path):
+@pytest.mark.parametrize("keys", REFUSED)
+def test_a_run_that_cannot_lose_a_rank_is_refused(keys, settings, tmp_path):
     with pytest.raises(ConfigError) as refused:
-        survive(3, [*settings, key])
-    assert REFUSED[key] in str(refused.value) and refused.value.agreed
+        survive(3, [*settings, *keys.split()])
+    assert REFUSED[keys] in str(refused.value) and refused.value.agreed
     assert not (tmp_path / "run").exists()
 
 
@@ -186,10 +263,10 @@ def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
 
 def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     said, ended = [], threading.Event()
-    ranks = SimpleNamespace(needs_all="", size=3, abandon=lambda: ended.wait(SECONDS))
+    ranks = SimpleNamespace(needs_all="", size=3, rank=2, abandon=lambda: ended.wait(SECONDS))
     waiting = Recovery(parse(with_settings({}, [*settings, "run.recover_seconds=1"])), ranks)
     ranks.abort = lambda text: (said.append(text), ended.set())
     ranks.survivors = lambda: setattr(ranks, "size", 2)
-    ranks.gather_text, ranks.rank = lambda value: [value] * 2, 1
+    ranks.gather_text = lambda value: [value, [*value[:2], [1]]]
     waiting.go_on("a loss")
     assert "run.recover_seconds 1: it was connecting the living ranks." in said[0]

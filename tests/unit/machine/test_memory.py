@@ -24,7 +24,8 @@ from mpitrain.parallel.modes import MODES, STREAMS, is_synchronous, mode_of, ser
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build
 from mpitrain.run.build import Job
-from mpitrain.run.checkpoint.snapshot import arrays_of
+from mpitrain.run.checkpoint.held import Copies, units_of_all
+from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved, resolve
 from mpitrain.transport.agreement import on_all_ranks
@@ -165,19 +166,25 @@ def check_held(ranks, sections, rounding=1e-12):
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
-        snapshot = sum(array.nbytes for array in arrays_of(trainer))
+        unlike = [
+            sum(array.nbytes for array in arrays_of(trainer)) - memory.kept_bytes(config, sizes)
+        ]
+        if trainer.grid.axes.copies > 1 and is_synchronous(config):
+            copies = Copies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
+            unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
         return (
             sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes - whole,
             whole,
             in_turns,
-            snapshot - memory.kept_bytes(config, sizes),
+            unlike,
         )
 
     units = {"replication": {**sections.get("replication", {}), "bucket_mb": 1e-6}}  # are buckets
     config = config_of(**{**sections, **units})
     more, (whole, *_), (in_turns, *_), unlike = zip(*run_ranks(ranks, held), strict=True)
     more, rounding = sum(more) / ranks, rounding * whole
-    assert abs(sum(unlike)) / ranks <= rounding or not is_synchronous(config)
+    for each in zip(*unlike, strict=True):
+        assert abs(sum(each)) / ranks <= rounding or not is_synchronous(config)
     assert in_turns - rounding <= more <= 2 * in_turns + rounding
 
 
