@@ -5,7 +5,7 @@ PeerLost in any call of the run
   living ranks   connect; those of a damaged replica leave                  Recovery.go_on
   then the run starts anew in its folder, as a resumed one does, but
   living ranks   copy the newest state of which they hold all, be it their own or that of
-                 `Copies`, unless the newest checkpoint is newer            Recovery.built
+                 `NeighbourCopies`, unless the newest checkpoint is newer            Recovery.built
 """
 
 import gc
@@ -28,7 +28,15 @@ from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import is_synchronous, servers_of
 from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.held import Complete, Copies, Held, digest, fill, newest, units_of_all
+from mpitrain.run.checkpoint.held import (
+    CompleteState,
+    Held,
+    NeighbourCopies,
+    digest,
+    fill,
+    newest,
+    units_of_all,
+)
 from mpitrain.run.checkpoint.manifest import step_of
 from mpitrain.run.checkpoint.snapshot import changed
 from mpitrain.run.hooks import Hook, RunState
@@ -42,9 +50,9 @@ LOOK = 0.05
 
 
 class Copying(Hook):
-    """Lets `Copies` take the state, every run.copies_every steps and at the start."""
+    """Lets `NeighbourCopies` take the state, every run.copies_every steps and at the start."""
 
-    def __init__(self, run: RunState, copies: Copies):
+    def __init__(self, run: RunState, copies: NeighbourCopies):
         self._run, self._copies = run, copies
 
     def pause(self, step: int, stop: bool) -> bool:
@@ -69,7 +77,7 @@ class Recovery:
         self._source: Source | Unopened | None = None
         self._own: list[Held] = []
         self._copied: list[Held] = []
-        self._copies: Copies | None = None
+        self._copies: NeighbourCopies | None = None
         self._replicas = [replica_of(config, transport)]  # of this rank, after each loss
         self._saved: int | None = None
         self._began, self._timer, self._doing = time.monotonic(), threading.Timer(0, bool), ""
@@ -97,7 +105,7 @@ class Recovery:
         if config.run.copies_every and transport.size > 1:
             replicas = transport.gather_text(self._replicas[-1])
             places = [*zip(replicas, transport.hosts, strict=True)]
-            self._copies = Copies(trainer, state, everyone, places, self._copied)
+            self._copies = NeighbourCopies(trainer, state, everyone, places, self._copied)
             self.copied_bytes = self._copies.nbytes
         own = []
         if updates_alone(config):
@@ -226,7 +234,7 @@ class Recovery:
             at = {"src_dir_fd": run.descriptor, "dst_dir_fd": run.descriptor}
             os.rename(TRACE, f"{TRACE}-{number}", **at)
 
-    def _chosen(self, agreed: Given) -> tuple[Given, Complete | None]:
+    def _chosen(self, agreed: Given) -> tuple[Given, CompleteState | None]:
         """Choose the newest state; return what `build` needs, and what ranks hold; collective."""
         complete = newest([*self._own, *self._copied], self._root)
         saved = agreed.location.saved

@@ -27,7 +27,7 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Transport
 
 
-class Unit(NamedTuple):
+class StateUnit(NamedTuple):
     """An array of the state on a rank.
 
     name   equal for equal arrays; "" if no other rank can use it
@@ -42,7 +42,7 @@ class Unit(NamedTuple):
         return np.empty(size, dtype)
 
 
-def units_of(rank: int, description: Mapping[str, Any]) -> list[Unit]:
+def units_of(rank: int, description: Mapping[str, Any]) -> list[StateUnit]:
     """Return the units of a rank, from its `described`."""
     units = []
     for entry in description["kept"]:
@@ -50,16 +50,16 @@ def units_of(rank: int, description: Mapping[str, Any]) -> list[Unit]:
         kind = entry[1]
         text = json.dumps([entry, kind != "agreed" and rank])
         name = "" if kind == "bound" else sha256(text.encode()).hexdigest()[:16]
-        units.append(Unit(name, entry))
+        units.append(StateUnit(name, entry))
     return units
 
 
-def units_of_all(trainer: Trainer) -> list[list[Unit]]:
+def units_of_all(trainer: Trainer) -> list[list[StateUnit]]:
     """Return the units of each rank, in the order of `changed`; collective."""
     trainer.sync_parameters()
     transport = trainer.transport
     units = units_of(transport.rank, described(trainer.storage, changed(trainer)))
-    return [[Unit(*unit) for unit in listed] for listed in transport.gather_text(units)]
+    return [[StateUnit(*unit) for unit in listed] for listed in transport.gather_text(units)]
 
 
 def digest(names: Iterable[str]) -> str:
@@ -70,9 +70,9 @@ def digest(names: Iterable[str]) -> str:
 class Held(NamedTuple):
     """What a rank holds of the state after a step.
 
-    of       "ranks": arrays of a trainer, which no message changes; "copies": those of `Copies`
+    of       "ranks": arrays of a trainer, which no message changes; "copies": those of `NeighbourCopies`
     state    `digest` of the units of all ranks
-    units    {name: (its `Unit.entry`, its array)}
+    units    {name: (its `StateUnit.entry`, its array)}
     done     the progress of the run
     scalars  as in a `Manifest`
     loss     of the last step; None: it is not known
@@ -86,7 +86,7 @@ class Held(NamedTuple):
     loss: float | None = None
 
 
-class Complete(NamedTuple):
+class CompleteState(NamedTuple):
     """A state of which living ranks hold each unit.
 
     holders  {unit: the rank that gives it}
@@ -101,16 +101,16 @@ class Complete(NamedTuple):
         return self.facts.done.step
 
 
-def newest(held: Sequence[Held], transport: Transport) -> Complete | None:
+def newest(held: Sequence[Held], transport: Transport) -> CompleteState | None:
     """Return the complete state of the highest step, the ranks' own before copies; collective."""
     told = [[one._replace(units={}), [*one.units]] for one in held]
-    states: dict[tuple[int, str, str], Complete] = {}
+    states: dict[tuple[int, str, str], CompleteState] = {}
     for rank, own in enumerate(transport.gather_text(told)):
         for listed, names in own:
             facts = Held(*listed)
             facts = facts._replace(done=Done(*facts.done))
             key = facts.done.step, facts.of, facts.state
-            holders: Any = states.setdefault(key, Complete({}, facts)).holders
+            holders: Any = states.setdefault(key, CompleteState({}, facts)).holders
             for name in names:
                 holders.setdefault(name, rank)
     return max(
@@ -120,7 +120,7 @@ def newest(held: Sequence[Held], transport: Transport) -> Complete | None:
     )
 
 
-def fill(trainer: Trainer, complete: Complete, held: Sequence[Held]) -> None:
+def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> None:
     """Fill the state of a trainer, one tensor at a time; collective.
 
     As a checkpoint does in another layout: state that is "own" is summed, and divided by the replicas.
@@ -190,7 +190,7 @@ def neighbour(places: Sequence[tuple[int, str]]) -> int:
     return min(range(1, n), key=shared)
 
 
-class Copies:
+class NeighbourCopies:
     """Snapshots of a rank's state, and copies of the units that its neighbour alone holds.
 
     held    the newest two; of the job before, too, until all ranks surely have those of this job
@@ -201,7 +201,7 @@ class Copies:
         self,
         trainer: Trainer,
         state: str,
-        everyone: Sequence[Sequence[Unit]],
+        everyone: Sequence[Sequence[StateUnit]],
         places: Sequence[tuple[int, str]],
         held: list[Held],
     ):

@@ -263,7 +263,9 @@ def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
 
 def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     said, ended = [], threading.Event()
-    ranks = SimpleNamespace(needs_all="", size=3, rank=2, abandon=lambda: ended.wait(SECONDS))
+    ranks = SimpleNamespace(
+        needs_all="", size=3, rank=2, hosts="aa", abandon=lambda: ended.wait(SECONDS)
+    )
     waiting = Recovery(parse(with_settings({}, [*settings, "run.recover_seconds=1"])), ranks)
     ranks.abort = lambda text: (said.append(text), ended.set())
     ranks.survivors = lambda: setattr(ranks, "size", 2)

@@ -24,7 +24,7 @@ from mpitrain.parallel.modes import MODES, STREAMS, is_synchronous, mode_of, ser
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build
 from mpitrain.run.build import Job
-from mpitrain.run.checkpoint.held import Copies, units_of_all
+from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
 from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved, resolve
@@ -170,7 +170,7 @@ def check_held(ranks, sections, rounding=1e-12):
             sum(array.nbytes for array in arrays_of(trainer)) - memory.kept_bytes(config, sizes)
         ]
         if trainer.grid.axes.copies > 1 and is_synchronous(config):
-            copies = Copies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
+            copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
             unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
         return (
             sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes - whole,
