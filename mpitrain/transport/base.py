@@ -348,7 +348,7 @@ class Transport(Protocol):
         """
 
     def leave(self) -> None:
-        """End this rank without a word, as a lost one, where the others go on. Does not return."""
+        """End this rank silently; the others go on."""
 
     def abandon(self) -> None:
         """End what a lost rank has left undone, without any message; only for a root transport.
