@@ -618,7 +618,7 @@ def run_ranks(
     hosts : sequence of str, optional
         A pretended host name of each rank. None: one host.
     outlives : bool
-        Whether the others may go on without a rank, as under ULFM. `Gone` ends one without an error.
+        Whether the others may go on without a rank, as under ULFM. `Gone` ends one.
 
     Returns
     -------
@@ -628,7 +628,7 @@ def run_ranks(
     Raises
     ------
     Exception
-        The first error that a rank raises. Errors that it caused on other ranks are dropped.
+        The first error that a rank raises, without errors that it caused on other ranks.
     CommError
         If all ranks wait for each other, with the wait of each; if a send is never received.
 
