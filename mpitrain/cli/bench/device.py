@@ -1,4 +1,4 @@
-"""`mpitrain bench gemm`, `kernels`, `launch` and `transactions`: measure one device without MPI."""
+"""`mpitrain bench gemm`, `kernels` and `transactions`: measure one device without MPI."""
 
 import platform
 import sys
@@ -260,28 +260,6 @@ def kernels(peer: str | None, **options: Any) -> None:
         device, name = device_of(options)
         rows = measure(device, theirs)
         return print_rows(rows, TABLE, options, {"device": name}, (f"# {name}",))
-
-    exit_after(run)
-
-
-@click.command("launch")
-@JSON
-@CSV
-def launch(**options: Any) -> None:
-    """Measure the host overhead of kernel launches, on an engine that does nothing.
-
-    \b
-    looked at us    time with a check of each argument: a first launch, or any in the simulator
-    found again us  time of later launches with such arguments, which come from a cache
-    calls           Python function calls of one operation with cached launches
-
-    Leasing of buffers is not included.
-    """
-
-    def run() -> int:
-        from mpitrain.tools.bench.kernels.launch_overhead import TABLE, measure
-
-        return print_rows(measure(), TABLE, options, {})
 
     exit_after(run)
 

@@ -204,7 +204,7 @@ def _facts(request: BatchJob, name: str) -> dict[str, Any]:
         )
     kind = "sweep" if r.sweep else r.words[0] if r.words[0] in ("train", "bench") else "other"
     named = _value(r.words, "--out") if kind == "train" else ""
-    has_json = _value(r.words, "--json") or r.words[1:2] == ["launch"]
+    has_json = _value(r.words, "--json")
     # MPICH in an image takes PMI-2 alone. srun binds a rank to one core if it gets no number of
     # cores, and waits for the other ranks if one fails before it is connected.
     image = value if environment == "apptainer" else ""

@@ -16,7 +16,7 @@ KEYS = (
 """Fields that identify a row. Rows of one benchmark that agree in them are repetitions."""
 SAME = ("op", "ranks", "device")
 """Facts of the header that must be the same in both benchmarks."""
-TIMES = (("min_us", "time_us"), ("fastest_us", "latency_us"), ("found_us",))
+TIMES = (("min_us", "time_us"), ("fastest_us", "latency_us"))
 RATES = (("best_GBs", "bandwidth_GBs"),)
 """Compared fields. Of each group the first counts that a row has: the fastest run has least noise."""
 

@@ -19,7 +19,7 @@ from mpitrain.ops.counted import Unlaunched
 from mpitrain.ops.weightless import WeightlessForKernels, WeightlessMemory
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.regions import Piece
-from mpitrain.tools.bench.kernels.launch_overhead import Nothing
+from tests.cases.launches import Nothing
 
 ROWS, CONTEXT, VOCABULARY = 8, 1024, 50257
 STEP = {

@@ -14,7 +14,7 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.machine import compiling
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import wire
-from mpitrain.tools.bench.kernels import launch_overhead
+from tests.cases import launches
 
 HERE = Path(__file__).parent
 WIRE = {
@@ -205,18 +205,18 @@ def test_a_changed_header_is_compiled_again(tmp_path):
 
 def test_cached_launches_take_at_most_twelve_calls(monkeypatch):
     """Of every operation on kernels, and of what all-reduces do to chunks."""
-    kernels = Kernels(launch_overhead.Nothing(takes_plain=True))
-    made = launch_overhead.operations(kernels)
+    kernels = Kernels(launches.Nothing(takes_plain=True))
+    made = launches.operations(kernels)
     assert made.keys() == {*vars(bodies.cuda(kernels)), *WIRE, "top_k"}
     for run in made.values():
         run()
     monkeypatch.setattr(Argument, "__new__", None)
     for name, run in made.items():
-        calls, count = launch_overhead.calls(kernels, run)
+        calls, count = launches.calls(kernels, run)
         assert 0 < calls <= 12 * count, (name, calls, count)
     monkeypatch.undo()
-    looked_at = Kernels(launch_overhead.Nothing(takes_plain=False))
-    calls, count = launch_overhead.calls(looked_at, launch_overhead.operations(looked_at)["linear"])
+    looked_at = Kernels(launches.Nothing(takes_plain=False))
+    calls, count = launches.calls(looked_at, launches.operations(looked_at)["linear"])
     assert count == 1 and calls > 20, "what counts would not see the arguments being looked at"
 
 

@@ -15,12 +15,12 @@ from mpitrain.ops import OPERATIONS, Operation, bodies
 from mpitrain.ops.bodies import examples, rounded
 from mpitrain.ops.device import device_for
 from mpitrain.ops.operands import dims, operands
-from mpitrain.tools.bench.kernels import launch_overhead
+from tests.cases import launches
 from tests.laws.operations import PRIME, OperationLaws, computed, drawn
 from tests.laws.transport import laws_of
 from tests.rows import replaced
 
-KERNELS = Kernels(launch_overhead.Nothing(takes_plain=True))
+KERNELS = Kernels(launches.Nothing(takes_plain=True))
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -84,9 +84,9 @@ def test_a_function_of_an_arena_beside_the_operations_is_in_the_table():
 
 
 def test_launches_of_the_examples_are_those_of_the_rows():
-    made = launch_overhead.operations(KERNELS)
+    made = launches.operations(KERNELS)
     for name, row in OPERATIONS.items():
-        assert launch_overhead.calls(KERNELS, made[name])[1] == row.launches, name
+        assert launches.calls(KERNELS, made[name])[1] == row.launches, name
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -182,7 +182,7 @@ def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
         "             Use --device cpu, or give its row in OPERATIONS a body for cuda."
     )
     assert str(caught.value) == message
-    assert "halve" not in launch_overhead.operations(KERNELS)
+    assert "halve" not in launches.operations(KERNELS)
 
 
 @pytest.mark.parametrize(

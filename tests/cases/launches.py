@@ -1,16 +1,10 @@
-"""The time that the host spends on kernel launches, measured on an engine that launches nothing.
-
-The first launch of a kind checks every argument ("looked at"). Later launches of this kind come
-from a cache ("found again"). Both are measured in microseconds, and cached launches also in Python
-calls.
-"""
+"""Every operation on kernels of an engine that launches nothing, and the Python calls that its launches take."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,44 +13,12 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.operands import Operand
-from mpitrain.tools.text_table import TextColumn, TextTable
 
-TURNS, RUNS = 15, 300
-"""Timed turns, and runs in a turn; the fastest turn counts."""
 SIZE = 64
 """Elements of a row; no kernel runs, so the number does not matter."""
 SIZES = dict.fromkeys("MKNCVL", SIZE) | {"B": 2, "T": SIZE // 2, "H": 4, "E": 4, "D": SIZE // 4}
 SIZES |= {"I": 8, "J": 8, "F": 16, "G": 16, "S": 3, "P": 2}
 """Sizes of the examples of `mpitrain.ops.table`."""
-
-
-class OverheadRow(NamedTuple):
-    """The host's time for the launches of one operation.
-
-    looked_at_us  microseconds if all arguments are checked, as in a first launch
-    found_us      microseconds with cached launches
-    calls         Python function calls with cached launches
-    launches      kernel launches of the operation
-    """
-
-    name: str
-    looked_at_us: float
-    found_us: float
-    calls: int
-    launches: int
-
-
-TABLE = TextTable(
-    [
-        TextColumn("operation", "<28", "name"),
-        TextColumn("looked at us", "13.2f", "looked_at_us"),
-        TextColumn("found again us", "15.2f", "found_us"),
-        TextColumn("ratio", "7.1f", lambda row: row.looked_at_us / row.found_us),
-        TextColumn("calls", "6", "calls"),
-        TextColumn("launches", "9", "launches"),
-    ]
-)
-"""A line for each `OverheadRow`."""
 
 
 class Nothing:
@@ -100,7 +62,7 @@ class RecycledArena:
 
 
 def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
-    """Return {name: function to measure}: operations of layers, and kernels of all-reduces."""
+    """{name: its call}: operations of layers, and kernels of all-reduces."""
     arena, ops = RecycledArena(), bodies.cuda(kernels)
     arguments = examples(ops, SIZES, drawn, arena)
     p, g, half = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float16)
@@ -132,21 +94,6 @@ def drawn(operand: Operand, shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, kind)
 
 
-def measure() -> Iterator[OverheadRow]:
-    """Yield rows as they are measured. Times are those of the fastest turn, since the host has
-    other work.
-    """
-    kernels = Kernels(Nothing(takes_plain=True))
-    cached = operations(kernels)
-    for name, looked_at in operations(Kernels(Nothing(takes_plain=False))).items():
-        yield OverheadRow(
-            name,
-            1e6 * _seconds(looked_at),
-            1e6 * _seconds(cached[name]),
-            *calls(kernels, cached[name]),
-        )
-
-
 def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:
     """Return the numbers of Python calls and of kernel launches in a run, after a warm-up run."""
     run()
@@ -162,14 +109,3 @@ def calls(kernels: Kernels, run: Callable[[], Any]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return count, kernels.launches - before
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    run()
-    times = []
-    for _ in range(TURNS):
-        start = time.perf_counter()
-        for _ in range(RUNS):
-            run()
-        times.append((time.perf_counter() - start) / RUNS)
-    return min(times)
