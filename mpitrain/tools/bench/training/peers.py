@@ -6,7 +6,7 @@ from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
-from mpitrain.models.table import MODELS, kinds
+from mpitrain.models.table import kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES
 from mpitrain.run.build import Job
@@ -16,6 +16,25 @@ from mpitrain.transport.base import Transport
 TORCH = "mpitrain.tools.bench.training.torch_peer", "pip install torch==2.13.0"
 PEERS = {"torch": (*TORCH, "TorchPeer"), "torch-compiled": (*TORCH, "CompiledPeer")}
 """{peer: (its module, the command that installs its packages, its class)}."""
+SAME = {
+    "run.delay": "",
+    "layout.cp": 1,
+    "data.attend": "window",
+    "model.freeze": [],
+    "lora.rank": 0,
+    "optimizer.groups": [],
+    "optimizer.clip": 0.0,
+    "precision.compute": "float32",
+}
+"""{key: its value in every job that a peer can train}."""
+SAME_IN_TP = {
+    "layout.pp": 1,
+    "layout.sequence_parallel": False,
+    "replication.zero": 0,
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+}
+"""{key: its value in every tensor-parallel job that a peer can train}."""
 
 
 def peer_class(name: str, config: Config, dp: int = 1) -> Any:
@@ -26,92 +45,31 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     dp      number of replicas
     raises  ConfigError if the peer is not installed or does not support the configuration
     """
-    if not MODES[config.replication.mode].stages:
-        raise ConfigError(
-            f"The peer has no servers, but replication.mode is {config.replication.mode}.",
-            "Leave out --peer, or set replication.mode=all-reduce.",
-        )
-    if config.run.delay:
-        raise ConfigError(
-            f"The peer has no stragglers, but run.delay is {config.run.delay}.",
-            "Leave out --peer, or leave run.delay empty.",
-        )
-    if config.layout.cp > 1:
-        raise ConfigError(
-            f"The peer has whole rows on each rank, but layout.cp is {config.layout.cp}.",
-            "Leave out --peer, or set layout.cp=1.",
-        )
-    if config.data.attend != "window":
-        raise ConfigError(
-            f"The peer's attention sees whole rows, but data.attend is {config.data.attend}.",
-            "Leave out --peer, or set data.attend=window.",
-        )
-    if config.model.kind == "llama" and config.layout.tp * config.layout.pp > 1:
-        raise ConfigError(
-            f"The peer has a whole Llama on each rank, but layout.tp is {config.layout.tp} and layout.pp {config.layout.pp}.",
-            "Leave out --peer, or set both to 1.",
-        )
-    if config.layout.tp > 1 and (
-        dp > 1 or config.layout.pp > 1 or config.replication.zero or config.layout.sequence_parallel
-    ):
-        raise ConfigError(
-            f"The peer divides layers among all ranks, without ZeRO and sequence parallelism, if layout.tp is "
-            f"{config.layout.tp}.",
-            "Leave out --peer, or set layout.dp=1, layout.pp=1, replication.zero=0 and "
-            "layout.sequence_parallel=false.",
-        )
-    if config.layout.tp > 1 and (config.model.dropout or config.model.attention_dropout):
-        raise ConfigError(
-            f"The peer has no dropout with layout.tp above 1, but model.dropout is {config.model.dropout:g}, "
-            f"model.attention_dropout {config.model.attention_dropout:g}, and layout.tp {config.layout.tp}.",
-            "Leave out --peer, or set both rates to 0.",
-        )
+    values = config.flat()
+    rules = {rule: row.torch.name for rule, row in RULES.items() if row.torch}
+    wanted = [
+        ("replication.mode", [mode for mode, row in MODES.items() if row.stages]),
+        ("model.kind", kinds(lambda row: row.has_peer)),
+        ("optimizer.name", rules),
+        *((key, [value]) for key, value in SAME.items()),
+    ]
     stages, micro_batches = config.layout.pp, config.batch.micro_batches
-    peers = {name: rule.torch.name for name, rule in RULES.items() if rule.torch}
-    models = " or ".join(kinds(lambda row: row.has_peer))
-    if (
-        not MODELS[config.model.kind].has_peer
-        or config.optimizer.name not in peers
-        or (micro_batches > 1 and stages == 1)
-    ):
-        raise ConfigError(
-            f"The peer trains a {models} with {' or '.join(peers.values())} in one micro-batch.",
-            f"Leave out --peer, or set model.kind={models}, "
-            f"optimizer.name={' or '.join(peers)} and batch.micro_batches=1.",
-        )
-    if stages > 1 and (
-        config.pipeline.schedule not in ("gpipe", "1f1b")
-        or config.model.tied
-        or config.replication.zero
-        or (micro_batches and config.batch.size % micro_batches)
-        or dp > 1
-    ):
-        raise ConfigError(
-            "The peer trains stages by gpipe or 1f1b, untied, without ZeRO, in micro-batches of one size, as one "
-            "replica.",
-            "Leave out --peer, or set pipeline.schedule=1f1b, model.tied=false, replication.zero=0, layout.dp=1, and "
-            "batch.micro_batches to a divisor of batch.size.",
-        )
-    if config.model.freeze:
-        raise ConfigError(
-            f"The peer trains all parameters, but model.freeze is {config.model.freeze}.",
-            "Leave out --peer, or leave model.freeze empty.",
-        )
-    if config.lora.rank:
-        raise ConfigError(
-            f"The peer trains all parameters, but lora.rank is {config.lora.rank}.",
-            "Leave out --peer, or set lora.rank to 0.",
-        )
-    if config.optimizer.groups:
-        raise ConfigError(
-            "The peer decays matrices alone, but optimizer.groups has groups of its own.",
-            "Leave out --peer, or leave optimizer.groups empty.",
-        )
-    if config.precision.compute != "float32" or config.optimizer.clip:
-        raise ConfigError(
-            "The peer computes in float32 and does not clip.",
-            "Leave out --peer, or set precision.compute=float32 and optimizer.clip=0.",
-        )
+    if config.layout.tp > 1:
+        wanted += [(key, [value]) for key, value in SAME_IN_TP.items()]
+    if stages > 1:
+        wanted += [("pipeline.schedule", ("1f1b", "gpipe")), ("model.tied", [False])]
+        wanted += [("replication.zero", [0])]
+    else:
+        wanted += [("batch.micro_batches", (0, 1))]
+    if config.model.kind == "llama":
+        wanted += [("layout.tp", [1]), ("layout.pp", [1])]
+    for key, allowed in wanted:
+        if values[key] not in allowed:
+            raise _refusal(f"{key} {' or '.join(map(str, allowed))}", key, values[key])
+    if dp > 1 and (stages > 1 or config.layout.tp > 1):
+        raise _refusal("one replica of stages or of divided layers", "layout.dp", dp)
+    if stages > 1 and micro_batches and config.batch.size % micro_batches:
+        raise _refusal("micro-batches of one size", "batch.micro_batches", micro_batches)
     module = imported(name)
     if config.model.kind == "llama":
         _imported(name, "mpitrain.tools.bench.hugging_face", "pip install transformers")
@@ -119,6 +77,13 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     peer = getattr(module, PEERS[name][2])
     peer.check(config)
     return peer
+
+
+def _refusal(supported: str, key: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"The peer trains with {supported}, but {key} is {value}.",
+        f"Leave out --peer, or change {key}.",
+    )
 
 
 def peer_of(transport: Transport, job: Job, name: str, backend: str) -> Any:
