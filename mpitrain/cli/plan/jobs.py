@@ -187,9 +187,7 @@ def layout(
     help="For --verify: steps in a turn.",
 )
 @output_option("--json", "Write the tables and the estimates to this file.")
-@click.pass_context
 def batch(
-    context: click.Context,
     config_file: Path | None,
     preset: str | None,
     settings: tuple[str, ...],
@@ -215,16 +213,13 @@ def batch(
     read = cache(lambda: configured(config_file, changed, preset))
     verified = (blocks, steps) if verify else None
     with mpi_session(kind=lambda: read().device.kind) as transport:
-        if context.command.name == MICRO_BATCHES.name:
-            plan_micro_batches(transport, read, verified, json_file)
-        else:
-            plan_batch(transport, read, most, seconds, verified, json_file)
+        plan_batch(transport, read, most, seconds, verified, json_file)
 
 
 MICRO_BATCHES = click.Command(
     "micro-batches", params=batch.params, callback=batch.callback, help=batch.help, hidden=True
 )
-"""The old word for the part of `plan batch` about pipelines, which it still prints alone."""
+"""The old word for `plan batch`, of which it was the part about pipelines."""
 
 
 def plan_batch(
@@ -252,7 +247,7 @@ def plan_batch(
     agreed = agree_on(transport, read)
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
     if verified:
-        _choices(transport, agreed)  # without a choice there is nothing to verify: an error
+        _check_choice(transport, agreed)
     is_root, outputs = transport.rank == 0, Outputs()
     with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
         result = search(transport, agreed, most, seconds, shown.set_description_str)
@@ -267,61 +262,15 @@ def plan_batch(
     on_all_ranks(transport, outputs.settle)
 
 
-def plan_micro_batches(
-    transport: Any,
-    read: Callable[[], Any],
-    verified: tuple[int, int] | None,
-    json_file: Path | None,
-) -> None:
-    """Measure a pipeline, and print only the predictions for numbers of micro-batches. Collective.
-
-    Arguments as in plan_batch.
-    """
-    from mpitrain.run.build import build
-    from mpitrain.run.resolve import agree_on
-    from mpitrain.tools.bench.results import machine, write_json
-    from mpitrain.tools.plan.micro_batches import best, measured_predictions, report
-    from mpitrain.transport.agreement import on_all_ranks
-
-    agreed = agree_on(transport, read)
-    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    outputs = Outputs()
-    resolved, choices = _choices(transport, agreed)
-    job = build(transport, agreed)
-    step = measured_predictions(job, resolved, choices)
-    if transport.rank == 0:
-        say(report(resolved, step, job.trainer.parameter_count))
-        if json_file:
-            named = best(step.predicted)
-            facts = {
-                "best": None if named.is_spoilt else named.micro_batches,
-                "end_s": step.end_s,
-                **machine(transport),
-                "measured": step.measured,
-                "arguments": sys.argv[1:],
-            }
-            with outputs.to(json_file):
-                write_json(json_file, facts, step.predicted)
-    if verified:
-        # The model is cut into the same stages as in the measurement.
-        config = agreed.config.model_copy(update={"pipeline": job.trainer.config.pipeline})
-        job.close()
-        _verify(transport, config, job.source, step.predicted, *verified)
-    on_all_ranks(transport, outputs.settle)
-
-
-def _choices(transport: Any, agreed: Any) -> tuple[Any, list[int]]:
-    """Return the resolved job, and the numbers of micro-batches that its pipeline can have. Collective.
-
-    raises  ConfigError on every rank, if there is no pipeline or no choice
-    """
+def _check_choice(transport: Any, agreed: Any) -> None:
+    """Raise ConfigError on every rank if there is no pipeline, or no choice of micro-batches. Collective."""
     from mpitrain.run.resolve import resolve
     from mpitrain.tools.plan.micro_batches import counts
     from mpitrain.transport.agreement import on_all_ranks
 
     resolved = resolve(transport, agreed)
     rows = agreed.config.batch.size // resolved.axes.dp
-    return resolved, on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
+    on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
 
 
 def _verify(

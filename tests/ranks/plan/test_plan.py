@@ -1,4 +1,4 @@
-"""`mpitrain plan micro-batches` on ranks: what it prints and writes, and what it refuses. Never how fast."""
+"""`mpitrain plan batch` of a pipeline: the micro-batches that it names, and what it refuses. Never how fast."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.job_options import configured
-from mpitrain.cli.plan.jobs import plan_micro_batches as plan
+from mpitrain.cli.plan.jobs import plan_batch
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench import turns
 from mpitrain.tools.plan import stages as measuring
@@ -31,6 +31,10 @@ TINY = [
 ]
 
 
+def plan(transport, read, verified, json_file):
+    plan_batch(transport, read, 4, 1.0, verified, json_file)
+
+
 def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(measuring, "FAR", math.inf)  # whatever else runs on this machine
     monkeypatch.setattr(turns, "FAR", math.inf)
@@ -43,10 +47,9 @@ def test_it_names_a_count_of_its_table_and_measures_its_neighbours(tmp_path, cap
     assert max(map(len, text.splitlines())) <= 130
     (named,) = map(int, re.findall(r"^Set batch.micro_batches to (\d+)\.$", text, re.M))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["micro_batches"] for row in found["rows"]] == [2, 3, 4] and found["header"][
-        "best"
-    ] == named
-    assert min(found["rows"], key=lambda row: row["step_s"])["micro_batches"] == named
+    rows = found["header"]["micro_batches"]
+    assert [row["micro_batches"] for row in rows] == [2, 3, 4]
+    assert min(rows, key=lambda row: row["step_s"])["micro_batches"] == named
     assert re.search(rf"^ +{named} .*<- best$", text, re.M)
     predicted, measured, stages = (
         text.partition(f"\n{head} ")[2].split("\n\n")[0]
@@ -86,7 +89,7 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
     )
     assert "No count can be" in text
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["header"]["best"] is None and all(row["is_spoilt"] for row in found["rows"])
+    assert all(row["is_spoilt"] for row in found["header"]["micro_batches"])
     table = text.partition("micro-batches  rows")[2].split("\n\n")[0].splitlines()[1:]
     assert len(table) >= 4 and all("~" in line for line in table[:4])
 
@@ -110,7 +113,7 @@ def test_what_other_work_spoilt_is_marked_and_no_count_is_named(tmp_path, capsys
 )
 def test_no_choice_of_micro_batches_is_refused_before_measuring(ranks, settings, law, capsys):
     with pytest.raises(ConfigError) as caught:
-        run_ranks(ranks, plan, partial(configured, None, [*TINY, *settings]), None, None)
+        run_ranks(ranks, plan, partial(configured, None, [*TINY, *settings]), (1, 1), None)
     assert caught.value.agreed and law in caught.value.law and capsys.readouterr().out == ""
 
 
