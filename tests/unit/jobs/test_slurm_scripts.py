@@ -23,6 +23,8 @@ EXAMPLES = {
     "generate": "--time 10 -- generate runs/book --tokens 200",
 }
 """{script: the words of `mpitrain slurm` that write it}."""
+KEPT = ("train_ddp", "bench_collectives", "sweep", "generate")
+"""The scripts of jobs/slurm: one of each kind."""
 
 
 def written(words):
@@ -37,11 +39,12 @@ def test_the_head_of_a_script_names_the_command_that_writes_it(name, by):
     text = written(shlex.split(by + EXAMPLES[name]))
     command = re.search(r"^# Written by: mpitrain slurm (.*)$", text, re.M)[1]
     assert shlex.split(command) == shlex.split(by + EXAMPLES[name])
-    assert by or (HERE / "slurm" / f"{name}.sbatch").read_text() == text
+    if name in KEPT and not by:
+        assert (HERE / "slurm" / f"{name}.sbatch").read_text() == text
 
 
 def test_there_is_no_other_script():
-    assert {path.stem for path in SCRIPTS} == set(EXAMPLES) and len(SCRIPTS) == len(EXAMPLES)
+    assert {path.stem for path in SCRIPTS} == {*KEPT} and len(SCRIPTS) == len(KEPT)
     assert (HERE / "train.sbatch").resolve() == HERE / "slurm/train_ddp.sbatch"
 
 
