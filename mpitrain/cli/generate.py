@@ -102,9 +102,6 @@ def sampling_options(command: Callable) -> Callable:
     show_default=True,
     help="Prompts that each replica continues at the same time.",
 )
-@click.option(
-    "--raw", is_flag=True, help="Write the bytes without escapes, even if they are not text."
-)
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
 @click.option(
     "--ignore-eos", is_flag=True, help="Go on after the token that ends a text, as after any other."
@@ -122,7 +119,6 @@ def command(
     past_context: str,
     batch: int,
     seed: int,
-    raw: bool,
     as_json: bool,
     ignore_eos: bool,
     best: bool,
@@ -130,10 +126,8 @@ def command(
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
-    Bytes that are not UTF-8, and control characters, are shown as \\x.. unless --raw is given.
+    Bytes that are not UTF-8, and control characters, are shown as \\x.. escapes.
     """
-    if raw and as_json:
-        raise click.UsageError("JSON is text, so --json takes no --raw.")
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
@@ -182,7 +176,7 @@ def command(
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
         write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks
         parts = write([text for text, _ in prompts], written)
-        for part in parts if raw or as_json else readable(parts):
+        for part in parts if as_json else readable(parts):
             if transport.rank == 0:
                 sys.stdout.buffer.write(part)
                 sys.stdout.buffer.flush()

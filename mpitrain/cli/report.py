@@ -152,7 +152,6 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
     from mpitrain.tools.report.schedule_comparison import what_was_predicted
     from mpitrain.tools.report.text import (
         what_each_did_last,
-        what_the_trace_cost,
         where_the_time_went,
         whose_traces_are_missing,
     )
@@ -166,7 +165,6 @@ def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[st
         lines += [
             *where_the_time_went(breakdown, timeline),
             *what_was_predicted(run, timeline, breakdown.steps),
-            what_the_trace_cost(breakdown, timeline),
         ]
     elif timeline.missing:
         lines.append(

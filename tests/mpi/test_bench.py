@@ -227,13 +227,9 @@ def test_one_rank_is_measured_and_sizes_that_come_to_the_same_once_and_has_nothi
 MISTAKES = [
     (["--algorithm", "rign"], "allreduce algorithm must be one of ring, halving-doubling"),
     (["--dtype", "float8"], "dtype must be one of float32"),
-    (["--buffers", "gpu"], "buffers of allreduce must be one of window, plain, leased"),
+    (["--buffers", "gpu"], "buffers of allreduce must be one of window, plain"),
     (["--wire", "fp8"], "wire is one of none, fp16, bf16, int8"),
     (["--wire", "powersgd:inf"], "but it is 'powersgd:inf'"),
-    (
-        ["--wire", "fp16", "--buffers", "window,leased"],
-        "--wire is for gradients, but --buffers has activations",
-    ),
     (
         ["--wire", "fp16", "--dtype", "int32"],
         "--wire is for arrays of float32, but these are of int32",
@@ -253,10 +249,6 @@ MISTAKES = [
         "native needs a dtype that MPI reduces, which bfloat16 is not",
     ),
     (["--algorithm", "nccl"], NO_TORCH or "nccl needs arrays on GPUs, but --device is cpu"),
-    (
-        ["--algorithm", "gloo", "--buffers", "leased"],
-        NO_TORCH or "Leased buffers have our own all-reduce, but --algorithm has PyTorch's gloo",
-    ),
     (
         ["--json", "nowhere/rows.json"],
         "nowhere/rows.json cannot be written: No such file or directory",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import CommandGroup
-from mpitrain.cli.bench.device import gemm, kernels, launch, transactions
+from mpitrain.cli.bench.device import gemm, kernels, transactions
 from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.links import bandwidth, pairs
 from mpitrain.cli.bench.rows import (
@@ -85,9 +85,8 @@ COLLECTIVE = with_options(
         "--buffers",
         default="window",
         show_default=True,
-        metavar="window|plain|leased|A,B",
-        help="Memory of the arrays. window: shared by the ranks of a host, as in training; plain: private; "
-        "leased (all-reduce only): an activation buffer, leased anew for every run.",
+        metavar="window|plain|A,B",
+        help="Memory of the arrays. window: shared by the ranks of a host, as in training; plain: private.",
     ),
     counted(
         "--iterations",
@@ -188,7 +187,7 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
     from mpitrain.tools.bench.collectives.operations import TORCH, names
-    from mpitrain.tools.bench.collectives.sweep import LEASED, SweepRequest, dtype_of, sizes
+    from mpitrain.tools.bench.collectives.sweep import SweepRequest, dtype_of, sizes
 
     is_sum = operation == "allreduce"
     algorithms = [] if options["algorithm"] == "all" else options["algorithm"].split(",")
@@ -198,17 +197,12 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
         check_name(f"{operation} algorithm", algorithm, (*names(operation), *TORCH))
     places = options["buffers"].split(",")
     for place in places:
-        check_name(f"buffers of {operation}", place, (*MEMORY, LEASED) if is_sum else MEMORY)
+        check_name(f"buffers of {operation}", place, MEMORY)
     if theirs := [algorithm for algorithm in algorithms if algorithm in TORCH]:
         if not find_spec("torch"):
             raise ConfigError(
                 f"Algorithm {theirs[0]} is a backend of PyTorch, which is not installed.",
                 "Install it with `pip install torch`, or leave it out.",
-            )
-        if LEASED in places:
-            raise ConfigError(
-                f"Leased buffers have our own all-reduce, but --algorithm has PyTorch's {theirs[0]}.",
-                "Leave out one of the two.",
             )
         if "nccl" in theirs and options["device"] != "cuda":
             raise ConfigError(
@@ -216,10 +210,6 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
                 "Set --device cuda, or leave out nccl.",
             )
     wires = [parse_wire(text) for text in options.get("wire", "").split(",") if text]
-    if wires and LEASED in places:
-        raise ConfigError(
-            "--wire is for gradients, but --buffers has activations.", "Leave out one of the two."
-        )
     if wires and options["dtype"] != "float32":
         raise ConfigError(
             f"--wire is for arrays of float32, but these are of {options['dtype']}.",
@@ -361,18 +351,7 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
 
 for _name, _operation in OPERATIONS.items():
     command.add_command(collective(_name, _operation))
-for _command in (
-    fit,
-    units,
-    pairs,
-    bandwidth,
-    train,
-    generate,
-    gemm,
-    kernels,
-    launch,
-    transactions,
-):
+for _command in (fit, units, pairs, bandwidth, train, generate, gemm, kernels, transactions):
     command.add_command(_command)
 for _name, _operation in OPERATIONS.items():
     if _name != _operation:

@@ -88,13 +88,6 @@ def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
     help="One pair, ranks 0 and n/2; or all pairs of ranks k and k + n/2 at the same time.",
 )
 @click.option(
-    "--ways",
-    type=click.Choice(["one", "both", "one,both"]),
-    default="one,both",
-    show_default=True,
-    help="Directions of messages: one as in osu_bw, both as in osu_bibw.",
-)
-@click.option(
     "--window",
     type=click.IntRange(1, MOST_IN_FLIGHT),
     default=64,
@@ -112,7 +105,6 @@ def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
 )
 @TABLE
 @AGAINST
-@output_option("--plot", "Draw bandwidth and messages per second to this file.")
 def bandwidth(**options: Any) -> None:
     """Measure bandwidth with many messages in flight, one way and both ways, as osu_bw, osu_bibw
     and osu_mbw_mr do.
@@ -126,9 +118,8 @@ def bandwidth(**options: Any) -> None:
 
 def measure_bandwidth(transport: Any, options: dict[str, Any]) -> int:
     """Print and write the rows; return the number of wrong bytes and of slow values."""
-    from mpitrain.tools.bench.bandwidth import COLUMNS, BandwidthRequest, footer, measure
+    from mpitrain.tools.bench.bandwidth import COLUMNS, WAYS, BandwidthRequest, footer, measure
     from mpitrain.tools.bench.collectives.sweep import sizes
-    from mpitrain.tools.bench.pictures import plot_bandwidth
     from mpitrain.tools.bench.results import header, printed
     from mpitrain.tools.text_table import TextTable
     from mpitrain.transport.agreement import on_all_ranks
@@ -140,14 +131,12 @@ def measure_bandwidth(transport: Any, options: dict[str, Any]) -> int:
     request = BandwidthRequest(
         list(dict.fromkeys(lengths)),
         options["window"],
-        options["ways"].split(","),
         options["pairs"] == "all",
         options["iterations"],
     )
     facts = header(transport, "bandwidth", "cpu", sys.argv[1:])
     shown, table = BenchReport(transport, facts, options), TextTable(COLUMNS, table_width(options))
-    total = len(request.sizes) * len(request.ways)
-    shown.begin([*printed(facts), "", *table.heading()], total)
+    shown.begin([*printed(facts), "", *table.heading()], len(request.sizes) * len(WAYS))
     rows = [*shown.each(measure(transport, request), table.line)]
-    slow = shown.end(lambda: ["", *footer(rows)], lambda path: plot_bandwidth(rows, facts, path))
+    slow = shown.end(lambda: ["", *footer(rows)])
     return sum(row.wrong for row in rows) + slow

@@ -23,7 +23,7 @@ IN_FLIGHT = 1 << 26
 """Largest number of bytes that a rank has in flight; windows of long messages are smaller."""
 
 WAYS = {"one": 1, "both": 2}
-"""{name of --ways: number of directions}."""
+"""{directions of messages: their number}; `one` as in osu_bw, `both` as in osu_bibw."""
 
 
 class BandwidthRequest(NamedTuple):
@@ -31,14 +31,12 @@ class BandwidthRequest(NamedTuple):
 
     sizes       bytes of a message
     window      number of messages in flight
-    ways        names in WAYS
     all_pairs   True: all pairs (k, k + n/2) at the same time; False: only ranks 0 and n/2
     iterations  windows per row; 0: as many as fit in SECONDS
     """
 
     sizes: Sequence[int]
     window: int
-    ways: Sequence[str]
     all_pairs: bool
     iterations: int
 
@@ -94,7 +92,7 @@ def measure(
     """Yield rows as they are measured; every rank gets the same rows. Collective."""
     tag = transport.claim_tag()
     for nbytes in request.sizes:
-        for ways in request.ways:
+        for ways in WAYS:
             yield _row(transport, request, nbytes, ways, clock, tag)
 
 

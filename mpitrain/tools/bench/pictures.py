@@ -1,4 +1,4 @@
-"""Pictures of collectives, of pairs and of bandwidth, by matplotlib (the extra `report`)."""
+"""Pictures of collectives and of pairs, by matplotlib (the extra `report`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from mpitrain.plots import look, save, set_byte_ticks, subplots
-from mpitrain.tools.bench.bandwidth import BandwidthRow
 from mpitrain.tools.bench.collectives.sweep import CollectiveRow
 from mpitrain.tools.bench.pairs import Pair, bandwidth, latency, odd_pairs
 from mpitrain.tools.text_table import figure as rounded
@@ -151,33 +150,6 @@ def plot_pairs(
     legend += ["~: other work ran meanwhile"] * has_marks
     title = f"all pairs of {n} ranks on {facts['hosts']} host(s)"
     _finish(figure, title, ".  ".join(legend), facts, path)
-
-
-def plot_bandwidth(rows: Sequence[BandwidthRow], facts: dict[str, Any], path: Path) -> None:
-    """Draw bandwidth and messages per second over the size of a message, one curve per direction.
-
-    Hollow marks are spoilt rows: most of their windows took far longer than the fastest.
-    """
-    figure, views = subplots(13, 6, 1, 2)
-    for axes, field, label in (
-        (views[0], "GBs", "GB/s, all pairs and ways"),
-        (views[1], "messages_s", "messages a second"),
-    ):
-        for number, ways in enumerate(dict.fromkeys(row.ways for row in rows)):
-            colour, dash, mark = look(number)
-            curve = [(row.bytes, getattr(row, field), row) for row in rows if row.ways == ways]
-            sizes, values, _ = zip(*curve, strict=True)
-            name = f"{ways} way" + "s" * (ways == "both")
-            axes.plot(sizes, values, color=colour, linestyle=dash, label=name)
-            for nbytes, value, row in curve:
-                filled = "none" if row.is_spoilt else "full"
-                axes.plot(nbytes, value, mark, color=colour, fillstyle=filled)
-        set_byte_ticks(axes, sorted({row.bytes for row in rows}), "bytes of a message")
-        axes.set(ylabel=label, title=label, yscale="log")
-        axes.legend()
-    title = f"{rows[0].window} messages in flight, {rows[0].pairs} pair(s) of {facts['ranks']} ranks on {facts['hosts']} host(s)"
-    legend = "Hollow: other work ran meanwhile" * any(row.is_spoilt for row in rows)
-    _finish(figure, title, legend, facts, path)
 
 
 def _finish(

@@ -1,6 +1,5 @@
 """The report on a run as text: where the time went, what each rank did last, how a living run is."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,14 +20,12 @@ from mpitrain.trace.blame import (
     named,
     state_of,
 )
-from mpitrain.trace.recorder import COMPUTE, STEP, Recorder
-from mpitrain.trace.timeline import Timeline, last_sign, named_steps, within
+from mpitrain.trace.recorder import COMPUTE, STEP
+from mpitrain.trace.timeline import Timeline, last_sign, named_steps
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
 ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "failed at"}
-TRIED = 10_000
-"""Records that are written to measure the time of one."""
 
 
 def where_the_time_went(breakdown: TimeShares, timeline: Timeline) -> Iterator[str]:
@@ -118,28 +115,6 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
     yield from reasons[:SHOWN]
     if len(reasons) > SHOWN:
         yield f"And {len(reasons) - SHOWN} more."
-
-
-def what_the_trace_cost(breakdown: TimeShares, timeline: Timeline) -> str:
-    """Return a line: records per step, seconds of a record on this machine, and their part of a
-    step.
-    """
-    steps = len(breakdown.steps)
-    written = max(len(within(trace, breakdown.steps)) for trace in timeline.traces) / steps
-    record_s = _seconds_of_a_record()
-    step_s = breakdown.seconds.sum() / len(breakdown.seconds) / steps
-    return (
-        f"The trace itself: {written:.0f} records a step on the busiest rank, {1e6 * record_s:.1f} us each on this machine, "
-        f"{100 * written * record_s / step_s:.2f}% of a step."
-    )
-
-
-def _seconds_of_a_record() -> float:
-    recorder = Recorder()
-    name, began = recorder.name("a record"), time.perf_counter()
-    for _ in range(TRIED):
-        recorder.end(recorder.compute(name))
-    return (time.perf_counter() - began) / TRIED
 
 
 def what_each_did_last(timeline: Timeline) -> Iterator[str]:

@@ -14,7 +14,6 @@ from mpitrain.cli.bench.collectives import OPERATIONS, measure_and_fit, measure_
 from mpitrain.cli.bench.collectives import command as bench
 from mpitrain.cli.terminal.progress import unmeasured
 from mpitrain.collectives.engine.arithmetic import parse_wire
-from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import candidates
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
@@ -134,26 +133,6 @@ def test_bench_fit_measures_the_ranks_of_a_host_alone_too(tmp_path, capsys, monk
     )
     printed = capsys.readouterr().out
     assert all(f"sweep 1 of 1: {level} written to" in printed for level in levels)
-
-
-def test_a_leased_activation_is_returned_after_its_last_run(monkeypatch):
-    leases, lease = [], Group.exchange
-
-    def noted(self, *words):
-        leases.append(self.rank)
-        return lease(self, *words)
-
-    def measured(transport):
-        rows = list(Sweep(transport, request(most=1 << 14, buffers=("leased", "window")), DEFAULT))
-        return rows, len(transport.windows)
-
-    monkeypatch.setattr(Group, "exchange", noted)
-    (rows, windows), _, _ = run_ranks(3, measured)
-    leased = [row for row in rows if row.buffers == "leased"]
-    assert [row.bytes for row in leased] == [row.bytes for row in rows if row.buffers == "window"]
-    assert all(row.wrong == 0 for row in rows)
-    assert leases.count(0) == len(leased) * (1 + 1 + 2), "bound, warmed up, run twice"
-    assert windows <= 4, "one for the arrays, and what reductions borrow"
 
 
 def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
@@ -353,7 +332,7 @@ def test_an_option_is_there_only_where_it_applies():
     assert having == {"all-reduce"}
     hidden = {name for name, each in bench.commands.items() if each.hidden}
     assert hidden == {"allreduce", "sendrecv"} and not hidden & {*bench.list_commands(None)}
-    assert bench.list_commands(None)[-4:] == ["gemm", "kernels", "launch", "transactions"]
+    assert bench.list_commands(None)[-3:] == ["gemm", "kernels", "transactions"]
 
 
 def test_auto_says_when_its_links_were_not_measured():

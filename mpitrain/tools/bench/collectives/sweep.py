@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire, arithmetic_of
-from mpitrain.collectives.engine.executor import Reduction, check_name
-from mpitrain.collectives.group import Group, memory_of
+from mpitrain.collectives.engine.executor import check_name
+from mpitrain.collectives.group import memory_of
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, predict
 from mpitrain.collectives.selection.own_algorithm import shown
@@ -36,8 +35,6 @@ from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.device import over_device
 
-LEASED = "leased"
-"""The value of --buffers for activation buffers."""
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
 LONGEST = 1.0
@@ -66,7 +63,7 @@ class SweepRequest(NamedTuple):
     iterations  timed runs per row; 0: as many as fit in SECONDS, from 5 to 500
     warmup      untimed runs before the timed ones, at least 1
     buffers     memory of the arrays: "window" (shared by the ranks of a host, as in training) or
-                "plain"; for an all-reduce also "leased": activation buffers of a group
+                "plain"
     wires       wire formats to measure beside the algorithms of an all-reduce
     stops       whether to end a sweep early: once the time grows in proportion to the size, only
                 the largest bucket is still measured, and a long run is timed once
@@ -171,50 +168,6 @@ class SizeCase(NamedTuple):
     right: np.ndarray
 
 
-class Staying:
-    """A collective bound once to an array, as a persistent collective of MPI-4.
-
-    result  the part of the array with the result, or another array that holds it
-    """
-
-    def __init__(self, array: Any, reduction: Reduction, result: Any):
-        self.array, self.result = array, result
-        self.algorithm, self.run = reduction.algorithm, reduction.run
-
-    def renew(self) -> None:
-        pass
-
-
-class LeasedAllReduce:
-    """An all-reduce of an activation buffer that is leased anew for every run, as in a layer.
-
-    The group hands out the same buffer again, still with the all-reduce that was bound to it in the
-    first lease. A layer writes its activation into such a buffer instead of one from the arena.
-    """
-
-    def __init__(self, group: Group, count: int, dtype: np.dtype):
-        """Lease a buffer and bind its all-reduce. Collective."""
-        self._group, self._count, self._dtype = group, count, dtype
-        self._exchange: ActivationBuffer | None = group.exchange((count,), dtype)
-        self.algorithm = self._exchange.bound_all_reduce().algorithm
-
-    @property
-    def array(self) -> Any:
-        """The leased buffer, flat; valid until the next `renew`."""
-        assert self._exchange is not None
-        return self._exchange.array
-
-    result = array
-
-    def renew(self) -> None:
-        self._exchange = None
-        self._exchange = self._group.exchange((self._count,), self._dtype)
-
-    def run(self) -> None:
-        assert self._exchange is not None
-        self._exchange.bound_all_reduce().run()
-
-
 class Sweep:
     """An iterator that measures the rows; every rank gets the same rows.
 
@@ -267,13 +220,11 @@ class Sweep:
             name for name in names(request.operation) if name not in refused
         ]
 
-    def _pool(self, where: str, count: int, other: int) -> tuple[str, Buffers | None]:
+    def _pool(self, where: str, count: int, other: int) -> tuple[str, Buffers]:
         """Allocate arrays of `count` and `other` elements for all sizes; return their memory class and them.
 
         The memory class differs from `where` if a window has no room or is not needed.
         """
-        if where == LEASED:
-            return where, None
         transport, dtype = self._transport, self._request.dtype
         plain = self._backend.zeros if self._request.device == "cuda" else aligned_zeros
         make = transport.allocate if where == "window" else plain
@@ -319,46 +270,22 @@ class Sweep:
         own = operation.fill(self._transport.rank, count).astype(self._request.dtype)
         return SizeCase(self._backend.from_host(own), part, right.astype(self._request.dtype))
 
-    def _row(
-        self, subject: Subject, where: str, pool: Buffers | None, case: SizeCase
-    ) -> CollectiveRow:
-        transport, arithmetic, count = self._transport, self._arithmetic, case.original.size
-        if pool:
-            operation = subject.operation
-            array, other = pool.array[:count], pool.other[: operation.other(transport.size, count)]
-            other[:] = case.original[: other.size]
-            reduction = operation.bind(
-                transport,
-                Buffers(array, other),
-                ReductionOptions(subject.name, self._tuning, arithmetic),
-            )
-            result = other if operation.is_in_other else array[case.part]
-            return self._measured(subject, where, Staying(array, reduction, result), case)
-        own = transport.split(0)
-        assert own is not None
-        group = Group(own, subject.name, self._tuning, arithmetic, self._backend.arena())
-        try:
-            # No name keeps the buffer, so that closing releases its windows.
-            row = self._measured(
-                subject, where, LeasedAllReduce(group, count, self._request.dtype), case
-            )
-        except ConfigError:  # every rank raises it
-            own.close()
-            raise
-        own.close()
-        return row
-
-    def _measured(
-        self, subject: Subject, where: str, bound: Staying | LeasedAllReduce, case: SizeCase
-    ) -> CollectiveRow:
+    def _row(self, subject: Subject, where: str, pool: Buffers, case: SizeCase) -> CollectiveRow:
         request, transport, backend = self._request, self._transport, self._backend
         operation, is_exact = subject.operation, subject.wire.name == "none"
         count, dtype, n = case.original.size, request.dtype, transport.size
+        array, other = pool.array[:count], pool.other[: operation.other(n, count)]
+        other[:] = case.original[: other.size]
+        bound = operation.bind(
+            transport,
+            Buffers(array, other),
+            ReductionOptions(subject.name, self._tuning, self._arithmetic),
+        )
         chosen = bound.algorithm or subject.name
-        timed = partial(_timed, backend, starting_line(transport), bound, case.original)
+        timed = partial(_timed, backend, starting_line(transport), bound.run, array, case.original)
         cycles, _ = timed(1)
         spent = max(transport.gather_text(cycles.min()))
-        error = math.nan if is_exact else error_norm(backend.to_host(bound.array), case.right)
+        error = math.nan if is_exact else error_norm(backend.to_host(array), case.right)
         is_once = request.stops and spent > LONGEST
         if request.warmup > 1 and not is_once:
             cycles, _ = timed(request.warmup - 1)
@@ -367,14 +294,14 @@ class Sweep:
         _, times = timed(request.iterations or int(min(500, max(fewest, SECONDS / spent))))
         transport.native_all_reduce(times, "maximum")
         slowest = times / operation.ways * 1e6
-        result = backend.to_host(bound.result)
+        result = backend.to_host(other if operation.is_in_other else array[case.part])
         median, nbytes = float(np.median(slowest)), count * dtype.itemsize
         predicted = np.nan
         is_modelled = chosen in choices(request.operation)  # MPI's own all-reduce is modelled, too
-        if is_modelled and is_exact and request.device == "cpu" and where != LEASED:
-            array = count, dtype.itemsize, where
+        if is_modelled and is_exact and request.device == "cpu":
+            size = count, dtype.itemsize, where
             predicted = 1e6 * predict(
-                self._tuning, request.operation, chosen, transport.hosts, *array
+                self._tuning, request.operation, chosen, transport.hosts, *size
             )
         return CollectiveRow(
             op=request.operation,
@@ -404,7 +331,8 @@ class Sweep:
 def _timed(
     backend: Backend,
     meet: Callable[[], None],
-    bound: Staying | LeasedAllReduce,
+    collective: Callable[[], None],
+    array: Any,
     original: Any,
     runs: int,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -415,12 +343,11 @@ def _timed(
     ends, times, wait = np.empty(runs + 1), np.empty(runs), backend.synchronize
     ends[0] = time.perf_counter()
     for run in range(runs):
-        bound.renew()
-        bound.array[:] = original
+        array[:] = original
         wait()
         meet()
         start = time.perf_counter()
-        bound.run()
+        collective()
         wait()
         ends[run + 1] = time.perf_counter()
         times[run] = ends[run + 1] - start
