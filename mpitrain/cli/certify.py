@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
-from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, counted, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.errors import ConfigError, on_every_rank, visible
@@ -75,12 +75,12 @@ def _words(context: Any, option: Any, line: str | None) -> list[str]:
     type=click.Path(path_type=Path),
     help="A TOML file of limits: nodes, gemm_GFLOPs, memory_GBs, link_GBs, link_us, ratio, shm_MB.",
 )
-@click.option(
+@counted(
     "--rounds",
-    type=click.IntRange(LEAST_ROUNDS, 1000),
-    default=LEAST_ROUNDS,
-    show_default=True,
-    help="Samples of the speed of each rank; the fastest counts.",
+    LEAST_ROUNDS,
+    LEAST_ROUNDS,
+    "Samples of the speed of each rank; the fastest counts.",
+    most=1000,
 )
 @FOLDER
 @click.option(

@@ -6,8 +6,15 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench.rows import BenchReport, counted
-from mpitrain.cli.job_options import DEVICE, changes, configured, language_option, output_option
+from mpitrain.cli.bench.rows import BenchReport
+from mpitrain.cli.job_options import (
+    DEVICE,
+    changes,
+    configured,
+    counted,
+    language_option,
+    output_option,
+)
 from mpitrain.cli.session import mpi_session
 
 JOBS: dict[str, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import STOPPED, CommandGroup
-from mpitrain.cli.job_options import finite
+from mpitrain.cli.job_options import counted, measured
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import visible
 from mpitrain.machine import process
@@ -59,18 +59,15 @@ def command() -> None:
     type=click.Path(path_type=Path),
     help="Directory for train.bin, val.bin, meta.json and a copy of the tokenizer.",
 )
-@click.option(
+@measured(
     "--validation-fraction",
-    "fraction",
-    type=click.FloatRange(0, 0.9),
-    callback=finite,
-    default=0.1,
-    show_default=True,
-    help="Share of the documents for val.bin, drawn at random; of one document its end. 0: no val.bin.",
+    0,
+    0.1,
+    "Share of the documents for val.bin, drawn at random; of one document its end. 0: no val.bin.",
+    into="fraction",
+    most=0.9,
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**62), default=0, show_default=True, help="Seed of the draws."
-)
+@counted("--seed", 0, 0, "Seed of the draws.", most=2**62)
 @click.option(
     "--separator",
     metavar="TOKEN|none",
@@ -244,21 +241,8 @@ def train_tokenizer(
 
 @command.command()
 @click.argument("file", metavar="FILE")
-@click.option(
-    "--rows",
-    type=click.IntRange(1, MOST),
-    default=4,
-    show_default=True,
-    help="Number of windows, spread evenly.",
-)
-@click.option(
-    "--tokens",
-    "count",
-    type=click.IntRange(1, MOST),
-    default=64,
-    show_default=True,
-    help="Tokens of a window.",
-)
+@counted("--rows", 1, 4, "Number of windows, spread evenly.")
+@counted("--tokens", 1, 64, "Tokens of a window.", into="count")
 @click.option(
     "--tokenizer",
     "name",

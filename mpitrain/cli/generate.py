@@ -11,49 +11,22 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import changes, finite, run_options
-from mpitrain.cli.session import MOST, configured_of, mpi_session
+from mpitrain.cli.job_options import Finite, changes, counted, measured, run_options
+from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import visible
 
 SAMPLED = (
-    click.option(
-        "--tokens",
-        "count",
-        type=click.IntRange(1, MOST),
-        default=400,
-        show_default=True,
-        help="Most tokens of a text.",
-    ),
-    click.option(
-        "--temperature",
-        type=click.FloatRange(min=0),
-        callback=finite,
-        default=0.8,
-        show_default=True,
-        help="Sampling temperature; 0 takes the likeliest token.",
-    ),
-    click.option(
-        "--top-k",
-        type=click.IntRange(0, MOST),
-        default=40,
-        show_default=True,
-        help="Draw among this many likeliest tokens; 0: all.",
-    ),
+    counted("--tokens", 1, 400, "Most tokens of a text.", into="count"),
+    measured("--temperature", 0, 0.8, "Sampling temperature; 0 takes the likeliest token."),
+    counted("--top-k", 0, 40, "Draw among this many likeliest tokens; 0: all."),
     click.option(
         "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        callback=finite,
+        type=Finite(0, 1, min_open=True),
         default=1.0,
         show_default=True,
         help="Draw among the fewest likeliest tokens with this probability together; 1: all.",
     ),
-    click.option(
-        "--seed",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Seed of the draws; prompt i, from 0, has seed + i.",
-    ),
+    counted("--seed", 0, 0, "Seed of the draws; prompt i, from 0, has seed + i.", most=None),
 )
 """The options that say how to draw tokens, as in `Sampling`."""
 
@@ -95,13 +68,7 @@ def sampling_options(command: Callable) -> Callable:
     show_default=True,
     help="At model.context tokens: go on with the newest half of them, or end the text.",
 )
-@click.option(
-    "--batch",
-    type=click.IntRange(1, MOST),
-    default=16,
-    show_default=True,
-    help="Prompts that each replica continues at the same time.",
-)
+@counted("--batch", 1, 16, "Prompts that each replica continues at the same time.")
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object a line for each prompt.")
 @click.option(
     "--ignore-eos", is_flag=True, help="Go on after the token that ends a text, as after any other."

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.session import MOST
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
 from mpitrain.machine.process import KINDS
@@ -33,6 +34,48 @@ KEYS = {
     "base": "run.init_from",
 }
 """The configuration key that each option sets."""
+
+
+class Finite(click.FloatRange):
+    """A Click type: a float in a range, and neither infinity nor NaN, which every range lets through."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, parameter, context))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", parameter, context)
+        return number
+
+
+Option = Callable[[Callable], Callable]
+
+
+def counted(
+    name: str, least: int, default: int, text: str, into: str | None = None, most: int | None = MOST
+) -> Option:
+    """Return a Click option for an integer; `into` is the name of the parameter, if it differs."""
+    return _numbered(name, click.IntRange(least, most), default, text, into)
+
+
+def measured(
+    name: str,
+    least: float,
+    default: float,
+    text: str,
+    into: str | None = None,
+    most: float | None = None,
+) -> Option:
+    """Return a Click option for a float; arguments as for `counted`."""
+    return _numbered(name, Finite(least, most), default, text, into)
+
+
+def _numbered(
+    name: str, kind: click.ParamType, default: float, text: str, into: str | None
+) -> Option:
+    names = (name, into) if into else (name,)
+    return click.option(*names, type=kind, default=default, show_default=True, help=text)
+
 
 CONFIG_FILE = click.argument(
     "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
@@ -221,10 +264,3 @@ def in_words(lines: Iterable[str], columns: int = 0) -> str:
 def say(lines: Iterable[str], columns: int = 0) -> None:
     """Print lines of English in the language of the command; `columns` as in `in_words`."""
     click.echo(in_words(lines, columns))
-
-
-def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuse infinity and NaN, which every range lets through: the callback of an option."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
-    return value

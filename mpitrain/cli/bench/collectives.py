@@ -17,7 +17,6 @@ from mpitrain.cli.bench.rows import (
     FACTOR,
     TABLE,
     BenchReport,
-    counted,
     exit_with,
     sized,
     table_width,
@@ -25,7 +24,7 @@ from mpitrain.cli.bench.rows import (
 )
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.bench.units import command as units
-from mpitrain.cli.job_options import check_files, finite, output_option
+from mpitrain.cli.job_options import Finite, check_files, counted, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.machine.process import KINDS, bound_socket
 
@@ -106,8 +105,7 @@ COLLECTIVE = with_options(
     output_option("--plot", "Draw time and bandwidth to this file, at the end."),
     click.option(
         "--fail-below",
-        type=click.FloatRange(min=0),
-        callback=finite,
+        type=Finite(0),
         metavar="GB/s",
         help="Exit with code 1 if an algorithm's bus bandwidth at the largest size is below this.",
     ),

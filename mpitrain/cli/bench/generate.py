@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.bench.rows import CSV, JSON, BenchReport, counted
-from mpitrain.cli.job_options import DEVICE, PP, SET, TP, changes, configured
+from mpitrain.cli.bench.rows import CSV, JSON, BenchReport
+from mpitrain.cli.job_options import DEVICE, PP, SET, TP, changes, configured, counted
 from mpitrain.cli.session import MOST, mpi_session
 
 

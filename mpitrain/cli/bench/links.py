@@ -11,12 +11,11 @@ from mpitrain.cli.bench.rows import (
     TABLE,
     BenchReport,
     between_ranks,
-    counted,
     exit_with,
     sized,
     table_width,
 )
-from mpitrain.cli.job_options import output_option
+from mpitrain.cli.job_options import counted, output_option
 from mpitrain.cli.session import mpi_session
 
 MOST_IN_FLIGHT = 1 << 12
@@ -87,12 +86,12 @@ def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
     show_default=True,
     help="One pair, ranks 0 and n/2; or all pairs of ranks k and k + n/2 at the same time.",
 )
-@click.option(
+@counted(
     "--window",
-    type=click.IntRange(1, MOST_IN_FLIGHT),
-    default=64,
-    show_default=True,
-    help="Messages in flight; fewer where they take more than 64 MiB.",
+    1,
+    64,
+    "Messages in flight; fewer where they take more than 64 MiB.",
+    most=MOST_IN_FLIGHT,
 )
 @sized("--min-bytes", "1", "Shortest message.")
 @sized("--max-bytes", "4M", "Longest message.")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.job_options import Outputs, check_files, finite, in_words, output_option, say
-from mpitrain.cli.session import MOST
+from mpitrain.cli.job_options import Outputs, check_files, in_words, measured, output_option, say
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
@@ -54,13 +53,6 @@ def sized(name: str, default: str, text: str) -> Callable[[Callable], Callable]:
     return click.option(name, type=Bytes(), default=default, show_default=True, help=text)
 
 
-def counted(name: str, least: int, default: int, text: str) -> Callable[[Callable], Callable]:
-    """Return a Click option for an integer of at least `least`."""
-    return click.option(
-        name, type=click.IntRange(least, MOST), default=default, show_default=True, help=text
-    )
-
-
 JSON = output_option("--json", "Write the rows to this JSON file as they are measured.")
 CSV = output_option("--csv", "Write the rows to this CSV file as they are measured.")
 FACTOR = click.option(
@@ -82,14 +74,7 @@ AGAINST = with_options(
         metavar="FILE",
         help="Compare with this earlier --json file; exit with code 1 if a value is slower.",
     ),
-    click.option(
-        "--tolerance",
-        type=click.FloatRange(min=1),
-        default=1.25,
-        show_default=True,
-        callback=finite,
-        help="With --against: how many times slower a value may be.",
-    ),
+    measured("--tolerance", 1, 1.25, "With --against: how many times slower a value may be."),
 )
 """The options that compare a benchmark with an earlier one."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from mpitrain.cli.bench.rows import BenchReport, counted
+from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     CP,
     DEVICE,
@@ -17,11 +17,12 @@ from mpitrain.cli.job_options import (
     PRESET,
     SET,
     TP,
+    Finite,
     Outputs,
     changes,
     check_files,
     configured,
-    finite,
+    counted,
     output_option,
 )
 from mpitrain.cli.session import mpi_session
@@ -145,8 +146,7 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
 )
 @click.option(
     "--row-seconds",
-    type=click.FloatRange(0, min_open=True),
-    callback=finite,
+    type=Finite(0, min_open=True),
     help="With --shapes: bound of the turns of a shape; compilation comes on top.  [default: 120]",
 )
 @counted("--blocks", 1, 5, "Turns of each side.")

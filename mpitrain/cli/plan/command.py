@@ -10,11 +10,13 @@ import click
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.rows import Bytes
 from mpitrain.cli.job_options import (
+    Finite,
     Outputs,
     check_files,
-    finite,
+    counted,
     in_words,
     language_option,
+    measured,
     output_option,
     say,
     spoken,
@@ -256,36 +258,22 @@ def schedule(
     outputs.settle()
 
 
-SECONDS = click.FloatRange(LEAST, MOST)
+SECONDS = Finite(LEAST, MOST)
 
 
 @command.command("checkpoints")
 @click.option(
-    "--days",
-    type=SECONDS,
-    callback=finite,
-    required=True,
-    help="Mean days between two failures of one rank.",
+    "--days", type=SECONDS, required=True, help="Mean days between two failures of one rank."
 )
 @click.option("--ranks", type=click.IntRange(1, 10**6), required=True, help="Ranks of the job.")
 @click.option(
     "--pause",
     type=SECONDS,
-    callback=finite,
     required=True,
     help="Seconds without steps in a save: checkpoint_pause_s.",
 )
-@click.option(
-    "--restart",
-    type=click.FloatRange(0, MOST),
-    callback=finite,
-    default=60,
-    show_default=True,
-    help="Seconds from a failure until the steps go on.",
-)
-@click.option(
-    "--step", type=SECONDS, callback=finite, help="Seconds of a step: also print checkpoint.every."
-)
+@measured("--restart", 0, 60.0, "Seconds from a failure until the steps go on.", most=MOST)
+@click.option("--step", type=SECONDS, help="Seconds of a step: also print checkpoint.every.")
 def checkpoints(days: float, ranks: int, pause: float, restart: float, step: float | None) -> None:
     """Compute how often a job should save, from how often ranks fail (Young 1974, Daly 2006).
 
@@ -333,20 +321,8 @@ OPTIONS = (
     click.option(
         "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
-    click.option(
-        "--ranks",
-        type=click.IntRange(1, 16384),
-        default=4,
-        show_default=True,
-        help="Ranks of the collective.",
-    ),
-    click.option(
-        "--hosts",
-        type=click.IntRange(1, 16384),
-        default=1,
-        show_default=True,
-        help="Hosts; consecutive ranks share a host.",
-    ),
+    counted("--ranks", 1, 4, "Ranks of the collective.", most=16384),
+    counted("--hosts", 1, 1, "Hosts; consecutive ranks share a host.", most=16384),
     click.option(
         "--bytes",
         "nbytes",

@@ -21,15 +21,17 @@ from mpitrain.cli.job_options import (
     PRESET,
     SET,
     TP,
+    Finite,
     Outputs,
     changes,
     check_files,
     configured,
-    finite,
+    counted,
+    measured,
     output_option,
     say,
 )
-from mpitrain.cli.session import MOST, mpi_session
+from mpitrain.cli.session import mpi_session
 from mpitrain.errors import multiples_near
 from mpitrain.machine import process
 
@@ -69,8 +71,7 @@ def memory(
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(1e-3),
-    callback=finite,
+    type=Finite(1e-3),
     metavar="GFLOPS",
     help="GFLOP/s of a rank in the layers of this model (default: its units are timed here).",
 )
@@ -83,8 +84,7 @@ def memory(
 )
 @click.option(
     "--memory",
-    type=click.FloatRange(1e-3),
-    callback=finite,
+    type=Finite(1e-3),
     metavar="GB",
     help="Memory of a rank (default: memory.limit_gb, or what is free here).",
 )
@@ -152,40 +152,21 @@ def layout(
 
 @click.command("batch")
 @job_options
-@click.option(
-    "--most",
-    type=click.IntRange(1, 10**6),
-    default=1024,
-    show_default=True,
-    help="Rows of the largest micro-batch to try.",
-)
-@click.option(
+@counted("--most", 1, 1024, "Rows of the largest micro-batch to try.")
+@measured(
     "--seconds",
-    type=click.FloatRange(1, 86400),
-    callback=finite,
-    default=60,
-    show_default=True,
-    help="Time limit for the timed steps, and again for the gradient noise scale.",
+    1,
+    60.0,
+    "Time limit for the timed steps, and again for the gradient noise scale.",
+    most=86400,
 )
 @click.option(
     "--verify",
     is_flag=True,
     help="In a pipeline: measure steps with the best number of micro-batches and its neighbours.",
 )
-@click.option(
-    "--blocks",
-    type=click.IntRange(1, MOST),
-    default=5,
-    show_default=True,
-    help="For --verify: turns of each number.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1, MOST),
-    default=5,
-    show_default=True,
-    help="For --verify: steps in a turn.",
-)
+@counted("--blocks", 1, 5, "For --verify: turns of each number.")
+@counted("--steps", 1, 5, "For --verify: steps in a turn.")
 @output_option("--json", "Write the tables and the estimates to this file.")
 def batch(
     config_file: Path | None,
@@ -332,16 +313,8 @@ def _verify(
     metavar="A,B",
     help="Tricks to try, such as recomputation or ZeRO 3. Default: all.",
 )
-@click.option(
-    "--blocks",
-    type=click.IntRange(LEAST_BLOCKS, MOST),
-    default=LEAST_BLOCKS,
-    show_default=True,
-    help="Turns of the job with and without each trick.",
-)
-@click.option(
-    "--steps", type=click.IntRange(1, MOST), default=3, show_default=True, help="Steps of a turn."
-)
+@counted("--blocks", LEAST_BLOCKS, LEAST_BLOCKS, "Turns of the job with and without each trick.")
+@counted("--steps", 1, 3, "Steps of a turn.")
 @output_option("--json", "Write the tricks to this JSON file as they are measured.")
 def tricks(
     config_file: Path | None,

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mpitrain.cli import COMMANDS, WORDS, commands
-from mpitrain.cli.job_options import changes
+from mpitrain.cli.job_options import changes, counted
 from mpitrain.cli.slurm.follow import follow, submit
 from mpitrain.cli.slurm.script import SYSTEMS, BatchJob, grid, script, seconds_of
 from mpitrain.errors import ConfigError
@@ -60,12 +60,12 @@ class SlurmCommand(click.Command):
     metavar="KEY=A,B,...",
     help="Train a run for each value, as an array (repeatable: all combinations).",
 )
-@click.option(
+@counted(
     "--margin",
-    type=click.IntRange(min=30),
-    default=60,
-    show_default=True,
-    help="Seconds before the limit at which the script asks the run to stop.",
+    30,
+    60,
+    "Seconds before the limit at which the script asks the run to stop.",
+    most=None,
 )
 @click.option(
     "--with",
