@@ -1,6 +1,6 @@
 """Part of the GPU job: everything that later parts launch is compiled into the cache, by up to 16 processes at once.
 
-python3 jobs/gpu/compiled.py DEVICE [tiles]    tiles: also every tile that kernels.py measures
+python3 jobs/gpu/compiled.py DEVICE
 
 Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
 kernels of the suite compile when it runs, in as many processes.
@@ -14,9 +14,8 @@ from multiprocessing import get_context
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
-import numpy as np
 from table import emit, micro
-from workload import FORMS, PRODUCTS, WAYS, all_products, config, multiply, operands, source, stored
+from workload import WAYS, all_products, config, multiply, source
 
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cuda import Compiler
@@ -26,8 +25,6 @@ from mpitrain.kernels.source import package_sources
 from mpitrain.machine.backend import HostBackend
 from mpitrain.machine.compiling import cache_of
 from mpitrain.machine.process import processors
-from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import worth_measuring
 from mpitrain.ops.device import BACKENDS, KERNELS, device_for
 from mpitrain.run.build import build
 from mpitrain.tools.bench.kernels import operations as bench
@@ -60,20 +57,6 @@ class Collector:
 
 class Nowhere(HostBackend):
     """Arrays of the host that pass for those of a device."""
-
-
-def searched(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
-    """The kernels of every tile that kernels.py measures."""
-    collector = Collector(device)
-    kernels, arena = Kernels(collector), HostBackend().arena()
-    for shape, _ in PRODUCTS[kind]:
-        for way in WAYS if kind == "cuda" else ("float32",):
-            for form in FORMS:
-                a, b, c = operands(shape, np.dtype(stored(way)), form)
-                flags = {"transposed_a": form[0] == "T", "transposed_b": form[1] == "T"}
-                for tiling in worth_measuring(a, *shape, device, way == "3xtf32"):
-                    product.gemm(kernels, arena, a, b, c, tiling=tiling, **flags)
-    return collector.found
 
 
 def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
@@ -126,13 +109,13 @@ def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: st
     return ""
 
 
-def main(kind: str, tiles: bool) -> None:
+def main(kind: str) -> None:
     start = time.perf_counter()
     kernels = device_for(kind).kernels
     assert kernels is not None
     capability = kernels.engine.capability
     engine = kernels.engine
-    found = (searched(kind, engine) if tiles else {}) | collect(kind, engine)
+    found = collect(kind, engine)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [
@@ -152,4 +135,4 @@ def main(kind: str, tiles: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] == ["tiles"])
+    main(sys.argv[1])

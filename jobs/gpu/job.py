@@ -1,6 +1,6 @@
 """Runs the parts of a GPU job one after another, each within its own seconds and all within LIMIT.
 
-python3 jobs/gpu/job.py MODE DEVICE FOLDER SINCE    MODE is table or deep; SINCE: when the job began, seconds since 1970
+python3 jobs/gpu/job.py DEVICE FOLDER SINCE    SINCE: when the job began, seconds since 1970
 
 A part is a program that prints results, a line of JSON each (table.py), as they are known. Here each is added to
 FOLDER/results.jsonl at once, and the table is printed again; everything else that is said goes to FOLDER/log.txt. Whoever
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """One part.
 
     seconds  it may take, counted from its start
-    program  beside this file, and what follows the kind of device on its command line; {folder} is that of the results
+    program  beside this file, and what follows the kind of device on its command line
     ranks    more than 0: started by mpirun, where there is an MPI
     """
 
@@ -46,33 +46,24 @@ class Part(NamedTuple):
     ranks: int = 0
 
 
-MODES = {
-    "table": (
-        Part("predicted", 20, "predicted.py"),
-        Part("machine", 40, "kernels.py", ("first",)),
-        # What decides comes first: a lent machine may be taken back at any time.
-        Part("suite", 90, "suite.py"),
-        Part("compiled", 60, "compiled.py"),
-        Part("losses", 50, "training.py", ("losses",)),
-        Part("profile of a product", 40, "profiles.py", ("product",)),
-        Part("training", 90, "training.py"),
-        Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
-        Part("products", 50, "kernels.py", ("products",)),
-        Part("attention", 45, "kernels.py", ("attention",)),
-        Part("memory", 75, "kernels.py", ("memory",)),
-        Part("ring, staged", 20, "ring.py", ("staged",), 2),
-        Part("ring, pointers", 20, "ring.py", ("pointers",), 2),
-        # It compiles for a minute or two, so it takes the seconds that the others have left.
-        Part("torch.compile", 150, "training.py", ("compiled",)),
-    ),
-    "deep": (
-        Part("machine", 60, "kernels.py", ("first",)),
-        Part("compiled", 90, "compiled.py", ("tiles",)),
-        Part("sanitizer", 200, "suite.py", ("sanitizer",)),
-        Part("profiles", 120, "profiles.py"),
-        Part("tiles", 200, "kernels.py", ("tiles", "{folder}/tiles.json")),
-    ),
-}
+PARTS = (
+    Part("predicted", 20, "predicted.py"),
+    Part("machine", 40, "kernels.py", ("first",)),
+    # What decides comes first: a lent machine may be taken back at any time.
+    Part("suite", 90, "suite.py"),
+    Part("compiled", 60, "compiled.py"),
+    Part("losses", 50, "training.py", ("losses",)),
+    Part("profile of a product", 40, "profiles.py"),
+    Part("training", 90, "training.py"),
+    Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
+    Part("products", 50, "kernels.py", ("products",)),
+    Part("attention", 45, "kernels.py", ("attention",)),
+    Part("memory", 75, "kernels.py", ("memory",)),
+    Part("ring, staged", 20, "ring.py", ("staged",), 2),
+    Part("ring, pointers", 20, "ring.py", ("pointers",), 2),
+    # It compiles for a minute or two, so it takes the seconds that the others have left.
+    Part("torch.compile", 150, "training.py", ("compiled",)),
+)
 
 
 class Results:
@@ -105,15 +96,9 @@ class Results:
         return misses(self.rows)
 
 
-def command(part: Part, device: str, folder: Path) -> list[str]:
+def command(part: Part, device: str) -> list[str]:
     start = ["mpirun", "-n", str(part.ranks)] if part.ranks else []
-    return [
-        *start,
-        sys.executable,
-        str(HERE / part.program),
-        device,
-        *(word.format(folder=folder) for word in part.words),
-    ]
+    return [*start, sys.executable, str(HERE / part.program), device, *part.words]
 
 
 def run(part: Part, words: Sequence[str], seconds: float, results: Results, log: Path) -> None:
@@ -183,12 +168,12 @@ def stop(child: subprocess.Popen) -> None:
             continue
 
 
-def main(mode: str, device: str, folder: Path, since: float) -> int:
+def main(device: str, folder: Path, since: float) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results, log = Results(folder / "results.jsonl", device), folder / "log.txt"
     has_mpi = bool(shutil.which("mpirun") and find_spec("mpi4py"))
     factor = 1 if device == "cuda" else WITHOUT_GPU
-    for part in MODES[mode]:
+    for part in PARTS:
         left = LIMIT * factor - (time.time() - since)
         if part.ranks and not has_mpi:
             results.note(
@@ -199,11 +184,11 @@ def main(mode: str, device: str, folder: Path, since: float) -> int:
                 part.name, f"{part.name}: not begun, the seconds of the job are over", False
             )
         else:
-            run(part, command(part, device, folder), min(part.seconds * factor, left), results, log)
+            run(part, command(part, device), min(part.seconds * factor, left), results, log)
     if lines := shortfalls(results.rows):
         print("\n".join(["", *lines]), flush=True)
     return 1 if results.misses else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))

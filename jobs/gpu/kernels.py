@@ -1,10 +1,9 @@
-"""Part of both GPU jobs: the machine, and its kernels against a copy, a library and PyTorch.
+"""Part of the GPU job: the machine, and its kernels against a copy, a library and PyTorch.
 
 python3 jobs/gpu/kernels.py DEVICE first         what the machine is, the first launch, and the rate of a copy
 python3 jobs/gpu/kernels.py DEVICE attention     attention, against PyTorch's fused one
 python3 jobs/gpu/kernels.py DEVICE memory        all other kernels of bench kernels, against a copy
 python3 jobs/gpu/kernels.py DEVICE products      matrix products, against the library's
-python3 jobs/gpu/kernels.py DEVICE tiles FILE    the best tiles
 
 A result is printed as soon as it is measured.
 """
@@ -19,21 +18,19 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from predicted import GPUS, tiled
 from table import emit, micro, wrong_words
-from workload import PRODUCTS, WAYS, all_products, stored, table
+from workload import all_products, stored, table
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.process import processors
 from mpitrain.ops.cuda import product
-from mpitrain.ops.cuda.tiles import FastestTile, write_tiles
 from mpitrain.ops.device import device_for
 from mpitrain.ops.reference.layers import layer_norm
-from mpitrain.tools.bench.kernels.gemm import GemmRow, tune
+from mpitrain.tools.bench.kernels.gemm import GemmRow
 from mpitrain.tools.bench.kernels.gemm import measure as measure_products
 from mpitrain.tools.bench.kernels.operations import OperationRow, attentions, measure, measured
 
@@ -204,35 +201,13 @@ def products(kind: str) -> None:
             report(row, engine.used(), way)
 
 
-def tiles(kind: str, file: str) -> None:
-    """The best tiles for the products of GPT-2, in a table for `--tiles` and device.tiles, written after each product."""
-    measured: list[FastestTile] = []
-    for way in WAYS if kind == "cuda" else ("float32",):
-        device = device_for(kind, WAYS[way])
-        assert device.kernels is not None
-        for row in tune(device, [shape for shape, _ in PRODUCTS[kind]], [stored(way)]):
-            best = row.best
-            measured.append(best)
-            write_tiles(Path(file), device.kernels.engine.name, measured)
-            tile = "x".join(map(str, best.tiling.tile[:3])) + f"/{best.tiling.splits}"
-            emit(
-                f"{best.stored} {best.m}x{best.n}x{best.k} {way}: {tile} of {row.tried} tiles, against the usual one"
-                f"{wrong_words(row.wrong)}",
-                micro(row.time_us / 1e6),
-                micro(row.usual_us / 1e6),
-                ratio=row.usual_us / row.time_us,
-                ok=row.wrong == 0,
-            )
-
-
-PARTS: dict[str, Callable[..., None]] = {
+PARTS: dict[str, Callable[[str], None]] = {
     "first": first,
     "attention": attention,
     "memory": memory,
     "products": products,
-    "tiles": tiles,
 }
 
 if __name__ == "__main__":
-    kind, part, *files = sys.argv[1:]
-    PARTS[part](kind, *files)
+    kind, part = sys.argv[1:]
+    PARTS[part](kind)

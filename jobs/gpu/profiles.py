@@ -1,8 +1,7 @@
-"""Part of both GPU jobs: what ncu says of each kernel: time, share of peak, registers, blocks on a multiprocessor, stalls.
+"""Part of the GPU job: what ncu says of a product: time, share of peak, registers, blocks on a multiprocessor, stalls.
 
-python3 jobs/gpu/profiles.py DEVICE                    a result for each kernel of a step
-python3 jobs/gpu/profiles.py DEVICE product            the same of one product, the cube in bfloat16, in two tiles
-python3 jobs/gpu/profiles.py DEVICE [product] launch   what is profiled, each once
+python3 jobs/gpu/profiles.py DEVICE           of the cube in bfloat16, in two tiles
+python3 jobs/gpu/profiles.py DEVICE launch    what is profiled, each once
 """
 
 import csv
@@ -40,38 +39,24 @@ SECONDS = {
 }
 """A second in units of ncu, old and new."""
 
-SIZES = {"cuda": (8, 1024, 768, 12, 50257)}
 
-
-def launch(kind: str, is_product: bool) -> None:
-    from workload import FORMS, PRODUCTS
+def launch(kind: str) -> None:
+    from workload import PRODUCTS
 
     from mpitrain.ops.cuda import product, tiles
     from mpitrain.ops.device import device_for
     from mpitrain.tools.bench.kernels import gemm
-    from mpitrain.tools.bench.kernels import operations as bench
 
     device = device_for(kind)
-    if is_product:
-        (shape, (form, *_)), *_ = PRODUCTS[kind]
-        case = gemm.case_of(device, shape, "bfloat16", gemm.PRODUCTS[form])
-        for tile in (tiles.TENSOR_TILES[5], tiles.TENSOR_TILES[0]):  # the largest, and a square one
-            case.by(partial(product.gemm, tiling=tiles.Tiling(tile, 1)))()
-        device.backend.synchronize()
-        return
-    for shape, _ in PRODUCTS[kind][:3]:
-        for dtype in ("float32", "bfloat16"):
-            for name in FORMS:
-                gemm.case_of(device, shape, dtype, gemm.PRODUCTS[name]).by(device.multiply)()
-    bench.SHAPES |= SIZES
-    bench.MOVED["cuda"] = 1 << 15
-    for work in bench.works(device, None):
-        work.run()
+    (shape, (form, *_)), *_ = PRODUCTS[kind]
+    case = gemm.case_of(device, shape, "bfloat16", gemm.PRODUCTS[form])
+    for tile in (tiles.TENSOR_TILES[5], tiles.TENSOR_TILES[0]):  # the largest, and a square one
+        case.by(partial(product.gemm, tiling=tiles.Tiling(tile, 1)))()
     device.backend.synchronize()
 
 
-def main(kind: str, *words: str) -> None:
-    """A result for each kernel of ours; `words` follow the device on the command line."""
+def main(kind: str) -> None:
+    """A result for each kernel that is launched."""
     if kind != "cuda" or not shutil.which("ncu"):
         emit(f"ncu: skipped, {'it is not installed' if kind == 'cuda' else 'there is no GPU here'}")
         return
@@ -81,7 +66,6 @@ def main(kind: str, *words: str) -> None:
         sys.executable,
         __file__,
         kind,
-        *words,
         "launch",
     ]
     with subprocess.Popen(
@@ -131,6 +115,6 @@ def profiles(text: str) -> dict[str, dict[str, float]]:
 
 if __name__ == "__main__":
     if sys.argv[-1] == "launch":
-        launch(sys.argv[1], "product" in sys.argv)
+        launch(sys.argv[1])
     else:
-        main(*sys.argv[1:])
+        main(sys.argv[1])

@@ -53,8 +53,8 @@ def parts(job, tmp_path, monkeypatch):
         for number, code in enumerate(programs):
             (tmp_path / f"{number}.py").write_text(f"{EMIT}good = {GOOD!r}\n{code}\n")
             found.append(job.Part(f"part {number}", seconds, f"{number}.py", ranks=ranks))
-        monkeypatch.setitem(job.MODES, "table", tuple(found))
-        code = job.main("table", device, tmp_path, time.time() - since)
+        monkeypatch.setattr(job, "PARTS", tuple(found))
+        code = job.main(device, tmp_path, time.time() - since)
         return code, job.read(tmp_path / "results.jsonl")
 
     return run
@@ -180,30 +180,6 @@ def test_what_ncu_says_is_read_in_any_unit(job):
         profiles.profiles(head + '"0","gemm","gpu__time_duration.sum","fortnight","1"\n')
 
 
-SANITIZED = "".join(
-    "test_kernels.py::test[{}] {}\n".format(*one)
-    for one in (("norms", "PASSED"), ("steps", "FAILED"))
-)
-
-
-@pytest.mark.parametrize(
-    ("said", "code", "found"),
-    [
-        ("=== Error: Unable to attach\n", 1, [True]),
-        (SANITIZED, 9, [False, False]),
-        (SANITIZED.replace("FAILED", "PASSED"), None, [True]),
-        ("=========     at gemm\n", None, [False]),
-        ("", 0, [False]),
-    ],
-)
-def test_a_tool_of_the_sanitizer_says_what_it_found(said, code, found, job):
-    import suite
-
-    assert [one.ok for one in suite.findings("memcheck", said, code)] == found
-    everything = "".join(f"test[{group}] PASSED\n" for group in suite.GROUPS)
-    assert all(one.ok for one in suite.findings("memcheck", everything, 0))
-
-
 def test_the_prediction_has_every_product_and_no_gpu_is_faster_than_its_bytes(job):
     import predicted
 
@@ -256,8 +232,8 @@ def test_what_was_measured_survives_a_kill(job, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport job, pathlib, time\n"
         f"job.HERE = pathlib.Path({str(tmp_path)!r})\n"
-        "job.MODES['table'] = (job.Part('slow', 20, 'slow.py'),)\n"
-        f"job.main('table', 'cuda', job.HERE, time.time())\n"
+        "job.PARTS = (job.Part('slow', 20, 'slow.py'),)\n"
+        f"job.main('cuda', job.HERE, time.time())\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     for line in child.stdout:
@@ -361,13 +337,3 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     assert said >= {"training step of a GPT"} and any(
         "bfloat16" in row["what"] for row in rows if row["part"] == "training"
     )
-
-
-def test_the_second_mode_brings_back_a_table_of_tiles(tmp_path):
-    done = table_of("deep", "cuda-sim", tmp_path / "out", folder=tmp_path)
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert len(json.loads((tmp_path / "out/tiles.json").read_text())["measured"]) == 3
-    assert {"sanitizer", "profiles", "tiles"} <= {
-        json.loads(line)["part"]
-        for line in (tmp_path / "out/results.jsonl").read_text().splitlines()
-    }
