@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     """What a probe found wrong.
 
     host  the affected host; "" if no single host can be named
-    text  the law with its values; a clause without a full stop
+    text  the law with its values, and the remedy
     """
 
     host: str
@@ -61,7 +61,14 @@ class Values(NamedTuple):
 
     def by_host(self) -> dict[str, Any]:
         """Return {host: value of its first rank}."""
-        return {host: self.values[self.hosts.index(host)] for host in dict.fromkeys(self.hosts)}
+        return {host: own[0] for host, own in self.of_hosts().items()}
+
+    def of_hosts(self) -> dict[str, list[Any]]:
+        """Return {host: values of its ranks}."""
+        own: dict[str, list[Any]] = {}
+        for host, value in zip(self.hosts, self.values, strict=True):
+            own.setdefault(host, []).append(value)
+        return own
 
 
 def look_library(transport: Transport, folder: Path) -> list[str]:
@@ -74,15 +81,12 @@ def line_library(seen: Values) -> str:
     return "; ".join(f"{version}, {path or 'path unknown'}" for version, path in libraries)
 
 
-def mixed_libraries(seen: Values) -> list[Problem]:
+def mixed_libraries(host: str, own: list[Any], seen: Values) -> str:
     first = seen.values[0][0]
-    return [
-        Problem(
-            host, f"all ranks need one MPI library, but rank 0 loaded {first} and {host} {other}"
-        )
-        for host, (other, _) in dict(zip(seen.hosts, seen.values, strict=True)).items()
-        if other != first
-    ]
+    others = [version for version, _ in own if version != first]
+    if not others:
+        return ""
+    return f"all ranks need one MPI library, but rank 0 loaded {first} and {host} {others[0]}"
 
 
 def look_interface(transport: Transport, folder: Path) -> dict[str, Any]:
@@ -104,19 +108,13 @@ def line_interface(seen: Values) -> str:
     return f"{first['launcher']}, {' and '.join(first['interfaces']) or 'no PMI or PMIx'}"
 
 
-def missing_interface(seen: Values) -> list[Problem]:
-    problems = []
-    for host, value in seen.by_host().items():
-        needs = ["PMIx"] if value["mpi"][0] == "Open" else ["PMI-2", "PMI", "PMIx"]
-        if value["launcher"] == "Slurm" and not set(needs) & set(value["interfaces"]):
-            offered = " and ".join(value["interfaces"]) or "neither PMI nor PMIx"
-            problems.append(
-                Problem(
-                    host,
-                    f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {offered}",
-                )
-            )
-    return problems
+def missing_interface(host: str, own: list[Any], seen: Values) -> str:
+    value = own[0]
+    needs = ["PMIx"] if value["mpi"][0] == "Open" else ["PMI-2", "PMI", "PMIx"]
+    if value["launcher"] != "Slurm" or set(needs) & set(value["interfaces"]):
+        return ""
+    offered = " and ".join(value["interfaces"]) or "neither PMI nor PMIx"
+    return f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {offered}"
 
 
 def look_threads(transport: Transport, folder: Path) -> str:
@@ -127,12 +125,10 @@ def line_threads(seen: Values) -> str:
     return ", ".join(dict.fromkeys(seen.values))
 
 
-def few_threads(seen: Values) -> list[Problem]:
-    return [
-        Problem(host, f"a progress thread needs level serialized, but {host} has {level}")
-        for host, level in seen.by_host().items()
-        if level in ("single", "funneled")
-    ]
+def few_threads(host: str, own: list[Any], seen: Values) -> str:
+    if own[0] not in ("single", "funneled"):
+        return ""
+    return f"a progress thread needs level serialized, but {host} has {own[0]}"
 
 
 def look_gpus(transport: Transport, folder: Path) -> list[str]:
@@ -144,22 +140,11 @@ def line_gpus(seen: Values) -> str:
     return f"{' or '.join(map(str, counts))} GPU(s) visible to a rank"
 
 
-def hidden_gpus(seen: Values) -> list[Problem]:
-    problems = []
-    for host in dict.fromkeys(seen.hosts):
-        sets = {
-            " ".join(sorted(gpus))
-            for name, gpus in zip(seen.hosts, seen.values, strict=True)
-            if name == host and gpus
-        }
-        if len(sets) > 1:
-            problems.append(
-                Problem(
-                    host,
-                    f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}",
-                )
-            )
-    return problems
+def hidden_gpus(host: str, own: list[Any], seen: Values) -> str:
+    sets = {" ".join(sorted(gpus)) for gpus in own if gpus}
+    if len(sets) < 2:
+        return ""
+    return f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}"
 
 
 def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
@@ -176,16 +161,11 @@ def line_imports(seen: Values) -> str:
     return f"{float(slowest['seconds']):.2f} s, {slowest['files']} files opened by each rank"
 
 
-def slow_imports(seen: Values) -> list[Problem]:
-    problems = []
-    for host, value in seen.by_host().items():
-        if FAILED in value:
-            problems.append(Problem(host, f"the imports of a run fail on {host}: {value[FAILED]}"))
-        elif float(value["seconds"]) > SLOW_IMPORTS:
-            problems.append(
-                Problem(host, f"imports take {float(value['seconds']):.0f} s on {host}")
-            )
-    return problems
+def slow_imports(host: str, own: list[Any], seen: Values) -> str:
+    if FAILED in own[0]:
+        return f"the imports of a run fail on {host}: {own[0][FAILED]}"
+    seconds = float(own[0]["seconds"])
+    return f"imports take {seconds:.0f} s on {host}" if seconds > SLOW_IMPORTS else ""
 
 
 def look_windows(transport: Transport, folder: Path) -> str:
@@ -232,12 +212,9 @@ def line_windows(seen: Values) -> str:
     return wrong[0] if wrong else f"{len(seen.values)} rank(s) on {len(set(seen.hosts))} host(s)"
 
 
-def broken_windows(seen: Values) -> list[Problem]:
-    wrong = {host: value for host, value in zip(seen.hosts, seen.values, strict=True) if value}
-    return [
-        Problem(host, f"shared memory must work on {host}, but {text}")
-        for host, text in wrong.items()
-    ]
+def broken_windows(host: str, own: list[Any], seen: Values) -> str:
+    wrong = next(filter(None, own), "")
+    return wrong and f"shared memory must work on {host}, but {wrong}"
 
 
 def _neighbours(transport: Transport) -> tuple[int, int] | None:
@@ -274,12 +251,10 @@ def line_first(seen: Values) -> str:
     return f"{1e3 * first:.3g} ms between hosts, the second one {1e3 * second:.3g} ms"
 
 
-def late_first(seen: Values) -> list[Problem]:
-    return [
-        Problem(host, f"the first message of {host} took {value[0]:.1f} s, more than {LATE:g} s")
-        for host, value in seen.by_host().items()
-        if value and value[0] > LATE
-    ]
+def late_first(host: str, own: list[Any], seen: Values) -> str:
+    if not own[0] or own[0][0] <= LATE:
+        return ""
+    return f"the first message of {host} took {own[0][0]:.1f} s, more than {LATE:g} s"
 
 
 def sent_bytes() -> dict[str, int]:
@@ -319,18 +294,12 @@ def line_network(seen: Values) -> str:
     return "; ".join(kinds)
 
 
-def mixed_networks(seen: Values) -> list[Problem]:
-    interfaces = {host: value for host, value in seen.by_host().items() if value is not None}
-    first = next(iter(interfaces.values()), None)
-    return [
-        Problem(
-            host,
-            f"messages of {host} go over {' and '.join(value) or 'no counted interface'}, "
-            f"those of rank 0 over {' and '.join(first or ()) or 'no counted interface'}",
-        )
-        for host, value in interfaces.items()
-        if value != first
-    ]
+def mixed_networks(host: str, own: list[Any], seen: Values) -> str:
+    first = next((value for value in seen.values if value is not None), None)
+    if own[0] in (None, first):
+        return ""
+    over, others = (" and ".join(each or ()) or "no counted interface" for each in (own[0], first))
+    return f"messages of {host} go over {over}, those of rank 0 over {others}"
 
 
 def look_clocks(transport: Transport, folder: Path) -> float:
@@ -344,18 +313,14 @@ def line_clocks(seen: Values) -> str:
     )
 
 
-def wrong_clocks(seen: Values) -> list[Problem]:
-    ahead = seen.by_host()
-    usual = median_low(ahead.values())
-    return [
-        Problem(
-            host,
-            f"clocks differ by at most {MOST_SKEW:g} s, but that of {host} is {abs(usual - value):.1f} s "
-            f"{'ahead' if value < usual else 'behind'}",
-        )
-        for host, value in ahead.items()
-        if not (abs(usual - value) <= MOST_SKEW)
-    ]
+def wrong_clocks(host: str, own: list[Any], seen: Values) -> str:
+    late = median_low(seen.by_host().values()) - own[0]
+    if abs(late) <= MOST_SKEW:
+        return ""
+    return (
+        f"clocks differ by at most {MOST_SKEW:g} s, but that of {host} is {abs(late):.1f} s "
+        f"{'ahead' if late > 0 else 'behind'}"
+    )
 
 
 def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
@@ -393,17 +358,13 @@ def line_files(seen: Values) -> str:
     )
 
 
-def broken_files(name: str, seen: Values) -> list[Problem]:
-    problems = []
-    for host, value in seen.by_host().items():
-        wrong = [
-            text if kind == FAILED else f"{kind}: {text}"
-            for kind, text in value.items()
-            if text != WORKS
-        ]
-        if wrong:
-            problems.append(Problem(host, f"{name} must work on {host}, but {'; '.join(wrong)}"))
-    return problems
+def broken_files(name: str, host: str, own: list[Any], seen: Values) -> str:
+    wrong = [
+        text if kind == FAILED else f"{kind}: {text}"
+        for kind, text in own[0].items()
+        if text != WORKS
+    ]
+    return f"{name} must work on {host}, but {'; '.join(wrong)}" if wrong else ""
 
 
 class Probe(NamedTuple):
@@ -412,7 +373,8 @@ class Probe(NamedTuple):
     question   what the row finds out, for the documentation and for --json
     look       (transport, folder) -> value of this rank, serialisable as JSON. Collective
     line       values of all ranks -> one line of the report
-    problems   values of all ranks -> problems, without the remedy
+    wrong      (host, values of its ranks, all values) -> the problem of this host without the
+               remedy; empty if there is none
     remedy     the way out of all problems of the row
     is_fatal   whether a node with this problem fails `certify`
     """
@@ -420,9 +382,16 @@ class Probe(NamedTuple):
     question: str
     look: Callable[[Transport, Path], Any]
     line: Callable[[Values], str]
-    problems: Callable[[Values], list[Problem]]
+    wrong: Callable[[str, list[Any], Values], str]
     remedy: str
     is_fatal: bool = True
+
+    def problems(self, seen: Values) -> list[Problem]:
+        return [
+            Problem(host, f"{text}. {self.remedy}")
+            for host, own in seen.of_hosts().items()
+            if (text := self.wrong(host, own, seen))
+        ]
 
 
 class ProbeResult(NamedTuple):
@@ -536,13 +505,6 @@ def examine(transport: Transport, folder: Path) -> list[ProbeResult]:
     for name, probe in PROBES.items():
         gathered = transport.gather_text(probe.look(transport, folder))
         values = Values(transport.hosts, gathered)
-        problems = [
-            problem._replace(text=f"{problem.text}. {probe.remedy}")
-            for problem in probe.problems(values)
-        ]
-        results.append(
-            ProbeResult(
-                name, probe.question, probe.line(values), gathered, problems, probe.is_fatal
-            )
-        )
+        line, problems = probe.line(values), probe.problems(values)
+        results.append(ProbeResult(name, probe.question, line, gathered, problems, probe.is_fatal))
     return results

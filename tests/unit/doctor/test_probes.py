@@ -123,7 +123,7 @@ def test_a_lock_that_another_host_gets_is_reported(tmp_path, monkeypatch):
         lambda name, argument: {"across": "two hosts"} if name == "locked" else {"flock": WORKS},
     )
     seen = run_ranks(3, probes.look_locks, tmp_path, hosts="aab")
-    problems = probes.broken_files("locks", Values("aab", seen))
+    problems = PROBES["locks"].problems(Values("aab", seen))
     assert [problem.host for problem in problems] == ["b"]
 
 
