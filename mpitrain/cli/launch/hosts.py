@@ -160,14 +160,6 @@ def _lsf_nodes(environ: Mapping[str, str]) -> list[str]:
     return environ["LSB_MCPU_HOSTS"].split()[::2]
 
 
-def _grid_engine(environ: Mapping[str, str]) -> tuple[int, int]:
-    return _count(environ, "NSLOTS", 1), _count(environ, "NHOSTS", 1)
-
-
-def _grid_engine_nodes(environ: Mapping[str, str]) -> list[str]:
-    return [line.split()[0] for line in host_lines(Path(environ["PE_HOSTFILE"]), "PE_HOSTFILE")]
-
-
 class BatchSystem(NamedTuple):
     """How a batch system describes a job by environment variables.
 
@@ -187,7 +179,6 @@ SYSTEMS = (
     BatchSystem("Slurm", "SLURM_JOB_ID", _slurm, _slurm_nodes),
     BatchSystem("PBS", "PBS_NODEFILE", _pbs, _pbs_nodes),
     BatchSystem("LSF", "LSB_MCPU_HOSTS", _lsf, _lsf_nodes),
-    BatchSystem("Grid Engine", "PE_HOSTFILE", _grid_engine, _grid_engine_nodes),
 )
 
 

@@ -34,10 +34,11 @@ class SlurmCommand(click.Command):
 )
 @click.option(
     "--cores-per-rank",
-    type=POSITIVE,
+    type=click.IntRange(0),
+    default=0,
     help="Cores of each rank (default: whole hosts, divided by their ranks).",
 )
-@click.option("--gpus-per-node", type=POSITIVE, help="GPUs of each host.")
+@click.option("--gpus-per-node", type=click.IntRange(0), default=0, help="GPUs of each host.")
 @click.option(
     "--time", default="1:00:00", show_default=True, help="Time limit: minutes, H:M:S or D-H:M:S."
 )
@@ -88,22 +89,14 @@ class SlurmCommand(click.Command):
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND ..."
 )
 def command(
-    nodes: int,
-    ranks_per_node: int | None,
-    cores_per_rank: int | None,
-    gpus_per_node: int | None,
-    time: str,
-    partition: str,
-    account: str,
-    environment: str,
-    is_mpirun: bool,
-    sweep: tuple[str, ...],
-    margin: int,
-    extra: tuple[str, ...],
     system: str,
     submits: bool,
     follows: bool,
     arguments: tuple[str, ...],
+    time: str,
+    is_mpirun: bool,
+    sweep: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch
 
@@ -111,45 +104,39 @@ def command(
     A job of bench keeps its rows in a JSON file with the job's number. The command and its
     configuration are checked before anything is written.
     """
-
-    if (submits or follows) and environment == "venv":
-        environment = f"venv:{sys.prefix}"
+    if (submits or follows) and options["environment"] == "venv":
+        options["environment"] = f"venv:{sys.prefix}"
     words = list(arguments[1:] if arguments[0] == "mpitrain" else arguments)
     if not words:
         raise click.UsageError("mpitrain has no command here.")
-    per_node = ranks_per_node or gpus_per_node or (1 if words[:1] == ["generate"] else 2)
+    options["ranks_per_node"] = (
+        options["ranks_per_node"]
+        or options["gpus_per_node"]
+        or (1 if words[:1] == ["generate"] else 2)
+    )
     request = BatchJob(
-        words,
-        nodes,
-        per_node,
-        cores_per_rank or 0,
-        gpus_per_node or 0,
-        seconds_of(time),
-        margin,
-        partition,
-        account,
-        "mpirun" if is_mpirun or system != "slurm" else "srun",
-        environment,
-        grid(sweep),
-        list(extra),
-        _written_by(click.get_current_context()),
+        words=words,
+        seconds=seconds_of(time),
+        by="mpirun" if is_mpirun or system != "slurm" else "srun",
+        sweep=grid(sweep),
+        written_by=_written_by(click.get_current_context()),
+        **options,
     )
     if (submits or follows) and system != "slurm":
         raise ConfigError(
             f"--submit and --follow are of Slurm, but the script is for {system.upper()}.",
             f"Write the script to a file, then type: {SYSTEMS[system].submit} FILE",
         )
-    if any(set(text) & {"\n", "#"} for text in (partition, account, *extra)) or "\n" in "".join(
-        words
-    ):
+    directives = request.partition, request.account, *request.extra
+    if any(set(text) & {"\n", "#"} for text in directives) or "\n" in "".join(words):
         raise ConfigError(
             "A directive of a batch script is a line without #, but an option has one or a line break.",
             "Leave it out, or edit the script.",
         )
     check(request)
-    if words[0] == "train" and request.warning < margin:
+    if words[0] == "train" and request.warning < request.margin:
         click.echo(
-            f"note: --margin {margin} is cut to {request.warning} s, because --time is {time}: "
+            f"note: --margin {request.margin} is cut to {request.warning} s, because --time is {time}: "
             "a quarter of the time at most, and at least 30 s.",
             err=True,
         )

@@ -40,7 +40,7 @@ class BatchJob(NamedTuple):
     by: str
     environment: str
     sweep: list[list[str]]
-    extra: list[str]
+    extra: tuple[str, ...]
     written_by: str
 
     @property

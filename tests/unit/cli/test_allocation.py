@@ -16,7 +16,6 @@ from tests.processes import mpitrain
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "2"}, ("Slurm", 6, 2)),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "3"}, ("Slurm", 3, 3)),
         ({"LSB_MCPU_HOSTS": "a 4 b 3"}, ("LSF", 7, 2)),
-        ({"PE_HOSTFILE": "file", "NSLOTS": "5", "NHOSTS": "2"}, ("Grid Engine", 5, 2)),
     ],
 )
 def test_a_batch_system_grants_ranks_and_hosts(environ, wanted):
@@ -49,7 +48,6 @@ def test_outside_a_job_launch_needs_a_number_of_ranks():
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "²"},
         {"LSB_MCPU_HOSTS": "a 4 b"},
         {"LSB_MCPU_HOSTS": "a four"},
-        {"PE_HOSTFILE": "file", "NSLOTS": "5.5"},
     ],
 )
 def test_a_variable_without_a_number_is_one_error(environ):
@@ -73,11 +71,9 @@ def test_launch_in_a_damaged_job_says_which_variable():
 
 def test_batch_systems_name_their_hosts_once(tmp_path):
     (tmp_path / "nodes").write_text("a\na\n\nb\n")
-    (tmp_path / "hosts").write_text("c 2 all.q UNDEFINED\nd 1 all.q UNDEFINED\n")
     assert nodes({}) == []
     assert nodes({"PBS_NODEFILE": str(tmp_path / "nodes")}) == ["a", "b"]
     assert nodes({"LSB_MCPU_HOSTS": "a 4 b 3"}) == ["a", "b"]
-    assert nodes({"PE_HOSTFILE": str(tmp_path / "hosts")}) == ["c", "d"]
     assert nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2],m"}) == ["n1", "n2", "m"]
     with pytest.raises(ConfigError, match="--hosts"):
         nodes({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": ""})
