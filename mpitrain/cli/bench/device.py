@@ -98,23 +98,9 @@ def print_rows(
 
 
 def exit_after(run: Callable[[], int]) -> None:
-    """Run a benchmark without MPI, and exit with 0 if `run` returns 0, with an error's code, or
-    with 1.
-    """
+    """Run a benchmark without MPI, and exit with 0 if `run` returns 0, else with 1."""
     process.limit_blas_threads()
-    from mpitrain.errors import MpitrainError
-
-    try:
-        wrong = run()
-    except MpitrainError as error:
-        click.echo(str(error), err=True)
-        sys.exit(error.exit_code)
-    except MemoryError as error:
-        click.echo(f"out of memory: {error}. Name smaller shapes.", err=True)
-        sys.exit(MpitrainError.exit_code)
-    except BrokenPipeError:
-        sys.exit(MpitrainError.exit_code)
-    exit_with(wrong)
+    exit_with(run())
 
 
 class Names(click.ParamType):

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli.bench.collectives import command
+from mpitrain.errors import MpitrainError
 from mpitrain.ops.cuda.tiles import DEFAULT
 from mpitrain.tools.bench.kernels import gemm
 from mpitrain.tools.bench.kernels import operations as kernel_operations
@@ -27,6 +28,8 @@ def bench(*arguments: str) -> tuple[int, list[list[str]], str]:
     """(exit code, rows as words, standard output, or everything printed if the command fails)"""
     done = CliRunner().invoke(command, arguments)
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    if isinstance(done.exception, MpitrainError):  # `main` prints it
+        return done.exception.exit_code, rows, str(done.exception)
     return done.exit_code, rows, done.output if done.exit_code else done.stdout
 
 

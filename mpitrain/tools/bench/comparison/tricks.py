@@ -1,7 +1,6 @@
 """One job with and without each trick (a setting that may save time or memory), measured in turns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from mpitrain.transport.base import Transport
 Settings = Mapping[str, Any]
 LARGEST = 4
 """Largest number of micro-batches in gradient accumulation, and of slices of the logits."""
-READING = "data.prefetch"
-"""The key of a trick that changes how batches are read, and nothing of a step."""
 
 
 class Trick(NamedTuple):
@@ -277,33 +274,30 @@ class Tried(NamedTuple):
 
 
 class Counting(Ours):
+    """A side of a comparison that reads its own rows, and counts the bytes that it sends."""
+
     def __init__(self, transport: Transport, job: Job, name: str):
         super().__init__(job, name)
         self._traffic, self.sent, self.steps = transport.traffic, 0, 0
+        config = job.trainer.config
+        self._source = job.data
+        if ahead := config.data.prefetch:
+            self._source = Prefetched(job.data, ahead, config.run.steps)
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         before = self._traffic.nbytes
-        loss = super().step(index, inputs, targets)
+        loss = super().step(index, *self.job.trainer.replication.rows.batch(self._source, index))
         self.sent += self._traffic.nbytes - before
         self.steps += 1
         return loss
 
-    def sync(self) -> None:
+    def end(self) -> None:
         """Finish the all-gathers of parameters that the last step started. Collective."""
         before = self._traffic.nbytes
         self.job.trainer.sync_parameters()
         self.sent += self._traffic.nbytes - before
-
-
-class ReadingSide(Counting):
-    def __init__(self, transport: Transport, job: Job, name: str, ahead: int):
-        super().__init__(transport, job, name)
-        steps = job.trainer.config.run.steps
-        self.prefetched = Prefetched(job.data, ahead, steps) if ahead else None
-
-    def step(self, index: int, inputs: Any, targets: Any) -> float:
-        source = self.prefetched or self.job.data
-        return super().step(index, *self.job.trainer.replication.rows.batch(source, index))
+        if isinstance(self._source, Prefetched):
+            self._source.close()
 
 
 def try_all(
@@ -328,9 +322,6 @@ def try_all(
             yield tried
             continue
         changes = settings_of(trick.off if is_used else on)
-        if READING in on:
-            yield _read(transport, job, tried, trick, blocks, steps)
-            continue
         try:
             other = build(transport, _changed(transport, job, changes), source=job.source)
         except MpitrainError as error:
@@ -338,10 +329,7 @@ def try_all(
                 raise
             yield tried._replace(reason=error.law)
             continue
-        if "batch.size" in on:  # Each side reads rows of its own.
-            sides: list[Counting] = [ReadingSide(transport, each, name, 0) for each in (job, other)]
-        else:
-            sides = [Counting(transport, each, name) for each in (job, other)]
+        sides = [Counting(transport, each, name) for each in (job, other)]
         yield _tried(transport, tried, sides, blocks, steps)
         other.close()
 
@@ -349,17 +337,6 @@ def try_all(
 def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
     tables = job.trainer.config.model_dump()
     return on_all_ranks(transport, lambda: parse(with_settings(tables, changes)))
-
-
-def _read(
-    transport: Transport, job: Job, tried: Tried, trick: Trick, blocks: int, steps: int
-) -> Tried:
-    ahead = max(job.trainer.config.data.prefetch, trick.on(job.trainer.resolved)[READING])
-    plain, reader = (ReadingSide(transport, job, tried.name, number) for number in (0, ahead))
-    assert reader.prefetched
-    with closing(reader.prefetched):
-        sides = [reader, plain] if tried.is_used else [plain, reader]
-        return _tried(transport, tried, sides, blocks, steps)
 
 
 def _tried(
@@ -377,7 +354,7 @@ def _tried(
 
 def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
     trainer = side.job.trainer
-    side.sync()
+    side.end()
     # The update of a small model needs more of the arena than its activations do.
     memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
     measurements = memory, trainer.counted.peak, side.sent / side.steps
