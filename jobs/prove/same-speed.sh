@@ -38,7 +38,7 @@ found = [{(what, side): json.loads((folder / f"{what}-{side}-{pair}.json").read_
 def rows(run, side):
     return {row["bytes"]: row["time_us"] for row in run["allreduce", side]["rows"]}
 def step(run, side):
-    return run["train", side]["sides"][0]
+    return run["train", side]["sides" if "sides" in run["train", side] else "rows"][0]
 
 ratios = {"training step": [step(run, "new")["blocks"][0] / step(run, "old")["blocks"][0] for run in found]}
 for nbytes in rows(found[0], "new"):

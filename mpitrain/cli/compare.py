@@ -120,7 +120,6 @@ def measure_modes(
     blocks: int,
     files: dict[str, Path | None],
 ) -> None:
-    from mpitrain import __version__
     from mpitrain.tools.bench.comparison.compare import (
         compare,
         footer,
@@ -130,7 +129,7 @@ def measure_modes(
         spread,
     )
     from mpitrain.tools.bench.comparison.modes import check_resolved, jobs, usual
-    from mpitrain.tools.bench.results import machine
+    from mpitrain.tools.bench.results import header
     from mpitrain.transport.agreement import on_all_ranks
 
     words = list(dict.fromkeys(modes.split(","))) if modes else usual()
@@ -138,14 +137,8 @@ def measure_modes(
     check_resolved(transport, configs)
     job = next(iter(configs.values()))
     steps = job.run.steps
-    facts = {
-        "mpitrain": __version__,
-        "ranks": transport.size,
-        **machine(transport),
-        "steps": steps,
-        "blocks": blocks,
-        "arguments": sys.argv[1:],
-    }
+    facts = header(transport, "compare", job.device.kind, sys.argv[1:])
+    facts |= {"steps": steps, "blocks": blocks}
     title = (
         f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
         f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}"

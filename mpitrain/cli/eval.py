@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.doctor import write_document
 from mpitrain.cli.job_options import CP, Outputs, changes, check_files, output_option, run_options
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
@@ -42,6 +43,7 @@ def command(
     settings = changes((), **options)
     configured = configured_of(run, settings)
     with mpi_session(kind=lambda: configured().device.kind) as transport:
+        from mpitrain.run.metrics import strict
         from mpitrain.transport.agreement import on_all_ranks
 
         on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
@@ -51,8 +53,7 @@ def command(
         if transport.rank == 0:
             click.echo(line)
             if json_file:
-                with outputs.to(json_file):
-                    _write(json_file, numbers)
+                write_document(outputs, json_file, strict(numbers))
         on_all_ranks(transport, outputs.settle)
         if not is_finite:
             raise on_every_rank(
@@ -167,15 +168,3 @@ def _tasks(
 def _with_error(accuracy: Any) -> str:
     error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
     return f"{accuracy.mean:.1%}{error}"
-
-
-def _write(path: Path, numbers: dict[str, Any]) -> None:
-    import json
-
-    from mpitrain.files import write_whole
-
-    document = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in numbers.items()
-    }
-    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")

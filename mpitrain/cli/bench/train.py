@@ -18,9 +18,7 @@ from mpitrain.cli.job_options import (
     SET,
     TP,
     Finite,
-    Outputs,
     changes,
-    check_files,
     configured,
     counted,
     output_option,
@@ -154,7 +152,6 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
 @PRESET
 @SET
 @output_option("--json", "Write the times of all sides to this JSON file, at the end.")
-@output_option("--csv", "Write the blocks of all sides to this CSV file, at the end.")
 def command(
     others: tuple[str, ...],
     alone: bool,
@@ -168,7 +165,6 @@ def command(
     preset: str | None,
     settings: tuple[str, ...],
     json_file: Path | None,
-    csv_file: Path | None,
     **options: Any,
 ) -> None:
     """Measure whole training steps of a GPT: 4 layers, width 256, context 128, 16 sequences a rank.
@@ -182,8 +178,8 @@ def command(
     has_shapes = shapes is not None
     if row_seconds is not None and not has_shapes:
         raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
-    if has_shapes and (others or alone or csv_file or preset):
-        raise click.UsageError("--shapes takes no --against, --alone, --preset and --csv.")
+    if has_shapes and (others or alone or preset):
+        raise click.UsageError("--shapes takes no --against, --alone and --preset.")
     job = TrainingJob(changes(settings, **options), blocks, steps, preset)
     if backends and not (peers or has_shapes):
         raise click.UsageError("--peer-backend is the backend of a --peer. Add --peer torch.")
@@ -193,7 +189,7 @@ def command(
         if shapes is not None:
             measure_shapes(transport, job, shapes, rivals, row_seconds or ROW_SECONDS, json_file)
         else:
-            measure_sides(transport, job, list(others), alone, rivals, floor, (json_file, csv_file))
+            measure_sides(transport, job, list(others), alone, rivals, floor, json_file)
 
 
 def measure_sides(
@@ -203,17 +199,16 @@ def measure_sides(
     alone: bool,
     peers: Sequence[tuple[str, str]],
     floor: bool,
-    files: tuple[Path | None, Path | None],
+    json_file: Path | None,
 ) -> None:
     """Measure the job in turns with the other sides. Collective.
 
     peers  keys of PEERS and backends of PyTorch
-    files  JSON file and CSV file
     """
     from mpitrain.cli.terminal.progress import way
     from mpitrain.collectives.selection.tuning import foreign
     from mpitrain.run.build import build
-    from mpitrain.tools.bench.results import header, write_csv
+    from mpitrain.tools.bench.results import header
     from mpitrain.tools.bench.training.floor import BareProducts, ByKind, floor_table, kind_rows
     from mpitrain.tools.bench.training.peers import peer_of
     from mpitrain.tools.bench.training.steps import (
@@ -221,13 +216,11 @@ def measure_sides(
         LookingOn,
         Ours,
         alternate,
-        block_rows,
         check_common_steps,
         check_same_work,
         named,
         stage_rows,
         table,
-        write_json,
     )
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -238,7 +231,8 @@ def measure_sides(
             check_common_steps(config)
         return configs
 
-    on_all_ranks(transport, lambda: check_files(transport.rank, files))
+    facts = header(transport, "train", "cpu", sys.argv[1:])
+    shown = BenchReport(transport, facts, {"json_file": json_file})
     first, second, third = on_all_ranks(transport, all_configured)
     job = build(transport, first)
     jobs = [job, build(transport, second, source=job.source)] if others else [job]
@@ -263,32 +257,25 @@ def measure_sides(
     # After an error no side is closed: closing waits for ranks that may not have the error.
     for side in sides:
         side.close()
-    outputs, (json_file, csv_file) = Outputs(), files
-    facts = header(transport, "train", config.device.kind, sys.argv[1:])
-    if transport.rank == 0:
-        if config.replication.algorithm == "auto" and (
-            advice := foreign(job.trainer.resolved.tuning, transport.hosts)
-        ):
-            click.echo(f"{advice} in replication.tuning")
-        tokens = config.batch.size * config.model.context if job.source.form == "tokens" else 0
-        click.echo(
-            f"{transport.size} ranks, {config.batch.size} rows per step, "
-            f"{job.trainer.parameter_count} parameters, "
-            f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
-            f"{work.blocks} blocks of {work.steps} steps"
-        )
-        lines = table(results[:compared], tokens)
-        lines += [note for rival in rivals for note in rival.notes()]
-        lines += ["", *floor_table(results[0], results[-1], kinds)] if floor else []
-        lines += ["", *STAGES.lines(of_stages)] if of_stages else []
-        click.echo("\n".join(lines))
-        if json_file:
-            with outputs.to(json_file):
-                write_json(json_file, facts, results, kinds)
-        if csv_file:
-            with outputs.to(csv_file):
-                write_csv(csv_file, block_rows(results))
-    on_all_ranks(transport, outputs.settle)
+    if config.replication.algorithm == "auto" and (
+        advice := foreign(job.trainer.resolved.tuning, transport.hosts)
+    ):
+        shown.say(f"{advice} in replication.tuning")
+    tokens = config.batch.size * config.model.context if job.source.form == "tokens" else 0
+    lines = [
+        f"{transport.size} ranks, {config.batch.size} rows per step, "
+        f"{job.trainer.parameter_count} parameters, "
+        f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
+        f"{work.blocks} blocks of {work.steps} steps",
+        *table(results[:compared], tokens),
+        *(note for rival in rivals for note in rival.notes()),
+    ]
+    lines += ["", *floor_table(results[0], results[-1], kinds)] if floor else []
+    lines += ["", *STAGES.lines(of_stages)] if of_stages else []
+    facts |= {"device": config.device.kind, "kinds": kinds}
+    shown.rows += results
+    shown.show("\n".join(lines))
+    shown.end()
 
 
 def _multiplier(config: Any) -> str:

@@ -221,26 +221,22 @@ def plan_batch(
 
     from mpitrain.cli.terminal.progress import bar
     from mpitrain.run.resolve import agree_on
-    from mpitrain.tools.bench.results import machine, write_json
+    from mpitrain.tools.bench.results import machine
     from mpitrain.tools.plan.batch import report, search
-    from mpitrain.transport.agreement import on_all_ranks
 
     agreed = agree_on(transport, read)
-    on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
+    facts = {**machine(transport), "arguments": sys.argv[1:]}
+    shown = BenchReport(transport, facts, {"json_file": json_file})
     if verified:
         _check_choice(transport, agreed)
-    is_root, outputs = transport.rank == 0, Outputs()
-    with closing(bar(1, form="{desc}") if is_root else tqdm(disable=True)) as shown:
-        result = search(transport, agreed, most, seconds, shown.set_description_str)
-    if is_root:
-        say(report(result))
-        if json_file:
-            facts = {**machine(transport), "arguments": sys.argv[1:], **result.facts()}
-            with outputs.to(json_file):
-                write_json(json_file, facts, result.timed)
+    with closing(bar(1, form="{desc}") if shown.is_root else tqdm(disable=True)) as phase:
+        result = search(transport, agreed, most, seconds, phase.set_description_str)
+    facts |= result.facts()
+    shown.rows += result.timed
+    shown.show("\n".join(report(result)))
     if verified and result.step:
         _verify(transport, result.resolved.config, result.source, result.step.predicted, *verified)
-    on_all_ranks(transport, outputs.settle)
+    shown.end()
 
 
 def _check_choice(transport: Any, agreed: Any) -> None:
@@ -345,13 +341,12 @@ def _try(
     steps: int,
     json_file: Path | None,
 ) -> None:
-    from mpitrain import __version__
     from mpitrain.cli.terminal.progress import way
     from mpitrain.config import with_settings
     from mpitrain.run.build import build
     from mpitrain.run.choices import parse
     from mpitrain.tools.bench.comparison.tricks import TABLE, as_row, names_of, summary, try_all
-    from mpitrain.tools.bench.results import machine
+    from mpitrain.tools.bench.results import header
     from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -361,16 +356,12 @@ def _try(
         length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
         return parse(with_settings(config.model_dump(), [length])), tricks
 
-    facts = {
-        "mpitrain": __version__,
-        "ranks": transport.size,
-        **machine(transport),
-        "arguments": sys.argv[1:],
-    }
+    facts = header(transport, "tricks", "", sys.argv[1:])
     shown = BenchReport(transport, facts, {"json_file": json_file})
     config, tricks = on_all_ranks(transport, checked)
     job = build(transport, config)
     config, tried = job.trainer.config, []
+    facts["device"] = config.device.kind
     shown.begin(
         [
             f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "

@@ -178,43 +178,22 @@ def _window(
 
 
 def footer(rows: Sequence[BandwidthRow]) -> list[str]:
-    """Return lines below the table: the largest bandwidth of each direction, and their ratio at one size.
+    """Return lines below the table: the largest bandwidth of each direction.
 
     Spoilt rows (see `is_spoilt`) are left out.
     """
     lines: list[str] = []
-    best: dict[str, dict[int, float]] = {}  # {ways: {bytes: GB/s}}
     for ways in dict.fromkeys(row.ways for row in rows):
         quiet = [row for row in rows if row.ways == ways and not row.is_spoilt]
         if quiet:
             most = max(quiet, key=lambda row: row.GBs)
-            best[ways] = {row.bytes: row.GBs for row in sorted(quiet, key=lambda row: row.GBs)}
             lines.append(
                 f"{ways + (' way' if ways == 'one' else ' ways'):<10} at most {figure(most.GBs)} GB/s at "
                 f"{most.bytes} bytes, {figure(max(row.messages_s for row in quiet))} messages/s"
             )
-    if set(WAYS) <= {row.ways for row in rows}:
-        lines += _both_over_one(best.get("one", {}), best.get("both", {}))
     if spoilt := sum(row.is_spoilt for row in rows):
         lines += [
             f"~ {spoilt} of {len(rows)} rows: median above {FAR:g} times the fastest window, so other work ran",
             "  meanwhile; left out of what is said here. Measure again",
         ]
     return [*lines, f"wrong elements {sum(row.wrong for row in rows)}"]
-
-
-def _both_over_one(one: dict[int, float], both: dict[int, float]) -> list[str]:
-    """Return the ratio of bandwidth both ways to one way, at the size at which one way is fastest.
-
-    Maxima at different sizes would not compare the directions.
-
-    one, both  {bytes of a message: GB/s}, without spoilt rows
-    """
-    sizes = one.keys() & both.keys()
-    if not sizes:
-        return ["no size has a row of one way and a row of both ways that are free of ~"]
-    size = max(sizes, key=lambda nbytes: (one[nbytes], nbytes))
-    return [
-        f"both ways carry {figure(both[size] / one[size])} times as much as one way at {size} bytes:",
-        "  2 where directions do not share a limit",
-    ]

@@ -97,13 +97,7 @@ MEASURED = {
     ),
     "train": (
         lambda transport, file: measure_sides(
-            transport,
-            TrainingJob([*SMALL, "run.steps=7"], 1, 2),
-            [],
-            False,
-            [],
-            False,
-            (file, None),
+            transport, TrainingJob([*SMALL, "run.steps=7"], 1, 2), [], False, [], False, file
         ),
         1,
         "blocks of 2 steps",

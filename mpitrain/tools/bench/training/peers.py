@@ -20,6 +20,8 @@ SAME = {
     "run.delay": "",
     "layout.cp": 1,
     "data.attend": "window",
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
     "model.freeze": [],
     "lora.rank": 0,
     "optimizer.groups": [],
@@ -27,13 +29,7 @@ SAME = {
     "precision.compute": "float32",
 }
 """{key: its value in every job that a peer can train}."""
-SAME_IN_TP = {
-    "layout.pp": 1,
-    "layout.sequence_parallel": False,
-    "replication.zero": 0,
-    "model.dropout": 0.0,
-    "model.attention_dropout": 0.0,
-}
+SAME_IN_TP = {"layout.pp": 1, "layout.sequence_parallel": False, "replication.zero": 0}
 """{key: its value in every tensor-parallel job that a peer can train}."""
 
 
@@ -49,6 +45,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     rules = {rule: row.torch.name for rule, row in RULES.items() if row.torch}
     wanted = [
         ("replication.mode", [mode for mode, row in MODES.items() if row.stages]),
+        ("replication.zero", (0, 3)),
         ("model.kind", kinds(lambda row: row.has_peer)),
         ("optimizer.name", rules),
         *((key, [value]) for key, value in SAME.items()),

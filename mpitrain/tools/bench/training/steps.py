@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, on_every_rank
-from mpitrain.files import write_whole
 from mpitrain.parallel.modes import mode_of
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
@@ -87,14 +85,6 @@ class Result(NamedTuple):
     @property
     def is_spoilt(self) -> bool:
         return is_spoilt(self.blocks)
-
-
-class TimedBlock(NamedTuple):
-    """One block of one side, as a row of the CSV file."""
-
-    side: str
-    block: int
-    step_s: float
 
 
 def check_same_work(settings: Sequence[str]) -> None:
@@ -231,34 +221,6 @@ def table(results: Sequence[Result], tokens: int) -> list[str]:
             f"losses at most {apart:.1e} apart"
         )
     return lines
-
-
-def block_rows(results: Sequence[Result]) -> list[TimedBlock]:
-    return [
-        TimedBlock(result.name, number, seconds)
-        for result in results
-        for number, seconds in enumerate(result.blocks, 1)
-    ]
-
-
-def write_json(
-    path: Path,
-    header: dict[str, Any],
-    results: Sequence[Result],
-    kinds: Sequence[tuple[str, float, float]] = (),
-) -> None:
-    """Write every side's blocks and losses; the first result is ours.
-
-    header  facts about the machine
-    kinds   (kind of unit, seconds of a step, seconds of its bare products)
-    """
-    sides = [each._asdict() for each in results]
-    document: dict[str, Any] = {"header": header, "device": header["device"], "sides": sides}
-    if kinds:
-        document["kinds"] = [
-            {"kind": kind, "step_s": seconds, "products_s": bare} for kind, seconds, bare in kinds
-        ]
-    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
 class StageRow(NamedTuple):

@@ -4,7 +4,6 @@ A test compares it with our GPT. Legend: B batch, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,21 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-class Rates(NamedTuple):
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-
-    def dropped(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x, self.dropout) if self.dropout else x
-
-
-NO_DROPOUT = Rates()
-
-
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, epsilon: float, drops: Rates):
+    def __init__(self, width: int, heads: int, hidden: int, epsilon: float):
         super().__init__()
-        self.heads, self.drops = heads, drops
+        self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -48,14 +36,11 @@ class Block(nn.Module):
         q, k, v = (
             self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         )
-        rate = self.drops.attention_dropout
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
-        y = self.out(y.transpose(1, 2).reshape(batch, length, -1))
-        return x + self.drops.dropped(y)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return x + self.drops.dropped(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
@@ -72,13 +57,11 @@ class GPT(nn.Module):
         tied: bool,
         hidden: int = 0,
         epsilon: float = 1e-5,
-        drops: Rates = NO_DROPOUT,
     ):
         super().__init__()
-        self.drops = drops
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, hidden or 4 * width, epsilon, drops) for _ in range(depth)
+            Block(width, heads, hidden or 4 * width, epsilon) for _ in range(depth)
         )
         self.norm, self.head = nn.LayerNorm(width, epsilon), nn.Linear(width, vocab, bias=False)
         if tied:
@@ -91,7 +74,8 @@ class GPT(nn.Module):
         return mean_loss(self.logits(x), targets)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.drops.dropped(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        x: torch.Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(x))

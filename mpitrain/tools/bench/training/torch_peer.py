@@ -20,7 +20,6 @@ from torch._dynamo.utils import counters
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,14 +28,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.process import blas_threads, launched
 from mpitrain.optim import RULES, learning_rate
 from mpitrain.tools.bench.torch_groups import process_group
-from mpitrain.tools.bench.training.torch_gpt import (
-    GPT,
-    Part,
-    Rates,
-    copy_weights,
-    divide,
-    mean_loss,
-)
+from mpitrain.tools.bench.training.torch_gpt import GPT, Part, copy_weights, divide, mean_loss
 from mpitrain.transport.base import Transport
 
 Arrays = Mapping[str, np.ndarray]
@@ -77,60 +69,18 @@ def compiled(model: nn.Module, arrays: Arrays, settings: Config, group: ProcessG
     return ReadyModel(name, partial(_backward, torch.compile(wrapped)), _optimizer(model, settings))
 
 
-def divided_state(
-    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
-) -> ReadyModel:
-    """Return a model under DDP with ZeroRedundancyOptimizer: the counterpart of ZeRO stage 1.
-
-    Each rank updates some of the tensors and broadcasts them.
-    """
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
-    kind, constants = _class(settings)
-    optimizer = ZeroRedundancyOptimizer(
-        _groups(model, settings),
-        kind,
-        process_group=group,
-        parameters_as_bucket_view=True,
-        **constants,
-    )
-    name = _name("torch ZeroRedundancyOptimizer", group)
-    return ReadyModel(name, partial(_backward, wrapped), optimizer)
-
-
-def divided_gradients(
-    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
-) -> ReadyModel:
-    """Return a model under FSDP2 that gathers parameters once per step: the counterpart of ZeRO stage 2.
-
-    Each rank has a shard of every tensor, of its gradient and of the optimizer state. A block is
-    all-gathered in forward and kept until backward has used it. Gradients are reduce-scattered.
-    """
-    return _fully_sharded(
-        "torch FSDP2 (reshard_after_forward=False)", False, model, arrays, settings, group
-    )
-
-
 def divided_parameters(
-    model: nn.Module, arrays: Arrays, settings: Config, group: ProcessGroup
+    model: Any, arrays: Arrays, settings: Config, group: ProcessGroup
 ) -> ReadyModel:
-    """Return a model under FSDP2 that frees a block after forward and gathers it again: ZeRO stage
-    3.
+    """Return a model under FSDP2: the counterpart of ZeRO stage 3.
+
+    A block is all-gathered in forward, freed, and gathered again in backward.
     """
-    return _fully_sharded("torch FSDP2", True, model, arrays, settings, group)
-
-
-def _fully_sharded(
-    name: str,
-    frees_after_forward: bool,
-    model: Any,
-    arrays: Arrays,
-    settings: Config,
-    group: ProcessGroup,
-) -> ReadyModel:
     mesh = _mesh(model, group)
     for part in [*model.blocks, model]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=frees_after_forward)
-    return ReadyModel(_name(name, group), partial(_backward, model), _optimizer(model, settings))
+        fully_shard(part, mesh=mesh)
+    name = _name("torch FSDP2", group)
+    return ReadyModel(name, partial(_backward, model), _optimizer(model, settings))
 
 
 def stages(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) -> ReadyModel:
@@ -160,7 +110,7 @@ def slices(model: GPT, arrays: Arrays, settings: Config, group: ProcessGroup) ->
     return ReadyModel(name, gradients, _optimizer(model, settings))
 
 
-WAYS = {0: replicas, 1: divided_state, 2: divided_gradients, 3: divided_parameters}
+WAYS = {0: replicas, 3: divided_parameters}
 """{replication.zero: counterpart}."""
 
 
@@ -190,8 +140,12 @@ def _mesh(model: nn.Module, group: ProcessGroup) -> DeviceMesh:
 
 
 def _optimizer(model: nn.Module, settings: Config) -> torch.optim.Optimizer:
-    kind, constants = _class(settings)
-    return kind(_groups(model, settings), **constants)
+    optimizer = settings.optimizer
+    peer = RULES[optimizer.name].torch
+    assert peer  # `peer_class` has refused other rules
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, peer.name)
+    constants = peer.arguments(optimizer)
+    return kind(_groups(model, settings), lr=optimizer.lr, fused=True, **constants)
 
 
 def _groups(model: nn.Module, settings: Config) -> list[dict[str, Any]]:
@@ -207,17 +161,6 @@ def _groups(model: nn.Module, settings: Config) -> list[dict[str, Any]]:
             "params"
         ].append(tensor)
     return list(groups.values())
-
-
-def _class(settings: Config) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    optimizer = settings.optimizer
-    peer = RULES[optimizer.name].torch
-    assert peer  # `peer_class` has refused other rules
-    return getattr(torch.optim, peer.name), {
-        "lr": optimizer.lr,
-        "fused": True,
-        **peer.arguments(optimizer),
-    }
 
 
 def _network(settings: Config, vocab: int, arrays: Arrays) -> Any:
@@ -236,7 +179,6 @@ def _network(settings: Config, vocab: int, arrays: Arrays) -> Any:
         tied=m.tied,
         hidden=m.hidden,
         epsilon=m.epsilon,
-        drops=Rates(m.dropout, m.attention_dropout),
     )
     if settings.layout.tp == 1:
         copy_weights(arrays, model, is_whole=settings.layout.pp == 1)
