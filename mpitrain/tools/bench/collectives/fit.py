@@ -73,7 +73,8 @@ def levels_seen(hosts: Sequence[str], sockets: Sequence[str]) -> dict[str, list[
 
     hosts, sockets  as in `level_of`
     """
-    seen, socket_places = {}, [*zip(hosts, sockets, strict=True)]
+    socket_places: list[Any] = [*zip(hosts, sockets, strict=True)]
+    seen = dict[str, list[int]]()
     for name, places in zip(LEVELS, (socket_places, hosts, [""] * len(hosts)), strict=True):
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
         group = [rank for rank, place in enumerate(places) if place == places[0]]
