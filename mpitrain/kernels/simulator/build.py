@@ -1,8 +1,9 @@
-"""Compilation of kernels for the CPU: flags of the two builds for g++ and for zig, and a cache of libraries.
+"""Compilation of kernels for the CPU: flags of the builds for g++ and for zig, and a cache of libraries.
 
 fast      -O2 for this machine; memory errors show as page faults, missing barriers as wrong numbers
-checked   -O1 with the compiler's thread and undefined-behaviour checks; shadow.cpp implements their
+checked   -Og with the compiler's thread and undefined-behaviour checks; shadow.cpp implements their
           calls
+counted   the same at -O1, whose loads and stores are those that a GPU would make
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
@@ -28,7 +30,6 @@ ZIG = ("-nostdinc++", "-ffp-contract=off")
 FAST = ("-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 # A run of 16 bytes stays one access, as on a GPU.
 CHECKED = (
-    "-O1",
     "-fno-tree-sra",
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
 )
@@ -40,6 +41,17 @@ CHECKED_BY_ZIG = (
     # By -Xclang, because zig would link its own answers to these checks.
     *("-Xclang", f"-fsanitize={_UNDEFINED}", "-Xclang", f"-fsanitize-recover={_UNDEFINED}"),
 )
+Build = Literal["fast", "checked", "counted"]
+FLAGS: dict[Build, tuple[str, ...]] = {
+    "fast": (*GNU, *FAST),
+    "checked": (*GNU, "-Og", *CHECKED),
+    "counted": (*GNU, "-O1", *CHECKED),
+}
+FLAGS_OF_ZIG: dict[Build, tuple[str, ...]] = {
+    "fast": (*ZIG, *FAST),
+    "checked": (*ZIG, *CHECKED_BY_ZIG),
+    "counted": (*ZIG, *CHECKED_BY_ZIG),
+}
 
 # The tail of every kernel library. Shared memory is thread-local storage of the library; the
 # dynamic array has the largest size of any device.
@@ -89,7 +101,7 @@ def build_runtime(folder: Path) -> Path:
 
 
 def build_kernels(
-    source: SourceFile, defines: dict[str, str], checked: bool, capability: int, folder: Path
+    source: SourceFile, defines: dict[str, str], build: Build, capability: int, folder: Path
 ) -> Path:
     """Return the library of one source under one set of macros; compile it if it is missing."""
     runtime = build_runtime(folder)
@@ -99,16 +111,13 @@ def build_kernels(
     ]
     # Compilers of C++ do not know CUDA's pragma. Without unrolling, a tile's accumulators stay in memory, and
     # products take 20 times as long.
-    text = (
-        source.text
-        if checked
-        else re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", source.text, flags=re.MULTILINE)
-    )
+    text = source.text
+    if build == "fast":
+        text = re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", text, flags=re.MULTILINE)
     text += _TAIL + "".join(entries)
     flags = [
         *COMMON,
-        *(ZIG if is_zig() else GNU),
-        *((CHECKED_BY_ZIG if is_zig() else CHECKED) if checked else FAST),
+        *(FLAGS_OF_ZIG if is_zig() else FLAGS)[build],
         f"-D__CUDA_ARCH__={capability}0",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]

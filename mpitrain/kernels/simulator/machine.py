@@ -15,7 +15,7 @@ import numpy as np
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import H100, Argument, Dims
-from mpitrain.kernels.simulator.build import build_kernels, build_runtime
+from mpitrain.kernels.simulator.build import Build, build_kernels, build_runtime
 from mpitrain.kernels.source import Signature, SourceFile
 from mpitrain.machine.compiling import cache_of
 
@@ -279,7 +279,9 @@ class Simulator:
         """Do nothing: to look for libraries that exist would take longer than all but one start."""
 
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Any:
-        path = build_kernels(source, defines, self.checked, self.capability, self.cache)
+        checks: Build = "checked" if self.traffic is None else "counted"
+        build = checks if self.checked else "fast"
+        path = build_kernels(source, defines, build, self.capability, self.cache)
         # Each load makes a CDLL object of its own. Threads that share one would race on `restype`
         # below.
         library = c.CDLL(str(path))

@@ -104,7 +104,7 @@ def test_rank_0_reports_a_kernel_compilation_once(rank, said, tmp_path, monkeypa
         build.process, "launched", lambda: build.process.Launched("Open MPI", rank, 2, rank, 2)
     )
     for name in ("steps.cu", "totals.cu", "steps.cu"):
-        build.build_kernels(read_source(KERNELS / name), {}, False, 80, tmp_path)
+        build.build_kernels(read_source(KERNELS / name), {}, "fast", 80, tmp_path)
     text = capsys.readouterr().err
     assert (
         text.count("Compiling kernels for cuda-sim with ")
@@ -113,5 +113,5 @@ def test_rank_0_reports_a_kernel_compilation_once(rank, said, tmp_path, monkeypa
         == said
     )
     build._say_that_it_compiles.cache_clear()
-    build.build_kernels(read_source(KERNELS / "steps.cu"), {}, False, 80, tmp_path)
+    build.build_kernels(read_source(KERNELS / "steps.cu"), {}, "fast", 80, tmp_path)
     assert not capsys.readouterr().err, "all of it is there"
