@@ -274,14 +274,14 @@ class Meets:
             if self.is_ready():
                 self.complete()
                 return True
-            world.check(self.transport.me, str(self))
+            world.check(self.transport.me, self)
         time.sleep(0)  # a polling loop must let the other threads run
         return False
 
     def wait(self) -> None:
         world = self.transport.world
         with world.lock:
-            world.wait(self.transport.me, self.is_ready, str(self))
+            world.wait(self.transport.me, self.is_ready, self)
             self.complete()
 
 

@@ -90,7 +90,9 @@ class MemoryPointer:
 
 
 class Stream:
-    """Work in order; `_pending` is what it has to do: (block, mask to clear, where), and what was done by now on others first."""
+    """Work in order; `_pending` is what it has to do: (block, mask to clear, span of its bytes, where in it), and what was done
+    by now on others first.
+    """
 
     def __init__(self, non_blocking=False):
         self.ptr, self._pending, self._after, self._outside = next(_numbers), [], [], []
@@ -140,21 +142,32 @@ def _end(stream, work):
     if not any(work is pending for pending in stream._pending):
         return
     stream._pending = [pending for pending in stream._pending if pending is not work]
-    block, mask, where = work
+    block, mask, span, where = work
     for source, before in stream.reads.pop(id(work), ()):
         if not np.array_equal(source, before):
             faults.append("host memory changed before its copy was done")
     if mask is block.written:
-        block.memory[where] = block.truth[where]
-    mask[where] = False
+        np.copyto(block.memory[span], block.truth[span], where=where)
+    mask[span][where] = False
     for other in list(block.streams):
-        for pending, its, there in other._pending:
-            if pending is block:
-                its[there] = True
+        for pending, its, there, which in other._pending:
+            if pending is block and _overlap(span, there):
+                its[there][which] = True
                 if its is block.written:
-                    block.memory[there] = GARBAGE
-    if not any(pending is block for pending, _, _ in stream._pending):
+                    block.memory[there][which] = GARBAGE
+    if not any(pending is block for pending, *_ in stream._pending):
         block.streams.discard(stream)
+
+
+def _overlap(one, other):
+    """The part that two spans of bytes share, as a slice, or None."""
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return slice(start, stop) if start < stop else None
+
+
+def _within(span, where, part):
+    """The mask `where` of a span, for a part of the span."""
+    return where[part.start - span.start : part.stop - span.start]
 
 
 class Event:
@@ -290,7 +303,10 @@ def _in_use(ptr, nbytes, before=()):
     here = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
     ended = {id(work) for work in before}
     return any(
-        work[0] is block and id(work) not in ended and work[2][here].any()
+        work[0] is block
+        and id(work) not in ended
+        and (part := _overlap(work[2], here))
+        and _within(work[2], work[3], part).any()
         for stream in list(block.streams)
         for work in stream._pending
     )
@@ -493,31 +509,33 @@ def launch(writes, reads, work):
     stream = get_current_stream()
     with _lock:
         for array in (*writes, *reads):
-            settled = ~array.block.written
-            array.block.truth[settled] = array.block.memory[settled]
+            block, span = array.block, array.span
+            np.copyto(block.truth[span], block.memory[span], where=~block.written[span])
         work()
         for arrays, name in ((writes, "written"), (reads, "read")):
             for array in arrays:
-                mask = getattr(array.block, name)
-                where = np.zeros(len(mask), bool)
-                array.of_bytes(where)[...] = True
-                _check_others(stream, array.block, where, name)
-                mask |= where
-                array.block.streams.add(stream)
-                stream._pending.append((array.block, mask, where))
+                block, mask, span = array.block, getattr(array.block, name), array.span
+                where = array.bytes_in_span()
+                _check_others(stream, block, span, where, name)
+                mask[span] |= where
+                block.streams.add(stream)
+                stream._pending.append((block, mask, span, where))
                 if name == "written":
-                    array.block.memory[where] = GARBAGE
+                    block.memory[span][where] = GARBAGE
 
 
-def _check_others(stream, block, where, name):
+def _check_others(stream, block, span, where, name):
     """A fault if another stream writes here, or reads what is written now."""
-    ended = {id(work) for work in stream.ordered()}
-    for other in block.streams - {stream}:
+    others = block.streams - {stream}
+    ended = {id(work) for work in stream.ordered()} if others else ()
+    for other in others:
         for work in other._pending:
-            pending, mask, there = work
+            pending, mask, there, which = work
             is_crossed = name == "written" or mask is block.written
-            if pending is block and id(work) not in ended and is_crossed and (there & where).any():
-                faults.append("work on memory that another stream uses")
+            if pending is block and id(work) not in ended and is_crossed:
+                part = _overlap(span, there)
+                if part and (_within(span, where, part) & _within(there, which, part)).any():
+                    faults.append("work on memory that another stream uses")
 
 
 def _is_copy_or_zeros(target, value):
@@ -556,9 +574,14 @@ class ndarray:
             len(self.shape),
         )
         self.data = memptr or cuda.alloc(max(1, self.nbytes))
-        self.block = _block_of(self.data.ptr)
+        memory = self.data.mem
+        self.block = memory if isinstance(memory, _Block) else getattr(memory, "block", None)
+        self.block = self.block or _block_of(self.data.ptr)
         self.strides = np.empty(self.shape, self.dtype).strides if strides is None else strides
         self.flags = self.truth.flags
+        low, high = np.lib.array_utils.byte_bounds(self.truth) if self.size else (0, 0)
+        start = low - self.block.truth.ctypes.data if self.size else 0
+        self.span = slice(start, start + high - low)
 
     @property
     def truth(self):
@@ -567,15 +590,16 @@ class ndarray:
             self.shape, self.dtype, self.block.truth, self.data.ptr - self.block.ptr, self.strides
         )
 
-    def of_bytes(self, mask):
-        """This array's part of a mask over the bytes of its block."""
-        return np.ndarray(
-            (*self.shape, self.itemsize),
-            mask.dtype,
-            mask,
-            self.data.ptr - self.block.ptr,
-            (*self.strides, 1),
-        )
+    def bytes_in_span(self):
+        """The mask of this array's bytes in the span of its block from the first to the last of them."""
+        if self.flags.c_contiguous:
+            return np.ones(self.nbytes, bool)
+        mask = np.zeros(self.span.stop - self.span.start, bool)
+        offset = self.data.ptr - self.block.ptr - self.span.start
+        if self.size:
+            shape, strides = (*self.shape, self.itemsize), (*self.strides, 1)
+            np.ndarray(shape, bool, mask, offset, strides)[...] = True
+        return mask
 
     @property
     def __cuda_array_interface__(self):
@@ -630,7 +654,10 @@ class ndarray:
             else 0
         )
         return ndarray(
-            view.shape, view.dtype, MemoryPointer(_Shifted(self.data, offset), 0), view.strides
+            view.shape,
+            view.dtype,
+            MemoryPointer(_Shifted(self.data, offset, self.block), 0),
+            view.strides,
         )
 
     def __getitem__(self, key):
@@ -686,7 +713,8 @@ class ndarray:
 class _Shifted:
     """The memory under a view: keeps what it is part of alive."""
 
-    def __init__(self, pointer, offset):
+    def __init__(self, pointer, offset, block):
+        self.block = block
         self.ptr, self.size, self.device_id, self.owner = (
             pointer.ptr + offset,
             pointer.mem.size,

@@ -68,6 +68,18 @@ def supervised(code, training=True):
     return process.returncode, out, errors
 
 
+def supervised_in_turn(codes):
+    """(exit code, standard error) of each script: one process supervises them one after another."""
+    call = (
+        "import sys; from mpitrain.cli.launch.supervise import Requests, run\n"
+        f"for code in {codes!r}:\n"
+        "    ended = run([sys.executable, '-u', '-c', code], {}, Requests(), True)\n"
+        "    print(f'=== {ended}', file=sys.stderr, flush=True)"
+    )
+    said = re.split(r"=== (\d+)\n", run([sys.executable, "-c", call], cwd=ROOT).stderr)
+    return [*zip(map(int, said[1::2]), said[::2], strict=False)]
+
+
 def test_a_result_that_cannot_be_printed_is_an_error():
     with open("/dev/full", "wb") as full:
         process = started("print('the result')", training=False, stdout=full)
@@ -78,26 +90,24 @@ def test_a_result_that_cannot_be_printed_is_an_error():
     ), errors
 
 
-@pytest.mark.parametrize(
-    "said, code, returned",
-    [
-        (ENDED, 0, 0),
-        (STOPPED, 85, 85),
-        (STOPPED, 0, 85),
-        (ENDED, 1, 1),
-        (STOPPED, 1, 1),
-        (NOTHING, 85, 85),
-        ("failed at step 5", 1, 1),
+def test_rank_0s_status_line_decides_the_exit_code():
+    rows = [
+        *((ENDED, 0, 0), (STOPPED, 85, 85), (STOPPED, 0, 85), (ENDED, 1, 1), (STOPPED, 1, 1)),
+        *(
+            (NOTHING, 85, 85),
+            ("failed at step 5", 1, 1),
+            ("step 4/5", 0, 1),
+            ("", 0, 1),
+            ("", 2, 2),
+        ),
         ("done: parameters bitwise equal on all ranks", 0, 1),
         ("stopped at step 5; --resume goes on from there", 0, 1),
-        ("", 0, 1),
-        ("", 2, 2),
-        ("step 4/5", 0, 1),
-    ],
-)
-def test_rank_0s_status_line_decides_the_exit_code(said, code, returned):
-    words = [BEGAN, *([said] if said else [])]
-    assert supervised(f"import sys; print(*{words!r}, sep='\\n'); sys.exit({code})")[0] == returned
+    ]
+    codes = []
+    for said, code, _ in rows:
+        words = [BEGAN, *([said] if said else [])]
+        codes.append(f"import sys; print(*{words!r}, sep='\\n'); sys.exit({code})")
+    assert [ended for ended, _ in supervised_in_turn(codes)] == [row[2] for row in rows]
 
 
 def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
@@ -183,27 +193,26 @@ def test_a_stop_before_the_run_began_says_that_there_was_nothing_to_save():
     assert process.returncode == 85 and NOT_BEGUN.encode() in errors
 
 
-@pytest.mark.parametrize(
-    "printed, last",
-    [
-        ("rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback", FAILED_1),
-        ("rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s", SILENT_1),
-        ("a box of the MPI", NO_REASON),
-        (REFUSAL, f"{FAILED} {REFUSAL}"),
-        (f"{REFUSAL}\nrank 1: ended by an exception", FAILED_1),
-        (
-            BEGAN,
-            f"{NO_REASON}; `mpitrain runs report runs/x` names the rank that fell silent first. "
-            "With --resume=auto it goes on from its last checkpoint, if it has one",
-        ),
-        ("TrainingError: a law\n               a way out", "               a way out"),
-    ],
-)
-def test_the_last_line_of_a_failed_run_is_its_first_failure(printed, last):
-    code, _, errors = supervised(
+LAST_LINES = {
+    "rank 1: run.inject: raise at step 3\nrank 1: ended by an exception\nTraceback": FAILED_1,
+    "rank 1 on vm: no progress for 4 s\nrank 0 on vm: no progress for 4 s": SILENT_1,
+    "a box of the MPI": NO_REASON,
+    REFUSAL: f"{FAILED} {REFUSAL}",
+    f"{REFUSAL}\nrank 1: ended by an exception": FAILED_1,
+    BEGAN: f"{NO_REASON}; `mpitrain runs report runs/x` names the rank that fell silent first. "
+    "With --resume=auto it goes on from its last checkpoint, if it has one",
+    "TrainingError: a law\n               a way out": "               a way out",
+}
+"""What is printed to standard error -> the last line of `launch`."""
+
+
+def test_the_last_line_of_a_failed_run_is_its_first_failure():
+    codes = [
         f"import sys; print({printed!r}, file=sys.stderr, flush=True); sys.exit(3)"
-    )
-    assert code == 3 and errors.decode().splitlines()[-1] == last, errors
+        for printed in LAST_LINES
+    ]
+    for (code, errors), last in zip(supervised_in_turn(codes), LAST_LINES.values(), strict=True):
+        assert code == 3 and errors.splitlines()[-1] == last, errors
 
 
 def test_what_a_plugin_prints_to_standard_output_is_no_failure():

@@ -201,7 +201,7 @@ def by_two_ranks(folder, paths, **more):
 
 
 @pytest.mark.parametrize("make", [made, by_two_ranks])
-def test_after_a_kill_at_50_points_no_file_is_incomplete_and_it_continues(
+def test_after_a_kill_at_30_points_no_file_is_incomplete_and_it_continues(
     tmp_path, small_chunks, make
 ):
     paths, every_chunk = [written(tmp_path, "txt"), written(tmp_path, "jsonl")], []
@@ -210,7 +210,7 @@ def test_after_a_kill_at_50_points_no_file_is_incomplete_and_it_continues(
     total = killed_at(0, lambda: make(tmp_path / "counted", paths, every=2))
     assert total > 300 and files(tmp_path / "counted") == truth
     rng, went_on = random.Random(1), 0
-    points = [*range(total - 20, total), *rng.sample(range(1, total - 20), 30)]
+    points = [*range(total - 20, total), *rng.sample(range(1, total - 20), 10)]
     for point in points:
         out = tmp_path / f"{point}"
         assert killed_at(point, lambda: make(out, paths, every=2)) == -1  # noqa: B023
@@ -221,7 +221,7 @@ def test_after_a_kill_at_50_points_no_file_is_incomplete_and_it_continues(
         make(out, paths, every=2, progress=read.append)
         went_on += len(read) < len(every_chunk)
         assert files(out) == truth
-    assert went_on > 30
+    assert went_on > 20
 
 
 def test_another_configuration_starts_anew_and_other_data_is_not_replaced(tmp_path):

@@ -6,7 +6,6 @@ comparison against an edge weakened by one, or with one minimum against an edge 
 `--equivalent` those that are listed as equivalent, of which nobody may notice any; the tests run one of every kind.
 """
 
-import random
 import re
 import resource
 import shutil
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.build import build_runtime
 from mpitrain.kernels.simulator.machine import Simulator
-from mpitrain.kernels.source import FOLDER
+from mpitrain.kernels.source import FOLDER, package_sources
 from mpitrain.machine.compiling import cache_of
 from tests.cases.suite import SUITE
 
@@ -277,10 +276,16 @@ def changing() -> list[int]:
     return [number for number, mutant in enumerate(mutants()) if mutant.known is None]
 
 
-def sample(seed: int = 0) -> list[int]:
-    """One of every kind and `seed`: the same every time."""
-    everything, shuffled = mutants(), random.Random(seed).sample(changing(), len(changing()))
-    return sorted({everything[number].kind: number for number in shuffled}.values())
+def sample() -> list[int]:
+    """One of every kind, in the sources that compile soonest: the same every time."""
+    everything = mutants()
+    lengths = {name: len(source.text) for name, source in package_sources().items()}
+
+    def length(number: int) -> int:
+        return sum(lengths[name] for name in sources_with(everything[number].file))
+
+    slowest_first = sorted(changing(), key=length, reverse=True)
+    return sorted({everything[number].kind: number for number in slowest_first}.values())
 
 
 def main(files: list[str]) -> None:
