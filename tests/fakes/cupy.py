@@ -14,6 +14,7 @@ work on what another's stream still uses is a fault.
 `log` has what happened, per thread: ("synchronize",), ("pointer", nbytes), ("copy", nbytes); `faults` what must not have.
 """
 
+import bisect
 import ctypes
 import itertools
 import sys
@@ -43,7 +44,9 @@ ipc = SimpleNamespace(
 _local = threading.local()
 _lock = threading.RLock()
 _blocks = weakref.WeakValueDictionary()
+_starts: list[int] = []  # in order: where blocks begin, and where some began that are gone
 _pinned: list[np.ndarray] = []
+_pinned_spans: list[tuple[int, int]] = []  # in order: first address and the one behind the last
 _streams = {}
 _numbers = itertools.count(1)
 _handles: dict[bytes, tuple] = {}
@@ -73,6 +76,9 @@ class _Block:
         )
         with _lock:
             _blocks[self.ptr] = self
+            at = bisect.bisect_left(_starts, self.ptr)
+            if _starts[at : at + 1] != [self.ptr]:
+                _starts.insert(at, self.ptr)
 
 
 class UnownedMemory:
@@ -291,10 +297,16 @@ def _bytes(ptr, nbytes):
 
 def _block_of(ptr):
     with _lock:
-        blocks = (
-            ref() for ref in _blocks.valuerefs()
-        )  # a list of its own: blocks die in any thread, without the lock
-        return next((b for b in blocks if b and b.ptr <= ptr < b.ptr + max(1, b.size)), None)
+        while at := bisect.bisect_right(_starts, ptr):
+            if block := _blocks.get(_starts[at - 1]):
+                return block if ptr < block.ptr + max(1, block.size) else None
+            del _starts[at - 1]
+        return None
+
+
+def _is_pinned(ptr):
+    at = bisect.bisect_right(_pinned_spans, (ptr, float("inf")))
+    return at > 0 and ptr <= _pinned_spans[at - 1][1]
 
 
 def _in_use(ptr, nbytes, before=()):
@@ -316,8 +328,7 @@ def _memcpy_async(target, source, nbytes, kind, stream):
     _refuse_if_broken()
     log().append(("copy", nbytes))
     for ptr in (target, source):
-        is_pinned = any(p.ctypes.data <= ptr <= p.ctypes.data + p.nbytes for p in _pinned)
-        if nbytes and _block_of(ptr) is None and not is_pinned:
+        if nbytes and not _is_pinned(ptr) and _block_of(ptr) is None:
             faults.append("a copy of pageable memory")
     with _lock:
         if (
@@ -441,6 +452,8 @@ def _open_event(handle):
 def _alloc_pinned(nbytes):
     memory = np.full(nbytes, GARBAGE, np.uint8)
     _pinned.append(memory)
+    with _lock:
+        bisect.insort(_pinned_spans, (memory.ctypes.data, memory.ctypes.data + nbytes))
     return memoryview(memory)  # CuPy's is no array either, only has a buffer
 
 
