@@ -120,8 +120,7 @@ def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
         return attended(q, kv, heads, masks, arena, starts, offset)
 
     def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
-        rest = None, arena, starts, offset, tiled
-        y, state = attention_tiled.attended(q, kv, heads, *rest)
+        y, state = attention_tiled.part(q, kv, heads, arena, starts, offset, tiled)
         if earlier is None:
             return y, state
         attention_tiled.join(earlier, state, arena)

@@ -1,7 +1,7 @@
-"""Causal attention in tiles, one head at a time (FlashAttention-2, Dao 2023).
+"""Attention in tiles, one head at a time (FlashAttention-2, Dao 2023).
 
-A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles above the diagonal
-are never computed, nor are tiles whose keys all belong to earlier documents. Every array of a head
+A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles in which no query
+sees a key are never computed: those above the diagonal, and those between documents. Every array of a head
 is scratch, which all heads use in turn. So the views of all tiles are made once per call.
 
 Some products take one more channel, which saves a pass over the tiles. In the forward, it adds
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_whole import SAFE, causal_mask, hide, split_heads
+from mpitrain.ops.host.attention_whole import SAFE, Seen, causal_mask, split_heads
 from mpitrain.ops.host.blocks import TileLimits, constant, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
 
@@ -28,7 +28,7 @@ class TiledState(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); log_sums: (B, H, T); drop: masks of dropout, or None
-    starts  (B, T) first token of each token's document, or None
+    seen    which keys up to offset + t the queries see
     passes  `PASSES`, or those in C++
     """
 
@@ -38,7 +38,7 @@ class TiledState(NamedTuple):
     log_sums: np.ndarray
     tile: TileLimits
     drop: AttentionMask | None
-    starts: np.ndarray | None
+    seen: Seen
     offset: int
     passes: Any
 
@@ -49,7 +49,8 @@ class TiledState(NamedTuple):
         """Return the state for some of the keys, and for the last queries."""
         first = self.y.shape[1] - q.shape[1]
         y, log_sums = self.y[:, first:], self.log_sums[..., first:]
-        return self._replace(q=q, kv=kv, y=y, log_sums=log_sums, starts=starts, offset=offset)
+        seen = Seen(starts, None)
+        return self._replace(q=q, kv=kv, y=y, log_sums=log_sums, seen=seen, offset=offset)
 
 
 def join(whole, part, arena):
@@ -76,8 +77,8 @@ class ForwardTile(NamedTuple):
     is_first      whether this tile has the first keys of its queries
     rows, keys    the queries and keys of this tile
     dropped          (Q, K): the weights after dropout; the scores if there is none
-    end           number of keys of the tile that the first query sees, or less than 1
-    firsts        (Q,) the column of the first visible key; None: there are no documents
+    end           number of keys of the tile up to the diagonal of the first query, or less than 1
+    seen          the columns up to the diagonal that each query sees
     """
 
     q: np.ndarray
@@ -96,25 +97,37 @@ class ForwardTile(NamedTuple):
     keys: slice
     dropped: np.ndarray
     end: int
-    firsts: np.ndarray | None = None
+    seen: Seen = Seen(None, None)
 
-    def within(self, firsts, is_first):
-        """Return the tile without the keys before the first query's document."""
-        cut = max(0, firsts[0])
+    def within(self, seen, is_first):
+        """Return the tile without keys before or after those that its queries see."""
+        some = seen.span(self.keys.stop - self.keys.start)
+        late = self.scores.shape[1] - self.masked.shape[1]  # The column of the diagonal.
         return self._replace(
-            kt=self.kt[:, cut:],
-            v=self.v[cut:],
-            scores=self.scores[:, cut:],
-            ones=self.ones[cut:],
+            kt=self.kt[:, some],
+            v=self.v[some],
+            scores=self.scores[:, some],
+            masked=self.scores[:, late : some.stop],
+            mask=self.mask[:, : max(0, some.stop - late)],
+            ones=self.ones[some],
             is_first=is_first,
-            keys=slice(self.keys.start + cut, self.keys.stop),
-            dropped=self.dropped[:, cut:],
-            end=self.end - cut,
-            firsts=firsts - cut,
+            keys=slice(self.keys.start + some.start, self.keys.start + some.stop),
+            dropped=self.dropped[:, some],
+            end=self.end - some.start,
+            seen=seen.after(some.start),
         )
 
 
-def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None, tile=None):
+def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None, tile=None):
+    seen = Seen.within(starts, offset)
+    return _attended(q, kv, heads, drop, arena, seen, offset, passes, tile)
+
+
+def part(q, kv, heads, arena, starts, offset, passes):
+    return _attended(q, kv, heads, None, arena, Seen(starts, None), offset, passes, None)
+
+
+def _attended(queries, kv, heads, drop, arena, visible, offset, passes, tile):
     passes = passes or PASSES
     (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
     width = columns // heads
@@ -135,9 +148,10 @@ def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None
     for sequence in rounds(batch, queries):
         own_q, (every_k, every_v), every_y = every_q[sequence], every_kv[:, sequence], ys[sequence]
         some = slice(None)
-        if starts is not None:
-            tiles = visible(every, starts[sequence])
-            some = slice(int(starts[sequence].searchsorted(length)))  # The rest sees no key.
+        if visible.starts is not None:
+            own = visible.of(sequence)
+            tiles = tiles_within(every, own)
+            some = slice(int(own.starts.searchsorted(length)))  # The rest sees no key.
             every_y[:, some.stop :], log_sums[sequence, :, some.stop :] = 0, -np.inf
         seen, seen_sums = out[some], sums[some]
         for head in rounds(heads, queries):
@@ -157,7 +171,7 @@ def attended(queries, kv, heads, drop, arena, starts=None, offset=0, passes=None
             np.divide(seen, seen_sums[:, None], out=every_y[head, some])
             np.log(seen_sums, out=seen_sums)
             np.subtract(seen_sums, q[some, width], out=log_sums[sequence, head, some])
-    return y, TiledState(queries, kv, y, log_sums, tile, drop, starts, offset, passes)
+    return y, TiledState(queries, kv, y, log_sums, tile, drop, visible, offset, passes)
 
 
 def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
@@ -207,8 +221,7 @@ def sum_values(tiles, fill):
         np.matmul(t.q, t.kt, out=t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
-        if t.firsts is not None:
-            hide(t.scores, t.firsts)
+        t.seen.hide_others(t.scores)
         np.exp(t.scores, out=t.scores)
         if fill:
             fill(t.rows, t.keys, t.dropped)
@@ -228,8 +241,7 @@ def _row_maxima(tiles, maxima):
         np.matmul(t.q, t.kt, out=t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
-        if t.firsts is not None:
-            hide(t.scores, t.firsts)
+        t.seen.hide_others(t.scores)
         np.maximum(t.sums, t.scores.max(1), out=t.sums)
     return maxima
 
@@ -246,8 +258,7 @@ class BackwardTile(NamedTuple):
     rows, keys      the queries and keys of this tile
     dropped            (Q, K): the weights after dropout; the weights if there is none
     minus_dots      (Q, 1), of dropout: -dot
-    end             as of a `ForwardTile`
-    firsts       (Q,) the column of the first visible key; None: there are no documents
+    end, seen       as of a `ForwardTile`
     """
 
     q: np.ndarray
@@ -272,14 +283,19 @@ class BackwardTile(NamedTuple):
     dropped: np.ndarray
     minus_dots: np.ndarray
     end: int
-    firsts: np.ndarray | None = None
+    seen: Seen = Seen(None, None)
 
-    def within(self, firsts, is_first):
-        """Return the tile without the queries whose document begins after the keys."""
-        count = firsts.searchsorted(self.keys.stop - self.keys.start)
-        fewer = {name: getattr(self, name)[:count] for name in BY_QUERY}
-        rows = slice(self.rows.start, self.rows.start + count)
-        return self._replace(**fewer, is_first=is_first, rows=rows, firsts=firsts[:count])
+    def within(self, seen, is_first):
+        """Return the tile without the first and last queries that see none of the keys."""
+        start = 0 if seen.ends is None else int(seen.ends.searchsorted(0, "right"))
+        some = slice(start, int(seen.starts.searchsorted(self.keys.stop - self.keys.start)))
+        return self._replace(
+            **{name: getattr(self, name)[some] for name in BY_QUERY},
+            is_first=is_first,
+            rows=slice(self.rows.start + some.start, self.rows.start + some.stop),
+            end=self.end + some.start,
+            seen=Seen(*(one if one is None else one[some] for one in seen)),
+        )
 
 
 BY_QUERY = (
@@ -290,7 +306,7 @@ BY_QUERY = (
 
 
 def backward(
-    dy, queries, kv, y, log_sums, tile, drop, starts, offset, passes, dqueries, dkv, arena
+    dy, queries, kv, y, log_sums, tile, drop, visible, offset, passes, dqueries, dkv, arena
 ):
     (batch, heads, count), length, dtype = log_sums.shape, kv.shape[1], queries.dtype
     width = dy.shape[2] // heads
@@ -313,8 +329,8 @@ def backward(
         every_q, every_dq = every_qs[sequence], every_dqs[sequence]
         (every_k, every_v), (every_dk, every_dv) = inputs[:, sequence], results[:, sequence]
         every_y, every_d = ys[sequence], ds[sequence]
-        if starts is not None:
-            tiles = visible(every, starts[sequence])
+        if visible.starts is not None:
+            tiles = tiles_within(every, visible.of(sequence))
             dk.fill(0)  # No query may see a key.
             dv.fill(0)
         for head in rounds(heads, dy):
@@ -395,8 +411,7 @@ def tile_backward(t, fill):
     np.matmul(t.q, t.kt, out=t.weights)
     if t.mask.size:
         np.add(t.masked, t.mask, out=t.masked)
-    if t.firsts is not None:
-        hide(t.weights, t.firsts)
+    t.seen.hide_others(t.weights)
     np.exp(t.weights, out=t.weights)
     np.matmul(t.d, t.vt, out=t.dscores)
     if fill:
@@ -423,17 +438,19 @@ def add_gradients(tiles, fill, fill_tile=tile_backward):
 PASSES = SimpleNamespace(sum_values=sum_values, add_gradients=add_gradients)
 
 
-def visible(tiles, starts):
+def tiles_within(tiles, visible):
     """Return the tiles of a sequence in which a query sees a key, without rows that see none.
 
-    tiles   with fields `rows`, `keys` and `is_first`, and a method `within`
-    starts  (T,), of each token: the first token of its document
+    tiles    with fields `rows`, `keys` and `is_first`, and a method `within`
+    visible  what the sequence's queries see, with starts
     """
-    seen, is_first = [], False
+    some, is_first = [], False
     for tile in tiles:
-        firsts = starts[tile.rows] - tile.keys.start
+        seen = Seen(*(one if one is None else one[tile.rows] for one in visible))
+        seen = seen.after(tile.keys.start)
+        keys = seen.span(tile.keys.stop - tile.keys.start)
         is_first |= tile.is_first
-        if firsts[0] < tile.keys.stop - tile.keys.start:
-            seen.append(tile.within(firsts, is_first))
+        if keys.start < keys.stop:
+            some.append(tile.within(seen, is_first))
             is_first = False
-    return seen
+    return some

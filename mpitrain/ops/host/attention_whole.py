@@ -1,10 +1,9 @@
-"""Causal attention with saved exponentials, for short sequences.
+"""Attention with saved exponentials, for short sequences.
 
-A block of queries of one sequence skips the keys after it. B batch, T tokens, D channels of a head.
+A block of queries of one sequence skips the keys that none of them sees. B batch, T tokens, D channels of a head.
 H query heads are G groups of R; a group shares keys and values. A block has Q queries; its last
 query sees K keys. Queries, keys and values are strided views that BLAS reads in place. `saved`
-takes about B H T^2 / 2 elements.
-With documents a block skips the keys before the document of its first query.
+takes about B H T^2 / 2 elements with the causal mask, B H T^2 without.
 """
 
 import math
@@ -21,6 +20,46 @@ from mpitrain.ops.random_bits import AttentionMask
 QUERIES = 64
 # Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
 SAFE = (1e-25, 1e25)
+
+
+class Seen(NamedTuple):
+    """Of each query, the first key that it sees and the end of these keys, (B, Q) each.
+
+    They bound the keys up to offset + t, and ascend in a row. None: there is no such bound.
+    """
+
+    starts: np.ndarray | None
+    ends: np.ndarray | None
+
+    @classmethod
+    def within(cls, starts, offset):
+        """Return what queries see of their documents, whose first tokens are `starts` or None."""
+        if starts is None or not offset:
+            return cls(starts, None)  # The causal mask hides the end.
+        ends = np.empty(starts.shape, np.int64)
+        for row, end in zip(starts, ends, strict=True):
+            end[:] = row.searchsorted(row, "right")
+        return cls(starts, ends)
+
+    def of(self, sequence, rows=slice(None)):
+        return Seen(*(one if one is None else one[sequence, rows] for one in self))
+
+    def after(self, key):
+        """Return the bounds, int64, as columns of an array whose first column is `key`."""
+        return Seen(*(one if one is None else np.subtract(one, key, dtype="i8") for one in self))
+
+    def span(self, stop):
+        """Return the keys before `stop` that some of a sequence's queries see, as a slice."""
+        start = 0 if self.starts is None else max(0, int(self.starts[0]))
+        return slice(start, stop if self.ends is None else min(stop, int(self.ends[-1])))
+
+    def hide_others(self, scores):
+        """Set the scores of the other keys to -inf, in place.    scores: (..., Q, K)"""
+        count = scores.shape[-1]
+        if self.starts is not None and self.starts[-1] > 0:
+            np.copyto(scores, -np.inf, where=np.arange(count) < self.starts[:, None])
+        if self.ends is not None and self.ends[0] < count:
+            np.copyto(scores, -np.inf, where=np.arange(count) >= self.ends[:, None])
 
 
 class QueryBlock(NamedTuple):
@@ -40,7 +79,7 @@ class WholeState(NamedTuple):
     """The state for the backward: q (B, T, H D), kv (B, T, 2 G D), and every block of queries.
 
     drop    masks of dropout, or None
-    starts  (B, T) first token of each token's document, or None
+    seen    which keys the queries see
     passes  `PASSES`, or those in C++
     """
 
@@ -49,7 +88,7 @@ class WholeState(NamedTuple):
     heads: int
     blocks: list[QueryBlock]
     drop: AttentionMask | None
-    starts: np.ndarray | None
+    seen: Seen
     passes: Any
 
     def backward(self, dy, dq, dkv, arena):
@@ -58,7 +97,7 @@ class WholeState(NamedTuple):
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
 def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
-    passes = passes or PASSES
+    passes, visible = passes or PASSES, Seen.within(starts, offset)
     (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -85,34 +124,28 @@ def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
         for rows, masked, every_exp, every_inverse in blocks:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            keys, firsts = slice(0, exp.shape[3]), None
-            if starts is not None:
-                keys, firsts, exp, masks = _within(starts[sequence, rows], keys.stop, exp, masks)
+            own = visible.of(sequence, rows)
+            keys = own.span(exp.shape[3])
+            exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
             scaled = np.multiply(
                 own_q[:, :, rows], width**-0.5, out=every_scaled[:, :, : exp.shape[2]]
             )
             passes.exponentials(
-                scaled, k[:, :, keys], mask, masked, ones[keys], exp, inverse, firsts
+                scaled,
+                k[:, :, keys],
+                mask,
+                max(0, masked - every_exp.shape[4] + keys.stop),
+                ones[keys],
+                exp,
+                inverse,
+                own.after(keys.start),
             )
             if masks is not None:
                 exp = np.multiply(exp, masks, out=masks)
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
             np.multiply(np.matmul(exp, v[:, :, keys], out=scaled), inverse, out=out[:, :, rows])
-    return y, WholeState(q, kv, heads, blocks, drop, starts, passes)
-
-
-def _within(starts, stop, *arrays):
-    """Return the keys from the document of a block's first query on, and the arrays of these keys.
-
-    starts   (Q,), of the block's queries
-    stop     the end of the keys that they see
-    arrays   (G, R, Q, K) or None
-    returns  keys, the first visible of these for each query (Q,), then the arrays (G, R, Q, fewer)
-    """
-    first = int(starts[0])
-    cut = (None if one is None else one[..., first:] for one in arrays)
-    return slice(first, stop), starts - first, *cut
+    return y, WholeState(q, kv, heads, blocks, drop, visible, passes)
 
 
 def _scratch(blocks, arena):
@@ -130,7 +163,7 @@ def _masks(drop, sequence, rows, exp, scratch):
 
 
 def _backward(dy, saved, dq, dkv, arena):
-    q, kv, heads, blocks, drop, starts, passes = saved
+    q, kv, heads, blocks, drop, visible, passes = saved
     (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -153,14 +186,13 @@ def _backward(dy, saved, dq, dkv, arena):
             dk[:, seen:] = dv[:, seen:] = 0
         for (rows, _, every_exp, every_inverse), dscore in backwards:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
-            keys, is_last, count = slice(0, exp.shape[3]), rows.stop == total, exp.shape[2]
+            keys = visible.of(sequence, rows).span(exp.shape[3])
+            is_last, count = rows.stop == total, exp.shape[2]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            if starts is not None:
-                keys, _, exp, dscore, masks = _within(
-                    starts[sequence, rows], keys.stop, exp, dscore, masks
-                )
-                if is_last:
-                    dk[:, : keys.start] = dv[:, : keys.start] = 0
+            exp, dscore = exp[..., keys], dscore[..., keys]
+            masks = masks if masks is None else masks[..., keys]
+            if is_last:
+                dk[:, : keys.start] = dv[:, : keys.start] = 0
             # Groups must be contiguous: the products for keys and values join their queries.
             size, shape = heads * count * width, (groups, each, count, width)
             ds, scaled = flat_ds[:size].reshape(shape), flat_scaled[:size].reshape(shape)
@@ -179,7 +211,7 @@ def _backward(dy, saved, dq, dkv, arena):
             _write_or_add(dscore, block_q, dk[:, keys], is_last, part)
 
 
-def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
+def exponentials(q, k, mask, masked, ones, exp, inverse, seen):
     """Fill exp with the masked exponentials of q k^T, and inverse with 1 / its row sums.
 
     A softmax does not depend on a shift of its scores. NumPy takes twice as long for the row
@@ -192,13 +224,12 @@ def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
     ones     (K,)
     exp      (G, R, Q, K)
     inverse  (G, R, Q, 1)
-    firsts   (Q,) the first visible key of each query, or None: it sees all keys
+    seen     the columns that each query sees, of those that the mask leaves
     """
     diagonal, mask = exp[..., exp.shape[3] - masked :], mask[: q.shape[2], :masked]
     np.matmul(q, k.swapaxes(2, 3), out=exp)
     diagonal += mask
-    if firsts is not None:
-        hide(exp, firsts)
+    seen.hide_others(exp)
     np.exp(exp, out=exp)
     np.matmul(exp, ones, out=inverse[..., 0])
     # A method of the array would call these through a function in Python.
@@ -206,8 +237,7 @@ def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
     if not (SAFE[0] < least and most < SAFE[1]):
         np.matmul(q, k.swapaxes(2, 3), out=exp)
         diagonal += mask
-        if firsts is not None:
-            hide(exp, firsts)
+        seen.hide_others(exp)
         exp -= exp.max(axis=-1, keepdims=True)
         np.exp(exp, out=exp)
         np.matmul(exp, ones, out=inverse[..., 0])
@@ -253,16 +283,6 @@ def causal_mask(count, dtype):
     mask = np.triu(np.full((count, count), -np.inf, dtype), 1)
     mask.flags.writeable = False
     return mask
-
-
-def hide(scores, firsts):
-    """Set the scores of keys before the first visible key of each query to -inf, in place.
-
-    scores  (..., Q, K)
-    firsts  (Q,), ascending: the column of the first visible key; 0 or less: all are visible
-    """
-    if firsts[-1] > 0:
-        np.copyto(scores, -np.inf, where=np.arange(scores.shape[-1]) < firsts[:, None])
 
 
 def split_heads(packed, parts, heads):

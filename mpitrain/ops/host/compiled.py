@@ -73,9 +73,9 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
         "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
         "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
         "layer_norm_backward": [SIZE, SIZE, *[ARRAY] * 9],
-        "weigh_tile": [*[SIZE] * 5, *[ARRAY] * 4],
-        "weigh_block": [*[SIZE] * 5, number, number, *[ARRAY] * 3],
-        "tile_backward": [*[SIZE] * 4, *[ARRAY] * 5],
+        "weigh_tile": [*[SIZE] * 5, *[ARRAY] * 5],
+        "weigh_block": [*[SIZE] * 5, number, number, *[ARRAY] * 4],
+        "tile_backward": [*[SIZE] * 4, *[ARRAY] * 6],
         "block_backward": [*[SIZE] * 3, *[ARRAY] * 4],
     }
     for name, types in signatures.items():
@@ -166,7 +166,7 @@ def sum_values(tiles, fill):
                 *_rows_of(t.scores),
                 t.end,
                 t.is_first,
-                _integers(t.firsts),
+                *t.seen,
                 t.scores,
                 t.dropped if fill else None,
                 t.sums,
@@ -185,21 +185,20 @@ def tile_backward(t, fill):
     if fill:
         fill(t.rows, t.keys, t.dropped)
     if has_memory(t.weights):
-        firsts = _integers(t.firsts)
         library(t.weights.dtype).tile_backward(
-            *_rows_of(t.weights), t.end, firsts, t.weights, t.dscores, *drop
+            *_rows_of(t.weights), t.end, *t.seen, t.weights, t.dscores, *drop
         )
 
 
-def exponentials(q, k, mask, masked, ones, exp, inverse, firsts):
+def exponentials(q, k, mask, masked, ones, exp, inverse, seen):
     """As `attention_whole.exponentials`, which computes where a row needs a shift."""
     np.matmul(q, k.swapaxes(2, 3), out=exp)
     if has_memory(exp) and exp.size:
         end, queries = exp.shape[3] - masked + 1, exp.shape[2]
         if not library(exp.dtype).weigh_block(
-            *_rows_of(exp), end, queries, *SAFE, _integers(firsts), exp, inverse
+            *_rows_of(exp), end, queries, *SAFE, *seen, exp, inverse
         ):
-            attention_whole.exponentials(q, k, mask, masked, ones, exp, inverse, firsts)
+            attention_whole.exponentials(q, k, mask, masked, ones, exp, inverse, seen)
 
 
 def scores_backward(exp, inverse, dscore, masks, dot):
@@ -219,10 +218,6 @@ def _rows_of(scores):
     """Return the number of rows, of columns, and of elements from one row to the next."""
     *many, columns = scores.shape
     return math.prod(many), columns, scores.strides[-2] // scores.itemsize
-
-
-def _integers(firsts):
-    return None if firsts is None else np.ascontiguousarray(firsts, np.int64)
 
 
 def _are_plain(first, *others):

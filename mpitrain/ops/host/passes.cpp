@@ -155,13 +155,15 @@ EXPORTED void layer_norm_backward(int64_t m, int64_t c, char* dy_, char* gain_, 
     }
 }
 
-// The columns [first, last) that a query sees: `end` for query 0, one more for each query, and from
-// that query's `firsts` on, if documents have any.   K columns
+// The columns [first, last) that a query sees: `end` for query 0, one more for each query, but of these
+// only [starts, ends) of that query, where these are given.   K columns
 struct Seen {
     int64_t first, last;
-    Seen(int64_t query, int64_t k, int64_t end, const int64_t* firsts) {
-        last = end + query < 0 ? 0 : end + query < k ? end + query : k;
-        first = firsts && firsts[query] > 0 ? firsts[query] : 0;
+    Seen(int64_t query, int64_t k, int64_t end, const int64_t* starts, const int64_t* ends) {
+        last = end + query < k ? end + query : k;
+        last = ends && ends[query] < last ? ends[query] : last;
+        last = last > 0 ? last : 0;
+        first = starts && starts[query] > 0 ? starts[query] : 0;
         first = first < last ? first : last;
     }
     void hide_others(real* row, int64_t k) const {
@@ -188,13 +190,13 @@ static inline real weigh(const Seen seen, int64_t k, real* RESTRICT scores, real
 }
 
 // A tile of the forward. sums: (Q,), written by the first tile of its queries, else added to.
-// scores, dropped: (Q, K) with `stride` elements from row to row; firsts: (Q,); the last two may be null
-EXPORTED void weigh_tile(int64_t q, int64_t k, int64_t stride, int64_t end, int64_t is_first,
-                         char* firsts_, char* scores_, char* dropped_, char* sums_) {
-    const int64_t* firsts = (const int64_t*)at(firsts_);
+// scores, dropped: (Q, K) with `stride` elements from row to row; starts, ends: (Q,); the last three may be null
+EXPORTED void weigh_tile(int64_t q, int64_t k, int64_t stride, int64_t end, int64_t is_first, char* starts_,
+                         char* ends_, char* scores_, char* dropped_, char* sums_) {
+    const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *scores = at(scores_), *dropped = at(dropped_), *sums = at(sums_);
     for (int64_t i = 0; i < q; i++) {
-        const real sum = weigh(Seen(i, k, end, firsts), k, scores + i * stride,
+        const real sum = weigh(Seen(i, k, end, starts, ends), k, scores + i * stride,
                                dropped ? dropped + i * stride : nullptr);
         sums[i] = is_first ? sum : sums[i] + sum;
     }
@@ -203,12 +205,12 @@ EXPORTED void weigh_tile(int64_t q, int64_t k, int64_t stride, int64_t end, int6
 // A block of attention that is not tiled; M rows, of which each Q are the queries of a head.
 // inverse = 1 / sum of exp. Returns whether every sum is within (least, most).   exp: (M, K)
 EXPORTED int weigh_block(int64_t m, int64_t k, int64_t stride, int64_t end, int64_t q, real least,
-                         real most, char* firsts_, char* exp_, char* inverse_) {
-    const int64_t* firsts = (const int64_t*)at(firsts_);
+                         real most, char* starts_, char* ends_, char* exp_, char* inverse_) {
+    const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *exp = at(exp_), *inverse = at(inverse_);
     int is_safe = 1;
     for (int64_t i = 0; i < m; i++) {
-        const real sum = weigh(Seen(i % q, k, end, firsts), k, exp + i * stride, nullptr);
+        const real sum = weigh(Seen(i % q, k, end, starts, ends), k, exp + i * stride, nullptr);
         is_safe &= least < sum && sum < most;
         inverse[i] = 1 / sum;
     }
@@ -217,13 +219,13 @@ EXPORTED int weigh_block(int64_t m, int64_t k, int64_t stride, int64_t end, int6
 
 // weights = exp(weights) as above, dscores = weights dscores. With dropout: dscores = weights (dropped
 // dscores + minus_dots), dropped = weights dropped.   minus_dots: (Q,); others: (Q, K)
-EXPORTED void tile_backward(int64_t q, int64_t k, int64_t stride, int64_t end, char* firsts_,
+EXPORTED void tile_backward(int64_t q, int64_t k, int64_t stride, int64_t end, char* starts_, char* ends_,
                             char* weights_, char* dscores_, char* dropped_, char* minus_dots_) {
-    const int64_t* firsts = (const int64_t*)at(firsts_);
+    const int64_t *starts = (const int64_t*)at(starts_), *ends = (const int64_t*)at(ends_);
     real *every_weights = at(weights_), *every_dscores = at(dscores_), *every_dropped = at(dropped_);
     const real* minus_dots = at(minus_dots_);
     for (int64_t i = 0; i < q; i++) {
-        const Seen seen(i, k, end, firsts);
+        const Seen seen(i, k, end, starts, ends);
         real *RESTRICT weights = every_weights + i * stride, *RESTRICT dscores = every_dscores + i * stride;
         seen.hide_others(weights, k);
         seen.hide_others(dscores, k);

@@ -13,14 +13,14 @@ from mpitrain.ops.reference.layers import random_bits
 def attention(q, kv, heads, arena, starts=None, offset=0):
     """Return (y, saved) with y = softmax(q k^T / sqrt(D)) v for each head (Vaswani et al. 2017).
 
-    Query t sees the keys up to offset + t, from its document's first token on. Rows may be views
-    into longer rows.
+    Query t sees the keys up to offset + t that belong to its document. Rows may be views into
+    longer rows.
 
     q       (B, Q, H D): the heads side by side
     kv      (B, T, 2 G D): the heads of keys side by side, then those of values
     starts  (B, T) int32, with as many queries as keys: of each token, the first token of its
             document; ascending in a row, none after its token. None: a row is one document
-    offset  at least 0. 0: causal attention within a sequence; T - 1 or more: each query sees all keys
+    offset  at least 0. 0: causal attention within a sequence; T - 1 or more: no causal mask
     y       (B, Q, H D)
     """
     return attended(q, kv, heads, 1, starts, offset)
@@ -28,7 +28,8 @@ def attention(q, kv, heads, arena, starts=None, offset=0):
 
 def attended(q, kv, heads, mask, starts=None, offset=0):
     """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, Q, T)."""
-    scores, v = _scores(q, kv, heads, starts, offset)
+    is_seen = True if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
+    scores, v = _scores(q, kv, heads, is_seen, offset)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
@@ -45,7 +46,7 @@ def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
     earlier  `saved` of the parts before, for these queries or for more, of which these are the last;
              y and `saved` are then theirs, with this part joined in place. None: this is the first
     """
-    scores, v = _scores(q, kv, heads, starts, offset)
+    scores, v = _scores(q, kv, heads, _is_from(starts, kv), offset)
     log_sums = np.logaddexp.reduce(scores, -1, initial=-np.inf)
     weights = np.exp(scores - np.maximum(log_sums, np.finfo(q.dtype).min)[..., None])
     y = (weights @ v).swapaxes(1, 2).reshape(q.shape)
@@ -69,20 +70,26 @@ def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offse
     """
     first, heads = saved[0].shape[1] - q.shape[1], saved[1].shape[1]
     y, log_sums = saved[0][:, first:], saved[1][..., first:]
-    scores, _ = _scores(q, kv, heads, starts, offset)
+    scores, _ = _scores(q, kv, heads, _is_from(starts, kv), offset)
     (own_y,), (own_dy,) = _heads(y, 1, heads), _heads(dy, 1, heads)
     dots = (own_dy * own_y).sum(-1, keepdims=True)
     _put_gradients(dy, q, kv, np.exp(scores - log_sums[..., None]), 1, dots, dq, dkv)
 
 
-def _scores(q, kv, heads, starts, offset):
-    """Return the scores (B, H, Q, T), -inf for keys that a query does not see, and the values."""
+def _is_from(starts, kv):
+    """Return whether a key is the first that a query sees, or a later one, (B, 1, Q, T)."""
+    return True if starts is None else np.arange(kv.shape[1]) >= starts[:, None, :, None]
+
+
+def _scores(q, kv, heads, is_seen, offset):
+    """Return the scores (B, H, Q, T), and the values.
+
+    is_seen  the keys that a query sees, of those up to offset + t; the others have scores of -inf
+    """
     (every_q,), (k, v) = _heads(q, 1, heads), _heads(kv, 2, _groups(q, kv, heads))
     k, v = (np.repeat(x, heads // x.shape[1], 1) for x in (k, v))
     scores = every_q @ k.swapaxes(-1, -2) / np.sqrt(k.shape[-1], dtype=q.dtype)
-    is_seen = np.tri(q.shape[1], kv.shape[1], offset, dtype=bool)
-    if starts is not None:
-        is_seen = is_seen & (np.arange(kv.shape[1]) >= starts[:, None, :, None])
+    is_seen = is_seen & np.tri(q.shape[1], kv.shape[1], offset, dtype=bool)
     return np.where(is_seen, scores, -np.inf), v
 
 

@@ -30,9 +30,9 @@ def drawn(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def alone(qkv, dy, rows):
+def alone(qkv, dy, rows, offset=0):
     """Return y and dqkv of each document by itself, at its tokens."""
-    y, dqkv, body = np.empty_like(dy), np.empty_like(qkv), Packed(reference)
+    y, dqkv, body = np.empty_like(dy), np.empty_like(qkv), Packed(reference, offset=offset)
     for row, lengths in enumerate(rows):
         for start, stop in pairwise(np.cumsum([0, *lengths])):
             mine = np.index_exp[row : row + 1, start:stop]
@@ -47,7 +47,7 @@ def passes(request):
     return (None, None) if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
 
 
-def bodies_with(tile, passes, drop=None):
+def bodies_with(tile, passes, drop=None, offset=0):
     """The bodies of the host, each with queries, keys and values in one array."""
 
     def of(module, *end):
@@ -58,19 +58,21 @@ def bodies_with(tile, passes, drop=None):
         return Packed(SimpleNamespace(attention=attention, attention_backward=backward))
 
     return {
-        "whole": of(attention_whole, 0, passes[1]),
-        "tiled": of(attention_tiled, 0, passes[0], tile),
+        "whole": of(attention_whole, offset, passes[1]),
+        "tiled": of(attention_tiled, offset, passes[0], tile),
     }
 
 
+@pytest.mark.parametrize("offset", [0, 2, 130])  # causal, in part, and not causal
 @pytest.mark.parametrize(
     ("length", "tile"), [*product((1, 7), TILES), (131, TileLimits(7, 64))], ids=str
 )
-def test_each_document_of_a_row_is_that_document_alone(length, tile, passes):
+def test_each_document_of_a_row_is_that_document_alone(length, tile, offset, passes):
     rows = ROWS[length]
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
-    truth, found = alone(qkv, dy, rows), {}
-    for name, body in (bodies_with(tile, passes) | {"reference": Packed(reference)}).items():
+    truth, found = alone(qkv, dy, rows, offset), {}
+    definition = {"reference": Packed(reference, offset=offset)}
+    for name, body in (bodies_with(tile, passes, None, offset) | definition).items():
         y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         found[name] = y, body.attention_backward(dy, saved, Arena())
     for name, own in found.items():
@@ -78,40 +80,72 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile, passes):
             assert np.abs(one - other).max() <= 1e-12, name
 
 
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
+@pytest.mark.parametrize("each", ["one document", "documents"])
+def test_masked_attention_has_the_gradients_of_pytorch(is_causal, each):
+    torch = pytest.importorskip("torch")
+    heads, groups, length = 4, 2, 37
+    rows = [[5, 32], [37], [1] * 37, [30, 7]]
+    starts = starts_of(rows)
+    mask = torch.tensor(np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool))
+    mask = mask.expand(len(rows), 1, -1, -1)
+    if each == "documents":
+        mask = mask & torch.tensor(starts[:, None, :, None] == starts[:, None, None, :])
+    offset = 0 if is_causal else length - 1
+    qkv, dy = drawn(1, 4, length, (heads + 2 * groups) * 3), drawn(2, 4, length, heads * 3)
+    packed = torch.tensor(qkv, requires_grad=True)
+    q, k, v = (
+        part.unflatten(2, (-1, 3)).transpose(1, 2)
+        for part in packed.split([heads * 3, groups * 3, groups * 3], 2)
+    )
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    true_y = attended.transpose(1, 2).flatten(2)
+    true_y.backward(torch.tensor(dy))
+    for ops in (reference, *(bodies.host(name) for name in ("whole", "tiled"))):
+        body = Packed(ops, kv_heads=groups, offset=offset)
+        y, saved = body.attention(qkv, heads, Arena(), starts if each == "documents" else None)
+        found = body.attention_backward(dy, saved, Arena())
+        assert np.abs(y - true_y.detach().numpy()).max() <= 1e-12
+        assert np.abs(found - packed.grad.numpy()).max() <= 1e-12
+
+
+@pytest.mark.parametrize("offset", [0, 130])
 @pytest.mark.parametrize(
     ("length", "tile"),
     [*((7, tile) for tile in TILES[:3]), (131, TILES[3]), (131, TileLimits(64, 224))],
     ids=str,
 )
-def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, passes):
+def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, offset, passes):
     rows = ROWS[length]
     given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
-    definition = Packed(reference, "attention_dropout")
+    definition = Packed(reference, "attention_dropout", offset=offset)
     truth, saved = definition.attention(qkv, HEADS, *given, None, starts_of(rows))
     gradient = definition.attention_backward(dy, saved, None)
-    for body in bodies_with(tile, passes, AttentionMask(*given, length)).values():
+    for body in bodies_with(tile, passes, AttentionMask(*given, length), offset).values():
         y, state = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         assert np.abs(y - truth).max() <= 1e-12
         assert np.abs(body.attention_backward(dy, state, Arena()) - gradient).max() <= 1e-12
 
 
-def test_scores_beyond_exponentials_are_shifted_within_documents(passes):
+@pytest.mark.parametrize("offset", [0, 130])
+def test_scores_beyond_exponentials_are_shifted_within_documents(offset, passes):
     rows, length = [[60, 71]], 131
     qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
     qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
-    truth = alone(qkv, dy, rows)
-    for body in bodies_with(TileLimits(16, 48), passes).values():
+    truth = alone(qkv, dy, rows, offset)
+    for body in bodies_with(TileLimits(16, 48), passes, None, offset).values():
         y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
         found = y, body.attention_backward(dy, saved, Arena())
         for one, other in zip(found, truth, strict=True):
             assert np.abs(one - other).max() <= 1e-11 * max(1, np.abs(other).max())
 
 
+@pytest.mark.parametrize("offset", [0, 130])
 @pytest.mark.parametrize("name", ["whole", "tiled"])
-def test_a_row_of_one_document_has_the_bits_of_a_row_without(name, passes):
+def test_a_row_of_one_document_has_the_bits_of_a_row_without(name, offset, passes):
     qkv, dy = drawn(1, 2, 131, 3 * HEADS * WIDTH), drawn(2, 2, 131, 6)
-    body, found = bodies_with(TileLimits(16, 48), passes)[name], []
+    body, found = bodies_with(TileLimits(16, 48), passes, None, offset)[name], []
     for starts in (None, starts_of([[131]] * 2)):
         arena = Arena()
         y, saved = body.attention(qkv, HEADS, arena, starts)
@@ -133,11 +167,12 @@ class Counting:
         return np.matmul(a, b, out=out)
 
 
+@pytest.mark.parametrize("offset", [0, 511])
 @pytest.mark.parametrize("module", [attention_whole, attention_tiled])
-def test_products_between_documents_are_not_computed(module, monkeypatch):
+def test_products_between_documents_are_not_computed(module, offset, monkeypatch):
     q, kv, found = drawn(1, 1, 512, HEADS * WIDTH), drawn(2, 1, 512, 2 * HEADS * WIDTH), []
     for lengths in ([512], [64] * 8):
         monkeypatch.setattr(module, "np", counting := Counting())
-        module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]))
+        module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]), offset)
         found.append(counting.multiplications)
-    assert found[1] < found[0] / 3
+    assert found[1] < found[0] / (3 if offset == 0 else 7)
