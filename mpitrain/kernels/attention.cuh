@@ -1,7 +1,7 @@
 // Attention with online softmax, on the ordinary arithmetic units (Dao 2023, FlashAttention-2).
 //
-// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset; the Q x T matrix is
-// never stored. q, y, dy: (B, Q, H D), heads of D = HEAD channels side by side; kv: (B, T, 2 G D), G = H / GROUP heads of keys,
+// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset of its document; the
+// Q x T matrix is never stored. q, y, dy: (B, Q, H D), heads of D = HEAD channels side by side; kv: (B, T, 2 G D), G = H / GROUP heads of keys,
 // then of values. q_pitch and kv_pitch: elements from one row to the next, q_rows and kv_rows: rows from one sequence
 // to the next, also of dq and dkv, which are like q and kv; y and dy have no gaps. log_sums: (B, H, Q), log of
 // each row's sum of exponentials, all that backward needs.
@@ -118,6 +118,12 @@ __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], co
     }
 }
 
+// The last key that the queries from t0 on see, or a key in its tile.
+__device__ __forceinline__ int last_key_of(const Sizes& sizes, const Documents& documents, int t0) {
+    if (!GENERAL) return t0;
+    return min(sizes.last_key(t0 + TILE - 1), documents.end_key(min(t0 + TILE, sizes.Q) - 1) - 1);
+}
+
 // Attention without dropout.
 struct NoMask {
     __device__ __forceinline__ void next_head() {}
@@ -139,7 +145,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
 
     Four<Sum> out[4][GROUPS] = {};
     Sum maximum[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY}, sum[4] = {};
-    const int last_tile = GENERAL ? sizes.last_key(t0 + TILE - 1) : t0;    // or a key in it
+    const int last_tile = last_key_of(sizes, documents, t0);
     q.load(qs, t0);
     for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
         __syncthreads();    // the last tile's values and weights are done with
@@ -155,7 +161,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int s = s0 + tx + SIDE * j;
-                scores[i][j] = s <= last && s >= first ? scores[i][j] * scale : MINUS_INFINITY;
+                scores[i][j] = s <= last && !documents.hides(first, s) ? scores[i][j] * scale : MINUS_INFINITY;
                 largest = larger(largest, scores[i][j]);
             }
 #pragma unroll
@@ -212,7 +218,7 @@ __device__ __forceinline__ void weights_and_slopes(
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int s = s0 + tx + SIDE * j;
-            const bool seen = s <= last && s >= first;
+            const bool seen = s <= last && !documents.hides(first, s);
             p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
             ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale;
             p[i][j] *= mask.at(i, j);
@@ -244,7 +250,8 @@ __device__ __forceinline__ void backward_kv(
     Four<Sum> dk[4][GROUPS] = {}, dv[4][GROUPS] = {};
     k.load(ks, s0);
     v.load(vs, s0);
-    const int begin = GENERAL ? max(0, s0 - sizes.offset) / TILE * TILE : s0;
+    int begin = GENERAL ? max(0, s0 - sizes.offset) / TILE * TILE : s0;
+    if (DOCUMENTS == 2) begin = max(begin, documents.first_key(s0) / TILE * TILE);
     const int end = DOCUMENTS ? documents.first_query(begin, s0 + TILE) : Q;
     for (int h = h0; h < h0 + GROUP; ++h) {
         const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, d = {dy + sizes.y(b, h), C, Q};
@@ -287,7 +294,7 @@ __device__ __forceinline__ void backward_q(
     const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
 
     Four<Sum> sums[4][GROUPS] = {};
-    const int last_tile = GENERAL ? sizes.last_key(t0 + TILE - 1) : t0;    // or a key in it
+    const int last_tile = last_key_of(sizes, documents, t0);
     q.load(qs, t0);
     d.load(dys, t0);
     for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {

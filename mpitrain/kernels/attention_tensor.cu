@@ -54,9 +54,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
     const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
-    const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
-    const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
     const Documents documents(starts, Q);
+    const int last = min(t0 + OWNED, Q) - 1;    // query
+    const int end = min(min(at0 + OWNED, T), documents.end_key(last));    // of the keys that are seen
+    const int warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;
+    const int all_see = GENERAL ? min(at0 + 1, end) / STEP * STEP : t0;    // the end of the steps without masks
     int s0 = documents.first_key(t0) / STEP * STEP;
     const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, qs + Own::ELEMENTS};
@@ -68,15 +70,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows.maximum[f][i] = NO_SCORE, rows.sum[f][i] = 0.0f;
     RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
-    const int seen_by_all = documents.first_key(min(t0 + OWNED, Q) - 1);    // all queries see the keys from this one to all_see
-    // To STEP keys. masks: some of them may come after a query, or belong to an earlier document.
+    int seen_by_all = documents.first_key(last);    // all queries see the keys from this one to all_see
+    if (DOCUMENTS == 2 && documents.first_key(t0) != seen_by_all) seen_by_all = end;    // none
+    // To STEP keys. masks: some of them may come after a query, or belong to another document.
     auto attend = [&](int s0, bool masks) {
         const Element *ks = keys.arrive(s0, (!GENERAL && !masks) || s0 + STEP < end), *vs = ks + Other::ELEMENTS;
         if (masks && s0 >= warp_end) return;
         Steps p;
         multiply_rows(p, qs, m, ks);
         if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
-        if (masks && s0 < seen_by_all) hide<true>(p, t0 + m, s0, documents);
+        if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, documents);
         weigh(p, rows, out, scale);
         add_weighted(out, p, vs);
     };

@@ -140,7 +140,7 @@ template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& sco
             }
 }
 
-// Scores of keys before their query's document become minus infinity; rows and columns as above.
+// Scores of keys that their query's document hides become minus infinity; rows and columns as above.
 template <bool QUERIES_ARE_ROWS>
 __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Documents& documents) {
     const int lane = threadIdx.x % 32, query0 = QUERIES_ARE_ROWS ? row0 + lane / 4 : column0 + lane % 4 * 2;
@@ -156,8 +156,8 @@ __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int row = row0 + 16 * f + lane / 4 + e / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + e % 2;
-                const bool before = QUERIES_ARE_ROWS ? column < first_key[f][e / 2] : row < first_key[j][e % 2];
-                if (before) scores[f][j][e] = MINUS_INFINITY;
+                const int first = QUERIES_ARE_ROWS ? first_key[f][e / 2] : first_key[j][e % 2];
+                if (documents.hides(first, QUERIES_ARE_ROWS ? column : row)) scores[f][j][e] = MINUS_INFINITY;
             }
 }
 

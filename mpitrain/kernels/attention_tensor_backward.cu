@@ -42,9 +42,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
     const Documents documents(starts, Q);
     RowCopies(kv + sizes.k(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(ks, s0, T);
     RowCopies(kv + sizes.v(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(vs, s0, T);
-    const int begin = GENERAL ? max(0, s0 - sizes.offset) : s0;
+    int begin = GENERAL ? max(0, s0 - sizes.offset) : s0;
+    if (DOCUMENTS == 2) begin = max(begin, documents.first_key(s0));
     const int end = DOCUMENTS ? documents.first_query(begin, s0 + OWNED) : Q;
-    const int all_keys_end = documents.first_query(begin, s0 + 1);    // of the queries that see all
+    // Of the queries whose document has all these keys, as far as they are before the query.
+    const int all_keys_begin = DOCUMENTS == 2 ? documents.first_key(min(s0 + OWNED, T) - 1) : 0;
+    const int all_keys_end = documents.first_query(begin, s0 + 1);
     // With documents two loops would need more registers.
     const int masked_end = DOCUMENTS ? end : min(s0 + OWNED - sizes.offset, end);
     Channels dk = {}, dv = {};
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
             Steps p, ds;
             multiply_rows(p, ks, m, qs);
             if (masks && (!DOCUMENTS || at0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
-            if (DOCUMENTS && masks && t0 + STEP > all_keys_end) hide<false>(p, s0 + m, t0, documents);
+            if (DOCUMENTS && masks && (t0 < all_keys_begin || t0 + STEP > all_keys_end)) hide<false>(p, s0 + m, t0, documents);
             multiply_rows(ds, vs, m, dys);
             weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
             add_weighted(dv, p, dys);
@@ -93,10 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
     const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
-    const int end = min(at0 + OWNED, T), warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen
-    const int all_see = GENERAL ? min(at0 + 1, T) / STEP * STEP : t0;    // the end of the steps without masks
-    const long long row = sizes.row(b, h);
     const Documents documents(starts, Q);
+    const int last = min(t0 + OWNED, Q) - 1;    // query
+    const int end = min(min(at0 + OWNED, T), documents.end_key(last));    // of the keys that are seen
+    const int warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;
+    const int all_see = GENERAL ? min(at0 + 1, end) / STEP * STEP : t0;    // the end of the steps without masks
+    const long long row = sizes.row(b, h);
     int s0 = documents.first_key(t0) / STEP * STEP;
     const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, dys + Own::ELEMENTS};
@@ -104,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
     Channels sums = {};
     RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
     RowCopies(dy + sizes.y(b, h), C, t0).fetch<OWNED>(dys, t0, Q);
-    const int seen_by_all = documents.first_key(min(t0 + OWNED, Q) - 1);    // all queries see the keys from this one to all_see
+    int seen_by_all = documents.first_key(last);    // all queries see the keys from this one to all_see
+    if (DOCUMENTS == 2 && documents.first_key(t0) != seen_by_all) seen_by_all = end;    // none
     keys.fetch(s0, true);
     Statistics statistics[FRAGMENTS][2];    // of rows g and g + 8
 #pragma unroll
@@ -121,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
         Steps p, ds;
         multiply_rows(p, qs, m, ks);
         if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
-        if (masks && s0 < seen_by_all) hide<true>(p, t0 + m, s0, documents);
+        if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, documents);
         multiply_rows(ds, dys, m, vs);
         weigh(p, ds, scale * LOG2_E, [&](int f, int, int e) { return statistics[f][e / 2]; });
         add_weighted(sums, ds, ks);

@@ -1,7 +1,8 @@
 // Which keys a query sees, and where rows lie: see attention in ops/reference. Macros, so that a launch without these things
 // pays for none:
-// DOCUMENTS is 1 where rows have several documents, else `starts` is not read; no query sees a key of an earlier document. With
-// GENERAL too, a query may see no key: its y is 0 and its log sum -infinity.
+// DOCUMENTS is not 0 where rows have several documents, else `starts` is not read. 1: no query sees a key of an earlier document;
+// with GENERAL too, a query may see no key: its y is 0 and its log sum -infinity. 2: nor of a later one, and queries and keys are
+// of the same tokens; a causal mask hides these keys without it.
 // GENERAL is 0 for causal attention of sequences with themselves, whose q and kv lie side by side in rows of H + 2 G heads.
 // GROUP is the number of query heads that share a head of keys and values.
 #pragma once
@@ -16,7 +17,8 @@
 #define GROUP 1
 #endif
 
-// The documents of one sequence. starts: (Q,), ascending; of each query, the first key of its document.
+// The documents of one sequence. starts: (Q,), ascending; of each query, the first key of its document. Every query and every
+// block of queries sees the keys of a run of documents, and so do, with DOCUMENTS 2, queries of a block of keys.
 struct Documents {
     const int* starts;
     int Q;
@@ -37,6 +39,16 @@ struct Documents {
             else end = middle;
         }
         return end;
+    }
+
+    // The end of the keys of query t's document, where it bounds what the query sees.
+    __device__ __forceinline__ int end_key(int t) const {
+        return DOCUMENTS == 2 ? first_query(t, first_key(t) + 1) : 0x7fffffff;
+    }
+
+    // Whether the document of a query whose first key is `first` hides a key.
+    __device__ __forceinline__ bool hides(int first, int key) const {
+        return DOCUMENTS == 2 ? first_key(key) != first : key < first;
     }
 };
 

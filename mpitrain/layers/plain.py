@@ -745,6 +745,8 @@ class Plain:
         self.made.add("attention")
         if dropout:
             self.made.add("attention dropout")
+        if not causal:
+            self.made.add("attention to later tokens")
         drop = self.dropout(dropout) if dropout else None
         attention = self._heads(heads, shared, drop, self.now, rotary, causal)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, Targets, positions_of, read_rows, without_ends
-from mpitrain.errors import DataError, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Places, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
@@ -70,7 +70,14 @@ class Inference:
         is_cut = self.config.data.attend == "document" and targets.ndim == 2
         return without_ends(targets) if is_cut else (targets, None)
 
-    def places(self, shape: Shape, starts: np.ndarray | None) -> Places | None:
+    def places(self, shape: Shape, given: Shape, starts: np.ndarray | None) -> Places | None:
+        """Return the places of the tokens of rows.
+
+        shape, given  of the rows, (B, T), with and without padding
+        starts        from `cut`
+        """
+        if starts is None and shape[1:] != given[1:] and not self._is_causal:
+            starts = np.zeros(given, np.int32)
         return places_of(self._layers.now.tokens, shape, starts, self.placed)
 
     def own(self, rows: np.ndarray, fill: int) -> np.ndarray:
@@ -115,12 +122,12 @@ class Inference:
 
         None except on the last stage. If the ranks cannot divide the rows or their tokens, the
         inputs are padded with zeros. The padding comes after all rows or to the right of them. The
-        causal mask hides it.
+        causal mask hides it; without that mask it is a document of its own.
         """
         inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
-        own, places = self.own(filled, 0), self.places(filled.shape, starts)
+        own, places = self.own(filled, 0), self.places(filled.shape, inputs.shape, starts)
         logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
         if logits is None:
             return None
@@ -174,6 +181,9 @@ class Inference:
 
         With layout.cp each of these ranks sums the losses of its tokens.
         """
+        self._check_causal(
+            "A choice has the probability of its tokens, each after the earlier ones"
+        )
         targets = self._indices.targets(targets, inputs.shape, self.logits_shape, "a batch")
         targets = self.own(targets, IGNORED)
         flat = self.backend.from_host(targets).reshape(-1)
@@ -216,6 +226,7 @@ class Inference:
         """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
         from mpitrain.pipeline.decoder import Decoder, can_decode
 
+        self._check_causal("Text is generated token by token")
         chunks, layers = self._decoded
         decoder = None
         if can_decode(chunks):
@@ -233,6 +244,19 @@ class Inference:
             )
         return Reader(decoder, self.infer, self._row)
 
+    @property
+    def _is_causal(self) -> bool:
+        return "attention to later tokens" not in self._layers.made
+
+    def _check_causal(self, why: str) -> None:
+        if not self._is_causal:
+            raise on_every_rank(
+                ConfigError(
+                    f"{why}, but attention of this model has no causal mask: tokens see later ones.",
+                    "Use a model with the causal mask.",
+                )
+            )
+
     def _row(self, logits: Any, token: int) -> np.ndarray:
         """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
         rows = computed(logits, self.arena)[:, token]
@@ -247,7 +271,7 @@ def places_of(
 
     share   the tokens of this rank
     shape   (B, T) of the rows
-    starts  from `Inference.cut`; padding to the right belongs to the last document
+    starts  from `Inference.cut`; padding to the right is a document of its own
     placed  copies an array to the backend's memory
     """
     if starts is None:
@@ -256,8 +280,9 @@ def places_of(
         own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         return Places(None, None, placed(share.cut(own)))
     if starts.shape != shape:
-        more = [(0, most - own) for most, own in zip(shape, starts.shape, strict=True)]
-        starts = np.maximum.accumulate(np.pad(starts, more), axis=1)
+        rows, tokens = starts.shape
+        starts = np.pad(starts, ((0, shape[0] - rows), (0, 0)))
+        starts = np.pad(starts, ((0, 0), (0, shape[1] - tokens)), constant_values=tokens)
     positions = positions_of(starts)
     whole = placed(positions)
     own = whole if share.ranks == 1 else placed(share.cut(positions))

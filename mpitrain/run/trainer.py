@@ -309,7 +309,8 @@ class Trainer:
         inputs = indices.tokens(inputs, where)
         indices.rows(inputs, self.share(), where)
         targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
-        rows, micro_batches = len(inputs), self.config.batch.micro_batches
+        given, micro_batches = inputs.shape, self.config.batch.micro_batches
+        rows = len(inputs)
         inputs, targets = self.inference.own(inputs, 0), self.inference.own(targets, IGNORED)
         # A row has the tokens of all ranks that divide it, padding included.
         count, *lengths = inputs.shape
@@ -342,7 +343,7 @@ class Trainer:
         replication.step_end.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, places = self.share().start, self.inference.places(shape, starts)
+            start, places = self.share().start, self.inference.places(shape, given, starts)
             self.pipe.train(
                 [
                     (*(index, start + part.start, len(part), True), places and places.of(part))

@@ -15,6 +15,10 @@ from tests.cases.packed import Packed
 DROP = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, 4, 0.3
 
 
+OFFSETS = 0, 1000, 40
+"""The causal mask, none, and one that hides some later keys."""
+
+
 def starts_of(rows: list[list[int]]) -> np.ndarray:
     """Return the first token of each token's document, from the lengths of each row's documents."""
     return np.array([np.repeat(np.cumsum([0, *row[:-1]]), row) for row in rows], np.int32)
@@ -28,13 +32,16 @@ def check_documents(
     dtype: str = "float32",
     drops: bool = False,
     g: int | None = None,
+    offset: int = 0,
 ) -> None:
     """Compare attention within documents, forward and backward."""
     arena, starts = Arena(), starts_of(rows)
     shape = starts.shape
     qkv, dy = (stored(numbers(n, *shape, n * d), dtype) for n in (h + 2 * (g or h), h))
     name, given = ("attention_dropout", DROP) if drops else ("attention", ())
-    ops, truth = (Packed(each, name, g) for each in (bodies.cuda(kernels), reference))
+    ops, truth = (
+        Packed(each, name, g, offset=offset) for each in (bodies.cuda(kernels), reference)
+    )
     y, saved = ops.attention(qkv, h, *given, arena, starts)
     true_y, true_saved = truth.attention(values(qkv), h, *given, None, starts)
     assert_close(y, true_y, dtype, "y")
@@ -56,8 +63,10 @@ def whole_documents() -> Iterator[Callable]:
         [[64, 33], [33, 64], [3, 90, 4]],
         [[63, 3]],
         [[60, 4]],
+        [[20, 100, 76]],  # a tile with two borders, and one without
     ):
-        yield partial(check_documents, rows=rows, h=2, d=4)
+        for offset in OFFSETS:
+            yield partial(check_documents, rows=rows, h=2, d=4, offset=offset)
     for dtype in ("float64", "bfloat16"):
         yield partial(check_documents, rows=[[7, 33]], h=1, d=8, dtype=dtype)
     yield partial(check_documents, rows=[[40, 30]], h=2, g=1, d=4)
@@ -65,7 +74,10 @@ def whole_documents() -> Iterator[Callable]:
 
 def dropped_documents() -> Iterator[Callable]:
     """attention_dropout."""
-    yield partial(check_documents, rows=[[40, 57], [90, 7]], h=2, d=4, drops=True)
+    for offset in OFFSETS:
+        yield partial(
+            check_documents, rows=[[40, 57], [90, 7]], h=2, d=4, drops=True, offset=offset
+        )
 
 
 def tensor_documents() -> Iterator[Callable]:
@@ -79,7 +91,11 @@ def tensor_documents() -> Iterator[Callable]:
         [[127, 3]],
         [[100, 300], [300, 100], [129, 271]],  # steps with and without masks in turn
     ):
-        yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16")
-    yield partial(check_documents, rows=[[50, 50]], h=1, d=80, dtype="bfloat16")
-    yield partial(check_documents, rows=[[100, 60]], h=2, g=1, d=16, dtype="float16")
+        for offset in OFFSETS:
+            yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16", offset=offset)
+    for offset in OFFSETS[:2]:
+        yield partial(check_documents, rows=[[50, 150]], h=1, d=80, dtype="bfloat16", offset=offset)
+    yield partial(
+        check_documents, rows=[[100, 60]], h=2, g=1, d=16, dtype="float16", offset=OFFSETS[1]
+    )
     yield partial(check_documents, rows=[[100, 31]], h=2, d=64, dtype="float16")

@@ -1,10 +1,10 @@
 """Attention in tiles (FlashAttention-2, Dao 2023). `saved` is (q, kv, y, log_sums, heads, drop,
-starts, offset).
+seen).
 
 log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
 cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
-the arguments of dropout. `starts` is None, or the first token of each token's document, (B, T) int32.
+the arguments of dropout.
 Groups of heads that share keys and values, documents, and offsets or other pitches than those of a
 layer are macros: a launch without them runs a kernel that has no registers for them.
 """
@@ -55,8 +55,31 @@ class AttentionKernels(NamedTuple):
         return self.prefix == "attention_tensor"
 
 
+class Seen(NamedTuple):
+    """Which keys a query sees.
+
+    starts     the first key of each query, (B, Q) int32, or None
+    documents  what `starts` mean, as the kernels' macro DOCUMENTS
+    offset     of the operation
+    """
+
+    starts: Any = None
+    documents: int = 0
+    offset: int = 0
+
+    @classmethod
+    def within(cls, starts: Any, offset: int) -> "Seen":
+        """Return what queries see of their documents, whose first tokens are `starts` or None."""
+        return cls(starts, 0 if starts is None else 2 if offset else 1, offset)
+
+    @classmethod
+    def part(cls, starts: Any, offset: int) -> "Seen":
+        """Return what queries see from the keys `starts` on, or None, in `attention_part`."""
+        return cls(starts, int(starts is not None), offset)
+
+
 def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
-    return _attended(kernels, q, kv, heads, (), starts, offset, arena)
+    return _attended(kernels, q, kv, heads, (), Seen.within(starts, offset), arena)
 
 
 def attention_dropout(
@@ -75,26 +98,28 @@ def attention_dropout(
     offset=0,
 ):
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
-    return _attended(kernels, q, kv, heads, drop, starts, offset, arena)
+    return _attended(kernels, q, kv, heads, drop, Seen.within(starts, offset), arena)
 
 
 def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
-    drop, starts, offset, arena = how
+    drop, seen, arena = how
     batch, count, _ = q.shape
     y = arena.take(q.shape, q.dtype)
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
-    chosen = choose(kernels, q, kv, heads, y, bool(drop), starts is not None, offset)
-    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, offset, (y, log_sums, *drop, starts))
-    return y, (q, kv, y, log_sums, heads, drop, starts, offset)
+    chosen = choose(kernels, q, kv, heads, y, bool(drop), seen)
+    arrays = y, log_sums, *drop, seen.starts
+    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, seen.offset, arrays)
+    return y, (q, kv, y, log_sums, heads, drop, seen)
 
 
 def attention_part(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0, earlier=None):
-    y, saved = _attended(kernels, q, kv, heads, (), starts, offset, arena)
+    seen = Seen.part(starts, offset)
+    y, saved = _attended(kernels, q, kv, heads, (), seen, arena)
     log_sums = saved[3]
     if earlier is None:
         return y, (y, log_sums, heads)
     (batch, count, width), (whole, whole_sums, _) = q.shape, earlier
-    is_tensor = choose(kernels, q, kv, heads, y, False, starts is not None, offset).is_tensor
+    is_tensor = choose(kernels, q, kv, heads, y, False, seen).is_tensor
     sizes = batch, whole.shape[1], count, heads, width // heads
     kernels.launch(
         "attention_join",
@@ -115,7 +140,7 @@ def attention_part_backward(
         dy, y, log_sums = (arena.take(each.shape, each.dtype) for each in rows)
         for target, source in zip((dy, y, log_sums), rows, strict=True):
             copy_rows(target, source)
-    whole = q, kv, y, log_sums, heads, (), starts, offset
+    whole = q, kv, y, log_sums, heads, (), Seen.part(starts, offset)
     attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 
@@ -123,12 +148,12 @@ def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
     """Write dq and dkv, which have the strides of q and kv; the weights are recomputed tile by
     tile.    dy: (B, Q, H D)
     """
-    q, kv, y, log_sums, heads, drop, starts, offset = saved
+    q, kv, y, log_sums, heads, drop, seen = saved
     pairs = (q, dq), (kv, dkv)
     assert not q.size or all(x.strides[:2] == dx.strides[:2] for x, dx in pairs)
     batch, count, width = q.shape
     dots = arena.take(log_sums.shape, log_sums.dtype)
-    chosen = choose(kernels, q, kv, heads, dy, bool(drop), starts is not None, offset)
+    chosen = choose(kernels, q, kv, heads, dy, bool(drop), seen)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
@@ -139,8 +164,8 @@ def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
     )
     scale, facts = (width // heads) ** -0.5, (dy, log_sums, dots)
     for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
-        arrays = *facts, gradient, *drop, starts
-        _launch(kernels, chosen, half, scale, q, kv, heads, offset, arrays)
+        arrays = *facts, gradient, *drop, seen.starts
+        _launch(kernels, chosen, half, scale, q, kv, heads, seen.offset, arrays)
 
 
 def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena):
@@ -174,23 +199,21 @@ def choose(
     heads: int,
     other: Any,
     drops: bool = False,
-    has_documents: bool = False,
-    offset: int = 0,
+    seen: Seen = Seen(),
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
-    other          what else they read, y or dy
-    drops          whether the probabilities have dropout
-    has_documents  whether rows have several documents
-    raises         KernelError if the heads are too wide for the device
+    other   what else they read, y or dy
+    drops   whether the probabilities have dropout
+    raises  KernelError if the heads are too wide for the device
     """
     is_chunked = q.itemsize == 2 and bool(in_chunks(q, kv, other))
-    is_general = offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
+    is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
     shape = q.shape[1:], kv.shape[2], heads
-    key = ("attention", q.dtype, shape, is_chunked, drops, has_documents, is_general)
+    key = ("attention", q.dtype, shape, is_chunked, drops, seen.documents, is_general)
     chosen = kernels.plans.get(key)
     if chosen is None:
-        defines = {"DOCUMENTS": has_documents, "GENERAL": is_general}
+        defines = {"DOCUMENTS": seen.documents, "GENERAL": int(is_general)}
         chosen = kernels.plans[key] = _choose(kernels, q, kv, heads, is_chunked, drops, defines)
     return chosen
 
@@ -207,12 +230,12 @@ def _choose(
     heads: int,
     is_chunked: bool,
     drops: bool,
-    defines: dict[str, bool],
+    defines: dict[str, int],
 ) -> AttentionKernels:
     _, length, width = q.shape
     head, capability = width // heads, kernels.engine.capability
     limit, common = most_shared(kernels), {**element(q), "HEAD": head}
-    common |= {name: 1 for name, is_set in defines.items() if is_set}
+    common |= {name: value for name, value in defines.items() if value}
     if (shared_by := 2 * width // kv.shape[2]) > 1:
         common["GROUP"] = shared_by
     if (

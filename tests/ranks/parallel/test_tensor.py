@@ -1,5 +1,6 @@
 """Ranks that share layers, and replicas of such ranks, train as one rank does."""
 
+from functools import partialmethod
 from itertools import islice
 
 import numpy as np
@@ -234,15 +235,22 @@ def test_ranks_that_divide_tokens_train_as_one_rank_does(settings, layouts):
         check_equal(alone, found, steps=steps)
 
 
-def test_a_ring_refuses_dropout_of_attention():
-    config = configured(*ONE, RING, "layout.cp=2", "model.attention_dropout=0.1")
-    with pytest.raises(ConfigError, match=r"dropout 0\.1(.|\n)*cp_mode to ulysses") as refused:
+@pytest.mark.parametrize(
+    "rate, causal, law", [(0.1, True, r"dropout 0\.1"), (0.0, False, "no causal mask")]
+)
+def test_a_ring_refuses_what_it_cannot_compute(rate, causal, law, monkeypatch):
+    monkeypatch.setattr(Plain, "attention", partialmethod(Plain.attention, causal=causal))
+    config = configured(*ONE, RING, "layout.cp=2", f"model.attention_dropout={rate}")
+    with pytest.raises(ConfigError, match=rf"{law}(.|\n)*cp_mode to ulysses") as refused:
         run_ranks(2, curve, config)
     assert refused.value.exit_code == 2
 
 
-def test_rows_that_are_shorter_than_the_context_are_padded():
+@pytest.mark.parametrize("modes", [("ulysses", "ring"), ("ulysses",)], ids=["causal", "all seen"])
+def test_rows_that_are_shorter_than_the_context_are_padded(modes, monkeypatch):
     """7 tokens on 3 ranks: the last rank has one, and two that do not count; a ring has 12."""
+    if "ring" not in modes:
+        monkeypatch.setattr(Plain, "attention", partialmethod(Plain.attention, causal=False))
 
     def told(transport, *layout):
         trainer = build(transport, configured(*ONE, *layout), source=Tokens(251, 24)).trainer
@@ -252,7 +260,7 @@ def test_rows_that_are_shorter_than_the_context_are_padded():
         return *np.ravel(steps), *np.ravel(trainer.logits(rows[:1, :-1]))[:40].tolist()
 
     (alone,) = run_ranks(1, told)
-    for mode in ("ulysses", "ring"):
+    for mode in modes:
         for found in run_ranks(3, told, "layout.cp=3", f"layout.cp_mode={mode}"):
             assert np.abs(np.subtract(found, alone)).max() <= 1e-9
 

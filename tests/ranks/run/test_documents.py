@@ -1,7 +1,7 @@
 """Packed documents: with data.attend=document a packed row trains as its documents do in rows of their own."""
 
 import json
-from functools import partial
+from functools import partial, partialmethod
 
 import numpy as np
 import pytest
@@ -71,6 +71,17 @@ class Alone(Packed):
         )
 
 
+class Ended(Alone):
+    """The same rows, whose padding is marked as not of the document."""
+
+    def batch(self, *given, before=None):
+        inputs, targets = super().batch(*given)
+        documents = drawn(*given[:2], SIZE)[given[3].start : given[3].stop]
+        for row, (tokens, _) in zip(targets, documents, strict=True):
+            row[len(tokens) - 1] = DOCUMENT_END
+        return inputs, targets
+
+
 def trained(ranks, source, *settings, steps=3):
     """(loss, norm) of each step, the evaluation, and the tensors of each rank."""
 
@@ -122,6 +133,16 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("ranks, settings", LAYOUTS, ids=str)
 def test_packed_documents_train_as_in_rows_of_their_own(ranks, settings, truth):
+    check_packed(ranks, settings, truth)
+
+
+@pytest.mark.parametrize("ranks, settings", [LAYOUTS[n] for n in (0, 2, 4, 7, 13, 15, 16)], ids=str)
+def test_so_do_documents_without_the_causal_mask(ranks, settings, monkeypatch):
+    monkeypatch.setattr(Plain, "attention", partialmethod(Plain.attention, causal=False))
+    check_packed(ranks, settings, trained(1, Ended(), *CUT, f"batch.size={Ended.held_out}")[0])
+
+
+def check_packed(ranks, settings, truth):
     found = trained(ranks, Packed(), *CUT, *settings)
     steps, evaluated, tensors = truth
     for own, own_evaluated, own_tensors in found:

@@ -1,6 +1,7 @@
 """Generated text: with the key-value cache the tokens equal those without it, in every layout."""
 
 from collections import Counter
+from functools import partialmethod
 from itertools import islice
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, TrainingError
-from mpitrain.layers.plain import Attention
+from mpitrain.layers.plain import Attention, Plain
 from mpitrain.models.gpt import gpt
 from mpitrain.run.build import build
 from mpitrain.run.generate import PromptRequest, Sampling, continued, texts
@@ -234,6 +235,21 @@ def test_a_layer_with_its_own_forward_inherits_no_cache():
 
     for changes in (False, True):
         assert run_ranks(1, write, changes) == [(not changes, True)]
+
+
+def test_a_model_that_sees_later_tokens_writes_and_chooses_nothing(monkeypatch):
+    monkeypatch.setattr(Plain, "attention", partialmethod(Plain.attention, causal=False))
+
+    def asked(transport, ask):
+        ask(exact(transport, []))
+
+    tokens = np.ones((1, 4), np.int64)
+    for ask in (
+        lambda trainer: every_text(texts(trainer, [[3, 1]], Sampling(), 0, 30), 1),
+        lambda trainer: trainer.row_losses(tokens, tokens),
+    ):
+        with pytest.raises(ConfigError, match="no causal mask"):
+            run_ranks(2, asked, ask)
 
 
 @pytest.mark.parametrize("ranks, batch", [(1, 2), (1, 9), (3, 1)])

@@ -154,8 +154,11 @@ def jobs():
     )
     for name in ("attention", "attention_dropout"):
         yield name, "sm_80", types("float") | {"DOCUMENTS": 1}
+        yield name, "sm_80", types("float") | {"DOCUMENTS": 2, "GENERAL": 1}
     for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
-        yield (name, "sm_80", types("__nv_bfloat16") | {"HEAD": head, "STEP": step, "DOCUMENTS": 1})
+        for documents in ({"DOCUMENTS": 1}, {"DOCUMENTS": 2, "GENERAL": 1}):
+            macros = types("__nv_bfloat16") | {"HEAD": head, "STEP": step} | documents
+            yield name, "sm_80", macros
     # Queries that continue a sequence, and heads of keys that several heads of queries share.
     for name in ("attention", "attention_dropout"):
         yield name, "sm_80", types("float") | GROUPED
@@ -256,6 +259,8 @@ def test_a_source_compiles_within_the_hardwares_limits(name, architecture, macro
     )
     if macros["Sum"] != "double":  # the large float32 tile has 64 of 128 registers for its sums
         most = 24 if is_large(name, architecture, macros) and architecture == "sm_80" else 0
+        if name == "attention_tensor" and macros["HEAD"] == 128 and "GENERAL" in macros:
+            most = 16  # four of 128 registers, of sizes that are read once
         assert [kernel for kernel, usage in kernels.items() if usage.spilled > most] == []
     for kernel in kernels:
         wanted = {f"{verb} 16" for verb, those in WIDE.items() if kernel in those.split()}

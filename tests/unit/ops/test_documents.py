@@ -87,7 +87,9 @@ def test_masked_attention_has_the_gradients_of_pytorch(is_causal, each):
     heads, groups, length = 4, 2, 37
     rows = [[5, 32], [37], [1] * 37, [30, 7]]
     starts = starts_of(rows)
-    mask = torch.tensor(np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool))
+    mask = torch.tensor(
+        np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
+    )
     mask = mask.expand(len(rows), 1, -1, -1)
     if each == "documents":
         mask = mask & torch.tensor(starts[:, None, :, None] == starts[:, None, None, :])
@@ -170,9 +172,13 @@ class Counting:
 @pytest.mark.parametrize("offset", [0, 511])
 @pytest.mark.parametrize("module", [attention_whole, attention_tiled])
 def test_products_between_documents_are_not_computed(module, offset, monkeypatch):
-    q, kv, found = drawn(1, 1, 512, HEADS * WIDTH), drawn(2, 1, 512, 2 * HEADS * WIDTH), []
+    q, kv = drawn(1, 1, 512, HEADS * WIDTH), drawn(2, 1, 512, 2 * HEADS * WIDTH)
+    dq, dkv, halves = np.empty_like(q), np.empty_like(kv), []
     for lengths in ([512], [64] * 8):
         monkeypatch.setattr(module, "np", counting := Counting())
-        module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]), offset)
-        found.append(counting.multiplications)
-    assert found[1] < found[0] / (3 if offset == 0 else 7)
+        y, saved = module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]), offset)
+        forward = counting.multiplications
+        saved.backward(y, dq, dkv, Arena())
+        halves.append((forward, counting.multiplications - forward))
+    for whole, divided in zip(*halves, strict=True):
+        assert divided < whole / (3 if offset == 0 else 7)

@@ -88,18 +88,20 @@ def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
 
 
 def attention_products(
-    batch: int, length: int, heads: int, width: int, dtype: str
+    batch: int, length: int, heads: int, width: int, dtype: str, offset: int = 0
 ) -> list[Operands]:
     """Return the matrix products of attention's forward: for each block of queries, scores and values.
 
-    A block of queries sees the keys up to its last query. The backward has twice as many products.
+    A block of queries sees the keys up to its last query, and `offset` more. The backward has twice
+    as many products.
     """
     products: list[Operands] = []
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         q = ProductArray(-1, (heads, stop - start, width), dtype)
-        keys = ProductArray(-2, (heads, stop, width), dtype)
-        scores = ProductArray(-3, (heads, stop - start, stop), dtype)
+        seen = min(stop + offset, length)
+        keys = ProductArray(-2, (heads, seen, width), dtype)
+        scores = ProductArray(-3, (heads, stop - start, seen), dtype)
         products += [(q, keys.transposed, scores), (scores, keys, q)]
     return products * batch
 
@@ -107,7 +109,7 @@ def attention_products(
 def _attention(arguments: Sequence[Any], result: Any) -> list[Operands]:
     q, _, heads = arguments[:3]
     batch, length, columns = q.shape
-    return attention_products(batch, length, heads, columns // heads, q.dtype.str)
+    return attention_products(batch, length, heads, columns // heads, q.dtype.str, *arguments[5:6])
 
 
 FORWARDS = ("linear", "logits", "linear_gelu", "linear_relu")
