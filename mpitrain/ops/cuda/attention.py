@@ -78,6 +78,9 @@ class Seen(NamedTuple):
         return cls(starts, int(starts is not None), offset)
 
 
+CAUSAL = Seen()
+
+
 def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
     return _attended(kernels, q, kv, heads, (), Seen.within(starts, offset), arena)
 
@@ -199,7 +202,7 @@ def choose(
     heads: int,
     other: Any,
     drops: bool = False,
-    seen: Seen = Seen(),
+    seen: Seen = CAUSAL,
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
