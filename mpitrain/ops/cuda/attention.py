@@ -55,7 +55,7 @@ class AttentionKernels(NamedTuple):
         return self.prefix == "attention_tensor"
 
 
-class Seen(NamedTuple):
+class KeyBounds(NamedTuple):
     """Which keys a query sees.
 
     starts     the first key of each query, (B, Q) int32, or None
@@ -68,21 +68,21 @@ class Seen(NamedTuple):
     offset: int = 0
 
     @classmethod
-    def within(cls, starts: Any, offset: int) -> "Seen":
+    def within(cls, starts: Any, offset: int) -> "KeyBounds":
         """Return what queries see of their documents, whose first tokens are `starts` or None."""
         return cls(starts, 0 if starts is None else 2 if offset else 1, offset)
 
     @classmethod
-    def part(cls, starts: Any, offset: int) -> "Seen":
+    def part(cls, starts: Any, offset: int) -> "KeyBounds":
         """Return what queries see from the keys `starts` on, or None, in `attention_part`."""
         return cls(starts, int(starts is not None), offset)
 
 
-CAUSAL = Seen()
+CAUSAL = KeyBounds()
 
 
 def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
-    return _attended(kernels, q, kv, heads, (), Seen.within(starts, offset), arena)
+    return _attended(kernels, q, kv, heads, (), KeyBounds.within(starts, offset), arena)
 
 
 def attention_dropout(
@@ -101,7 +101,7 @@ def attention_dropout(
     offset=0,
 ):
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
-    return _attended(kernels, q, kv, heads, drop, Seen.within(starts, offset), arena)
+    return _attended(kernels, q, kv, heads, drop, KeyBounds.within(starts, offset), arena)
 
 
 def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
@@ -116,7 +116,7 @@ def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
 
 
 def attention_part(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0, earlier=None):
-    seen = Seen.part(starts, offset)
+    seen = KeyBounds.part(starts, offset)
     y, saved = _attended(kernels, q, kv, heads, (), seen, arena)
     log_sums = saved[3]
     if earlier is None:
@@ -143,7 +143,7 @@ def attention_part_backward(
         dy, y, log_sums = (arena.take(each.shape, each.dtype) for each in rows)
         for target, source in zip((dy, y, log_sums), rows, strict=True):
             copy_rows(target, source)
-    whole = q, kv, y, log_sums, heads, (), Seen.part(starts, offset)
+    whole = q, kv, y, log_sums, heads, (), KeyBounds.part(starts, offset)
     attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 
@@ -202,7 +202,7 @@ def choose(
     heads: int,
     other: Any,
     drops: bool = False,
-    seen: Seen = CAUSAL,
+    seen: KeyBounds = CAUSAL,
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
