@@ -735,8 +735,8 @@ class Plain:
         """Return attention, from the output of `qkv` to (B, T, width).
 
         dropout  rate of dropout of the probabilities
-        rotary   turns queries and keys by their positions; heads then have an even width
-        causal   whether a token sees no later token
+        rotary   turns queries and keys by their positions; heads are of even width
+        causal   whether later tokens are hidden
         raises   ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         divided(width, heads, f"heads do not divide a width of {width}")
