@@ -14,6 +14,7 @@ pytestmark = pytest.mark.counted
 
 LLAMA = ["model.kind=llama", "model.kv_heads=2", "model.heads=4", "model.qkv_bias=true"]
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
+BERT = ["model.kind=bert", "model.dropout=0.2", "model.attention_dropout=0.1"]
 LAYOUTS = {
     "one rank": (1, []),
     "micro-batches": (1, ["batch.micro_batches=5"]),
@@ -70,6 +71,11 @@ LAYOUTS = {
         2,
         [*LLAMA, "model.kv_heads=1", "layout.pp=2", "memory.recompute=unit", "model.tied=true"],
     ),
+    "bert": (1, [*BERT, "memory.recompute=attention"]),
+    "bert, tiled": (1, ["memory.attention=tiled", "model.context=80", *BERT]),
+    "bert, tp": (2, [*BERT, "layout.tp=2", "layout.sequence_parallel=true", "model.tied=true"]),
+    "bert, cp": (2, [*BERT, "layout.cp=2", "memory.recompute=unit", "memory.logit_chunks=3"]),
+    "bert, documents": (2, [*BERT, "layout.pp=2", "precision.compute=bfloat16", *DOCUMENTS]),
 }
 SIMULATED = {
     "kernels": (1, ["model.dropout=0.2", "model.attention_dropout=0.1"]),
@@ -79,6 +85,7 @@ SIMULATED = {
     "kernels, cp": (2, ["layout.cp=2", "model.dropout=0.2"]),
     "kernels, ring": (2, ["layout.cp=2", "layout.cp_mode=ring"]),
     "kernels, llama": (2, [*LLAMA, "layout.tp=2", "memory.recompute=attention"]),
+    "kernels, bert": (1, [*BERT, "precision.compute=bfloat16", *DOCUMENTS]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
 
