@@ -1,4 +1,4 @@
-"""`mpitrain predict`: writes the predictions of a checkpoint for arrays and images."""
+"""`mpitrain predict`: writes the predictions of a checkpoint for arrays, images and labelled texts."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,11 @@ from mpitrain.errors import ConfigError, visible
     type=click.Path(path_type=Path),
     help="File of the predictions: numbers or probabilities (rows, ...), or classes (rows,).",
 )
-@click.option("--data", metavar="SOURCE", help="Predict all rows of this source, which needs no y.")
+@click.option(
+    "--data",
+    metavar="SOURCE",
+    help="Predict all rows of this source, which needs no y and no labels.",
+)
 @run_options
 def command(run: Path, out: Path, best: bool, **options: Any) -> None:
     """Write what a run predicts for held-out rows, or for other arrays.
@@ -32,15 +36,18 @@ def command(run: Path, out: Path, best: bool, **options: Any) -> None:
 
         from mpitrain.data import targets_of
         from mpitrain.files import whole
+        from mpitrain.models.table import form_for
         from mpitrain.run.build import open_run
         from mpitrain.run.predictions import predicted
         from mpitrain.transport.agreement import on_all_ranks
 
         def check() -> None:
             check_files(transport.rank, [out])
-            if configured().model.kind not in ("mlp", "cnn"):
+            config = configured()
+            if form_for(config.model.kind, config.data.source) == "tokens":
                 raise ConfigError(
-                    "`predict` is for samples and images, not for text.", "Use `mpitrain generate`."
+                    "`predict` is for samples, images and labelled texts, but this run predicts tokens.",
+                    "Use `mpitrain generate`, or fine-tune a bert with labelled texts.",
                 )
 
         on_all_ranks(transport, check)

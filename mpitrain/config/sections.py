@@ -297,6 +297,11 @@ class Data(Section):
         "document, and all documents of a row count",
     )
 
+    classes: int = Field(
+        0,
+        ge=0,
+        description="classes of the labelled texts of {rows}; 0: those of run.init_from, else the largest label + 1",
+    )
     mask: float = Field(
         0.15,
         gt=0,

@@ -8,6 +8,7 @@ second file or their last tenth. Sample sources have a test set.
 from mpitrain.data.prefetch import Prefetched as Prefetched
 from mpitrain.data.rows import positions_of as positions_of
 from mpitrain.data.rows import without_ends as without_ends
+from mpitrain.data.rows import without_padding as without_padding
 from mpitrain.data.source import DOCUMENT_END as DOCUMENT_END
 from mpitrain.data.source import IGNORED as IGNORED
 from mpitrain.data.source import Form as Form

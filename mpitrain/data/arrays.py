@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mpitrain.data.rows import EpochOrder, positions
+from mpitrain.data.rows import Shuffled
 from mpitrain.data.source import IGNORED, Form, Request, Targets
 from mpitrain.data.token_files import TENTH, UNREADABLE
 from mpitrain.errors import DataError
@@ -170,8 +170,8 @@ def rows_of(array: Any, numbers: np.ndarray) -> np.ndarray:
     return array[unique][places]
 
 
-class ArraySource:
-    """A data source of arrays, whose rows are shuffled anew in each epoch.
+class ArraySource(Shuffled):
+    """A data source of arrays.
 
     targets are (B,) int64 classes, or floats (B, K). Held out is another source, or random rows, the
     same in every run. Without y targets do not count, and no row is one to train on.
@@ -215,7 +215,7 @@ class ArraySource:
                 f"{name} must have features, and rows to train on and to hold out, but x has the shape {arrays.x.shape}.",
                 "Name a file of more rows or columns.",
             )
-        self._order = EpochOrder(self.samples)
+        super().__init__(self.samples)
 
     @cached_property
     def scaling(self) -> Scaling:
@@ -274,15 +274,6 @@ class ArraySource:
         scaled = self._request.reading.normalise
         scales = scaled, scaled and self.targets == "numbers"
         return [classes, self._y_shape, [m.tolist() for m in moments], scales]
-
-    def batch(
-        self, seed: int, step: int, size: int, rows: range, before: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        chosen = self._order.chosen(seed, positions(step, size, rows, before))
-        return self._rows(0, chosen)
-
-    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self._rows(1, np.asarray(rows, np.int64))
 
     def _matrix(self, arrays: Arrays, numbers: np.ndarray) -> np.ndarray:
         """Return rows of x as (B, F, 1), or of images (B, C, H W), in float64; all must be finite."""

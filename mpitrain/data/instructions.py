@@ -9,11 +9,11 @@ as targets. All other targets are IGNORED.
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpitrain.data.rows import EpochOrder, first_fit, positions
+from mpitrain.data.rows import Shuffled, first_fit
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request
 from mpitrain.data.templates import ASSISTANT, PLAIN, USER, Rendered, Turn, open_template, rendered
 from mpitrain.data.token_files import (
@@ -28,6 +28,9 @@ from mpitrain.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import check_regular, contents
 from mpitrain.strict_json import parsed
+
+if TYPE_CHECKING:
+    from mpitrain.data.samples import SampleSource
 
 SHOWN = 10
 """The largest number of keys that the error about a wrong line lists."""
@@ -76,8 +79,8 @@ Row = Sequence[int]
 """The numbers of the conversations of one row: one, or with packing several."""
 
 
-class InstructionSource:
-    """A data source of conversations; its rows are shuffled anew in each epoch by (seed, epoch).
+class InstructionSource(Shuffled):
+    """A data source of conversations.
 
     inputs and targets are (B, T) int64. A row has one conversation, which is cut after T + 1
     tokens. A shorter one is padded with token 0 and IGNORED targets. With packing, a row to train
@@ -112,10 +115,10 @@ class InstructionSource:
         self._test = test or conversations.region(cut, count)
         self.conversations, self.held_out = len(self._train), len(self._test)
         self.cut = int((self._train.lengths > context + 1).sum())
-        self._rows: Sequence[Row] = [[number] for number in range(cut)]
+        self._packed: Sequence[Row] = [[number] for number in range(cut)]
         if reading.packing:
-            self._rows = first_fit(self._train.lengths.tolist(), context + 1)
-        self.samples = len(self._rows)
+            self._packed = first_fit(self._train.lengths.tolist(), context + 1)
+        self.samples = len(self._packed)
         silent = np.flatnonzero(~self._train.answered)
         self.amounts = {
             "conversations": self.conversations,
@@ -128,7 +131,7 @@ class InstructionSource:
                 else {}
             ),
         }
-        self._order = EpochOrder(self.samples)
+        super().__init__(self.samples)
         for some, noun, path in (
             (self._train, "training", request.place),
             (self._test, "held-out", request.other or request.place),
@@ -139,14 +142,10 @@ class InstructionSource:
                     "Raise model.context, or shorten the prompts.",
                 )
 
-    def batch(
-        self, seed: int, step: int, size: int, rows: range, before: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        chosen = self._order.chosen(seed, positions(step, size, rows, before))
-        return self._filled(self._train, [self._rows[number] for number in chosen])
-
-    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        return self._filled(self._test, [[number] for number in rows])
+    def _rows(self, part: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if part:
+            return self._filled(self._test, [[number] for number in chosen])
+        return self._filled(self._train, [self._packed[number] for number in chosen])
 
     def _filled(
         self, conversations: Conversations, rows: Sequence[Row]
@@ -167,8 +166,12 @@ class InstructionSource:
         return inputs, targets
 
 
-def open_jsonl(request: Request) -> InstructionSource:
-    """Open a file of conversations in JSON lines, and the file of the held-out ones."""
+def open_jsonl(request: Request) -> "InstructionSource | SampleSource":
+    """Open a file of conversations or labelled texts in JSON lines, and that of the held-out ones."""
+    if request.form == "texts":
+        from mpitrain.data.labelled import open_texts
+
+        return open_texts(request)
     reading, given = request.reading, request.vocabulary
     tokenizer: Tokenizer = ByteTokenizer()
     if reading.tokenizer:

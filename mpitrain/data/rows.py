@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpitrain.data.source import DOCUMENT_END, IGNORED
+from mpitrain.data.source import DOCUMENT_END, IGNORED, PADDING, SECOND
 
 
 class EpochOrder:
@@ -84,6 +84,39 @@ def without_ends(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = np.zeros(targets.shape, np.int32)
     starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, targets.shape[1], dtype=np.int32), 0)
     return np.where(is_end, IGNORED, targets), np.maximum.accumulate(starts, axis=1)
+
+
+def without_padding(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows of texts as tokens, where each token's document starts, and the token types.
+
+    The padding of a row is one document, of tokens 0.
+
+    inputs   (B, T) int64, with PADDING and SECOND
+    returns  three arrays (B, T); the last two are int32
+    """
+    is_text = inputs != PADDING
+    starts = np.where(is_text, 0, is_text.sum(1, keepdims=True))
+    tokens = np.where(is_text, inputs % SECOND, 0)
+    return tokens, starts.astype(np.int32), (is_text & (inputs >= SECOND)).astype(np.int32)
+
+
+class Shuffled:
+    """A source whose rows to train on are shuffled anew in each epoch, by (seed, epoch)."""
+
+    def __init__(self, rows: int):
+        self._order = EpochOrder(rows)
+
+    def batch(
+        self, seed: int, step: int, size: int, rows: range, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows(0, self._order.chosen(seed, positions(step, size, rows, before)))
+
+    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self._rows(1, np.asarray(rows, np.int64))
+
+    def _rows(self, part: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of rows by number.    part: 0 to train on, 1 held out"""
+        raise NotImplementedError
 
 
 def positions_of(starts: np.ndarray) -> np.ndarray:

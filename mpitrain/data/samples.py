@@ -4,12 +4,11 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.rows import EpochOrder, positions
+from mpitrain.data.rows import Shuffled
 from mpitrain.data.source import Form, Request
 from mpitrain.errors import DataError
 from mpitrain.files import contents
@@ -18,21 +17,32 @@ PARTS = ("train", "t10k")
 """The beginnings of the names of MNIST-format files."""
 
 
-class SampleSource:
-    """A data source of labelled samples, shuffled anew in each epoch by (seed, epoch).
+class SampleSource(Shuffled):
+    """A data source of labelled samples in memory.
 
-    inputs are features (B, F) or images (B, C, H, W); targets are (B,) int64. An epoch has each
-    sample once.
+    inputs are features (B, F), images (B, C, H, W) or texts (B, T); targets are (B,) int64. An epoch
+    has each sample once.
+
+    form     None: as the shape of the samples says
+    inputs   number of tokens of texts; 0: of features or pixels
+    classes  0: as the targets say
     """
 
-    def __init__(self, train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]):
-        self._train, self._test = train, test
+    def __init__(
+        self,
+        train: tuple[np.ndarray, np.ndarray],
+        test: tuple[np.ndarray, np.ndarray],
+        form: Form | None = None,
+        inputs: int = 0,
+        classes: int = 0,
+    ):
+        self._parts = train, test
         self.samples, *shape = train[0].shape
         self.shape: tuple[int, ...] = tuple(shape)
-        self.inputs = math.prod(shape)
-        self.form: Form = "images" if len(shape) == 3 else "samples"
-        self._order = EpochOrder(self.samples)
-        self.classes = int(max(train[1].max(), test[1].max())) + 1
+        self.inputs = inputs or math.prod(shape)
+        self.form: Form = form or ("images" if len(shape) == 3 else "samples")
+        super().__init__(self.samples)
+        self.classes = classes or max(1, int(max(train[1].max(), test[1].max())) + 1)
         self.held_out = len(test[1])
         self.amounts = {
             "samples": self.samples,
@@ -40,16 +50,8 @@ class SampleSource:
             "classes": self.classes,
         }
 
-    def batch(
-        self, seed: int, step: int, size: int, rows: range, before: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        samples, labels = self._train
-        chosen = self._order.chosen(seed, positions(step, size, rows, before))
-        return samples[chosen], labels[chosen]
-
-    def held_out_rows(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        samples, labels = self._test
-        chosen = np.asarray(rows, np.int64)
+    def _rows(self, part: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        samples, labels = self._parts[part]
         return samples[chosen], labels[chosen]
 
 

@@ -19,13 +19,18 @@ IGNORED = -100
 DOCUMENT_END = -101
 """The target of the last token of a document, with data.attend=document. It does not count."""
 
+PADDING = -1
+"""The token after the end of a labelled text, which no token of the text sees."""
+SECOND = 1 << 32
+"""The amount that is added to the tokens of a second text: their token type."""
+
 
 class Source(Protocol):
     """The protocol of a data source: rows to train on, and held-out rows to evaluate on.
 
     Attributes
     ----------
-    form : {"tokens", "samples", "images"}
+    form : {"tokens", "samples", "images", "texts"}
         The form of the data. A model declares which one it takes.
     shape : tuple of int
         Shape of the inputs of one row: (T,) tokens, (F,) features, or (C, H, W) pixels.
@@ -66,7 +71,8 @@ class Source(Protocol):
         Returns
         -------
         inputs : ndarray
-            (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels.
+            (len(rows), T) int64 tokens, (len(rows), F) features, or (len(rows), C, H, W) pixels. The
+            tokens of texts may be PADDING, or have SECOND added.
         targets : ndarray
             (len(rows), T) int64 classes of tokens, else (len(rows),). IGNORED does not count. With
             data.attend=document, DOCUMENT_END means that the next token begins a document. Other
@@ -129,6 +135,7 @@ class Reading(NamedTuple):
     attend     what a token attends to: all earlier tokens of its row (window), or those of its
                document (document)
     normalise  whether arrays are scaled to mean 0 and deviation 1
+    classes    of labelled texts; 0: from the data
     """
 
     dtype: str = "auto"
@@ -140,6 +147,7 @@ class Reading(NamedTuple):
     packing: bool = False
     attend: str = "window"
     normalise: bool = True
+    classes: int = 0
 
 
 class Request(NamedTuple):
@@ -213,4 +221,4 @@ def zeros(source: Source | Unopened, rows: int, dtype: DTypeLike) -> tuple[np.nd
         return np.zeros((rows, *source.shape), np.int64), np.zeros((rows, *source.shape), np.int64)
     is_class = targets_of(source) == "classes"
     targets = np.zeros(rows, np.int64) if is_class else np.zeros((rows, source.classes), dtype)
-    return np.zeros((rows, *source.shape), dtype), targets
+    return np.zeros((rows, *source.shape), np.int64 if source.form == "texts" else dtype), targets

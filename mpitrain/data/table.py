@@ -138,10 +138,11 @@ SOURCES: Table[str, SourceKind] = Table(
         on_use("mpitrain.data.instructions:open_jsonl"),
         "tokens",
         ":FILE",
-        "conversations",
+        "conversations, or labelled texts",
         is_text=True,
         can_validate=True,
-        reads=("template", "tokenizer", "packing", "attend"),
+        reads=("template", "tokenizer", "packing", "attend", "classes"),
+        also=("texts",),
     ),
     mixture=SourceKind(
         _open_mixture,

@@ -42,6 +42,8 @@ class BertConfiguration(ModelType):
     add_cross_attention: bool = False
     tie_word_embeddings: bool = True
     quantization_config: Any = None
+    architectures: list[str] | None = None
+    id2label: dict[str, str] | None = None
     hidden_dropout_prob: Rate = 0.1
     attention_probs_dropout_prob: Rate = 0.1
 
@@ -90,6 +92,7 @@ TENSORS = (
 def keys(config: BertConfiguration) -> dict[str, Any]:
     check_heads(config, "num_attention_heads", "hidden_size")
     inner = config.intermediate_size
+    is_classifier = "BertForSequenceClassification" in (config.architectures or [])
     return {
         "model.kind": "bert",
         "model.layers": config.num_hidden_layers,
@@ -100,6 +103,7 @@ def keys(config: BertConfiguration) -> dict[str, Any]:
         "model.hidden": 0 if inner == 4 * config.hidden_size else inner,
         "model.epsilon": config.layer_norm_eps,
         "data.vocabulary": config.vocab_size,
+        "data.classes": len(config.id2label or {}) if is_classifier else 0,
     }
 
 

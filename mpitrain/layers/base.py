@@ -356,11 +356,13 @@ class Places(NamedTuple):
                tokens of the first that this rank's queries see (`TokenShare.firsts`)
     positions  (B, T) int32: the position of each token in its document; None: its index in the row
     own        (B, T / ranks) int32: the positions of this rank's tokens (`TokenShare`)
+    types      (B, T) int32: the token types; None: all are 0
     """
 
     starts: Any
     positions: Any
     own: Any
+    types: Any = None
 
     def of(self, rows: range) -> Places:
         """Return the places of the tokens of some of the rows, as views."""

@@ -402,9 +402,11 @@ class Embedding:
         places, rows = self.now.places, {}
         if places is not None and self.has_table:
             rows["positions"] = places.own
-        if self.types:
-            rows["types"] = zeros = arena.take(x.shape, np.int32)
-            zeros.fill(0)
+        if self.types and places is not None and places.types is not None:
+            rows["types"] = places.types
+        elif self.types:
+            rows["types"] = arena.take(x.shape, np.int32)
+            rows["types"].fill(0)
         return rows
 
     def _looked_up(self, w, rows, y, arena):

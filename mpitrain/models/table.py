@@ -268,9 +268,11 @@ def check_model(config: Config) -> None:
         ("sequence_parallel", "false", layout.sequence_parallel),
         ("cp", 1, layout.cp > 1),
     ):
-        if is_set and row.takes != "tokens":
+        form = form_for(model.kind, config.data.source)
+        if is_set and form != "tokens":
+            which = " and classifies texts" * (form == "texts")
             raise ConfigError(
-                f"layout.{key} divides rows of tokens, but model.kind is {model.kind}.",
+                f"layout.{key} divides rows of tokens, but model.kind is {model.kind}{which}.",
                 f"Set layout.{key} to {idle}.",
             )
     chunks, twice = (2 * layout.cp, "2 x ") if _is_ring(layout) else (layout.cp, "")

@@ -420,12 +420,12 @@ def configured(folder: Path, settings: list[str]) -> Config:
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)
     if source := with_settings({}, settings).get("data", {}).get("source"):
-        alone["data"] = _read_by(source, alone["data"])
+        alone["data"] = _read_by(source, then.model.kind, alone["data"])
     return parse(with_settings(alone, [*anew, *settings]))
 
 
-def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    kind = source_kind(source)
+def _read_by(source: str, model: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    kind, form = source_kind(source), form_for(model, source)
     kept = {
         key: value
         for key, value in data.items()
@@ -433,7 +433,7 @@ def _read_by(source: str, data: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kept.get("separator", -1) < 0 and not kept.get("packing"):
         kept.pop("attend", None)  # Rows of this source have no documents.
-    if kind.has_arrays:
+    if kind.has_arrays or form == "texts":
         kept["validation"] = source  # All of its rows.
     return kept
 

@@ -379,10 +379,12 @@ class Counter:
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        shape, is_cut = (len(rows), *inputs.shape[1:]), config.data.attend == "document"
+        shape, is_text = (len(rows), *inputs.shape[1:]), self._source.form == "texts"
+        is_cut = config.data.attend == "document" or is_text
         starts = np.zeros(shape, np.int32) if is_cut else None
-        places = places_of(body.layers.now.tokens, shape, starts, body.placed)
-        inputs, targets = (body.layers.now.tokens.cut(one) for one in (inputs, targets))
+        share_of_tokens, types = body.layers.now.tokens, starts if is_text else None
+        places = places_of(share_of_tokens, shape, starts, body.placed, types)
+        inputs, targets = (share_of_tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         pipe.train(
             [

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpitrain.config import Run
-from mpitrain.data import IGNORED, Source, Targets, positions_of, read_rows, without_ends
+from mpitrain.data import (
+    IGNORED,
+    Source,
+    Targets,
+    positions_of,
+    read_rows,
+    without_ends,
+    without_padding,
+)
 from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
 from mpitrain.layers.base import Loss, Places, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
@@ -62,23 +70,39 @@ class Inference:
         self._layers, self._loss, self._indices, self._decoded = layers, loss, indices, decoded
         self._computed = resolved.device.half or stored
 
-    def cut(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return targets without marks of document ends, and where each token's document begins.
+    def cut(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, targets without marks of document ends, `starts`, `types`.
 
-        The second is (B, T) int32, the index in the row; None unless data.attend is document.
+        starts  (B, T) int32, the index in the row where each token's document begins; None unless
+                rows are texts or data.attend is document
+        types   (B, T) int32, the token types; None unless rows are texts
         """
-        is_cut = self.config.data.attend == "document" and targets.ndim == 2
-        return without_ends(targets) if is_cut else (targets, None)
+        if self.config.data.attend == "document" and targets.ndim == 2:
+            return inputs, *without_ends(targets), None
+        inputs, *marks = self._texts(inputs)
+        return inputs, targets, *marks
 
-    def places(self, shape: Shape, given: Shape, starts: np.ndarray | None) -> Places | None:
+    def _texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, and `starts` and `types` as of `cut`."""
+        if self._indices.vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
+            return without_padding(inputs)
+        return inputs, None, None
+
+    def places(
+        self,
+        shape: Shape,
+        given: Shape,
+        starts: np.ndarray | None,
+        types: np.ndarray | None = None,
+    ) -> Places | None:
         """Return the places of the tokens of rows.
 
-        shape, given  of the rows, (B, T), with and without padding
-        starts        from `cut`
+        shape, given   of the rows, (B, T), with and without padding
+        starts, types  from `cut`
         """
         if starts is None and shape[1:] != given[1:] and not self._is_causal:
             starts = np.zeros(given, np.int32)
-        return places_of(self._layers.now.tokens, shape, starts, self.placed)
+        return places_of(self._layers.now.tokens, shape, starts, self.placed, types)
 
     def own(self, rows: np.ndarray, fill: int) -> np.ndarray:
         """Return this rank's tokens of rows (B, T), or of their targets.
@@ -100,24 +124,28 @@ class Inference:
         )
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
-        logits = self.infer(inputs)
+        logits = self.infer(*self._texts(inputs))
         return (
             None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
         )
 
-    def infer(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+    def infer(
+        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
+    ) -> Any:
         """Return the logits of all tokens, with this tensor-parallel rank's columns.
 
-        None except on the last stage.    starts: from `cut`
+        None except on the last stage.    starts, types: from `cut`
         """
-        logits = self._own_logits(inputs, starts)
+        logits = self._own_logits(inputs, starts, types)
         if logits is None or not self._layers.context:
             return logits
         context, share = self._layers.context, self._layers.now.tokens
         whole = all_tokens(computed(logits, self.arena), context, share, self.arena)
         return whole[:, : inputs.shape[1]]
 
-    def _own_logits(self, inputs: np.ndarray, starts: np.ndarray | None = None) -> Any:
+    def _own_logits(
+        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
+    ) -> Any:
         """Return the logits of this rank's tokens, with this tensor-parallel rank's columns.
 
         None except on the last stage. If the ranks cannot divide the rows or their tokens, the
@@ -127,7 +155,8 @@ class Inference:
         inputs = self._indices.tokens(inputs, "an input")
         filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
         filled[tuple(map(slice, inputs.shape))] = inputs
-        own, places = self.own(filled, 0), self.places(filled.shape, inputs.shape, starts)
+        own = self.own(filled, 0)
+        places = self.places(filled.shape, inputs.shape, starts, types)
         logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
         if logits is None:
             return None
@@ -206,14 +235,14 @@ class Inference:
         inputs, targets = read_rows(
             self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
         )
-        targets, starts = self.cut(targets)
+        inputs, targets, *marks = self.cut(inputs, targets)
         targets = self._indices.targets(
             targets, inputs.shape, self.logits_shape, "a held-out batch"
         )
         targets = self.own(targets, IGNORED)
         counted = targets.size - self._indices.ignored(targets)
         flat = self.backend.from_host(targets).reshape(-1)
-        logits = self._own_logits(inputs, starts)
+        logits = self._own_logits(inputs, *marks)
         if logits is None:
             return 0.0, 0, 0
         total, right = 0.0, 0
@@ -265,7 +294,11 @@ class Inference:
 
 
 def places_of(
-    share: TokenShare, shape: Shape, starts: np.ndarray | None, placed: Callable[[np.ndarray], Any]
+    share: TokenShare,
+    shape: Shape,
+    starts: np.ndarray | None,
+    placed: Callable[[np.ndarray], Any],
+    types: np.ndarray | None = None,
 ) -> Places | None:
     """Return the places of the tokens of some rows.
 
@@ -273,6 +306,7 @@ def places_of(
     shape   (B, T) of the rows
     starts  from `Inference.cut`; padding to the right is a document of its own
     placed  copies an array to the backend's memory
+    types   of tokens, from `Inference.cut`, in the shape of `starts`
     """
     if starts is None:
         if share.ranks == 1:
@@ -287,7 +321,7 @@ def places_of(
     whole = placed(positions)
     own = whole if share.ranks == 1 else placed(share.cut(positions))
     seen = [placed(one) for one in share.firsts(starts)] if share.is_ring else placed(starts)
-    return Places(seen, whole, own)
+    return Places(seen, whole, own, None if types is None else placed(types))
 
 
 def evaluated_rows(run: Run, source: Source) -> int:
@@ -317,7 +351,7 @@ class Indices:
     def __init__(
         self, transport: Transport, vocabulary: int, takes: Targets | None, stored: np.dtype
     ):
-        self._transport, self._vocabulary = transport, vocabulary
+        self._transport, self.vocabulary = transport, vocabulary
         self.takes, self._stored = takes, stored
         # The first call of `targets` sets these for its shape of inputs.
         self._inputs: Shape = ()
@@ -326,9 +360,7 @@ class Indices:
 
     def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
         """Return the inputs, tokens as int32 or int64; features are not checked."""
-        return (
-            self._known(inputs, self._vocabulary, "tokens", where) if self._vocabulary else inputs
-        )
+        return self._known(inputs, self.vocabulary, "tokens", where) if self.vocabulary else inputs
 
     def rows(self, inputs: np.ndarray, share: range, where: str) -> None:
         """Refuse more rows than this rank's share of the global batch: the loss is divided by batch.size."""

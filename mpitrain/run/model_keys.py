@@ -53,6 +53,7 @@ def determined(folder: Path) -> dict[str, Any]:
         **keys,
         "data.vocabulary": data.get("vocabulary", 0),
         "data.template": data.get("template", ""),
+        "data.classes": data.get("classes", 0),
         "data.tokenizer": str(folder / TOKENIZER) if TOKENIZER in present else "",
     }
 
@@ -113,6 +114,8 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     )
     if is_file and not data.get("vocabulary"):
         read["vocabulary"] = keys["data.vocabulary"]
+    if kind.does_read("classes") and keys.get("data.classes") and not data.get("classes"):
+        read["classes"] = keys["data.classes"]
     return {**joined, "data": {**data, **read}} if read else joined
 
 

@@ -546,7 +546,9 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
         absolute(config.data.validation),
     )
     tables["data"]["mixture"] = _absolute(config.data.mixture)
-    if source.form == "tokens" and not (
+    if source.form == "texts":
+        tables["data"]["classes"] = source.classes
+    if source.form in ("tokens", "texts") and not (
         source_kind(config.data.source).is_text and not config.data.tokenizer
     ):
         tables["data"]["vocabulary"] = source.inputs

@@ -305,7 +305,7 @@ class Trainer:
             if a prediction has no target. With several ranks the job is aborted.
         """
         where, indices = f"step {index + 1}", self._indices
-        targets, starts = self.inference.cut(targets)
+        inputs, targets, *marks = self.inference.cut(inputs, targets)
         inputs = indices.tokens(inputs, where)
         indices.rows(inputs, self.share(), where)
         targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
@@ -343,7 +343,7 @@ class Trainer:
         replication.step_end.ignore(ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, places = self.share().start, self.inference.places(shape, given, starts)
+            start, places = self.share().start, self.inference.places(shape, given, *marks)
             self.pipe.train(
                 [
                     (*(index, start + part.start, len(part), True), places and places.of(part))

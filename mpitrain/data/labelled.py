@@ -1,0 +1,101 @@
+"""Labelled texts: rows of tokens with one class each, of lines of JSON.
+
+A line is {"text": TEXT, "label": NUMBER}, or also has a "text_pair", a second text. Without a label
+the row has no target. A tokenizer with these names writes [CLS] text [SEP] text_pair [SEP].
+"""
+
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from mpitrain.data.masked import MASK
+from mpitrain.data.samples import SampleSource
+from mpitrain.data.source import IGNORED, PADDING, SECOND, Request
+from mpitrain.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+from mpitrain.errors import DataError
+from mpitrain.files import check_regular, contents
+from mpitrain.strict_json import validated
+
+Rows = tuple[np.ndarray, np.ndarray]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    text: str
+    text_pair: str = ""
+    label: int = Field(IGNORED, ge=0, lt=1 << 31)
+
+
+def open_texts(request: Request) -> SampleSource:
+    """Open a file of labelled texts, and the file of held-out ones; else every tenth is held out."""
+    reading, given = request.reading, request.vocabulary
+    tokenizer: Tokenizer = ByteTokenizer()
+    if reading.tokenizer:
+        tokenizer = read_tokenizer(reading.tokenizer)
+    # A bert has a mask token, too: `MaskedSource` adds it.
+    least = tokenizer.vocabulary + (tokenizer.named(MASK) is None)
+    if 0 < given < least:
+        raise DataError(
+            f"The tokenizer {reading.tokenizer or 'of bytes'} has {least} tokens, but data.vocabulary or the model of "
+            f"run.init_from has {given}.",
+            "Name the tokenizer of that model with data.tokenizer.",
+        )
+    train = _read(Path(request.place), tokenizer, request.context)
+    if request.validation == request.name:
+        test = train
+    elif request.other:
+        test = _read(Path(request.other), tokenizer, request.context)
+    else:
+        held = np.arange(len(train[1])) % 10 == 9
+        held[-1:] |= not held.any()
+        train, test = (train[0][~held], train[1][~held]), (train[0][held], train[1][held])
+    if not len(train[1]):
+        raise DataError(
+            f"{request.place} must have at least 2 texts, but has {len(test[1])}.", "Add texts."
+        )
+    return SampleSource(train, test, "texts", given or least, reading.classes)
+
+
+def _read(path: Path, tokenizer: Tokenizer, context: int) -> Rows:
+    """Return the rows of a file, (N, T) int64, and their classes, (N,) int64."""
+    try:
+        check_regular(path)
+        lines = contents(path).split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"The data file {path} cannot be read: {error.strerror}.",
+            "Check data.source and data.validation.",
+        ) from None
+    inputs, labels = list[np.ndarray](), list[int]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = validated(_Line, line)
+        except ValueError as error:
+            raise DataError(
+                f"Line {number} of {path} must be a labelled text, but {error}.",
+                'Write {"text": TEXT, "label": 0} on each line, with classes from 0 on.',
+            ) from None
+        inputs.append(row_of(tokenizer, found.text, found.text_pair, context))
+        labels.append(found.label)
+    if not labels:
+        raise DataError(f"{path} must have a labelled text, but has none.", "Add texts.")
+    return np.stack(inputs), np.array(labels, np.int64)
+
+
+def row_of(tokenizer: Tokenizer, text: str, pair: str, context: int) -> np.ndarray:
+    """Return a row of `context` tokens; of texts that are too long, the longer one is cut."""
+    begin, end = ([] if (t := tokenizer.named(n)) is None else [t] for n in ("[CLS]", "[SEP]"))
+    texts = [tokenizer.encode(one) for one in (text, pair)]
+    room = max(0, context - len(begin) - len(end) * (1 + bool(pair)))
+    lengths = [len(one) for one in texts]
+    if sum(lengths) > room:
+        short = min(min(lengths), room // 2)
+        lengths = [short, room - short] if lengths[0] <= lengths[1] else [room - short, short]
+    first, second = (one[:length].tolist() for one, length in zip(texts, lengths, strict=True))
+    after = [token + SECOND for token in [*second, *end]] if pair else []
+    row = [*begin, *first, *end, *after][:context]
+    return np.array(row + [PADDING] * (context - len(row)), np.int64)
