@@ -55,6 +55,13 @@ def open_texts(request: Request) -> SampleSource:
         raise DataError(
             f"{request.place} must have at least 2 texts, but has {len(test[1])}.", "Add texts."
         )
+    largest = max(int(part[1].max()) for part in (train, test))
+    if 0 < reading.classes <= largest:
+        raise DataError(
+            f"{request.name} has a text of class {largest}, but data.classes or the model of run.init_from has "
+            f"{reading.classes}.",
+            "Number the classes from 0 on, or start from a model without classes.",
+        )
     return SampleSource(train, test, "texts", given or least, reading.classes)
 
 

@@ -158,6 +158,9 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
     """
     data = byte_level() if tokenizer.data == BYTES_FILE else tokenizer.data
     settings: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": context}
+    for name in ("mask", "cls", "sep", "pad", "unk"):
+        if tokenizer.named(f"[{name.upper()}]") is not None:
+            settings[f"{name}_token"] = f"[{name.upper()}]"
     if tokenizer.separator >= 0:
         ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
         settings["eos_token"] = settings["bos_token"] = ends[0]

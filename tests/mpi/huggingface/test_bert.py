@@ -1,0 +1,185 @@
+"""A BERT of transformers and ours are one function: logits, gradients, 20 steps, and folders in and out."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpitrain.config import Model
+from mpitrain.data import without_padding
+from mpitrain.formats.bert import BERT
+from mpitrain.run.build import build
+from mpitrain.run.export import export
+from mpitrain.run.loop import train
+from mpitrain.transport.threads import run_ranks
+from tests.training import configured
+
+NAMES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(32))]
+SHAPE = {
+    "vocab_size": len(NAMES),
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+    "num_labels": 3,
+    "pad_token_id": None,  # else the embedding of token 0 gets no gradient
+}
+FLAT = ["run.steps=20", "batch.size=8", "device.kind=cpu", "run.eval_every=-1"]
+FLAT += ["optimizer.name=sgd", "optimizer.clip=0", "optimizer.warmup=0", "optimizer.weight_decay=0"]
+FLAT += ["optimizer.schedule=constant", "optimizer.lr=0.1"]
+KINDS = {"masked": "BertForMaskedLM", "classes": "BertForSequenceClassification"}
+
+
+def words(generator):
+    return " ".join(f"w{n}" for n in generator.integers(32, size=generator.integers(1, 12)))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def given(request, tmp_path_factory):
+    """A model of transformers, its folder, and settings of the data."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder, generator = tmp_path_factory.mktemp(request.param), np.random.default_rng(0)
+    torch.manual_seed(0)
+    model = getattr(transformers, KINDS[request.param])(transformers.BertConfig(**SHAPE)).double()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
+    model.eval().save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordPiece({name: n for n, name in enumerate(NAMES)}, unk_token=NAMES[1])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(NAMES[:5])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if request.param == "masked":
+        generator.integers(5, 36, size=4000).astype(np.uint16).tofile(folder / "train.bin")
+        return model, folder, [f"data.source=tokens:{folder / 'train.bin'}"]
+    with (folder / "train.jsonl").open("w") as file:
+        for number in range(60):
+            pair = {"text_pair": words(generator)} if number % 2 else {}
+            line = {"text": words(generator), "label": int(generator.integers(3)), **pair}
+            file.write(json.dumps(line) + "\n")
+    return model, folder, [f"data.source=jsonl:{folder / 'train.jsonl'}"]
+
+
+def theirs(model, inputs, targets):
+    """Their output, for our inputs and targets."""
+    import torch
+
+    tokens, starts, types = without_padding(inputs)
+    more = {} if inputs.shape == targets.shape else {"token_type_ids": torch.tensor(types)}
+    if more:
+        more["attention_mask"] = torch.tensor(starts == 0)
+    return model(torch.tensor(tokens), labels=torch.tensor(targets), **more)
+
+
+def ours(transport, *settings):
+    """Our logits of the first batch; all batches, losses and gradient norms; the final tensors."""
+    trainer, source, _ = build(transport, configured(*FLAT, "precision.compute=float64", *settings))
+    batches = [source.batch(0, step, 8, range(8)) for step in range(20)]
+    logits, own = trainer.logits(batches[0][0]), trainer.share()
+    results = [
+        trainer.step(step, *(rows[own.start : own.stop] for rows in batch))
+        for step, batch in enumerate(batches)
+    ]
+    found = None if logits is None else np.array(logits)
+    return found, batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
+
+
+def trained(model, batches):
+    """Their logits of the first batch, and losses and gradient norms of steps; a model after them."""
+    import copy
+
+    import torch
+
+    model, results, logits = copy.deepcopy(model), [], None
+    for batch in batches:
+        model.zero_grad()
+        found = theirs(model, *batch)
+        logits = found.logits.detach().numpy() if logits is None else logits
+        found.loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append((found.loss.item(), sum(float((g**2).sum()) for g in gradients) ** 0.5))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return logits, results, model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, []),
+        (2, ["layout.tp=2", "memory.recompute=unit"]),
+        (2, ["layout.pp=2", "batch.micro_batches=4"]),
+        (2, ["replication.zero=2"]),
+    ],
+    ids=["one", "tp", "pp", "zero"],
+)
+def test_20_steps_are_those_of_transformers(ranks, settings, given):
+    model, folder, data = given
+    found = run_ranks(ranks, ours, f"run.init_from={folder}", *data, *settings)
+    logits, results, after = trained(model, found[0][1])
+    assert any(own is not None for own, *_ in found)
+    for own, _, steps, _ in found:
+        assert own is None or np.abs(own - logits).max() <= 1e-12
+        assert np.abs(np.array(steps) - results)[0].max() <= 1e-12, "the loss and the gradient"
+        assert np.abs(np.array(steps) - results).max() <= 1e-9
+    if ranks > 1:
+        return
+    tensors, state = found[0][3], after.state_dict()
+    keys = Model(kind="bert", width=24, heads=4, layers=2, context=16, hidden=40, tied=True)
+    compared = 0
+    for name, parts in BERT.counterparts(keys, len(NAMES), 3, lambda row: row.ours in tensors):
+        for part in parts:
+            expected = state[part.name].numpy()
+            assert np.abs(tensors[name][part.rows] - expected).max() <= 1e-9, name
+            compared += 1
+    assert compared > 35
+
+
+def test_a_round_trip(given, tmp_path):
+    import torch
+    import transformers
+
+    model, folder, data = given
+    run = [*FLAT, *data, f"run.init_from={folder}", f"run.out={tmp_path / 'run'}", "run.steps=1"]
+    config = configured(*run, "optimizer.lr=1e-12")
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "bert", tmp_path / "back", "float32", 20_000, [])
+    again = type(model).from_pretrained(tmp_path / "back", dtype="float32").eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        difference = again(tokens).logits - model(tokens).logits
+    assert float(difference.abs().max()) <= 1e-5
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer.mask_token_id == 4 and tokenizer.cls_token == "[CLS]"
+
+
+def test_the_head_that_a_folder_lacks_is_drawn_and_named(given, tmp_path, capsys):
+    model, folder, _ = given
+    if model.config.architectures != ["BertForMaskedLM"]:
+        return
+    (tmp_path / "t.jsonl").write_text('{"text": "w1 w2", "label": 1}\n{"text": "w3", "label": 0}\n')
+    settings = [f"run.init_from={folder}", f"data.source=jsonl:{tmp_path / 't.jsonl'}"]
+
+    def shape(transport):
+        job = build(transport, configured(*FLAT, *settings, "batch.size=1"))
+        return job.trainer.tensors()["head.classes.weight"].shape
+
+    assert run_ranks(1, shape) == [(2, 24)]
+    assert "lacks head.classes.bias, head.classes.weight, head.pooler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_act", "relu"), ("type_vocab_size", 1), ("is_decoder", True)]
+)
+def test_a_folder_that_is_another_model_is_refused_by_name(key, value, given, tmp_path):
+    from mpitrain.errors import MpitrainError
+
+    config = json.loads((given[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(MpitrainError, match=key):
+        configured(*FLAT, f"run.init_from={tmp_path}")
