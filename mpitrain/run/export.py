@@ -122,7 +122,7 @@ def with_adapters(
         name: as_ours(tensor) for name, tensor in tensors.items() if not is_adapter(name)
     }
     if record:
-        base = open_base(config, record, config.data.vocabulary or 256)
+        base = open_base(config, record, config.data.vocabulary)
         with refusing(base.folder):
             digests = {name: sha256(base.folder / name) for name in base.files}
         check_base(record, {"folder": str(base.folder), "sha256": digests})

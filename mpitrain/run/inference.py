@@ -89,11 +89,7 @@ class Inference:
         return inputs, None, None
 
     def places(
-        self,
-        shape: Shape,
-        given: Shape,
-        starts: np.ndarray | None,
-        types: np.ndarray | None = None,
+        self, shape: Shape, given: Shape, starts: np.ndarray | None, types: np.ndarray | None = None
     ) -> Places | None:
         """Return the places of the tokens of rows.
 

@@ -96,12 +96,27 @@ def open_models(
     if not config.run.init_from:
         return None
     base, adapter, record = open_initial(config, vocabulary), None, {}
+    if config.lora.rank and base.may_lack:
+        _check_head_is_there(base, units())
     if config.lora.init_from:
         adapter, record = open_adapter(config)
         check_layers(adapter, config, units())
         if rank == 0:
             check_head(adapter, base)
     return Models(base, adapter, record, bool(config.lora.rank))
+
+
+def _check_head_is_there(base: Initial, units: Sequence[Unit]) -> None:
+    """Raise ConfigError if a run would draw tensors under adapters, which nothing would train."""
+    for unit in units:
+        for parameter in unit.layer.parameters():
+            name = unit.full_name(parameter)
+            is_own = name.startswith(base.may_lack) and parameter.name not in unit.tied
+            if is_own and name not in base.tensors:
+                raise ConfigError(
+                    f"Adapters train on a whole model, but {base.folder} lacks {name}.",
+                    "Train the head first with lora.rank=0, and start from that run.",
+                )
 
 
 def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> Initial:

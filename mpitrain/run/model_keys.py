@@ -147,7 +147,7 @@ _SIZES = ("model.kind", "model.width")
 
 def check_vocabulary(config: Config, stored: Mapping[str, Any], entries: int) -> None:
     wanted = stored.get("data.vocabulary", 0)
-    if not wanted or stored["model.kind"] not in ("gpt", "llama", "bert") or wanted == entries:
+    if wanted in (0, entries) or not entries or stored["model.kind"] not in peft.ARCHITECTURES:
         return
     raise ConfigError(
         f"The model of run.init_from {config.run.init_from} has {wanted} tokens, but {config.data.source} has {entries}.",
