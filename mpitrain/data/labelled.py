@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from mpitrain.data.masked import MASK
 from mpitrain.data.samples import SampleSource
 from mpitrain.data.source import IGNORED, PADDING, SECOND, Request
-from mpitrain.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+from mpitrain.data.tokenizer import MASK, ByteTokenizer, Tokenizer, read_tokenizer
 from mpitrain.errors import DataError
 from mpitrain.files import check_regular, contents
 from mpitrain.strict_json import validated

@@ -11,10 +11,8 @@ from mpitrain.config import Data
 from mpitrain.data.rows import positions
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Source
 from mpitrain.data.table import tokenizer_of
-from mpitrain.data.tokenizer import BYTES_FILE, open_tokenizer
+from mpitrain.data.tokenizer import BYTES_FILE, MASK, open_tokenizer
 
-MASK = "[MASK]"
-"""The name of the token that hides another."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", MASK)
 """Names of tokens that are never hidden."""
 SHOWN = 0.8, 0.9

@@ -19,6 +19,8 @@ BYTES_FILE = b'{"type": "bytes"}\n'
 """The content of the file of the tokenizer whose tokens are bytes."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Usual names of the token that ends a document."""
+MASK = "[MASK]"
+"""The name of the token that hides another from a bert."""
 LEAST = 257
 """The smallest vocabulary of a trained tokenizer: 256 bytes, and the end of a document."""
 WINDOW, PENDING = 16, 8
