@@ -1,13 +1,14 @@
 """Claim: a run with run.on_failure=continue outlives killed ranks, whichever they are and whenever they die.
 
-    python jobs/prove/outlive.py [--jobs 25] [--seed 0] [--ranks 5]
+    python jobs/prove/outlive.py [--jobs 25] [--seed 0]       ranks are killed
+    python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine
 
-Each job has a seed. It starts RANKS ranks, and kills ranks by SIGKILL: at a random time, the lowest
-one or any; then, in half of the jobs, another one within 0.3 s, while the others recover; in every
-third job the first rank dies by run.inject in an all-reduce, a gather of ZeRO 3, or a checkpoint.
-A job passes in place if launch exits with 0, metrics.jsonl has the end with equal replicas, the losses
-of each start after a loss are those of fresh ranks of that number from that state (float64), and no
-process is left. A job and its fresh run take 8 s on two idle cores.
+A job has a seed, and its kind is that of the seed in KINDS, in turn. Ranks are killed by SIGKILL: at a
+random time, in a collective, in a split of communicators or in a save; in half of the jobs
+another one dies within 0.3 s, while the others recover. A job passes in place if launch exits with 0
+without a restart, metrics.jsonl has the end with equal replicas, the losses of each start after a
+loss are those of fresh ranks of that number from that state (float64), and no process is left. A job
+and its fresh run take 8 s on two idle cores.
 """
 
 import argparse
@@ -20,14 +21,48 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
-LIMIT = 120
+LIMIT = 300
 TOLERANCE = 1e-9
 """Of losses in float64."""
 ALONE = {"run.on_failure": "end", "run.inject": "", "run.delay": ""}
 """Settings of the fresh run."""
-POINTS = ("backward", "forward", "save", "publish", "evaluation", "step")
+ZERO = {"replication.zero": 3, "run.copies_every": 3, "checkpoint.every": 3}
+TP = {"layout.tp": 2}
+KINDS: tuple[tuple[str, int, dict], ...] = (
+    ("any rank", 5, {}),
+    ("rank 0", 5, {"replication.zero": 1, "run.copies_every": 2, "checkpoint.every": 2}),
+    ("all-reduce", 4, {"run.inject": "backward"}),
+    ("ZeRO gather", 5, {**ZERO, "run.inject": "forward"}),
+    ("split", 5, {}),
+    ("save", 5, {"replication.zero": 2, "run.inject": "save publish thread snapshot"}),
+    ("any rank", 6, TP),
+    ("all-reduce", 6, {**TP, **ZERO, "run.inject": "backward"}),
+    ("ZeRO gather", 5, {"replication.zero": 3, "run.inject": "forward"}),
+    ("split", 5, ZERO),
+    ("save", 4, {"run.inject": "save publish evaluation"}),
+    ("any rank", 5, {"replication.mode": "server", "run.copies_every": 2, "checkpoint.every": 2}),
+)
+"""(where the first rank dies, ranks, settings; run.inject has the points from which one is drawn)."""
+ALL = ("all ranks", 4, TP)
+"""The kind of each 20th job: all ranks die at once, and `launch` starts it again."""
+RECOVERY = "recovery"
+SPLITS = """
+import os, signal
+from mpitrain.transport.mpi import MpiTransport
+split, left = MpiTransport.split, [{number}]
+
+def dies(*arguments, **more):
+    left[0] -= 1
+    if os.environ.get("OUTLIVE") == os.environ["OMPI_COMM_WORLD_RANK"] and not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return split(*arguments, **more)
+
+MpiTransport.split = dies
+"""
+"""A plugin that kills a rank in one of its splits, of the first start or of one after a loss."""
 SETTINGS = {
     "model.layers": 2,
     "model.width": 32,
@@ -75,9 +110,11 @@ def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def kill(dice: random.Random, out: Path, lowest: bool, log: list[str]) -> None:
+def kill(
+    dice: random.Random, out: Path, lowest: bool, log: list[tuple[str, str]], kind: str
+) -> None:
     living = ranks_of(out)
-    if len(living) < 2:
+    if not living or (kind != ALL[0] and len(living) == 1):
         return
     rank = min(living) if lowest else dice.choice(sorted(living))
     step = max((record.get("step", 0) for record in records(out)), default=0)
@@ -85,7 +122,7 @@ def kill(dice: random.Random, out: Path, lowest: bool, log: list[str]) -> None:
         os.kill(living[rank], signal.SIGKILL)
     except ProcessLookupError:
         return
-    log.append(f"rank {rank} after step {step}")
+    log.append((kind, f"rank {rank} after step {step}"))
 
 
 def unequal(ranks: int, out: Path, settings: dict) -> str:
@@ -116,67 +153,130 @@ def unequal(ranks: int, out: Path, settings: dict) -> str:
     return ""
 
 
-def job(seed: int, ranks: int, folder: Path, **other: object) -> tuple[bool, str]:
-    """Run one job; return whether it passed in place, and what happened.    other: settings"""
-    dice, log = random.Random(seed), list[str]()
-    out = folder / "run"
-    settings: dict = {"replication.zero": dice.choice([0, 0, 0, 1, 3]), **other}
-    if seed % 3 == 0:
-        point = dice.choice(POINTS)
+def chosen(dice: random.Random, seed: int, folder: Path, log: list[tuple[str, str]]) -> tuple:
+    """Return the kind of a job, its ranks, the one that dies first, and its settings."""
+    kind, ranks, usual = KINDS[seed % len(KINDS)] if seed % 20 else ALL
+    settings, rank = dict(usual), dice.randrange(ranks)
+    if points := str(settings.get("run.inject", "")).split():
+        point = dice.choice(points)
         step = 20 * dice.randint(1, 2) if point == "evaluation" else dice.randint(2, 50)
-        rank = 0 if point == "publish" else dice.randrange(ranks)
-        settings["run.inject"] = f"kill:{rank}@{step}:{point}"
-        log.append(settings["run.inject"])
+        settings["run.inject"] = f"kill:{0 if point == 'publish' else rank}@{step}:{point}"
+        if point in ("thread", "publish", "snapshot"):
+            settings["checkpoint.background"] = True
+        log.append((kind, settings["run.inject"]))
+    if kind == "split":
+        (folder / "splits.py").write_text(SPLITS.format(number=dice.randint(1, 8)))
+        settings["run.plugins"] = json.dumps([str(folder / "splits.py")])
+    return kind, ranks, rank, settings
+
+
+def job(seed: int, folder: Path, **other: object) -> tuple[bool, bool, list[tuple[str, str]], str]:
+    """Run one job.    other: settings
+
+    returns  whether it ended well, and in place; the kind and the words of each kill; what happened
+    """
+    dice, log = random.Random(seed), list[tuple[str, str]]()
+    out = folder / "run"
+    kind, ranks, first, settings = chosen(dice, seed, folder, log)
+    settings |= other
     began = time.monotonic()
     errors = (folder / "errors").open("w+")
     running = subprocess.Popen(
-        command(ranks, out, settings), stdout=subprocess.DEVNULL, stderr=errors
+        command(ranks, out, settings),
+        env={**os.environ, "OUTLIVE": str(first)},
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
     )
+    has_own = bool(log) or kind == "split"
     try:
         while running.poll() is None and time.monotonic() < began + LIMIT:
             found = records(out)
-            if found and (seed % 3 or found[-1].get("event") == "resume"):
-                time.sleep(dice.uniform(0, 1.5))
-                kill(dice, out, seed % 4 == 1, log)
-                if seed % 2:
+            if kind == ALL[0] and not any(r.get("event") == "checkpoint" for r in found):
+                found = []  # It could not be started again from a checkpoint.
+            if found and (not has_own or found[-1].get("event") == "resume"):
+                if not has_own:
+                    time.sleep(dice.uniform(0, 1.5))
+                    for _ in range(ranks if kind == ALL[0] else 1):
+                        kill(dice, out, kind in ("rank 0", ALL[0]), log, kind)
+                if kind != ALL[0] and dice.random() < 0.5:
                     time.sleep(dice.uniform(0, 0.3))
-                    kill(dice, out, False, log)
+                    kill(dice, out, False, log, RECOVERY)
                 break
             time.sleep(0.02)
         code = running.wait(max(1, began + LIMIT - time.monotonic()))
     except subprocess.TimeoutExpired:
         running.send_signal(signal.SIGKILL)
-        return False, f"HUNG: {log}"
+        return False, False, log, f"HUNG: {log}"
     finally:
         seconds, left = time.monotonic() - began, ranks_of(out)
         for process in left.values():
             os.kill(process, signal.SIGKILL)
+    errors.seek(0)
+    said = errors.read()
     last = records(out)[-1] if records(out) else {}
     restarts = [
         (r["step"], r["ranks"], r.get("filled_from"))
         for r in records(out)
         if r.get("event") == "resume"
     ]
-    text = f"{'; '.join(log)} -> {restarts}, {seconds:.0f} s"
+    if kind == "split" and "ranks are lost" in said:
+        log.insert(0, (kind, "in a split"))
+    text = f"{'; '.join(' '.join(one) for one in log)} -> {restarts}, {seconds:.0f} s"
     if code or last.get("event") != "end" or not last["replicas_equal"] or left:
-        errors.seek(0)
-        return False, f"{text}; exit code {code}, left {left}: {errors.read()[-600:]}"
-    problem = unequal(ranks, out, settings) if restarts else ""
-    return not problem, text + (f"; UNEQUAL: {problem}" if problem else "")
+        return False, False, log, f"{text}; exit code {code}, left {left}: {said[-600:]}"
+    problem = unequal(restarts[-1][1], out, settings) if restarts else ""
+    in_place = "starting it again" not in said
+    return not problem, in_place, log, text + (f"; UNEQUAL: {problem}" if problem else "")
+
+
+def busy(load: int, minutes: float) -> bool:
+    """Train beside `load` busy processes; return whether no rank was declared dead."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            out, until = Path(folder) / "run", time.monotonic() + 60 * minutes
+            settings = {"run.steps": 10**6, "checkpoint.every": 100, "checkpoint.keep": 2}
+            running = subprocess.Popen(
+                command(3, out, {**settings, **ZERO}), stdout=subprocess.DEVNULL
+            )
+            while running.poll() is None and time.monotonic() < until:
+                time.sleep(1)
+            lived = running.poll() is None and len(ranks_of(out)) == 3
+            steps = max((r.get("step", 0) for r in records(out)), default=0)
+            starts = sum(r.get("event") in ("start", "resume") for r in records(out))
+            running.send_signal(signal.SIGTERM)
+            code = running.wait(600)
+    finally:
+        for burner in burners:
+            burner.kill()
+    print(
+        f"{minutes:g} minutes at a load of {load}: {steps} steps, {starts} start, exit code {code}"
+    )
+    return lived and steps > 0 and starts == 1 and code == 85
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in (("jobs", 25), ("seed", 0), ("ranks", 5)):
+    for name, usual in (("jobs", 25), ("seed", 0), ("load", 0), ("minutes", 20)):
         parser.add_argument(f"--{name}", type=int, default=usual)
-    asked, passed = parser.parse_args(), 0
-    for seed in range(asked.seed, asked.seed + asked.jobs):
+    asked = parser.parse_args()
+    if asked.load:
+        sys.exit(not busy(asked.load, asked.minutes))
+    kills, ended, in_place = Counter[str](), 0, 0
+    seeds = range(asked.seed, asked.seed + asked.jobs)
+    for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            is_good, text = job(seed, asked.ranks, Path(folder))
-            passed += is_good
-            print(f"seed {seed}: {'passed' if is_good else 'FAILED'}: {text}", flush=True)
-    print(f"{passed} of {asked.jobs} jobs went on in place")
-    sys.exit(passed < 0.95 * asked.jobs)
+            is_good, is_in_place, log, text = job(seed, Path(folder))
+            kills.update(kind for kind, _ in log)
+            ended += is_good
+            in_place += is_good and is_in_place
+            how = "passed" if is_in_place else "passed by restart"
+            print(f"seed {seed}: {how if is_good else 'FAILED'}: {text}", flush=True)
+    named = ", ".join(f"{count} in {kind}" for kind, count in kills.items())
+    print(f"{kills.total()} kills: {named}")
+    print(f"{in_place} of {asked.jobs} jobs went on in place, {ended - in_place} by restart")
+    needed = 0.95 * sum(1 for seed in seeds if seed % 20)
+    sys.exit(ended < asked.jobs or in_place < needed)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class Recovery:
         """Connect the living ranks, and return `configured` of their start; collective.
 
         law     of the error that reported the loss
-        raises  TrainingError if all ranks live
+        raises  TrainingError if all ranks live; PeerLost, on every rank, if no replica is whole
         """
         self.over()
         self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
@@ -161,14 +161,22 @@ class Recovery:
                     [self._folder, self._source is not None, self._replicas]
                 )
                 damaged = self._damaged([replicas for *_, replicas in known])
-                if not damaged:
+                if not damaged or len(damaged) == len(known):
                     break
                 left = max(left, len(damaged))
                 if self._root.rank in damaged:
                     self._root.leave()
             except PeerLost:
                 continue
-        size = self._root.size
+        size, layout = self._root.size, self._config.layout
+        if damaged:
+            raise on_every_rank(
+                PeerLost(
+                    f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
+                    f"ranks, and {size} are left.",
+                    "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+                )
+            )
         if size == before:
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
         self._replicas.append(replica_of(self._config, self._root))
@@ -200,25 +208,15 @@ class Recovery:
         """Return the living ranks whose replica has lost a rank.
 
         replicas  of each living rank, after each loss; a loss may have kept some from the last number
-        raises    TrainingError on every rank if no replica is whole
         """
         last = min(map(len, replicas)) - 1
         living = Counter(own[last] for own in replicas)
         layout = self._config.layout
-        damaged = {
+        return {
             rank
             for rank, own in enumerate(replicas)
             if living[own[last]] < layout.tp * layout.pp * layout.cp
         }
-        if len(damaged) == len(replicas):
-            raise on_every_rank(
-                TrainingError(
-                    f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
-                    f"ranks, and {len(replicas)} are left.",
-                    "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
-                )
-            )
-        return damaged
 
     def _free(self, folder: Path) -> None:
         """Wait until the folder is unlocked, and put the traces of the old ranks aside."""

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from mpitrain.cli.launch.hosts import (
     crowds_slurm,
     described,
     mpich_options,
+    nodes,
     open_mpi_options,
     placement,
     ranks_of,
@@ -29,7 +31,9 @@ from mpitrain.cli.launch.hosts import (
     srun_options,
 )
 from mpitrain.cli.launch.program import program
-from mpitrain.cli.launch.supervise import Requests, run
+from mpitrain.cli.launch.restarts import Restarts, answers
+from mpitrain.cli.launch.supervise import LauncherOutput, Requests, run, say
+from mpitrain.cli.terminal.output import Screen
 from mpitrain.cli.terminal.stop_requests import EXIT, FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
@@ -228,14 +232,10 @@ def command(
         granted = allocation(os.environ)
         ranks = ranks or placed.ranks or ranks_of(granted, placed.ppn)
         line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
+        fullest = ranks_of_fullest(ranks, granted, placed)
+        places = placed.hosts or dict.fromkeys(nodes(os.environ) * fault_tolerant, fullest)
         cores = cores_of(ranks, granted, placed)
-        description = described(
-            ranks,
-            hosts_of(granted, placed),
-            ranks_of_fullest(ranks, granted, placed),
-            cores,
-            placed.bind,
-        )
+        description = described(ranks, hosts_of(granted, placed), fullest, cores, placed.bind)
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
@@ -252,17 +252,28 @@ def command(
         asks = any(
             word in ("-h", "--help") or word.startswith("--help-config") for word in target.words
         )
-        options = len(line) - len(target.words) + 1
-        sys.exit(
-            run(
-                [*line[:options], "-X", FLAG, *line[options:]],
-                settings,
-                requests,
-                target.command == "train" and not asks,
-                bool(target.command),
-                EXIT if target.command == "chat" else "",
+        is_training = target.command == "train" and not asks
+        last_line = EXIT if target.command == "chat" else ""
+        restarts = Restarts(places, ranks, partial(answers, line[0], words))
+        program_words = target.words
+        while True:
+            options, output = len(line) - len(program_words) + 1, LauncherOutput()
+            started = [*line[:options], "-X", FLAG, *line[options:]]
+            code = run(
+                started, settings, requests, is_training, bool(target.command), last_line, output
             )
-        )
+            can_restart = fault_tolerant and is_training and not requests
+            again = restarts.after(output, code) if can_restart else None
+            if not again:
+                sys.exit(code)
+            on = f" of {', '.join(again.hosts)}" if again.hosts else ""
+            say(
+                Screen(),
+                f"starting it again from its newest checkpoint, on {again.ranks} ranks{on}",
+            )
+            program_words = [*target.words, *again.words]
+            placed = placed._replace(hosts=again.hosts)
+            line, settings = command_line(again.ranks, words, program_words, by or "", placed, True)
 
 
 def dim(text: str) -> str:

@@ -274,6 +274,7 @@ def run(
     is_training: bool,
     is_ours: bool = True,
     last_line: str = "",
+    words: LauncherOutput | None = None,
 ) -> int:
     """Start the command line in a session of its own; return the exit code of the run.
 
@@ -282,7 +283,9 @@ def run(
 
     is_ours    whether the program is an mpitrain command, whose ranks may draw bars on the terminal
     last_line  what a program that talks reads at the end of standard input; "": it does not talk
+    words      receives what the output shows
     """
+    words = words or LauncherOutput()
     environment, screen = {**os.environ, **settings}, Screen()
     # These screens show the ranks' standard output and standard error, if they draw bars.
     shown: list[Screen | None] = [None, None]
@@ -304,7 +307,6 @@ def run(
     assert process.stdout and process.stderr
     if process.stdin:
         threading.Thread(target=_forward, args=(process.stdin, last_line), daemon=True).start()
-    words = LauncherOutput()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()
     passages = [
         Passage(os.dup(source.fileno()), target, words, stream, is_training, shown[target - 1])

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpitrain.cli.launch.restarts import Restarts
+from mpitrain.cli.launch.supervise import LauncherOutput
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import ConfigError, PeerLost, TrainingError
+from mpitrain.errors import ConfigError, PeerLost
 from mpitrain.run import injection, loop, recovery
 from mpitrain.run.loop import train
 from mpitrain.run.recovery import Recovery, check
@@ -187,7 +189,7 @@ def test_a_damaged_replica_leaves_as_a_whole(ranks, killed, more, begun, setting
 def test_without_a_whole_replica_the_run_ends_with_the_reason(settings, tmp_path, monkeypatch):
     kill_together(monkeypatch, (0, 3), 4)
     with pytest.raises(
-        TrainingError, match=r"No replica is whole .* tp 2 x pp 1 .* 2 are left"
+        PeerLost, match=r"No replica is whole .* tp 2 x pp 1 .* 2 are left"
     ) as error:
         survive(4, [*settings, "layout.tp=2", "model.heads=2"])
     assert error.value.agreed and "--resume=auto" in str(error.value)
@@ -272,3 +274,38 @@ def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     ranks.gather_text = lambda value: [value, [*value[:2], [1]]]
     waiting.go_on("a loss")
     assert "run.recover_seconds 1: it was connecting the living ranks." in said[0]
+
+
+def test_launch_restarts_on_the_hosts_that_answer_while_checkpoints_advance(settings, tmp_path):
+    survive(4, [*settings, "layout.tp=2", "model.heads=2", "run.steps=4", "checkpoint.every=2"])
+    run, dead = tmp_path / "run", set()
+    restarts = Restarts({"a": 3, "b": 2}, 5, lambda host: host not in dead)
+
+    def after(code=1, began=True, end="", agreed=False):
+        words = LauncherOutput()
+        words.began, words.run, words.end = began, str(run), end
+        words.failure.is_agreed = agreed
+        again = restarts.after(words, code)
+        return again and (again.hosts, again.ranks)
+
+    for ended in (
+        {"end": "stopped"},
+        {"agreed": True},
+        {"began": False},
+        {"code": 85},
+        {"code": 2},
+        {"code": 0},
+    ):
+        assert after(**ended) is None, ended
+    assert after() == ({"a": 3, "b": 2}, 4)  # two replicas of tp 2
+    assert after() is None  # no newer checkpoint
+    dead.add("b")
+    assert after() == ({"a": 3}, 2)
+    assert after() is None
+    dead.add("a")
+    assert after() is None
+    shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000005")
+    assert after() is None
+    dead.clear()
+    restarts = Restarts({}, 5, lambda host: False)
+    assert after(137) == ({}, 4)

@@ -1,0 +1,98 @@
+"""Restarts of a fault-tolerant run that did not go on in place: from its newest checkpoint, on the hosts that answer.
+
+A lost host ends mpirun, or leaves it without the words of rank 0; a recovery may fail, too.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.cli import STOPPED, USAGE
+from mpitrain.cli.launch.supervise import LauncherOutput
+from mpitrain.errors import ConfigError
+
+ANSWER = 30.0
+"""Seconds in which a host must start a process."""
+PATIENCE = 60.0
+"""Seconds in which the processes of the start before must leave the lock of the run."""
+LOOK = 0.1
+"""Seconds between two looks at that lock."""
+
+
+class Restart(NamedTuple):
+    """A start after one that failed.
+
+    hosts  {host that answers: number of its ranks}; empty: this host
+    ranks  in replicas that are whole
+    words  options of `train` that resume the run
+    """
+
+    hosts: dict[str, int]
+    ranks: int
+    words: list[str]
+
+
+class Restarts:
+    """The restarts of one run. Each needs a newer checkpoint than the one before, or has lost a host."""
+
+    def __init__(self, hosts: Mapping[str, int], ranks: int, answers: Callable[[str], bool]):
+        """hosts, ranks: of the first start; answers: host -> whether it starts processes"""
+        self._hosts, self._ranks, self._answers = dict(hosts), ranks, answers
+        self._step = -1
+
+    def after(self, words: LauncherOutput, code: int) -> Restart | None:
+        """Return the next start after one that returned `code`, or None if that is the end."""
+        is_over = words.end or not words.began or words.failure.is_agreed
+        if is_over or code in (0, STOPPED, USAGE):
+            return None
+        from mpitrain.parallel.modes import servers_of
+        from mpitrain.run.checkpoint.manifest import CHECKPOINTS, step_of, steps
+        from mpitrain.run.run_dir import check_idle, configuration
+
+        run = Path(words.run)
+        try:
+            config = configuration(run)
+            saved = steps(run / CHECKPOINTS)
+        except (ConfigError, OSError):
+            return None
+        step = step_of(saved[-1].name) if saved else -1
+        with ThreadPoolExecutor(max(1, len(self._hosts))) as pool:
+            living = [*pool.map(self._answers, self._hosts)]
+        hosts = {
+            host: n for (host, n), is_up in zip(self._hosts.items(), living, strict=True) if is_up
+        }
+        is_further = step > self._step or (saved and len(hosts) < len(self._hosts))
+        if config.run.on_failure != "continue" or not is_further:
+            return None
+        layout, servers = config.layout, servers_of(config)
+        size = layout.tp * layout.pp * layout.cp
+        most = min(self._ranks, sum(hosts.values())) if self._hosts else self._ranks
+        ranks = (most - servers) // size * size + servers
+        if ranks <= servers:
+            return None
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            with suppress(ConfigError):
+                check_idle(run)
+                break
+            time.sleep(LOOK)
+        self._hosts, self._step = hosts, step
+        again = ["--out", words.run, "--resume=auto", "--set", "run.inject="]
+        return Restart(hosts, ranks, again)
+
+
+def answers(launcher: str, extra: list[str], host: str) -> bool:
+    """Return whether a launcher of Open MPI can start a process on a host."""
+    options = ["--allow-run-as-root"] * (os.geteuid() == 0)
+    line = [launcher, "-n", "1", "--host", host, *options, *extra, sys.executable, "-c", ""]
+    try:
+        done = subprocess.run(line, timeout=ANSWER, stdin=subprocess.DEVNULL, capture_output=True)
+        return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
