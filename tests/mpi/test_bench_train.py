@@ -127,10 +127,8 @@ def test_shapes_are_measured_one_by_one_with_their_floor(sides):
     for row in rows:
         assert row["apart"] <= 1e-4
         assert row["least"] <= row["ratio"] <= row["most"] and row["floor"] > 0
-        assert f"\n{row['shape']} " in table and f"\n{row['shape']}, ms: " in table
-    floor, kinds = sides["floor"][0], sides["floor"][1]["header"]["kinds"]
-    assert {"attention", "mlp", "head"} <= {kind for kind, _, products_s in kinds if products_s}
-    assert "its bare products" in floor
+        assert f"\n{row['shape']} " in table
+    assert "its bare products" in sides["floor"][0]
 
 
 def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):

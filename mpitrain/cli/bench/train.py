@@ -132,9 +132,7 @@ def settings_of(settings: Sequence[str] = ()) -> list[str]:
     help="Backend of torch.distributed for each --peer (repeatable).  [default: gloo]",
 )
 @click.option(
-    "--floor",
-    is_flag=True,
-    help="Also measure the matrix products of a step alone, in turns, and a step by kind of unit.",
+    "--floor", is_flag=True, help="Also measure the matrix products of a step alone, in turns."
 )
 @click.option(
     "--shapes",
@@ -209,7 +207,7 @@ def measure_sides(
     from mpitrain.collectives.selection.tuning import foreign
     from mpitrain.run.build import build
     from mpitrain.tools.bench.results import header
-    from mpitrain.tools.bench.training.floor import BareProducts, ByKind, floor_table, kind_rows
+    from mpitrain.tools.bench.training.floor import BareProducts, floor_line, recorded
     from mpitrain.tools.bench.training.peers import peer_of
     from mpitrain.tools.bench.training.steps import (
         STAGES,
@@ -247,10 +245,8 @@ def measure_sides(
     sides += rivals
     compared = len(sides)
     if floor:
-        by_kind = ByKind(transport, job)
-        sides += [by_kind, bare := BareProducts(by_kind.watch.products)]
+        sides.append(BareProducts(recorded(transport, job)))
     results = alternate(transport, job, sides, work.blocks, work.steps)
-    kinds = kind_rows(transport, by_kind.seconds, bare.seconds) if floor else []
     of_stages = []
     if config.layout.pp > 1:
         of_stages = stage_rows(job.trainer, *job.trainer.replication.rows.batch(job.data, 0))
@@ -270,9 +266,9 @@ def measure_sides(
         *table(results[:compared], tokens),
         *(note for rival in rivals for note in rival.notes()),
     ]
-    lines += ["", *floor_table(results[0], results[-1], kinds)] if floor else []
+    lines += [floor_line(results[0], results[-1])] if floor else []
     lines += ["", *STAGES.lines(of_stages)] if of_stages else []
-    facts |= {"device": config.device.kind, "kinds": kinds}
+    facts["device"] = config.device.kind
     shown.rows += results
     shown.show("\n".join(lines))
     shown.end()
@@ -304,14 +300,7 @@ def measure_shapes(
     from mpitrain.errors import ConfigError, on_every_rank
     from mpitrain.ops.host.product import multiplier
     from mpitrain.tools.bench.results import header, printed
-    from mpitrain.tools.bench.training.shapes import (
-        SHAPES,
-        TABLE,
-        chosen,
-        kind_line,
-        measure_shape,
-        settings,
-    )
+    from mpitrain.tools.bench.training.shapes import SHAPES, TABLE, chosen, measure_shape, settings
     from mpitrain.tools.bench.training.steps import check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
@@ -340,8 +329,7 @@ def measure_shapes(
             lines = [f"{name}: not measured. {error.law}"]
         else:
             shown.rows += measured.rows
-            lines = [*map(TABLE.line, measured.rows), kind_line(name, measured.kinds)]
-            lines += measured.notes
+            lines = [*map(TABLE.line, measured.rows), *measured.notes]
         shown.count()
         shown.show("\n".join(lines))
     shown.end()

@@ -11,7 +11,7 @@ from mpitrain.data.tokens import TokenSource
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build
-from mpitrain.tools.bench.training.floor import BareProducts, ByKind, kind_rows
+from mpitrain.tools.bench.training.floor import BareProducts, recorded
 from mpitrain.tools.bench.training.peers import peer_of
 from mpitrain.tools.bench.training.steps import Ours, Result, alternate
 from mpitrain.tools.bench.turns import ratios, spread
@@ -87,12 +87,10 @@ class ShapeRow(NamedTuple):
 class ShapeResults(NamedTuple):
     """All results of a shape.
 
-    kinds  (kind of unit, seconds of a step, seconds of its bare products)
     notes  lines about the measurement, such as a peer that was left out
     """
 
     rows: list[ShapeRow]
-    kinds: list[tuple[str, float, float]]
     notes: list[str]
 
 
@@ -144,13 +142,10 @@ def measure_shape(
                 sides.append(peer_of(transport, job, key, backend))
             except ConfigError as error:
                 notes.append(f"{name}, without {key}: {error.law}")
-        by_kind = ByKind(transport, job)
-        floor = BareProducts(by_kind.watch.products)
-        sides += [by_kind, floor]
-        ours, *rivals, _, bare = alternate(transport, job, sides, blocks, steps, seconds)
-        for side in sides[1:-2]:
+        sides.append(BareProducts(recorded(transport, job)))
+        ours, *rivals, bare = alternate(transport, job, sides, blocks, steps, seconds)
+        for side in sides[1:-1]:
             notes += [f"{name}, {note}" for note in side.notes()]
-        kinds = kind_rows(transport, by_kind.seconds, floor.seconds)
     except ConfigError as error:
         # After an error of one rank, closing would wait for the others.
         if error.agreed:
@@ -158,7 +153,7 @@ def measure_shape(
         raise
     close_all(sides)
     compared: list[Result | None] = [*rivals] or [None]
-    return ShapeResults([shape_row(name, ours, each, bare) for each in compared], kinds, notes)
+    return ShapeResults([shape_row(name, ours, each, bare) for each in compared], notes)
 
 
 def close_all(sides: Sequence[Any]) -> None:
@@ -224,12 +219,3 @@ TABLE = TextTable(
     ]
 )
 """A line for each `ShapeRow`."""
-
-
-def kind_line(name: str, kinds: Sequence[tuple[str, float, float]]) -> str:
-    """Format the milliseconds of each kind of unit of a shape: in a step / of its bare products."""
-    each = (
-        f"{kind} {seconds * 1e3:.1f}" + (f" / {bare * 1e3:.1f}" if bare else "")
-        for kind, seconds, bare in kinds
-    )
-    return f"{name}, ms: {', '.join(each)}"
