@@ -84,10 +84,10 @@ def configured(*settings: str) -> Config:
     return parse(with_settings({}, [*usual, *settings]))
 
 
-def sleepers(
-    units: int, seconds: tuple[Span, Span, Span], width: int
-) -> tuple[list[Unit], NoLoss, list[Span]]:
-    """A model of layers that all sleep alike, its loss, and where they note when they slept.
+def sleeper(
+    transport: Transport, config: Config, units: int, seconds: tuple[Span, Span, Span], width: int
+) -> tuple[Trainer, list[Span]]:
+    """A trainer of a model whose layers all sleep alike, and where they note when they slept. Collective.
 
     width  of what crosses boundaries: 4 x rows x width bytes
     """
@@ -96,15 +96,7 @@ def sleepers(
         Unit(f"sleeping.{i}", Sleeping(seconds, width if i < units - 1 else 2, slept))
         for i in range(units)
     ]
-    return model, NoLoss(), slept
-
-
-def sleeper(
-    transport: Transport, config: Config, units: int, seconds: tuple[Span, Span, Span], width: int
-) -> tuple[Trainer, list[Span]]:
-    """A trainer of such a model, and where its layers note when they slept. Collective."""
-    model, loss, slept = sleepers(units, seconds, width)
-    return Trainer(transport, model, config, loss), slept
+    return Trainer(transport, model, config, NoLoss()), slept
 
 
 def started(main: Callable[..., bool], ranks: int, *words: str) -> int:

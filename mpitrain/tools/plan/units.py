@@ -30,10 +30,10 @@ class TimedUnit(NamedTuple):
     """
 
     unit: str
-    rows: int
-    flops: int
-    elements: int
-    seconds: float
+    rows: Annotated[int, Field(ge=1, le=1 << 31)]
+    flops: Annotated[int, Field(ge=0, le=1 << 62)]
+    elements: Annotated[int, Field(ge=1, le=1 << 62)]
+    seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
     @property
     def size(self) -> int:
@@ -129,19 +129,6 @@ def facts_of(job: Resolved, threads: int) -> dict[str, Any]:
     }
 
 
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
-
-
-class _UnitRow(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    unit: str
-    rows: Annotated[int, Field(ge=1, le=1 << 31)]
-    flops: Count
-    elements: Annotated[int, Field(ge=1, le=1 << 62)]
-    seconds: Annotated[float, Field(gt=0, le=1e6)]
-
-
 class _RankFacts(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -155,7 +142,7 @@ class _UnitsFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     header: _RankFacts
-    rows: Annotated[list[_UnitRow], Field(min_length=1)]
+    rows: Annotated[list[TimedUnit], Field(min_length=1)]
 
 
 def read_units(path: Path) -> UnitTimes:
@@ -169,4 +156,4 @@ def read_units(path: Path) -> UnitTimes:
         raise ConfigError(f"{path} is no file of units: {error}.", way_out) from None
     if not any(row.flops for row in file.rows):
         raise ConfigError(f"{path} is no file of units: none has FLOPs.", way_out)
-    return UnitTimes(file.header.model_dump(), [TimedUnit(**row.model_dump()) for row in file.rows])
+    return UnitTimes(file.header.model_dump(), file.rows)
