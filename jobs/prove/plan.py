@@ -28,8 +28,8 @@ from mpitrain.tools.plan.layout import PARTS, ParallelLayout, Planner
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
-RATE = 1.5e8
-"""FLOP/s of a sleeping rank: a step of one rank takes about 4 s."""
+RATE = 7.5e7
+"""FLOP/s of a sleeping rank: a step of one rank takes about 7 s."""
 WARM_UP, STEPS = 1, 3
 MOST_BYTES = 0.05
 """Largest median error of the predicted memory: of parameters, gradients, optimizer state and activations.

@@ -15,7 +15,7 @@ rm -f "$file"
 trap 'jobs/hosts/hosts.sh down' EXIT
 one="env OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1" # every network namespace believes that it owns all cores
 for ranks in 1 2; do $one "$python" jobs/prove/plan.py measure $ranks "$file"; done
-RATE=${RATE:-50} jobs/hosts/hosts.sh up 4
+RATE=${RATE:-25} jobs/hosts/hosts.sh up 4
 tuning="$file.tuning"
 rm -f "$tuning"
 for places in 2,2 2,2,2,2; do

@@ -153,6 +153,8 @@ FOUND = (
     FastestTile("float16", "NN", 4096, 4096, 64, Tiling(TENSOR_TILES[2], 1)),
     FastestTile("bfloat16", "TN", 7, 1, 2**31 - 1, Tiling(TENSOR_TILES[0], 32)),
 )
+OF_TWO = "levels['host']['plans']['2']"
+"""Constants of a tuning, of plans and two ranks."""
 FORMATS = {
     "manifests": Format(
         lambda file: loaded(file.parent),
@@ -225,24 +227,27 @@ stored[2][4][2][0][1][1] += 1
         written,
         lambda file, text: file.write_bytes(text),
         r"machine: more|machine: no (?!hosts|cores).*|machine\.(?!hosts|cores).*|link.*"
-        r"|whole\.\d\.(plain|window): (more|no .*)",
-        """
+        r"|levels\.host\.whole\.\d\.(plain|window): (more|no .*)",
+        f"""
+levels['rack'] = levels.pop('host')
+levels['host']['machine'] = machine
+machine['sockets'] = 0
 machine['hosts'] = 0
 machine['cores'] = 10**6 + 1
-plans['2']['plain']['256'][0] = 1001
-plans['2']['plain']['256'] = [0, 0.0, 0, 0.0, 0, 0]
-plans['2']['gpu'] = plans['2']['plain']
-del plans['2']['window'], whole['2']['plain']
+{OF_TWO}['plain']['256'][0] = 1001
+{OF_TWO}['plain']['256'] = [0, 0.0, 0, 0.0, 0, 0]
+{OF_TWO}['gpu'] = {OF_TWO}['plain']
+del {OF_TWO}['window'], levels['host']['whole']['2']['plain']
 """
         + "".join(
-            f"plans[{name!r}] = plans.pop('2'); whole[{name!r}] = whole.pop('2')\n"
+            f"[at.update({{{name!r}: at.pop('2')}}) for at in levels['host'].values()]\n"
             for name in ("0", "-2", "2.0", " 2", "2_0", "٢", "02", "1e1", "9" * 400, "")
         )
         + "".join(
-            f"plans['2']['plain'][{name!r}] = plans['2']['plain'].pop('256')\n"
+            f"{OF_TWO}['plain'][{name!r}] = {OF_TWO}['plain'].pop('256')\n"
             for name in ("256_", " 256", "4096.0", "0256", "-1")
         ),
-        "plans['2']['plain'], plans['2']['window'] = plans['2']['window'], plans['2']['plain']",
+        f"{OF_TWO}['plain'], {OF_TWO}['window'] = {OF_TWO}['window'], {OF_TWO}['plain']",
     ),
     "tiles": Format(
         lambda file: read_tiles(file).measured,
