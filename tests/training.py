@@ -9,7 +9,7 @@ from mpitrain.run.choices import parse
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 
-STEPS = 20
+STEPS = 12
 EXACT = [name for name in RULES if name not in ("lion", "adamw8bit", "adafactor")]
 """Rules whose parameters are compared whole; test_optimizers.py compares the others, each in its way."""
 TINY = [

@@ -17,7 +17,7 @@ from tests.training import TINY, configured, curve
 def test_the_curve_is_the_same_on_one_to_four_ranks(mpi_ranks, algorithm, transport):
     config = configured(*TINY, "precision.compute=float64", f"replication.algorithm={algorithm}")
     alone, found = run_ranks(1, curve, config)[0], curve(transport, config)
-    assert alone[0].shape == (20,) and np.ptp(alone[0]) > 0.05
+    assert np.ptp(alone[0]) > 0.05
     for one, other in zip(found, alone, strict=True):
         assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(other))
 

@@ -173,7 +173,7 @@ def emulated(config, workers, servers, logs):
 @pytest.mark.parametrize("update", ("async", "bounded"))
 @pytest.mark.parametrize("servers", (1, 2))
 def test_one_worker_has_the_bits_of_a_serial_run(update, servers):
-    losses, norms, parameters = curves(1, *TINY)
+    losses, norms, parameters = curves(1, *TINY, steps=20)
     settings = [
         *TINY,
         "replication.mode=server",

@@ -42,9 +42,7 @@ JOBS = [
     (1, [*TINY, "batch.micro_batches=3", "memory.logit_chunks=2"]),
     (2, TINY),
     (3, [*TINY, "replication.zero=3"]),
-    (2, [*TINY, "layout.tp=2"]),
     (2, [*TINY, "layout.tp=2", "layout.sequence_parallel=true"]),
-    (2, [*TINY, "layout.pp=2"]),
     (2, [*TINY, "layout.pp=2", "pipeline.schedule=gpipe", "batch.micro_batches=2"]),
     (2, [*MLP, "device.kind=cpu", "replication.zero=1"]),
 ]
