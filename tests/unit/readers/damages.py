@@ -25,8 +25,13 @@ DEEP = 100_000
 
 
 def places(value: Any, place: tuple = ()) -> Iterator[tuple]:
-    """The place of every name in objects, and of the first and last element of lists."""
-    steps = value if isinstance(value, dict) else ()
+    """The place of every name in objects, and of the first and last element of lists; of several objects with the same names
+    in an object, that of the first and the last.
+    """
+    alike: dict[Any, list[str]] = {}
+    for name, one in value.items() if isinstance(value, dict) else ():
+        alike.setdefault((*one,) if isinstance(one, dict) and one else name, []).append(name)
+    steps: list[Any] = [step for names in alike.values() for step in {names[0]: 0, names[-1]: 0}]
     if isinstance(value, list):
         steps = sorted({0, len(value) - 1} if value else ())
     for step in steps:
