@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,11 @@ RANK = re.compile(rb"^(rank \d+(?: on \S+)?: (?!run\.inject)[^\n]*)\n", re.MULTI
 """A line in which a rank reports its end."""
 TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
 """The line of the timer that limits MPI_Init and MPI_Finalize; the stack of the rank follows."""
+ALL_ENDED = re.compile(
+    rb"^rank \d+: (?:ends the stalled job|TrainingError: After a loss the run did not go on)",
+    re.MULTILINE,
+)
+"""A line with which a rank of a fault-tolerant job ends all of them."""
 SILENCE = re.compile(
     r"(?:rank \d+ on \S+: no progress|a rank stood still) for (?:(\d+):(\d+):)?(\d+)"
 )
@@ -29,10 +35,11 @@ class Failure:
     report     the line in which a rank reported its end; "" without one
     refusal    the line in which srun itself reported a failure; "" without one
     is_agreed  whether rank 0 printed an error of all ranks, which says everything
+    aborted    the time at which a rank of a fault-tolerant job ended all of them; 0: none has
     """
 
     def __init__(self) -> None:
-        self.report, self.refusal, self.is_agreed = "", "", False
+        self.report, self.refusal, self.is_agreed, self.aborted = "", "", False, 0.0
 
     def read(self, text: bytes) -> None:
         """Search whole lines of output. A line may be read again."""
@@ -45,6 +52,8 @@ class Failure:
         if (refused := REFUSED.search(text)) and not self.refusal:
             self.refusal = brief(refused[1].decode(errors="replace").strip())[:LONGEST]
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
+        if ALL_ENDED.search(text) and not self.aborted:
+            self.aborted = time.monotonic()
 
     def last_line(self, code: int, run: str, start: Path) -> str:
         """Return the last line of a failed job; "" if an error of all ranks is already the last one.

@@ -245,6 +245,8 @@ class Passage(threading.Thread):
                     raise
 
 
+ABORTING = 15.0
+"""Seconds in which a launcher must end after a rank has ended all of them."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -328,6 +330,8 @@ def run(
             reached_run = True
             # The launcher may have had no ranks when it got the first signal: send it again.
             process.send_signal(signal.SIGUSR1)
+        if words.failure.aborted and time.monotonic() > words.failure.aborted + ABORTING:
+            _kill(process.pid)  # mpirun waits for the daemon of a host without power.
         time.sleep(0.02)
     _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:

@@ -201,14 +201,16 @@ def test_without_a_whole_replica_the_run_ends_with_the_reason(settings, tmp_path
         ((0, 1), ["a", "a", "b", "b"], [2, 4, 2, "copies", None]),
         ((0, 1), None, [2, 3, 2, "checkpoint", None]),
         ((0, 2), None, [2, 4, 2, "copies", None]),
-        ((3,), ["a", "a", "b", "b"], [3, 4, 1, "copies", None]),
+        ((3,), ["a", "a", "b", "b"], [3, 5, 1, "ranks", None]),
     ],
 )
 def test_copies_are_on_another_host_and_two_neighbours_are_not_both_lost(
     killed, hosts, begun, settings, tmp_path, monkeypatch
 ):
+    """With shards on each host the other host has the whole state; then hosts are no longer alike."""
     kill_together(monkeypatch, killed, 4)
-    survive(4, [*settings, "replication.zero=3", "run.copies_every=2", "checkpoint.every=3"], hosts)
+    settings = [*settings, "replication.zero=3", "run.copies_every=2", "checkpoint.every=3"]
+    survive(4, [*settings, f"replication.shard={'host' if len(killed) == 1 else 'all'}"], hosts)
     assert restarts(tmp_path)[-1] == begun and [*losses(tmp_path)] == [*range(1, 10)]
 
 

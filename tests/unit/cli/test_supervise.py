@@ -121,6 +121,15 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
     assert supervised(ending, training=False)[0] == 137
 
 
+def test_a_launcher_that_waits_for_a_host_without_power_is_killed():
+    short = "import mpitrain.cli.launch.supervise as supervise; supervise.ABORTING = 0.2"
+    waits = (
+        "import sys, time; print('rank 2: ends the stalled job', file=sys.stderr); time.sleep(600)"
+    )
+    process = started(waits, prelude=short)
+    assert b"rank 2: ends" in process.communicate(timeout=PATIENCE)[1] and process.returncode == 137
+
+
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
     tags = (
         "[1,0]<stdout>: ",
