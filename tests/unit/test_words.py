@@ -83,8 +83,7 @@ allreduce --algorithm star --ranks 3 --bytes 1M
 allreduce --ranks 40 --algorithm halving-doubling --hosts 5
 allreduce --ranks 512 --hosts 8
 all-gather --ranks 5 --algorithm bruck
-memory --pp 2 --set memory.recompute=unit --set run.on_spike=back
-layout --ranks 4 --hosts 2 --rate 20 --memory 8"""
+memory --pp 2 --set memory.recompute=unit --set run.on_spike=back"""
 NAMES = re.compile(
     r"`.*?`|--[\w-]+(=\S+)?|[\w.]+[._=][\w.=]+|\d+\.?\d*e[+-]\d+|mpitrain launch.*|ceil|float32"
     r"|[GMk]?B\b|GFLOP|\b(train|gpipe|async|1f1b|star|bruck|ring|tree|shared|hierarchical|zero|naive"

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.plots import save, subplots
+from mpitrain.plots import painter, save, subplots
 from mpitrain.tools.plan import several
-from mpitrain.tools.plan.collective import Collective, complete, contents, meeting
+from mpitrain.tools.plan.collective import Collective, Held, complete, contents, meeting
 
 ADDED, COPIED = "#d55e00", "#0072b2"
 """Colours of arrows, for messages that are added and for messages that replace."""
@@ -22,16 +22,30 @@ STRIP, WITHOUT_ARROWS = 0.62, 0.96
 """Fraction of a column that the chunks take, with arrows in the rest and without arrows."""
 
 NUMBERED = 9
-"""With at most this number of chunks per rank, each drawn chunk shows how many ranks contributed to
-it.
+"""With at most this number of chunks per rank, each drawn chunk shows the ranks of its sum, or their number.
 """
 
+NAMED = 4
+"""With at most this number of ranks, a chunk shows the ranks of its sum."""
 
-def draw(collective: Collective, path: Path) -> None:
+
+SUM = "\N{GREEK CAPITAL LETTER SIGMA}"
+"""Stands for the sum over all ranks."""
+
+
+def draw(collective: Collective, path: Path, size: tuple[float, float] | None = None) -> None:
     """Draw ranks as rows and steps as columns, with arrows for messages.
 
-    The colour of a chunk shows how many of its contributions have arrived.
+    The colour of a chunk shows how many of its contributions have arrived. If there is room, a
+    chunk has the ranks of its sum: 0 +1 is the sum of what ranks 0 and 1 had.
+
+    size  of a picture for a wall, in inches; None: as its contents need
     """
+    with painter().rc_context({"font.size": 15 if size else 10}):
+        _draw(collective, path, size)
+
+
+def _draw(collective: Collective, path: Path, size: tuple[float, float] | None) -> None:
     from matplotlib.lines import Line2D
 
     columns, chunks = len(collective.steps) + 1, len(collective.bounds)
@@ -47,14 +61,16 @@ def draw(collective: Collective, path: Path) -> None:
     has_arrows = 0 < len(messages) <= MOST_ARROWS
     strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
     wide = min(max(1.1, 0.2 * filled.shape[2]) * columns, 30) if has_arrows or not messages else 12
-    tall = min(max(0.55 * collective.ranks, 1.2), 12)
-    figure, axes = subplots(max(wide, 5.5) + 2.2, tall + 2.2)
+    each = 0.15 + 0.15 * collective.ranks if collective.ranks <= NAMED else 0.55
+    tall = min(max(each * collective.ranks, 1.2), 12)
+    figure, axes = subplots(*(size or (max(wide, 5.5) + 2.2, tall + 2.2)))
+    wide, tall = (size[0] - 2.2, size[1] - 2.2) if size else (wide, tall)
     has_numbers = (
         chunks <= NUMBERED
         and wide * strip > 0.11 * columns * chunks
         and tall > 0.15 * collective.ranks
     )
-    for column, held in enumerate(filled):
+    for column, (held, chunks_of) in enumerate(zip(filled, contents(collective), strict=True)):
         edges = np.linspace(column - strip / 2, column + strip / 2, held.shape[1] + 1)
         mesh = axes.pcolormesh(
             edges,
@@ -67,7 +83,7 @@ def draw(collective: Collective, path: Path) -> None:
             linewidth=0.5 if has_numbers else 0,
         )
         if has_numbers:
-            _numbers(axes, edges, held, collective)
+            _sums(axes, edges, held, chunks_of)
     if has_arrows:
         for step, m in messages:
             axes.annotate(
@@ -106,6 +122,8 @@ def draw(collective: Collective, path: Path) -> None:
     cut = (
         f"each box is the mean of {several(chunks, 'chunk')}"
         if is_mean
+        else f"each box is {several(chunks, 'chunk')}, {SUM} the sum over all ranks"
+        if has_numbers and collective.ranks <= NAMED
         else f"each box is {several(chunks, 'chunk')}"
     )
     hidden = (
@@ -157,16 +175,18 @@ def _filled(collective: Collective) -> np.ndarray:
     )
 
 
-def _numbers(axes: Any, edges: np.ndarray, held: np.ndarray, collective: Collective) -> None:
-    scale = 1 if collective.operation == "all-gather" else collective.ranks
+def _sums(axes: Any, edges: np.ndarray, shares: np.ndarray, held: Held) -> None:
+    """Write into each chunk the ranks of its sum, below each other; among more ranks, their number."""
     for rank, chunks in enumerate(held):
-        for chunk, share in enumerate(chunks):
+        for chunk, data in enumerate(chunks):
+            ranks = [f"{each}" for each in range(len(held)) if data >> each & 1]
+            shown = "\n+".join(ranks) if len(ranks) < len(held) else SUM
             axes.text(
                 (edges[chunk] + edges[chunk + 1]) / 2,
                 rank,
-                f"{share * scale:.0f}",
+                shown if len(held) <= NAMED else len(ranks),
                 ha="center",
                 va="center",
-                fontsize="x-small",
-                color="white" if share > 0.7 else "black",
+                fontsize="small",
+                color="white" if shares[rank, chunk] > 0.7 else "black",
             )

@@ -16,13 +16,15 @@ from mpitrain.tools.textbook.explain import page, terminal
 from mpitrain.tools.textbook.explain.explanation import ROOT
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_link
 from mpitrain.tools.textbook.explain.picture import (
-    HEAD,
+    READABLE,
+    WALL,
     draw,
     draw_for_a_wall,
     fitted,
     hangul_font,
     notes_of,
 )
+from mpitrain.tools.textbook.explain.tiling import RUNGS
 from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
 from mpitrain.tools.textbook.explain.toy import IN_FLIGHT, MIXED, Symbols, written
 from mpitrain.tools.words import korean, text, width
@@ -55,6 +57,10 @@ def texts(found):
     yield from (one.heading for one in found.columns)
     yield from (one.title for one in found.frames)
     yield from (one.name for one in found.formulas)
+    yield from (title for title, _ in found.products)
+    yield from (
+        part[4] for _, all in found.products for one in all for part in one.parts if part[4]
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,19 +316,69 @@ def test_a_picture_for_a_wall_has_each_frame_on_1280_x_720(tmp_path):
     pytest.importorskip("matplotlib")
     found = recorded("star", 3)
     _, files = draw_for_a_wall(found, tmp_path / "star.png", "en")
-    assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4)]
+    assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4, 5)]
     for path in files:
         assert struct.unpack(">II", path.read_bytes()[16:24]) == (1280, 720)
 
 
 @every_topic
-def test_a_frame_fits_a_wall_with_text_that_is_read(name):
-    scale, layout = fitted(recorded(name), "en")
-    assert 8.5 * scale > 8.9  # points; 13 or more but for long pipelines and many columns
-    assert layout.panel[0] <= 12.8 / scale and HEAD + layout.panel[1] <= 7.2 / scale
-    assert [number for band in layout.bands for number in band] == [
-        *range(len(recorded(name).columns))
-    ]
+def test_pictures_for_a_wall_fit_and_can_be_read(name):
+    """Texts have 13 points or more: 8 points at 165%. What is too large is several pictures."""
+    found = recorded(name)
+    for language in ("en", "ko"):
+        for number, _ in found.drawn:
+            pictures = fitted(found, language, number)
+            shown = [
+                at
+                for _, layout in pictures
+                for band in layout.bands
+                for run in band
+                for at in range(run.first, run.stop)
+            ]
+            assert shown == sorted({*shown})
+            frame, before = found.frames[number], found.frames[number - 1] if number else None
+            assert {at for _, at in frame.changed(before)} <= {*shown}
+            for percent, layout in pictures:
+                assert percent >= READABLE
+                size = (100 * inches / percent for inches in WALL)
+                assert all(a <= b for a, b in zip(layout.panel, size, strict=True))
+
+
+def cut(name, at, matrix):
+    """The parts of a matrix: their places, sizes and labels."""
+    _, matrices = recorded(name, 2).products[at]
+    return [part[:5] for part in matrices[matrix].parts]
+
+
+def test_matrices_are_cut_as_the_ranks_hold_them():
+    columns = [(0, 0, 4, 2, "rank 0"), (0, 2, 4, 2, "rank 1")]
+    rows = [(0, 0, 2, 4, "rank 0"), (2, 0, 2, 4, "rank 1")]
+    whole, summed = [(0, 0, 4, 4, "every rank")], [(0, 0, 4, 4, "the sum of all ranks")]
+    assert [cut("column", 0, m) for m in range(3)] == [whole, columns, columns]
+    assert [cut("column", 1, m) for m in range(3)] == [columns, rows, summed]
+    assert [cut("row", 0, m) for m in range(3)] == [columns, rows, summed]
+    assert [cut("row", 1, m) for m in range(3)] == [whole, columns, columns]
+
+
+def test_the_two_lanes_of_data_parallelism_overlap():
+    lanes = [["", "", "", ""], ["", "", "", ""]]
+    for row, slot, _, _, label in cut("ddp", 0, 0):
+        lanes[row][slot] = label.rpartition(" of ")[2]
+    assert lanes == [["C", "B", "A", ""], ["", "C", "B, C", "A, B, C"]]
+
+
+@pytest.mark.compile
+def test_a_tile_is_drawn_with_the_operands_that_its_block_reads():
+    for (title, (a, b, c)), rung in zip(recorded("tiling").products, RUNGS.values(), strict=True):
+        (tile,) = (part for part in c.parts if part[5] >= 0)
+        assert tile[2:4] == rung.tile and f"{tile[2]} x {tile[3]}" in title
+        assert len(c.parts) == 128 * 128 // (tile[2] * tile[3])
+        assert a.parts[0][:4] == (tile[0], 0, tile[2], 32) and b.parts[0][:4] == (
+            0,
+            tile[1],
+            32,
+            tile[3],
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.errors import Sentence
-from mpitrain.tools.plan.collective import Collective, collective
+from mpitrain.tools.plan.collective import ChunkMessage, Collective, collective
 from mpitrain.tools.plan.traffic import FORMULAS, numbers
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
@@ -51,7 +51,7 @@ def record(
         Frame(
             Sentence("step {k}", k=step) if step else "start",
             tuple(state.cells for state in of_ranks),
-            tuple((m.source, m.target) for m in steps.steps[step - 1]) if step else (),
+            tuple(map(_arrow, steps.steps[step - 1])) if step else (),
             tuple(state.nbytes for state in of_ranks),
             max(state.seconds for state in of_ranks) if network and step else None,
         )
@@ -82,7 +82,13 @@ def record(
         [SourceLines.of(plan), SourceLines.of(Execution)],
         f"mpitrain launch -n {n} -- bench all-reduce --algorithm {algorithm}",
         ("tests/laws/collectives.py", "tests/laws/traffic.py"),
+        plan=steps,
     )
+
+
+def _arrow(message: ChunkMessage) -> tuple[int, int, int]:
+    is_chunk = message.last - message.first == 1
+    return message.source, message.target, message.first if is_chunk else -1
 
 
 class _State(NamedTuple):

@@ -30,14 +30,14 @@ class Frame(NamedTuple):
 
     title     the step that has just ended
     cells     contents, (rows, columns); empty: the rank stores nothing there
-    messages  (source, target) of the messages of this step
+    messages  (source, target, column) of the messages of this step; column -1: of no single one
     sent      by row: bytes sent since the start; empty: the topic does not count them
     seconds   of the step, on the slowest rank; None: not measured
     """
 
     title: str
     cells: tuple[tuple[str, ...], ...]
-    messages: tuple[tuple[int, int], ...] = ()
+    messages: tuple[tuple[int, int, int], ...] = ()
     sent: tuple[int, ...] = ()
     seconds: float | None = None
 
@@ -50,6 +50,21 @@ class Frame(NamedTuple):
             for column, cell in enumerate(cells)
             if cell.rstrip(UNDER_WAY) != before.cells[row][column].rstrip(UNDER_WAY)
         )
+
+
+class Matrix(NamedTuple):
+    """A matrix to draw, and the parts into which it is cut.
+
+    sign   between it and the matrix to its left
+    name   with its size
+    shape  (rows, columns)
+    parts  (first row, first column, rows, columns, label, number of the colour)
+    """
+
+    sign: str
+    name: str
+    shape: tuple[int, int]
+    parts: Sequence[tuple[int, int, int, int, str, int]]
 
 
 class CountedFormula(NamedTuple):
@@ -111,6 +126,8 @@ class Explanation(NamedTuple):
     laws       tests that prove it
     pictured   indices of the frames in a picture; empty: all
     title      of the topic
+    products   (title, matrices) of products to draw
+    plan       of a collective, for the picture that `plan allreduce` draws
     """
 
     sentences: Sequence[str]
@@ -124,6 +141,8 @@ class Explanation(NamedTuple):
     laws: Sequence[str]
     pictured: Sequence[int] = ()
     title: str = ""
+    products: Sequence[tuple[str, Sequence[Matrix]]] = ()
+    plan: Any = None
 
     @property
     def drawn(self) -> list[tuple[int, Frame]]:

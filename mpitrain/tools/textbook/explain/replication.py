@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     CountedFormula,
     Explanation,
     Frame,
+    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -86,6 +88,7 @@ class ShownMode(NamedTuple):
                as a function of P elements, n ranks and the elements of a unit; None: not shown
     messages   whether rows and logits travel. Then they have columns, an earlier update has left
                its parameters on rank 0 alone, and the bytes of each kind of message are counted
+    has_lanes  whether a picture has two lanes, with computing and communicating
     """
 
     settings: Sequence[str]
@@ -101,6 +104,7 @@ class ShownMode(NamedTuple):
     groups: Sequence[str] = ("parameters", "gradients")
     memory: tuple[str, Callable[[int, int, int], float]] | None = None
     messages: bool = False
+    has_lanes: bool = False
 
     def columns(self, workers: int) -> list[Columns]:
         units = NAMES[: self.units or workers]
@@ -172,6 +176,10 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
     ]
     if shown.messages:
         formulas += _by_message(frames, n, size)
+    lanes = _lanes(frames, columns) if shown.has_lanes else []
+    if lanes and n > 1:
+        name = "units that compute while a bucket is on its way"
+        formulas.append(CountedFormula(name, sum(map(all, lanes)), "L-1", units - 1))
     if shown.memory:
         formulas.append(
             CountedFormula(
@@ -199,6 +207,7 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
         [SourceLines.of(source) for source in shown.sources],
         " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
         laws,
+        products=_of_time(lanes),
     )
 
 
@@ -247,6 +256,38 @@ def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRu
     nbytes = (transport.traffic.nbytes - sent) / shown.steps
     stored = sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes
     return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
+
+
+def _lanes(frames: Sequence[Frame], columns: Sequence[Columns]) -> list[tuple[str, str]]:
+    """Return, for each time slot, the unit that rank 0 computes, and those whose messages travel.
+
+    The last slot is that in which all gradients become complete.
+    """
+    names, lanes = columns[-1].names, list[tuple[str, str]]()
+    for before, frame in pairwise(frames):
+        gradients = [cells[0][-len(names) :] for cells in (before.cells, frame.cells)]
+        unit = str(getattr(frame.title, "values", {}).get("unit", ""))
+        travels = [
+            name
+            for name, old, cell in zip(names, *gradients, strict=True)
+            if UNDER_WAY in cell or (not unit and cell != old)
+        ]
+        lanes.append((unit, ", ".join(travels)))
+    return [slot for slot in lanes if any(slot)]
+
+
+def _of_time(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, list[Matrix]]]:
+    """Return the two lanes as a matrix: computing above, communicating below, time to the right."""
+    parts = [
+        (row, slot, 1, 1, Sentence(law, unit=units), row)
+        for slot, lane in enumerate(lanes)
+        for row, (law, units) in enumerate(
+            zip(("backward of {unit}", "all-reduce of {unit}"), lane, strict=True)
+        )
+        if units
+    ]
+    title = "computing above, communicating below: they overlap"
+    return [(title, [Matrix("", "", (2, len(lanes)), parts)])] if lanes else []
 
 
 def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormula]:
@@ -581,6 +622,7 @@ TOPICS = {
             ),
             (weight_of, Buckets, ring.all_reduce),
             _of_ring,
+            has_lanes=True,
         ),
     ),
     "master": _topic(

@@ -27,6 +27,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     CountedFormula,
     Explanation,
     Frame,
+    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -119,7 +120,39 @@ def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
         [SourceLines.of(shown.source)],
         f"mpitrain launch -n {n} -- train --tp {n}",
         ("tests/laws/layers.py", "tests/ranks/parallel/test_training.py"),
+        products=_products(n, count, shown.splits),
     )
+
+
+def _products(n: int, count: int, splits: int) -> list[tuple[str, list[Matrix]]]:
+    """Return the product of the forward and that of the backward, cut among the ranks."""
+    own = count // n
+
+    def cut(dim: int) -> list[tuple[int, int, int, int, str, int]]:
+        """Return the parts of the ranks: rows (0), columns (1), or all of a matrix on each rank (2)."""
+        if dim == 2:
+            return [(0, 0, count, count, Sentence("every rank"), -1)]
+        return [
+            (0, r * own, count, own, Sentence("rank {r}", r=r), r)
+            if dim
+            else (r * own, 0, own, count, Sentence("rank {r}", r=r), r)
+            for r in range(n)
+        ]
+
+    def product(names: Sequence[str], dims: Sequence[int]) -> list[Matrix]:
+        shape = count, count
+        summed = [(0, 0, count, count, Sentence("the sum of all ranks"), n)]
+        return [
+            Matrix(sign, name, shape, cut(dim) if dim < 3 else summed)
+            for sign, name, dim in zip(("", "\N{DOT OPERATOR}", "="), names, dims, strict=True)
+        ]
+
+    inner, outer = ((2, 1, 1), (1, 0, 3))  # of a product over all inputs, and of one over a rank's
+    forward, backward = (inner, outer) if splits == 0 else (outer, inner)
+    return [
+        ("forward: y", product(("x", "W^T", "y"), forward)),
+        ("backward: dx", product(("dy", "W", "dx"), backward)),
+    ]
 
 
 def _numbered(letter: str, count: int) -> tuple[str, ...]:
@@ -218,7 +251,7 @@ def record_ring(setting: TopicSetting) -> Explanation:
     ranks: list[_RingCells] = run_ranks(n, _ring)
     later = [Sentence("step {s}: tokens of rank r - {s}", s=step) for step in range(1, n)]
     titles = ["start", "step 0: own tokens", *later]
-    around = tuple((rank, (rank + 1) % n) for rank in range(n))
+    around = tuple((rank, (rank + 1) % n, -1) for rank in range(n))
     frames = [
         Frame(
             title,

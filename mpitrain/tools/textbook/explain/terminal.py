@@ -82,7 +82,9 @@ def frame_lines(
 def frame_title(frame: Frame, language: str) -> str:
     title = text(frame.title, language)
     if frame.messages:
-        arrows = " ".join(f"{source}→{target}" for source, target in frame.messages[:MOST_ARROWS])
+        arrows = " ".join(
+            f"{source}→{target}" for source, target, _ in frame.messages[:MOST_ARROWS]
+        )
         rest = " ..." if len(frame.messages) > MOST_ARROWS else ""
         title += GAP + text("messages", language) + f" {arrows}{rest}"
     if frame.seconds is not None:

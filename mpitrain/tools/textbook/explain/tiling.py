@@ -22,6 +22,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     CountedFormula,
     Explanation,
     Frame,
+    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -208,7 +209,45 @@ def record(setting: TopicSetting) -> Explanation:
         "mpitrain bench transactions --dtype float32",
         ("tests/unit/textbook/test_ladder.py", "tests/unit/kernels/test_transactions.py"),
         (len(RUNGS),),
+        products=[
+            (
+                Sentence(
+                    "{rung}: a tile of C has {tile}",
+                    rung=rung.label,
+                    tile="{} x {}".format(*rung.tile),
+                ),
+                _tiled(rung.tile),
+            )
+            for rung in RUNGS.values()
+        ],
     )
+
+
+def _tiled(tile: tuple[int, int]) -> list[Matrix]:
+    """Return the product with the tile of a block, and the rows of A and columns of B that it reads."""
+    (rows, columns), at = tile, 64  # 64 divides evenly by each side
+    size = "{} ({} x {})".format
+    return [
+        Matrix(
+            "", size("A", SHAPE.M, SHAPE.K), (SHAPE.M, SHAPE.K), [(at, 0, rows, SHAPE.K, "", 0)]
+        ),
+        Matrix(
+            "\N{DOT OPERATOR}",
+            size("B", SHAPE.K, SHAPE.N),
+            (SHAPE.K, SHAPE.N),
+            [(0, at, SHAPE.K, columns, "", 1)],
+        ),
+        Matrix(
+            "=",
+            size("C", SHAPE.M, SHAPE.N),
+            (SHAPE.M, SHAPE.N),
+            [
+                (row, column, rows, columns, "", 2 if row == column == at else -1)
+                for row in range(0, SHAPE.M, rows)
+                for column in range(0, SHAPE.N, columns)
+            ],
+        ),
+    ]
 
 
 def _cells(rung: Rung, climbed: Climbed) -> tuple[str, ...]:
