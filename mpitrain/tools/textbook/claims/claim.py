@@ -52,7 +52,7 @@ class Claim(NamedTuple):
     sentence    as a textbook states it
     source      publication that has the sentence
     measure     what the value means
-    relation    key of RELATIONS; the sentence is true if `value relation threshold`
+    bound       (key of RELATIONS, threshold); the sentence is true if `value relation threshold`
     experiment  (arguments of a setting) -> Figures
     command     shell command that shows the same
     compiled    whether the experiment needs a compiler, as the simulator does
@@ -61,8 +61,7 @@ class Claim(NamedTuple):
     sentence: str
     source: str
     measure: str
-    relation: str
-    threshold: float
+    bound: tuple[str, float]
     experiment: Callable[..., Figures]
     settings: tuple[ClaimSetting, ...]
     command: str
@@ -105,7 +104,8 @@ def judge(name: str, claim: Claim, settings: Sequence[ClaimSetting] | None = Non
 
 def is_true(claim: Claim, value: float) -> bool:
     """Return whether the claim is true for this value; for NaN it never is."""
-    return not math.isnan(value) and RELATIONS[claim.relation](value, claim.threshold)
+    relation, threshold = claim.bound
+    return not math.isnan(value) and RELATIONS[relation](value, threshold)
 
 
 def verdict(findings: Sequence[SettingResult]) -> str:

@@ -175,8 +175,7 @@ CLAIMS = {
         "The more micro-batches, the more idle time.",
         "a common slip; Huang et al., GPipe, NeurIPS 2019, states the opposite",
         "idle time with 64 micro-batches / with 2",
-        ">",
-        1,
+        (">", 1),
         more_micro_batches,
         (
             usual("no cost of an instruction itself", overhead=0.0),
@@ -188,8 +187,7 @@ CLAIMS = {
         "The fewer stages, the more idle time.",
         "a common slip; Huang et al., GPipe, NeurIPS 2019, states the opposite",
         "idle time of few stages / of many",
-        ">",
-        1,
+        (">", 1),
         fewer_stages,
         (
             usual("{few} or {many} stages of {units} equal layers", few=2, many=8, units=8),
@@ -201,8 +199,7 @@ CLAIMS = {
         "Asynchronous pipelines save memory.",
         "a common slip; Narayanan et al., PipeDream, SOSP 2019, saves several versions of weights",
         "memory of PipeDream / of the synchronous schedule",
-        "<",
-        1,
+        ("<", 1),
         async_memory,
         (
             usual("against {schedule}", schedule="gpipe"),
@@ -214,8 +211,7 @@ CLAIMS = {
         "GPipe's bubble is (p - 1) / (m + p - 1).",
         "Huang et al., GPipe, NeurIPS 2019",
         "difference from the formula",
-        "<=",
-        1e-9,
+        ("<=", 1e-9),
         gpipe_formula,
         (
             usual("{stages} equal stages", stages=2, slowest=1.0),
@@ -228,8 +224,7 @@ CLAIMS = {
         "1F1B has the same bubble as GPipe.",
         NARAYANAN,
         "difference of the idle fractions",
-        "<=",
-        1e-9,
+        ("<=", 1e-9),
         as_gpipe,
         (
             usual("{stages} stages, whole backwards", stages=3, is_whole=True),
@@ -242,8 +237,7 @@ CLAIMS = {
         "A pipeline with one slow stage is as fast as one of equal stages.",
         "a common slip; Narayanan et al., PipeDream, SOSP 2019, section 3.1, balances the stages",
         "steps per second / with equal stages",
-        ">",
-        0.8,
+        (">", 0.8),
         slow_stage,
         tuple(
             usual(
@@ -265,8 +259,7 @@ CLAIMS = {
         "1F1B saves the activations of at most p micro-batches.",
         NARAYANAN,
         "micro-batches that the first of 4 stages saves",
-        "<=",
-        4,
+        ("<=", 4),
         live,
         (
             usual("{schedule}, {micro_batches} micro-batches", schedule="1f1b", micro_batches=8),
@@ -279,8 +272,7 @@ CLAIMS = {
         "With v chunks on each stage the bubble is v times smaller.",
         NARAYANAN,
         "difference from one chunk's bubble / v, relative",
-        "<=",
-        0.01,
+        ("<=", 0.01),
         interleaved,
         (
             usual("{chunks} chunks, messages cost nothing", chunks=2, receive=0.0),
@@ -293,8 +285,7 @@ CLAIMS = {
         "ZB-H1 has a third of GPipe's bubble.",
         QI,
         "idle time of ZB-H1 / of GPipe",
-        "<=",
-        0.34,
+        ("<=", 0.34),
         zero_bubble,
         (
             usual("the weight half takes {weight} units", weight=1.0),
@@ -306,8 +297,7 @@ CLAIMS = {
         "ZB-H1 saves no more micro-batches than 1F1B.",
         QI,
         "micro-batches saved by ZB-H1 / by 1F1B",
-        "<=",
-        1,
+        ("<=", 1),
         zero_bubble_memory,
         (
             usual("stage {stage} of 4, the fullest", stage=0),
@@ -319,8 +309,7 @@ CLAIMS = {
         "In an asynchronous pipeline the first stage's gradients are p - 1 updates late.",
         "Narayanan et al., PipeDream, SOSP 2019",
         "difference from p - 1, in updates",
-        "<=",
-        0,
+        ("<=", 0),
         stale,
         (
             usual("schedule {schedule}", schedule="async"),

@@ -31,8 +31,8 @@ def rule(claim: Claim, language: str) -> str:
         "{measure}; true if {relation} {threshold}",
         language,
         measure=text(claim.measure, language),
-        relation=claim.relation,
-        threshold=f"{claim.threshold:g}",
+        relation=claim.bound[0],
+        threshold=f"{claim.bound[1]:g}",
     )
 
 
@@ -93,8 +93,8 @@ def record(judged: Judged, language: str) -> dict[str, Any]:
         "sentence": text(claim.sentence, language),
         "verdict": judged.verdict,
         "measure": text(claim.measure, language),
-        "relation": claim.relation,
-        "threshold": claim.threshold,
+        "relation": claim.bound[0],
+        "threshold": claim.bound[1],
         "settings": [
             {
                 "setting": label(result.setting, language),

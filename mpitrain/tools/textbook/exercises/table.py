@@ -448,6 +448,11 @@ def judge_zero(case: Case, answer: Any) -> AnswerCost:
     return judge_programs(case[0], answer, np.array(asked[0][2]) - momentum, 3 * case[1])
 
 
+def cases(words: str) -> tuple[Case, ...]:
+    """Return the cases that a text has: 1,0 1,3 are two cases of two sizes."""
+    return tuple(tuple(map(int, word.split(","))) for word in words.split())
+
+
 EXERCISES: Table[str, Exercise] = Table(
     {
         "ring": Exercise(
@@ -456,19 +461,7 @@ EXERCISES: Table[str, Exercise] = Table(
             "rank, ranks, count",
             RING_STATEMENT,
             RING_EXAMPLE,
-            (
-                (1, 0),
-                (1, 3),
-                (2, 1),
-                (2, 2),
-                (2, 3),
-                (3, 1),
-                (3, 3),
-                (3, 5),
-                (4, 7),
-                (5, 23),
-                (7, 24),
-            ),
+            cases("1,0 1,3 2,1 2,2 2,3 3,1 3,3 3,5 4,7 5,23 7,24"),
             calls=lambda case: [[rank, *case] for rank in range(case[0])],
             way="values",
             judge=judge_ring,
@@ -481,16 +474,7 @@ EXERCISES: Table[str, Exercise] = Table(
             "rank, workers, servers, count",
             SERVER_STATEMENT,
             SERVER_EXAMPLE,
-            (
-                (1, 1, 0),
-                (1, 1, 1),
-                (2, 1, 1),
-                (1, 2, 3),
-                (2, 2, 3),
-                (3, 2, 7),
-                (2, 3, 12),
-                (4, 3, 25),
-            ),
+            cases("1,1,0 1,1,1 2,1,1 1,2,3 2,2,3 3,2,7 2,3,12 4,3,25"),
             calls=calls,
             way="values",
             judge=judge_server,
@@ -516,14 +500,7 @@ EXERCISES: Table[str, Exercise] = Table(
             "rank, ranks, x, a, b",
             LAYERS_STATEMENT,
             LAYERS_EXAMPLE,
-            (
-                (1, 1, 1, 1, 1),
-                (1, 2, 3, 4, 2),
-                (2, 1, 2, 1, 2),
-                (2, 2, 3, 4, 3),
-                (3, 2, 4, 3, 5),
-                (4, 3, 7, 5, 9),
-            ),
+            cases("1,1,1,1,1 1,2,3,4,2 2,1,2,1,2 2,2,3,4,3 3,2,4,3,5 4,3,7,5,9"),
             calls=layer_calls,
             way="programs",
             judge=judge_layers,
@@ -536,7 +513,7 @@ EXERCISES: Table[str, Exercise] = Table(
             "rank, ranks, rows, gradient",
             MEAN_STATEMENT,
             MEAN_EXAMPLE,
-            ((1, 1), (2, 1), (2, 3), (3, 2), (5, 4)),
+            cases("1,1 2,1 2,3 3,2 5,4"),
             calls=mean_calls,
             way="programs",
             judge=judge_mean,
@@ -549,7 +526,7 @@ EXERCISES: Table[str, Exercise] = Table(
             "rank, ranks, w, gradient, momentum",
             ZERO_STATEMENT,
             ZERO_EXAMPLE,
-            ((1, 1), (1, 3), (2, 2), (2, 3), (3, 7), (4, 10)),
+            cases("1,1 1,3 2,2 2,3 3,7 4,10"),
             calls=zero_calls,
             way="programs",
             judge=judge_zero,

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
         )
 
 
-class Matrix(NamedTuple):
+class CutMatrix(NamedTuple):
     """A matrix to draw, and the parts into which it is cut.
 
     sign   between it and the matrix to its left
@@ -141,7 +141,7 @@ class Explanation(NamedTuple):
     laws: Sequence[str]
     pictured: Sequence[int] = ()
     title: str = ""
-    products: Sequence[tuple[str, Sequence[Matrix]]] = ()
+    products: Sequence[tuple[str, Sequence[CutMatrix]]] = ()
     plan: Any = None
 
     @property

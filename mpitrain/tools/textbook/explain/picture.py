@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.plots import painter, save
 from mpitrain.tools.plan.collective_picture import draw as draw_collective
-from mpitrain.tools.textbook.explain.explanation import Explanation, Frame, Matrix
+from mpitrain.tools.textbook.explain.explanation import CutMatrix, Explanation, Frame
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title
 from mpitrain.tools.words import text, width, wrapped
 
@@ -70,7 +70,7 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
-class Run(NamedTuple):
+class ColumnRun(NamedTuple):
     """Consecutive columns of a group that are drawn beside each other: their heading, first and last."""
 
     heading: str
@@ -89,7 +89,7 @@ class FrameLayout(NamedTuple):
 
     margin: float
     widths: list[float]
-    bands: list[list[Run]]
+    bands: list[list[ColumnRun]]
     panel: tuple[float, float]
 
     @classmethod
@@ -105,7 +105,7 @@ class FrameLayout(NamedTuple):
         margin = CHARACTER * (2 + max(map(width, labels)))
         messages = [message for _, frame in explanation.drawn for message in frame.messages]
         taken_before = margin + GAP + ARROWS * any(at < 0 for _, _, at in messages)
-        bands: list[list[Run]] = []
+        bands: list[list[ColumnRun]] = []
         taken, stop, wide = 0.0, 0, 0.0
         for number, group in enumerate(explanation.columns):
             first, stop = stop, stop + len(group.names)
@@ -119,7 +119,7 @@ class FrameLayout(NamedTuple):
                     n for n in range(first + 1, stop + 1) if taken + sum(widths[first:n]) <= room
                 ]
                 last = max(fitting, default=first + 1)
-                bands[-1].append(Run(group.heading, first, last))
+                bands[-1].append(ColumnRun(group.heading, first, last))
                 taken, first = taken + sum(widths[first:last]) + GAP, last
                 wide = max(wide, taken)
         height = LINE * (1.2 + len(bands) * (len(explanation.rows) + 2.4))
@@ -274,7 +274,7 @@ def _widths(explanation: Explanation, language: str) -> list[float]:
     return widths
 
 
-def _product(axes: Any, title: str, matrices: Sequence[Matrix], language: str) -> None:
+def _product(axes: Any, title: str, matrices: Sequence[CutMatrix], language: str) -> None:
     """Draw matrices beside each other, to scale, with their parts in colours."""
     from matplotlib.patches import Rectangle
 

@@ -60,10 +60,10 @@ class ShownSchedule(NamedTuple):
     schedule   its name in the table of schedules
     sentences  the idea, a sentence each
     rule       the function that orders the instructions, shown as source
-    saved      most micro-batches saved on stage 0: formula in words, and as a function of (p, m)
-    steps      number of training steps
     words      fraction of idle slots, as a formula in words
     idle       fraction of idle slots, as a function of (stages, micro-batches)
+    saved      most micro-batches saved on stage 0: formula in words, and as a function of (p, m)
+    steps      number of training steps
     is_whole   whether a backward is one instruction, as in textbooks; `train` cuts it where the
                schedule does
     """
@@ -71,10 +71,10 @@ class ShownSchedule(NamedTuple):
     schedule: str
     sentences: Sequence[str]
     rule: Any
-    saved: tuple[str, Callable[[int, int], int]]
-    steps: int
     words: str
     idle: Callable[[int, int], float]
+    saved: tuple[str, Callable[[int, int], int]] = ("min(p, m)", min)
+    steps: int = 1
     is_whole: bool = False
 
 
@@ -318,10 +318,9 @@ TOPICS = {
                 "Stages wait at both ends of a step: this is the bubble.",
             ),
             schedules.gpipe,
-            ("m", lambda p, m: m),
-            1,
             "(p-1) / (m+p-1)",
             lambda p, m: (p - 1) / (m + p - 1),
+            saved=("m", lambda p, m: m),
         ),
     ),
     "1f1b": _topic(
@@ -335,8 +334,6 @@ TOPICS = {
                 "`train` cuts a backward into two halves: see 1f1b-cut.",
             ),
             schedules.one_f_one_b,
-            ("min(p, m)", min),
-            1,
             "(p-1) / (m+p-1)",
             lambda p, m: (p - 1) / (m + p - 1),
             is_whole=True,
@@ -353,8 +350,6 @@ TOPICS = {
                 "A stage saves as many micro-batches as with whole backwards.",
             ),
             schedules.one_f_one_b,
-            ("min(p, m)", min),
-            1,
             "2 (p-1) / (3m + 2 (p-1))",
             lambda p, m: 2 * (p - 1) / (3 * m + 2 * (p - 1)),
         ),
@@ -369,8 +364,6 @@ TOPICS = {
                 "A stage saves no more micro-batches than p.",
             ),
             schedules.zero_bubble,
-            ("min(p, m)", min),
-            1,
             "i / (3m+i), i = max(p-1, 2p-1-m)",
             lambda p, m: max(p - 1, 2 * p - 1 - m) / (3 * m + max(p - 1, 2 * p - 1 - m)),
         ),
@@ -386,10 +379,9 @@ TOPICS = {
                 "Idle slots are only at the start and at the end of training.",
             ),
             pipedream,
-            ("min(p, m)", min),
-            2,
             "2 (p-1) / (6m + 2 (p-1))",
             lambda p, m: 2 * (p - 1) / (6 * m + 2 * (p - 1)),
+            steps=2,
         ),
     ),
 }

@@ -33,9 +33,9 @@ from mpitrain.tools.textbook.explain.explanation import (
     UNDER_WAY,
     Columns,
     CountedFormula,
+    CutMatrix,
     Explanation,
     Frame,
-    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -276,7 +276,7 @@ def _lanes(frames: Sequence[Frame], columns: Sequence[Columns]) -> list[tuple[st
     return [slot for slot in lanes if any(slot)]
 
 
-def _of_time(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, list[Matrix]]]:
+def _of_time(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, list[CutMatrix]]]:
     """Return the two lanes as a matrix: computing above, communicating below, time to the right."""
     parts = [
         (row, slot, 1, 1, Sentence(law, unit=units), row)
@@ -287,7 +287,7 @@ def _of_time(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, list[Matrix]]]
         if units
     ]
     title = "computing above, communicating below: they overlap"
-    return [(title, [Matrix("", "", (2, len(lanes)), parts)])] if lanes else []
+    return [(title, [CutMatrix("", "", (2, len(lanes)), parts)])] if lanes else []
 
 
 def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormula]:

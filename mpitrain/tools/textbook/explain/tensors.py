@@ -25,9 +25,9 @@ from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
     CountedFormula,
+    CutMatrix,
     Explanation,
     Frame,
-    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -124,7 +124,7 @@ def record(shown: ShownLayer, setting: TopicSetting) -> Explanation:
     )
 
 
-def _products(n: int, count: int, splits: int) -> list[tuple[str, list[Matrix]]]:
+def _products(n: int, count: int, splits: int) -> list[tuple[str, list[CutMatrix]]]:
     """Return the product of the forward and that of the backward, cut among the ranks."""
     own = count // n
 
@@ -139,11 +139,11 @@ def _products(n: int, count: int, splits: int) -> list[tuple[str, list[Matrix]]]
             for r in range(n)
         ]
 
-    def product(names: Sequence[str], dims: Sequence[int]) -> list[Matrix]:
+    def product(names: Sequence[str], dims: Sequence[int]) -> list[CutMatrix]:
         shape = count, count
         summed = [(0, 0, count, count, Sentence("the sum of all ranks"), n)]
         return [
-            Matrix(sign, name, shape, cut(dim) if dim < 3 else summed)
+            CutMatrix(sign, name, shape, cut(dim) if dim < 3 else summed)
             for sign, name, dim in zip(("", "\N{DOT OPERATOR}", "="), names, dims, strict=True)
         ]
 

@@ -20,9 +20,9 @@ from mpitrain.tools.textbook.explain.explanation import (
     ROOT,
     Columns,
     CountedFormula,
+    CutMatrix,
     Explanation,
     Frame,
-    Matrix,
     SourceLines,
     Topic,
     TopicSetting,
@@ -223,21 +223,21 @@ def record(setting: TopicSetting) -> Explanation:
     )
 
 
-def _tiled(tile: tuple[int, int]) -> list[Matrix]:
+def _tiled(tile: tuple[int, int]) -> list[CutMatrix]:
     """Return the product with the tile of a block, and the rows of A and columns of B that it reads."""
     (rows, columns), at = tile, 64  # 64 divides evenly by each side
     size = "{} ({} x {})".format
     return [
-        Matrix(
+        CutMatrix(
             "", size("A", SHAPE.M, SHAPE.K), (SHAPE.M, SHAPE.K), [(at, 0, rows, SHAPE.K, "", 0)]
         ),
-        Matrix(
+        CutMatrix(
             "\N{DOT OPERATOR}",
             size("B", SHAPE.K, SHAPE.N),
             (SHAPE.K, SHAPE.N),
             [(0, at, SHAPE.K, columns, "", 1)],
         ),
-        Matrix(
+        CutMatrix(
             "=",
             size("C", SHAPE.M, SHAPE.N),
             (SHAPE.M, SHAPE.N),
