@@ -108,19 +108,14 @@ def explain(
         click.echo("\n".join(terminal.ending(explanation, language)))
     outputs = Outputs()
     if png_file:
-        from mpitrain.tools.textbook.explain.picture import draw_for_a_wall
+        from mpitrain.tools.textbook.explain.picture import NO_HANGUL, draw_for_a_wall
 
         with outputs.to(png_file):
             drawn, files = draw_for_a_wall(explanation, png_file, language)
             for file in files:
                 click.echo(text("drawn in {file}", language, file=file))
             if drawn != language:
-                click.echo(
-                    text(
-                        "the texts of the picture are English: no font has Hangul; install one such as fonts-nanum",
-                        language,
-                    )
-                )
+                click.echo(text(NO_HANGUL, language))
     if html_file:
         from mpitrain.tools.textbook.explain.page import write
 

@@ -70,6 +70,11 @@ def hangul_font() -> str | None:
     return next((name for name in names if name.startswith(known)), None)
 
 
+NO_HANGUL = (
+    "the texts of the picture are English: no font has Hangul; install one such as fonts-nanum"
+)
+
+
 class ColumnRun(NamedTuple):
     """Consecutive columns of a group that are drawn beside each other: their heading, first and last."""
 
@@ -161,8 +166,8 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
     returns  the language of the texts, and the files: NAME-1.png and so on
     raises   OSError if a file cannot be written
     """
-    language = language if language != "ko" or hangul_font() else "en"
-    files: list[Path] = []
+    is_drawn = language != "ko" or bool(hangul_font())
+    language, files = language if is_drawn else "en", list[Path]()
 
     def page(percent: int = READABLE) -> Any:
         files.append(path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}"))
@@ -170,9 +175,8 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
         return _page(explanation, files[-1], language, size, percent)
 
     columns = int((100 * WALL[0] / READABLE - 0.3) / CHARACTER)
-    notes = [
-        part for each in explanation.sentences for part in wrapped(text(each, language), columns)
-    ]
+    said = [*explanation.sentences, *([] if is_drawn else ["", NO_HANGUL])]
+    notes = [part for each in said for part in wrapped(text(each, language), columns) or [""]]
     notes += ["", *notes_of(explanation, language, columns)]
     most = int((100 * WALL[1] / READABLE - HEAD) / LINE - 0.8)
     for at in range(0, len(notes), most):
@@ -217,13 +221,20 @@ def fitted(explanation: Explanation, language: str, number: int) -> list[tuple[i
 def _largest(
     explanation: Explanation, language: str, groups: Collection[int]
 ) -> tuple[int, FrameLayout]:
-    """Return the largest scale, in %, at which these groups fit a picture for a wall, and the layout."""
+    """Return the largest scale, in %, at which these groups fit a picture for a wall, and the layout.
+
+    A group is cut into bands only if its texts are too small else.
+    """
+    fitting = []
     for percent in range(MOST, 20, -5):
         wide, high = (100 * inches / percent for inches in WALL)
         layout = FrameLayout.of(explanation, language, wide, groups)
         if layout.panel[0] <= wide and layout.panel[1] <= high - HEAD:
-            break
-    return percent, layout
+            fitting.append((percent, layout))
+            is_whole = sum(map(len, layout.bands)) == (len(groups) or len(explanation.columns))
+            if is_whole or percent <= READABLE:
+                break
+    return fitting[-1] if is_whole and fitting[-1][0] >= READABLE else fitting[0]
 
 
 @contextmanager
