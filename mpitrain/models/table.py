@@ -100,6 +100,14 @@ def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit
     )
 
 
+def _check_all_seen(config: Config) -> None:
+    if config.layout.cp > 1 and config.layout.cp_mode == "ring":
+        raise ConfigError(
+            f"With layout.cp_mode ring no token sees later ones, but all tokens of a {config.model.kind} see each other.",
+            "Set layout.cp_mode to ulysses.",
+        )
+
+
 def _check_rotary(config: Config) -> None:
     model = config.model
     scaling = model.rope_scaling or [1, 1, 2, 1]
@@ -172,6 +180,7 @@ MODELS: Table[str, Model] = Table(
         help="for masked tokens, or for the classes of texts",
         split="heads",
         divides=(("heads", "width"),),
+        check=_check_all_seen,
         also=("texts",),
         hides=True,
         flops=_transformer_flops,

@@ -15,6 +15,7 @@ from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.config import Config
 from mpitrain.data import targets_of
 from mpitrain.layers.flat import Bucket, Entry, Storage
+from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.buckets import Buckets
@@ -139,7 +140,8 @@ def has_formula(config: Config) -> bool:
     """Return whether `of_layout` counts all messages of a tensor-parallel or pipeline job."""
     model, layout, replication = config.model, config.layout, config.replication
     is_plain = (
-        model.kind in ("gpt", "llama")
+        model.kind in ("gpt", "llama", "bert")
+        and form_for(model.kind, config.data.source) == "tokens"
         and not model.tied
         and not isinstance(RULES[config.optimizer.name].step, TensorWise)
         and (replication.mode, replication.algorithm) == ("all-reduce", "ring")

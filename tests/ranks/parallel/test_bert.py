@@ -1,0 +1,143 @@
+"""BERT: masked training is the same in every layout, mode and body, and masks are drawn as they are described."""
+
+import numpy as np
+import pytest
+
+from mpitrain.data import IGNORED
+from mpitrain.data.masked import MaskedSource
+from mpitrain.data.source import DOCUMENT_END
+from mpitrain.errors import ConfigError
+from mpitrain.models.table import check_model
+from mpitrain.run.build import build
+from mpitrain.transport.threads import run_ranks
+from tests.ranks.parallel.test_llama import numbers_of
+from tests.training import assert_parts, configured
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 12}
+BERT = ["model.kind=bert", "precision.compute=float64", "batch.size=12"]
+BERT += ["optimizer.lr=0.01", "optimizer.warmup=2"]
+BERT += [f"model.{key}={value}" for key, value in SHAPE.items()]
+DROPS = ["model.dropout=0.1", "model.attention_dropout=0.2"]
+TIED = ["model.tied=true"]
+LAYOUTS = {
+    "dp 5": (5, []),
+    "zero 1": (2, ["replication.zero=1", *DROPS]),
+    "zero 2": (2, ["replication.zero=2", "batch.micro_batches=2", *DROPS]),
+    "tp 2": (2, ["layout.tp=2", "device.passes=numpy", *DROPS]),
+    "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true", *TIED]),
+    "5 stages": (5, ["layout.pp=5", "batch.micro_batches=6", "memory.logit_chunks=2", *DROPS]),
+    "tied, pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", *TIED]),
+    "dp 2, tp 2, pp 2": (8, ["layout.pp=2", "layout.tp=2", "batch.micro_batches=3", *DROPS]),
+    "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2", *DROPS]),
+    "cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "memory.recompute=unit", *DROPS]),
+    "recomputed, tiled": (1, ["memory.recompute=2", "memory.attention=tiled", *DROPS]),
+    "master": (3, ["replication.mode=master", "memory.recompute=attention", *DROPS]),
+    "adapters": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=query,dense"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_rank(layout):
+    ranks, settings = LAYOUTS[layout]
+    model = [one for one in settings if one.startswith(("model", "lora"))]
+    ((alone, whole),) = run_ranks(1, numbers_of, *BERT, *model)
+    assert np.ptp(alone[:, 0]) > 0.05, "the loss must move, or equality says nothing"
+    for numbers, tensors in run_ranks(ranks, numbers_of, *BERT, *settings):
+        assert np.abs(numbers - alone).max() <= 1e-9
+        assert_parts(tensors, whole)
+
+
+def losses_of(transport, *settings):
+    """The losses of 4 steps in any mode, and an evaluation."""
+    trainer, source, _ = build(transport, configured(*BERT, "run.eval_rows=8", *settings))
+    replication, losses = trainer.replication, []
+    for step in range(4):
+        own = None
+        for number in replication.step_end.steps(step, lambda: False):
+            own = trainer.step(number, *replication.rows.batch(source, number))
+        losses.append(replication.step_end.outcome(step, own).loss)
+    trainer.sync_parameters()
+    return np.array([*losses, *trainer.evaluate(source)])
+
+
+SERVER = ["replication.mode=server", "replication.update=sync"]
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "other", "tolerance"),
+    [
+        ((1, []), 3, SERVER, 1e-9),
+        (
+            (2, ["replication.mode=local"]),
+            2,
+            ["replication.mode=local", "batch.micro_batches=3", "memory.recompute=unit"],
+            1e-9,
+        ),
+        ((1, ["precision.compute=float32"]), 1, ["precision.compute=bfloat16"], 0.03),
+        ((1, ["precision.compute=float32"]), 2, ["precision.compute=float16", "layout.tp=2"], 0.01),
+    ],
+    ids=["servers", "averages", "bfloat16", "float16, tp 2"],
+)
+def test_modes_and_precisions_train_alike(own, ranks, other, tolerance):
+    alone = run_ranks(own[0], losses_of, *DROPS, *own[1])
+    for n, found in enumerate(run_ranks(ranks, losses_of, *DROPS, *other)):
+        assert np.abs(found - alone[n % len(alone)])[:-1].max() <= tolerance  # the last is accuracy
+
+
+@pytest.mark.compile
+def test_the_simulator_trains_as_the_host():
+    common = ["precision.compute=float32", "layout.cp=2", "model.layers=1", *DROPS]
+    host, simulated = (
+        run_ranks(2, losses_of, *common, f"device.kind={kind}") for kind in ("cpu", "cuda-sim")
+    )
+    for own, other in zip(host, simulated, strict=True):
+        assert np.abs(own - other).max() <= 1e-5
+
+
+def test_a_ring_is_refused():
+    with pytest.raises(ConfigError, match=r"of a bert see each other(.|\n)*cp_mode to ulysses"):
+        check_model(configured(*BERT, "layout.cp=2", "layout.cp_mode=ring"))
+
+
+class Drawn:
+    """Rows of random tokens, of which every tenth ends a document."""
+
+    form, shape, inputs, classes, held_out = "tokens", (40,), 50, 50, 3
+
+    def batch(self, seed, step, size, rows, before=None):
+        inputs = np.random.default_rng([seed, step]).integers(50, size=(size, 40))
+        targets = np.roll(inputs, -1)
+        targets[:, 9::10] = DOCUMENT_END
+        return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
+
+
+def test_masks_have_the_described_statistics_and_are_those_of_the_row():
+    """Each count is binomial: 5 deviations are exceeded once in two million draws."""
+    special, size, rate, mask = (3, 4), 2000, 0.15, 50
+    source, drawn = MaskedSource(Drawn(), rate, None, special), Drawn()
+    original, marked = drawn.batch(1, 0, size, range(size))
+    shown, targets = source.batch(1, 0, size, range(size))
+    could = (marked != DOCUMENT_END) & ~np.isin(original, special)
+    chosen = targets >= 0
+    assert not (chosen & ~could).any() and np.array_equal(targets[chosen], original[chosen])
+    assert np.array_equal(shown[~chosen], original[~chosen])
+    assert np.array_equal(targets == DOCUMENT_END, marked == DOCUMENT_END)
+    assert set(np.unique(targets[~chosen])) == {IGNORED, DOCUMENT_END}
+    other = 0.1 * 50 / 51  # one of 51 tokens, mask included, that is not the original
+    for count, draws, probability in (
+        (chosen.sum(), could.sum(), rate),
+        ((shown[chosen] == mask).sum(), chosen.sum(), 0.8 + 0.1 / 51),
+        ((shown != original).sum(), chosen.sum(), 0.8 + other),
+        (chosen[::2].sum(), could[::2].sum(), rate),
+        (chosen[:, 0].sum(), could[:, 0].sum(), rate),
+    ):
+        deviation = (draws * probability * (1 - probability)) ** 0.5
+        assert abs(count - draws * probability) <= 5 * deviation
+    for rows in (range(0), range(3, 4), range(700, size)):
+        part = source.batch(1, 0, size, rows)
+        for found, whole in zip(part, (shown, targets), strict=True):
+            assert np.array_equal(found, whole[rows.start : rows.stop])
+    again = [source.batch(*where, size, range(size))[1] >= 0 for where in ((1, 1), (2, 0))]
+    assert not any(np.array_equal(one, chosen) for one in again)
