@@ -5,7 +5,6 @@ opened. A request and its answer are a message with the length, then one with th
 """
 
 import atexit
-import pickle
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.transport.base import Transport
 from mpitrain.transport.mpi import MpiTransport, connect
+from mpitrain.transport.objects import recv_bytes, recv_object, send_object
 
 LONGEST_PAUSE = 5e-3
 """Seconds between two looks of a rank that waits for a key, and of rank 0 for a request."""
@@ -66,29 +66,13 @@ def _serve(transport: Transport, tags: Sequence[int], closing: threading.Event) 
             pause = min(1.5 * pause, LONGEST_PAUSE)
             continue
         rank, pause = request.source, 1e-5
-        words = np.empty(int(length[0]), np.uint8)
-        transport.recv(words, rank, ask)
-        name, *arguments = pickle.loads(words.tobytes())
+        name, *arguments = recv_bytes(transport, int(length[0]), rank, ask)
         try:
             value: Any = getattr(KEYS, name)(*arguments)
         except Exception as error:
             value = RuntimeError(f"{name} of the store: {error}")
-        _send(transport, value, rank, answer)
+        send_object(transport, value, rank, answer)
         request = transport.start_recv_any(length, ask)
-
-
-def _send(transport: Transport, words: Any, to: int, tag: int) -> None:
-    text = np.frombuffer(pickle.dumps(words), np.uint8)
-    transport.send(np.array([text.size], np.int64), to, tag)
-    transport.send(text, to, tag)
-
-
-def _receive(transport: Transport, source: int, tag: int) -> Any:
-    length = np.empty(1, np.int64)
-    transport.recv(length, source, tag)
-    text = np.empty(int(length[0]), np.uint8)
-    transport.recv(text, source, tag)
-    return pickle.loads(text.tobytes())
 
 
 class MpiStore(dist.Store):
@@ -106,8 +90,8 @@ class MpiStore(dist.Store):
             return getattr(KEYS, name)(*arguments)
         ask, answer = _TAGS
         with _ASKING:
-            _send(self._transport, (name, *arguments), 0, ask)
-            value = _receive(self._transport, 0, answer)
+            send_object(self._transport, (name, *arguments), 0, ask)
+            value = recv_object(self._transport, 0, answer)
         if isinstance(value, RuntimeError):
             raise value
         return value
