@@ -152,7 +152,7 @@ def test_images_keep_their_shape_up_to_the_model_that_takes_them(settings, tmp_p
         (
             "count:up",
             "mlp",
-            "The model.kind for count:up is gpt or llama or bigram, but the configuration says mlp.",
+            "The model.kind for count:up is gpt or llama or bert or bigram, but the configuration says mlp.",
         ),
         (
             "marks",
