@@ -83,8 +83,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         for half, step in (("", "attend"), ("_backward", "add"))
         for line, why in (
             (
-                "const int end = (at0 + OWNED), "
-                "warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;    // of the keys that are seen",
+                "const int end = min((at0 + OWNED), documents.end_key(last));    // of the keys that are seen",
                 NO_KEYS,
             ),
             (
@@ -96,7 +95,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
                 "one more step is masked, of keys that all queries see",
             ),
             (
-                "if (masks && s0 <= seen_by_all) hide<true>(p, t0 + m, s0, documents);",
+                "if (masks && (s0 <= seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) "
+                "hide<true>(p, t0 + m, s0, documents);",
                 "it hides no key of a step that all queries see",
             ),
             (

@@ -10,6 +10,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import product, wire
+from mpitrain.ops.cuda.attention import CAUSAL
 from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
 from mpitrain.ops.operands import operands
@@ -282,7 +283,7 @@ def test_attention_on_tensor_cores_reads_what_its_128_rows_see_once():
     forward = moved("attention_tensor", lambda ops: ops.attention(q, kv, heads, Arena()))
     assert (forward.read["q"], forward.read["kv"]) == (row * 200, row * 2 * 328)
     assert forward.written["y"] == row * 200
-    saved = q, kv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, (), None, 0
+    saved = q, kv, np.zeros_like(dy), np.zeros((1, heads, 200), np.float32), heads, (), CAUSAL
     for_keys, for_queries = (
         moved(
             f"attention_tensor_backward_{half}",
