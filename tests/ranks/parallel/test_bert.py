@@ -1,11 +1,10 @@
-"""BERT: masked training is the same in every layout, mode and body, and masks are drawn as they are described."""
+"""BERT: training on masked tokens and on classes of texts is the same in every layout, mode and body."""
+
+import json
 
 import numpy as np
 import pytest
 
-from mpitrain.data import IGNORED
-from mpitrain.data.masked import MaskedSource
-from mpitrain.data.source import DOCUMENT_END
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import check_model
 from mpitrain.run.build import build
@@ -21,6 +20,7 @@ BERT += ["optimizer.lr=0.01", "optimizer.warmup=2"]
 BERT += [f"model.{key}={value}" for key, value in SHAPE.items()]
 DROPS = ["model.dropout=0.1", "model.attention_dropout=0.2"]
 TIED = ["model.tied=true"]
+TEXTS = ["data.source=jsonl:texts.jsonl", *DROPS]
 LAYOUTS = {
     "dp 5": (5, []),
     "zero 1": (2, ["replication.zero=1", *DROPS]),
@@ -34,14 +34,19 @@ LAYOUTS = {
     "cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "memory.recompute=unit", *DROPS]),
     "recomputed, tiled": (1, ["memory.recompute=2", "memory.attention=tiled", *DROPS]),
     "master": (3, ["replication.mode=master", "memory.recompute=attention", *DROPS]),
+    "texts, tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", "batch.micro_batches=3", *TEXTS]),
+    "texts, zero 3": (5, ["replication.zero=3", "memory.recompute=unit", *TEXTS]),
     "adapters": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=query,dense"]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_one_rank(layout):
+def test_every_layout_equals_one_rank(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = ({"text": "abc"[n % 3] * (1 + n % 7) + "d", "label": n % 3} for n in range(40))
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
     ranks, settings = LAYOUTS[layout]
-    model = [one for one in settings if one.startswith(("model", "lora"))]
+    model = [one for one in settings if one.startswith(("model", "lora", "data"))]
     ((alone, whole),) = run_ranks(1, numbers_of, *BERT, *model)
     assert np.ptp(alone[:, 0]) > 0.05, "the loss must move, or equality says nothing"
     for numbers, tensors in run_ranks(ranks, numbers_of, *BERT, *settings):
@@ -99,45 +104,3 @@ def test_the_simulator_trains_as_the_host():
 def test_a_ring_is_refused():
     with pytest.raises(ConfigError, match=r"of a bert see each other(.|\n)*cp_mode to ulysses"):
         check_model(configured(*BERT, "layout.cp=2", "layout.cp_mode=ring"))
-
-
-class Drawn:
-    """Rows of random tokens, of which every tenth ends a document."""
-
-    form, shape, inputs, classes, held_out = "tokens", (40,), 50, 50, 3
-
-    def batch(self, seed, step, size, rows, before=None):
-        inputs = np.random.default_rng([seed, step]).integers(50, size=(size, 40))
-        targets = np.roll(inputs, -1)
-        targets[:, 9::10] = DOCUMENT_END
-        return inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
-
-
-def test_masks_have_the_described_statistics_and_are_those_of_the_row():
-    """Each count is binomial: 5 deviations are exceeded once in two million draws."""
-    special, size, rate, mask = (3, 4), 2000, 0.15, 50
-    source, drawn = MaskedSource(Drawn(), rate, None, special), Drawn()
-    original, marked = drawn.batch(1, 0, size, range(size))
-    shown, targets = source.batch(1, 0, size, range(size))
-    could = (marked != DOCUMENT_END) & ~np.isin(original, special)
-    chosen = targets >= 0
-    assert not (chosen & ~could).any() and np.array_equal(targets[chosen], original[chosen])
-    assert np.array_equal(shown[~chosen], original[~chosen])
-    assert np.array_equal(targets == DOCUMENT_END, marked == DOCUMENT_END)
-    assert set(np.unique(targets[~chosen])) == {IGNORED, DOCUMENT_END}
-    other = 0.1 * 50 / 51  # one of 51 tokens, mask included, that is not the original
-    for count, draws, probability in (
-        (chosen.sum(), could.sum(), rate),
-        ((shown[chosen] == mask).sum(), chosen.sum(), 0.8 + 0.1 / 51),
-        ((shown != original).sum(), chosen.sum(), 0.8 + other),
-        (chosen[::2].sum(), could[::2].sum(), rate),
-        (chosen[:, 0].sum(), could[:, 0].sum(), rate),
-    ):
-        deviation = (draws * probability * (1 - probability)) ** 0.5
-        assert abs(count - draws * probability) <= 5 * deviation
-    for rows in (range(0), range(3, 4), range(700, size)):
-        part = source.batch(1, 0, size, rows)
-        for found, whole in zip(part, (shown, targets), strict=True):
-            assert np.array_equal(found, whole[rows.start : rows.stop])
-    again = [source.batch(*where, size, range(size))[1] >= 0 for where in ((1, 1), (2, 0))]
-    assert not any(np.array_equal(one, chosen) for one in again)
