@@ -162,7 +162,7 @@ def chosen(dice: random.Random, seed: int, folder: Path, log: list[tuple[str, st
         step = 20 * dice.randint(1, 2) if point == "evaluation" else dice.randint(2, 50)
         settings["run.inject"] = f"kill:{0 if point == 'publish' else rank}@{step}:{point}"
         if point in ("thread", "publish", "snapshot"):
-            settings["checkpoint.background"] = True
+            settings["checkpoint.background"] = "true"
         log.append((kind, settings["run.inject"]))
     if kind == "split":
         (folder / "splits.py").write_text(SPLITS.format(number=dice.randint(1, 8)))

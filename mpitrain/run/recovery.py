@@ -151,32 +151,8 @@ class Recovery:
         self._copies = None
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
         before, self._doing = self._root.size, "connecting the living ranks"
-        left = 0
-        while True:
-            try:
-                self._root.abandon()
-                self._root.survivors()
-                # A start that the loss has interrupted may have got further on some ranks.
-                known = self._root.gather_text(
-                    [self._folder, self._source is not None, self._replicas]
-                )
-                damaged = self._damaged([replicas for *_, replicas in known])
-                if not damaged or len(damaged) == len(known):
-                    break
-                left = max(left, len(damaged))
-                if self._root.rank in damaged:
-                    self._root.leave()
-            except PeerLost:
-                continue
-        size, layout = self._root.size, self._config.layout
-        if damaged:
-            raise on_every_rank(
-                PeerLost(
-                    f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
-                    f"ranks, and {size} are left.",
-                    "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
-                )
-            )
+        known, left = self._connected()
+        size = self._root.size
         if size == before:
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
         self._replicas.append(replica_of(self._config, self._root))
@@ -185,13 +161,10 @@ class Recovery:
         folders, are_open, _ = zip(*known, strict=True)
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
-        run, replication = (
-            self._config.run.model_copy(update={"inject": ""}),
-            self._config.replication,
-        )
-        if (
-            len({*Counter(self._root.hosts).values()}) > 1
-        ):  # Hosts no longer have equally many ranks.
+        run = self._config.run.model_copy(update={"inject": ""})
+        replication = self._config.replication
+        if len({*Counter(self._root.hosts).values()}) > 1:
+            # replication.shard=host needs hosts with equally many ranks.
             replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
             leaving = f"{left} leave with their replica; " if left else ""
@@ -203,6 +176,40 @@ class Recovery:
                 self._free(Path(self._folder))
         self._doing = "building the job of the living ranks"
         return lambda: self._config.model_copy(update={"run": run, "replication": replication})
+
+    def _connected(self) -> tuple[list[list[Any]], int]:
+        """Connect the living ranks of whole replicas; the others end here.
+
+        returns  of each rank the run directory, whether it has the data, and its replicas; and the
+                 number of ranks that have left with their replica
+        """
+        left = 0
+        while True:
+            try:
+                self._root.abandon()
+                self._root.survivors()
+                # A start that the loss has interrupted may have got further on some ranks.
+                known = self._root.gather_text(
+                    [self._folder, self._source is not None, self._replicas]
+                )
+                damaged = self._damaged([replicas for *_, replicas in known])
+                if not damaged:
+                    return known, left
+                if len(damaged) == len(known):
+                    break
+                left = max(left, len(damaged))
+                if self._root.rank in damaged:
+                    self._root.leave()
+            except PeerLost:
+                continue
+        layout = self._config.layout
+        raise on_every_rank(
+            PeerLost(
+                f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
+                f"ranks, and {self._root.size} are left.",
+                "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+            )
+        )
 
     def _damaged(self, replicas: Sequence[Sequence[int]]) -> set[int]:
         """Return the living ranks whose replica has lost a rank.

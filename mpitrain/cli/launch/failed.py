@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from mpitrain.errors import brief
 
-RANK = re.compile(rb"^(rank \d+(?: on \S+)?: (?!run\.inject)[^\n]*)\n", re.MULTILINE)
-"""A line in which a rank reports its end."""
+RANK = re.compile(rb"^((?:rank \d+(?: on \S+)?|PeerLost): (?!run\.inject)[^\n]*)\n", re.MULTILINE)
+"""A line in which a rank reports its end, or all ranks that no replica is whole."""
 TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
 """The line of the timer that limits MPI_Init and MPI_Finalize; the stack of the rank follows."""
 ALL_ENDED = re.compile(
