@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import Field, ValidationError
 
@@ -163,6 +163,19 @@ class Config(Section):
             for section, table in self.model_dump().items()
             for key, value in table.items()
         }
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with these {section.key: value}, which are not checked."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, key = name.split(".")
+            sections.setdefault(section, {})[key] = value
+        return self.model_copy(
+            update={
+                section: getattr(self, section).model_copy(update=update)
+                for section, update in sections.items()
+            }
+        )
 
 
 class ConfigKey(NamedTuple):

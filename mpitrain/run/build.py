@@ -220,8 +220,7 @@ def _models(
 def _with_data(config: Config, data: Source | Unopened) -> Config:
     """Return the configuration with what the data determine: data.template, and run.steps of run.epochs."""
     template = getattr(data, "template", config.data.template)
-    data_keys = config.data.model_copy(update={"template": template})
-    config = config.model_copy(update={"data": data_keys})
+    config = config.changed({"data.template": template})
     if not config.run.epochs or isinstance(data, Unopened):
         return config
     if not (rows := rows_of_epoch(data)):
@@ -232,7 +231,7 @@ def _with_data(config: Config, data: Source | Unopened) -> Config:
     steps = max(1, math.ceil(config.run.epochs * rows / config.batch.size))
     if error := schedule_error(config.optimizer, steps):
         raise error
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    return config.changed({"run.steps": steps})
 
 
 def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
@@ -327,8 +326,8 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
     seconds = transport.gather_text(unit_times(resolved, source))
     stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
     counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
-    pipeline = config.pipeline.model_copy(update={"partition": ",".join(map(str, counts))})
-    return resolved._replace(config=config.model_copy(update={"pipeline": pipeline}))
+    values = {"pipeline.partition": ",".join(map(str, counts))}
+    return resolved._replace(config=config.changed(values))
 
 
 def _scanned(transport: Transport, agreed: Given) -> tuple[int | None, dict[str, Any] | None]:
@@ -463,7 +462,7 @@ def open_run(
     def on_these_ranks() -> Config:
         config = alone()
         size = config.batch.size * transport.size
-        return config.model_copy(update={"batch": config.batch.model_copy(update={"size": size})})
+        return config.changed({"batch.size": size})
 
     def look(config: Config) -> RunLocation:
         saved = checkpoint_of(folder, best)

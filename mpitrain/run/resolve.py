@@ -116,8 +116,7 @@ def agree_on(
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
-    data = config.data.model_copy(update={"validation": validation})
-    config = config.model_copy(update={"data": data})
+    config = config.changed({"data.validation": validation})
     if transport.rank == 0:
         _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))
     passes = location.passes
@@ -245,8 +244,7 @@ def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
 
 def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
     """Return `resolved` with this number of micro-batches; None if rows or schedule exclude it."""
-    batch = resolved.config.batch.model_copy(update={"micro_batches": micro_batches})
-    config = resolved.config.model_copy(update={"batch": batch})
+    config = resolved.config.changed({"batch.micro_batches": micro_batches})
     try:
         check_rows(config, resolved.axes)
         return resolved._replace(config=config, plan=_planned(config, resolved.axes))

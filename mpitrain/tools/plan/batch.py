@@ -216,9 +216,8 @@ def _check_mode(config: Config) -> None:
 
 def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:
     config = resolved.config
-    optimizer = config.optimizer.model_copy(update={"lr": Steps.STILL})
     for _ in range(TRIES):
-        changed = with_rows(resolved, fit.rows).config.model_copy(update={"optimizer": optimizer})
+        changed = with_rows(resolved, fit.rows).config.changed({"optimizer.lr": Steps.STILL})
         try:
             return fit, build(transport, changed, source=source)
         except ConfigError:
@@ -256,8 +255,8 @@ def with_rows(resolved: Resolved, rows: int) -> Resolved:
     """Return the job with `rows` rows in each of its micro-batches, whose number stays."""
     count = resolved.plan.micro_batches
     size = rows * resolved.axes.dp * count
-    batch = resolved.config.batch.model_copy(update={"size": size, "micro_batches": count})
-    return resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
+    values = {"batch.size": size, "batch.micro_batches": count}
+    return resolved._replace(config=resolved.config.changed(values))
 
 
 def find_largest(transport: Transport, resolved: Resolved, source: Source, most: int) -> Fit:
@@ -371,8 +370,7 @@ def setting(
     fits  whether the memory suffices for a job
     """
     own = -(-size // resolved.axes.dp)
-    batch = resolved.config.batch.model_copy(update={"size": size})
-    job = resolved._replace(config=resolved.config.model_copy(update={"batch": batch}))
+    job = resolved._replace(config=resolved.config.changed({"batch.size": size}))
     for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
         candidate = with_micro_batches(job, count)
         if candidate and fits(candidate):

@@ -100,16 +100,7 @@ class ParallelLayout(NamedTuple):
 
     def of(self, config: Config) -> Config:
         """Return a configuration with this layout."""
-        sections: dict[str, dict[str, Any]] = {}
-        for key, value in self.settings.items():
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = value
-        return config.model_copy(
-            update={
-                section: getattr(config, section).model_copy(update=values)
-                for section, values in sections.items()
-            }
-        )
+        return config.changed(self.settings)
 
 
 class Prediction(NamedTuple):
@@ -446,12 +437,8 @@ class Planner:
         return counter.model, counter.units(0)
 
     def _counter(self, layers: int, layout: ParallelLayout, rows: int) -> Counter:
-        config = layout.of(self._config)
-        config = config.model_copy(
-            update={
-                "model": config.model.model_copy(update={"layers": layers}),
-                "batch": config.batch.model_copy(update={"size": rows}),
-            }
+        config = self._config.changed(
+            layout.settings | {"model.layers": layers, "batch.size": rows}
         )
         job = self._job._replace(config=config, axes=layout.axes, plan=plan_of(SERIAL, 1, 1))
         return Counter(job, self._source, lambda made: model(config, self._source, made))

@@ -102,12 +102,7 @@ def timed(job: Resolved, source: Source, every: Sequence[int]) -> Iterator[Timed
     """
     layers = min(job.config.model.layers, MOST_LAYERS)
     for rows in every:
-        config = job.config.model_copy(
-            update={
-                "model": job.config.model.model_copy(update={"layers": layers}),
-                "batch": job.config.batch.model_copy(update={"size": rows}),
-            }
-        )
+        config = job.config.changed({"model.layers": layers, "batch.size": rows})
         part = job._replace(config=config)
         counter = Counter(part, source, lambda made, c=config: model(c, source, made))  # type: ignore[misc]
         counts, shape = counter.units(0), (rows, *source.shape)
