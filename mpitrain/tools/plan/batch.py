@@ -215,7 +215,6 @@ def _check_mode(config: Config) -> None:
 
 
 def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:
-    config = resolved.config
     for _ in range(TRIES):
         changed = with_rows(resolved, fit.rows).config.changed({"optimizer.lr": Steps.STILL})
         try:
