@@ -56,7 +56,6 @@ OVER_SHARES = "for (long long i = N * (blockIdx.x * 256LL + threadIdx.x); i <= n
 EMPTY_RUN = "in a run of which no element exists nothing is loaded or stored"
 UNUSED_COPY = "it starts a copy of rows that the loop never comes to"
 NO_ROWS = "a warp computes with rows that do not exist, and stores nothing"
-NO_KEYS = "keys that do not exist are copied as zeros, and no query that exists sees them"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
@@ -82,10 +81,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         (f"attention_tensor{half}.cu", line): why
         for half, step in (("", "attend"), ("_backward", "add"))
         for line, why in (
-            (
-                "const int end = min((at0 + OWNED), documents.end_key(last));    // of the keys that are seen",
-                NO_KEYS,
-            ),
             (
                 f"for (; s0 <= end; s0 += STEP) {step}(s0, true);",
                 "one more step, of keys that no query sees",
