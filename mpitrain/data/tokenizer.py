@@ -17,7 +17,7 @@ TOKENIZER = "tokenizer.json"
 BYTES_NAME = "bytes"
 BYTES_FILE = b'{"type": "bytes"}\n'
 """The content of the file of the tokenizer whose tokens are bytes."""
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the token that ends a document."""
 MASK = "[MASK]"
 """The name of the token that hides another from a bert."""

@@ -82,12 +82,13 @@ def ours(transport, *settings):
     trainer, source, _ = build(transport, configured(*FLAT, "precision.compute=float64", *settings))
     batches = [source.batch(0, step, 8, range(8)) for step in range(20)]
     logits, own = trainer.logits(batches[0][0]), trainer.share()
+    logits = None if logits is None else np.array(logits)
     results = [
         trainer.step(step, *(rows[own.start : own.stop] for rows in batch))
         for step, batch in enumerate(batches)
     ]
-    found = None if logits is None else np.array(logits)
-    return found, batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
+    assert trainer.counted.peak == trainer.pipe.peak_bytes
+    return logits, batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
 
 
 def trained(model, batches):
