@@ -1,4 +1,7 @@
-"""The keys of the configuration: type, range, default and help of each; as pydantic models."""
+"""The keys of the configuration: type, range, default and help of each; as pydantic models.
+
+The string below a key is its help, in which `{...}` stands for names of rows (run/choices.py).
+"""
 
 import os
 from collections.abc import Collection, Sequence
@@ -88,228 +91,143 @@ class Section(BaseModel):
 class Run(Section):
     basic = ("seed", "steps", "out", "eval_every")
 
-    seed: int = Field(0, ge=0, description="seed of the initial parameters and of the data order")
-    steps: int = Field(
-        400,
-        ge=0,
-        description="total number of optimizer steps, including the steps before a resume",
-    )
-    epochs: float = Field(
-        0.0, ge=0, description="passes over the data, which give run.steps; 0: run.steps is as set"
-    )
-    out: str = Field("", description="run directory; empty: runs/<date>-<n>")
-    init_from: str = Field(
-        "",
-        description="folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run directory of another run. "
-        "Keys of [model] that are not set come from it. A resumed run does not read it. Empty: random parameters",
-    )
-    plugins: list[str] = Field(
-        [],
-        description="Python files that add rows to the tables of modes, schedules and the like; every rank imports them "
-        "before it checks the configuration. FILE, or FILE sha256:DIGEST",
-    )
-    watchers: list[str] = Field(
-        [],
-        description="watchers that rank 0 makes: FILE.py:CLASS, a class derived from mpitrain.Watcher, or the name of a row that "
-        "a plugin has added to WATCHERS. A resumed run does not take them over",
-    )
-    log_every: int = Field(
-        10, ge=1, description="steps between two lines in metrics.jsonl and on the screen"
-    )
-    eval_every: int = Field(
-        0, ge=-1, description="steps between evaluations; 0: only at the end, -1: never"
-    )
-    eval_rows: int = Field(
-        10_000,
-        ge=0,
-        description="largest number of held-out rows in an evaluation, spread evenly over all of them; 0: all rows",
-    )
-    sample: int = Field(
-        400,
-        ge=0,
-        description="number of tokens that a {rows} generates after training, for at most 10 s; 0: none",
-    )
-    sample_prompt: list[str] = Field(
-        [],
-        description="prompts that each evaluation continues, by at most run.sample tokens each and for at most 10 s, in place of "
-        "the text after training; of conversations, what the user says",
-    )
-    patience: int = Field(
-        0,
-        ge=0,
-        description="evaluations in a row without a better validation loss that end the run; 0: the run goes on",
-    )
-    max_hours: float = Field(
-        0.0,
-        ge=0,
-        description="hours of this start, before the end of which the run saves a checkpoint and stops with exit code 85, as "
-        "before the time limit of a batch job; 0: there is no such end",
-    )
-    digest_every: int = Field(
-        0,
-        ge=0,
-        description="steps between digests of the parameters and the optimizer state in "
-        "metrics.jsonl, which `mpitrain runs diff` compares. Each reads the whole state; 0: none",
-    )
-    delay: str = Field(
-        "",
-        pattern=DELAY,
-        description="artificial stragglers, as a list with commas. RANK:MS makes each step of this rank MS milliseconds "
-        "longer. random:MS:P does so to each step of each rank with probability P. The draw depends on the seed, the step and "
-        "the rows of the rank. Empty: none",
-    )
-    inject: str = Field(
-        "",
-        pattern=INJECTION,
-        description="an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, segfault, stop, exit, "
-        "_exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It happens once, from this step on; step 0 is the "
-        "start. POINT is step, forward, backward, save, snapshot, thread, publish, evaluation or end. A resumed run does not "
-        "take it over. Empty: none",
-    )
-    stall_seconds: float = Field(
-        600.0,
-        ge=1,
-        description="the watchdog ends the job if a rank makes no progress for this many seconds",
-    )
-    on_failure: Literal["end", "continue"] = Field(
-        "end",
-        description="reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from their own state, "
-        "copies (copies_every) or the newest checkpoint. continue needs `mpitrain launch --fault-tolerant`",
-    )
-    copies_every: int = Field(
-        0,
-        ge=0,
-        description="on_failure continue: steps between copies of the state in host memory, of this rank and of what a "
-        "neighbour alone has, on another host where there is one. 0: no copies",
-    )
-    recover_seconds: float = Field(
-        120.0, ge=1, description="seconds from a loss to the next step, after which the job ends"
-    )
-    on_stall: Literal["end", "warn"] = Field(
-        "end",
-        description="reaction of the watchdog; end: it names the rank to blame, and ends the job, warn: the job goes on",
-    )
-    grace: float = Field(
-        60.0,
-        ge=1,
-        description="seconds in which a rank must exit after the run has ended; then it ends itself, "
-        "even if MPI_Finalize waits for a rank that hangs",
-    )
-    trace: bool = Field(
-        True,
-        description="record the last actions of each rank in trace/ of the run directory, for `mpitrain runs report`",
-    )
-    tensorboard: bool = Field(
-        False,
-        description="write the numbers of metrics.jsonl as TensorBoard event files, too, to tensorboard/ of the run directory",
-    )
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="reaction to a loss or gradient that is not finite; stop: end the run, skip: skip the update of this "
-        "step. Even with skip the run ends after 10 skipped steps in a row, or at its end if more than half were skipped",
-    )
-    on_spike: Literal["ignore", "skip", "back"] = Field(
-        "ignore",
-        description="reaction to a spike of the loss; skip: skip the update of this step, back: also undo the updates since the "
-        "last snapshot. Skipped and undone updates end a run as those of run.on_nonfinite do",
-    )
-    spike: float = Field(
-        6.0,
-        gt=0,
-        description="standard deviations above the mean of recent losses from which a loss is a spike; at least 10 losses "
-        "come before it",
-    )
-    snapshot_every: int = Field(
-        20,
-        ge=1,
-        description="on_spike back: steps between snapshots of the state in host memory. The newest two are kept; each "
-        "checkpoint is a snapshot, too",
-    )
+    seed: int = Field(0, ge=0)
+    """seed of the initial parameters and of the data order"""
+    steps: int = Field(400, ge=0)
+    """total number of optimizer steps, including the steps before a resume"""
+    epochs: float = Field(0.0, ge=0)
+    """passes over the data, which give run.steps; 0: run.steps is as set"""
+    out: str = ""
+    """run directory; empty: runs/<date>-<n>"""
+    init_from: str = ""
+    """folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run directory of
+    another run. Keys of [model] that are not set come from it. A resumed run does not read it.
+    Empty: random parameters"""
+    plugins: list[str] = []
+    """Python files that add rows to the tables of modes, schedules and the like; every rank imports
+    them before it checks the configuration. FILE, or FILE sha256:DIGEST"""
+    watchers: list[str] = []
+    """watchers that rank 0 makes: FILE.py:CLASS, a class derived from mpitrain.Watcher, or the name
+    of a row that a plugin has added to WATCHERS. A resumed run does not take them over"""
+    log_every: int = Field(10, ge=1)
+    """steps between two lines in metrics.jsonl and on the screen"""
+    eval_every: int = Field(0, ge=-1)
+    """steps between evaluations; 0: only at the end, -1: never"""
+    eval_rows: int = Field(10_000, ge=0)
+    """largest number of held-out rows in an evaluation, spread evenly over all of them; 0: all rows
+    """
+    sample: int = Field(400, ge=0)
+    """number of tokens that a {rows} generates after training, for at most 10 s; 0: none"""
+    sample_prompt: list[str] = []
+    """prompts that each evaluation continues, by at most run.sample tokens each and for at most 10
+    s, in place of the text after training; of conversations, what the user says"""
+    patience: int = Field(0, ge=0)
+    """evaluations in a row without a better validation loss that end the run; 0: the run goes on"""
+    max_hours: float = Field(0.0, ge=0)
+    """hours of this start, before the end of which the run saves a checkpoint and stops with exit
+    code 85, as before the time limit of a batch job; 0: there is no such end"""
+    digest_every: int = Field(0, ge=0)
+    """steps between digests of the parameters and the optimizer state in metrics.jsonl, which
+    `mpitrain runs diff` compares. Each reads the whole state; 0: none"""
+    delay: str = Field("", pattern=DELAY)
+    """artificial stragglers, as a list with commas. RANK:MS makes each step of this rank MS
+    milliseconds longer. random:MS:P does so to each step of each rank with probability P. The draw
+    depends on the seed, the step and the rows of the rank. Empty: none"""
+    inject: str = Field("", pattern=INJECTION)
+    """an artificial failure, KIND:RANK@STEP[:POINT], for tests of jobs. KIND is kill, segfault,
+    stop, exit, _exit, raise, oom, disk, deadlock, mismatch, lose, nan or bitflip. It happens once,
+    from this step on; step 0 is the start. POINT is step, forward, backward, save, snapshot,
+    thread, publish, evaluation or end. A resumed run does not take it over. Empty: none"""
+    stall_seconds: float = Field(600.0, ge=1)
+    """the watchdog ends the job if a rank makes no progress for this many seconds"""
+    on_failure: Literal["end", "continue"] = "end"
+    """reaction to the loss of a rank; end: the job ends, continue: the living ranks go on, from
+    their own state, copies (copies_every) or the newest checkpoint. continue needs `mpitrain launch
+    --fault-tolerant`"""
+    copies_every: int = Field(0, ge=0)
+    """on_failure continue: steps between copies of the state in host memory, of this rank and of
+    what a neighbour alone has, on another host where there is one. 0: no copies"""
+    recover_seconds: float = Field(120.0, ge=1)
+    """seconds from a loss to the next step, after which the job ends"""
+    on_stall: Literal["end", "warn"] = "end"
+    """reaction of the watchdog; end: it names the rank to blame, and ends the job, warn: the job
+    goes on"""
+    grace: float = Field(60.0, ge=1)
+    """seconds in which a rank must exit after the run has ended; then it ends itself, even if
+    MPI_Finalize waits for a rank that hangs"""
+    trace: bool = True
+    """record the last actions of each rank in trace/ of the run directory, for `mpitrain runs
+    report`"""
+    tensorboard: bool = False
+    """write the numbers of metrics.jsonl as TensorBoard event files, too, to tensorboard/ of the
+    run directory"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """reaction to a loss or gradient that is not finite; stop: end the run, skip: skip the update
+    of this step. Even with skip the run ends after 10 skipped steps in a row, or at its end if more
+    than half were skipped"""
+    on_spike: Literal["ignore", "skip", "back"] = "ignore"
+    """reaction to a spike of the loss; skip: skip the update of this step, back: also undo the
+    updates since the last snapshot. Skipped and undone updates end a run as those of
+    run.on_nonfinite do"""
+    spike: float = Field(6.0, gt=0)
+    """standard deviations above the mean of recent losses from which a loss is a spike; at least 10
+    losses come before it"""
+    snapshot_every: int = Field(20, ge=1)
+    """on_spike back: steps between snapshots of the state in host memory. The newest two are kept;
+    each checkpoint is a snapshot, too"""
 
 
 class Data(Section):
     basic = ("source", "validation")
 
-    source: str = Field("pydocs", description="data to train on: {rows}")
-    validation: str = Field(
-        "",
-        description="held-out rows for a data.source {rows}: another file of the same kind, or tenth for the last tenth of "
-        "the source. Of arrays also a fraction of the rows, drawn at random, such as 0.2. "
-        "Empty: the file val.bin in the folder of a train.bin, if there is one, else tenth",
-    )
-    normalise: bool = Field(
-        True,
-        description="scale the numbers of {rows} to mean 0 and deviation 1: features, channels of images, and the targets of "
-        "mse and mae. Evaluations and predictions have the unit of the data",
-    )
-    vocabulary: int = Field(
-        0,
-        ge=0,
-        description="vocabulary size for {rows}; 0: the largest token in the file + 1. Text has at least 256",
-    )
-    dtype: Literal["auto", "uint16", "uint32"] = Field(
-        "auto",
-        description="dtype of the tokens of {rows}; auto: as the header says (.npy, llm.c), else as "
-        "the key dtype of meta.json beside the file, else uint16",
-    )
-    order: Literal["random", "epochs"] = Field(
-        "random",
-        description="order of the rows of {rows}; random: windows at random offsets, epochs: windows side by side, each once "
-        "per epoch. A mixture is always random; other data always goes in epochs",
-    )
-    separator: int = Field(
-        -1,
-        ge=-1,
-        description="the token that ends a document of {rows}; a row ends with its document, and the rest of the row does not "
-        "count, unless data.attend is document. -1: rows cross borders of documents",
-    )
-    mixture: dict[str, float] = Field(
-        {},
-        description="weights of the sources of data.source mixture, as a table: each row comes from "
-        "one of them. They are {rows}",
-    )
-    prefetch: int = Field(
-        2,
-        ge=0,
-        le=1000,
-        description="batches that a thread reads ahead, which changes no bit; 0: each step reads its own",
-    )
-    template: str = Field(
-        "",
-        description="a message of a conversation of {rows} as text, with {{role}} and {{content}}, or a chat template in Jinja; "
-        "the content of the role assistant, and the text behind it, are trained on. If the key is not set, the template in the "
-        "folder of run.init_from is taken, if there is one. Empty: {{role}}: {{content}} and two line breaks",
-    )
-    tokenizer: str = Field(
-        "",
-        description="tokenizer.json for the conversations of {rows}; if the key is not set, that in the folder of "
-        "run.init_from. Empty: their tokens are bytes",
-    )
-    packing: bool = Field(
-        False,
-        description="pack several conversations of {rows} into a row to train on, as many as fit "
-        "model.context. Held-out rows have one each",
-    )
-    attend: Literal["window", "document"] = Field(
-        "window",
-        description="tokens that attention sees, in {rows}; window: all earlier ones of the row, document: those of its own "
-        "document, which ends at data.separator or is a conversation of data.packing. Positions then begin anew at each "
-        "document, and all documents of a row count",
-    )
+    source: str = "pydocs"
+    """data to train on: {rows}"""
+    validation: str = ""
+    """held-out rows for a data.source {rows}: another file of the same kind, or tenth for the last
+    tenth of the source. Of arrays also a fraction of the rows, drawn at random, such as 0.2. Empty:
+    the file val.bin in the folder of a train.bin, if there is one, else tenth"""
+    normalise: bool = True
+    """scale the numbers of {rows} to mean 0 and deviation 1: features, channels of images, and the
+    targets of mse and mae. Evaluations and predictions have the unit of the data"""
+    vocabulary: int = Field(0, ge=0)
+    """vocabulary size for {rows}; 0: the largest token in the file + 1. Text has at least 256"""
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """dtype of the tokens of {rows}; auto: as the header says (.npy, llm.c), else as the key dtype
+    of meta.json beside the file, else uint16"""
+    order: Literal["random", "epochs"] = "random"
+    """order of the rows of {rows}; random: windows at random offsets, epochs: windows side by side,
+    each once per epoch. A mixture is always random; other data always goes in epochs"""
+    separator: int = Field(-1, ge=-1)
+    """the token that ends a document of {rows}; a row ends with its document, and the rest of the
+    row does not count, unless data.attend is document. -1: rows cross borders of documents"""
+    mixture: dict[str, float] = {}
+    """weights of the sources of data.source mixture, as a table: each row comes from one of them.
+    They are {rows}"""
+    prefetch: int = Field(2, ge=0, le=1000)
+    """batches that a thread reads ahead, which changes no bit; 0: each step reads its own"""
+    template: str = ""
+    """a message of a conversation of {rows} as text, with {{role}} and {{content}}, or a chat
+    template in Jinja; the content of the role assistant, and the text behind it, are trained on. If
+    the key is not set, the template in the folder of run.init_from is taken, if there is one.
+    Empty: {{role}}: {{content}} and two line breaks"""
+    tokenizer: str = ""
+    """tokenizer.json for the conversations of {rows}; if the key is not set, that in the folder of
+    run.init_from. Empty: their tokens are bytes"""
+    packing: bool = False
+    """pack several conversations of {rows} into a row to train on, as many as fit model.context.
+    Held-out rows have one each"""
+    attend: Literal["window", "document"] = "window"
+    """tokens that attention sees, in {rows}; window: all earlier ones of the row, document: those
+    of its own document, which ends at data.separator or is a conversation of data.packing.
+    Positions then begin anew at each document, and all documents of a row count"""
 
-    classes: int = Field(
-        0,
-        ge=0,
-        description="classes of the labelled texts of {rows}; 0: those of run.init_from, else the largest label + 1",
-    )
-    mask: float = Field(
-        0.15,
-        gt=0,
-        le=1,
-        description="{rows}: part of the tokens to predict. Of these, 80% become the mask token, 10% any token, and "
-        "10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all tokens, and "
-        "data.vocabulary counts it",
-    )
+    classes: int = Field(0, ge=0)
+    """classes of the labelled texts of {rows}; 0: those of run.init_from, else the largest label +
+    1"""
+    mask: float = Field(0.15, gt=0, le=1)
+    """{rows}: part of the tokens to predict. Of these, 80% become the mask token, 10% any token,
+    and 10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all
+    tokens, and data.vocabulary counts it"""
 
     @field_validator("validation", mode="before")
     @classmethod
@@ -320,81 +238,53 @@ class Data(Section):
 class Model(Section):
     basic = ("kind", "layers", "width", "heads", "context")
 
-    kind: str = Field(
-        "gpt", description="{rows}; if the key is not set, the kind that fits data.source"
-    )
-    layers: int = Field(4, ge=1, description="number of {rows}")
-    width: int = Field(128, ge=1, description="{rows}")
-    heads: int = Field(4, ge=1, description="number of attention heads; must divide model.width")
-    kv_heads: int = Field(
-        0,
-        ge=0,
-        description="llama: number of heads of keys and values, which model.heads shares; 0: as many",
-    )
-    qkv_bias: bool = Field(
-        False, description="llama: queries, keys and values have biases, as in Qwen2"
-    )
-    theta: float = Field(
-        10_000.0, gt=1, description="llama: base of the angles of rotary positions"
-    )
-    rope_scaling: list[float] = Field(
-        [],
-        description="llama: factor, low and high frequency factors and earlier context of the scaled rotary positions of "
-        "Llama 3, such as [32, 1, 4, 8192]; []: not scaled",
-    )
-    context: int = Field(128, ge=1, description="tokens in one sequence")
-    tied: bool = Field(
-        False, description="tie the weights of the output projection to the token embedding"
-    )
-    loss: str = Field(
-        "cross-entropy",
-        description="loss, as the mean over all targets that count: {rows}. Targets -100 and NaN do not count",
-    )
-    label_smoothing: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="part of each target of cross-entropy that all classes share equally, in training but not in evaluations",
-    )
-    dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="rate of dropout in training: {rows}; a multiple of 1/65536. The random bits "
-        "depend on run.seed, step, row and layer, but not on the layout",
-    )
-    attention_dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="gpt: rate of dropout of the attention probabilities in training. cuda and "
-        "cuda-sim compute such attention without tensor cores",
-    )
-    channels: list[Annotated[int, Field(ge=1)]] = Field(
-        [16, 32],
-        description="cnn: channels of each convolution's output; ReLU and a max-pooling follow",
-    )
-    kernel: int = Field(
-        3, ge=1, description="cnn: rows and columns of a convolution's kernel; an odd number"
-    )
-    pool: int = Field(
-        2, ge=1, le=16, description="cnn: rows and columns of a max-pooling's windows; 1: none"
-    )
-    hidden: int = Field(
-        0,
-        ge=0,
-        description="gpt, llama: hidden units of each MLP; 0: 4 x model.width, and of a llama 8/3 x "
-        "model.width up to a multiple of 64",
-    )
-    epsilon: float = Field(
-        1e-5, gt=0, description="gpt, llama: term of the norms, added to the variance"
-    )
-    freeze: list[str] = Field(
-        [],
-        description="parameters that are not trained, as patterns of full names such as "
-        "blocks.0.*; a star matches any text, also dots. A frozen parameter has no gradient and "
-        "no optimizer state, and no rank sends it but with replication.zero 3",
-    )
+    kind: str = "gpt"
+    """{rows}; if the key is not set, the kind that fits data.source"""
+    layers: int = Field(4, ge=1)
+    """number of {rows}"""
+    width: int = Field(128, ge=1)
+    """{rows}"""
+    heads: int = Field(4, ge=1)
+    """number of attention heads; must divide model.width"""
+    kv_heads: int = Field(0, ge=0)
+    """llama: number of heads of keys and values, which model.heads shares; 0: as many"""
+    qkv_bias: bool = False
+    """llama: queries, keys and values have biases, as in Qwen2"""
+    theta: float = Field(10_000.0, gt=1)
+    """llama: base of the angles of rotary positions"""
+    rope_scaling: list[float] = []
+    """llama: factor, low and high frequency factors and earlier context of the scaled rotary
+    positions of Llama 3, such as [32, 1, 4, 8192]; []: not scaled"""
+    context: int = Field(128, ge=1)
+    """tokens in one sequence"""
+    tied: bool = False
+    """tie the weights of the output projection to the token embedding"""
+    loss: str = "cross-entropy"
+    """loss, as the mean over all targets that count: {rows}. Targets -100 and NaN do not count"""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """part of each target of cross-entropy that all classes share equally, in training but not in
+    evaluations"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """rate of dropout in training: {rows}; a multiple of 1/65536. The random bits depend on
+    run.seed, step, row and layer, but not on the layout"""
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    """gpt: rate of dropout of the attention probabilities in training. cuda and cuda-sim compute
+    such attention without tensor cores"""
+    channels: list[Annotated[int, Field(ge=1)]] = [16, 32]
+    """cnn: channels of each convolution's output; ReLU and a max-pooling follow"""
+    kernel: int = Field(3, ge=1)
+    """cnn: rows and columns of a convolution's kernel; an odd number"""
+    pool: int = Field(2, ge=1, le=16)
+    """cnn: rows and columns of a max-pooling's windows; 1: none"""
+    hidden: int = Field(0, ge=0)
+    """gpt, llama: hidden units of each MLP; 0: 4 x model.width, and of a llama 8/3 x model.width up
+    to a multiple of 64"""
+    epsilon: float = Field(1e-5, gt=0)
+    """gpt, llama: term of the norms, added to the variance"""
+    freeze: list[str] = []
+    """parameters that are not trained, as patterns of full names such as blocks.0.*; a star matches
+    any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
+    sends it but with replication.zero 3"""
 
     @property
     def hidden_units(self) -> int:
@@ -405,38 +295,25 @@ class Model(Section):
 
 
 class Lora(Section):
-    rank: int = Field(
-        0,
-        ge=0,
-        description="rank of low-rank adapters (LoRA), which are trained in place of the model; 0: none, the model is trained",
-    )
-    alpha: float = Field(
-        16.0, gt=0, description="the output of an adapter is multiplied by lora.alpha / lora.rank"
-    )
-    targets: list[str] = Field(
-        ["c_attn"],
-        description="linear layers that get an adapter, separated by commas: names of Hugging "
-        "Face's GPT-2 such as c_attn, c_fc, c_proj, lm_head or h.0.attn.c_attn, or the names of "
-        "this model, such as qkv or blocks.0.mlp.up. q, k and v are a part of qkv each",
-    )
+    rank: int = Field(0, ge=0)
+    """rank of low-rank adapters (LoRA), which are trained in place of the model; 0: none, the model
+    is trained"""
+    alpha: float = Field(16.0, gt=0)
+    """the output of an adapter is multiplied by lora.alpha / lora.rank"""
+    targets: list[str] = ["c_attn"]
+    """linear layers that get an adapter, separated by commas: names of Hugging Face's GPT-2 such as
+    c_attn, c_fc, c_proj, lm_head or h.0.attn.c_attn, or the names of this model, such as qkv or
+    blocks.0.mlp.up. q, k and v are a part of qkv each"""
 
-    dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="rate of dropout of the input of the adapters; the model has model.dropout",
-    )
-    base: Literal["", "int8"] = Field(
-        "",
-        description="storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, with a scale "
-        "for each output, which layers decode for each product. Empty: as layers compute",
-    )
-    init_from: str = Field(
-        "",
-        description="adapters to start from: a folder of HuggingFace's peft, or the run directory of "
-        "a run with adapters. Empty: A is random and B is 0. If run.init_from names such a folder, "
-        "the adapters start from there, on the model that they were trained on",
-    )
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """rate of dropout of the input of the adapters; the model has model.dropout"""
+    base: Literal["", "int8"] = ""
+    """storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, with
+    a scale for each output, which layers decode for each product. Empty: as layers compute"""
+    init_from: str = ""
+    """adapters to start from: a folder of HuggingFace's peft, or the run directory of a run with
+    adapters. Empty: A is random and B is 0. If run.init_from names such a folder, the adapters
+    start from there, on the model that they were trained on"""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -447,178 +324,107 @@ class Lora(Section):
 class Batch(Section):
     basic = ("size", "micro_batches")
 
-    size: int = Field(
-        32,
-        ge=1,
-        le=10**9,
-        description="global batch: sequences (or samples) per optimizer step, over all ranks",
-    )
-    micro_batches: int = Field(
-        0,
-        ge=0,
-        description="number of micro-batches into which each rank divides its rows of a step; 0: "
-        "1, or in a pipeline of several stages 2 per stage, if there are enough rows",
-    )
+    size: int = Field(32, ge=1, le=10**9)
+    """global batch: sequences (or samples) per optimizer step, over all ranks"""
+    micro_batches: int = Field(0, ge=0)
+    """number of micro-batches into which each rank divides its rows of a step; 0: 1, or in a
+    pipeline of several stages 2 per stage, if there are enough rows"""
 
 
 class Layout(Section):
     basic = ("dp", "tp", "pp")
 
-    dp: int = Field(
-        0, ge=0, description="number of data-parallel replicas; 0: as many as the ranks allow"
-    )
-    cp: int = Field(
-        1,
-        ge=1,
-        description="context-parallel size: the ranks of a group divide the tokens of each row",
-    )
-    cp_mode: Literal["ulysses", "ring"] = Field(
-        "ulysses",
-        description="how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank some "
-        "heads of all tokens; ring: keys and values go from rank to rank, for any number of heads",
-    )
-    tp: int = Field(
-        1,
-        ge=1,
-        description="tensor-parallel size: the ranks of a group divide the heads, widths and vocabulary of each layer",
-    )
-    pp: int = Field(
-        1, ge=1, description="number of pipeline stages; each stage holds some of the layers"
-    )
-    algorithm: str = Field(
-        "auto", description="all-reduce algorithm for activations, within a tensor-parallel group"
-    )
-    sequence_parallel: bool = Field(
-        False,
-        description="sequence parallelism as in Megatron-LM: the ranks of a tensor-parallel group "
-        "also divide the rows of norms and residuals",
-    )
-    keep_gathered: bool = Field(
-        False,
-        description="with sequence_parallel: save the gathered input of each layer for its "
-        "backward, instead of gathering it again; this needs more memory",
-    )
+    dp: int = Field(0, ge=0)
+    """number of data-parallel replicas; 0: as many as the ranks allow"""
+    cp: int = Field(1, ge=1)
+    """context-parallel size: the ranks of a group divide the tokens of each row"""
+    cp_mode: Literal["ulysses", "ring"] = "ulysses"
+    """how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank
+    some heads of all tokens; ring: keys and values go from rank to rank, for any number of heads"""
+    tp: int = Field(1, ge=1)
+    """tensor-parallel size: the ranks of a group divide the heads, widths and vocabulary of each
+    layer"""
+    pp: int = Field(1, ge=1)
+    """number of pipeline stages; each stage holds some of the layers"""
+    algorithm: str = "auto"
+    """all-reduce algorithm for activations, within a tensor-parallel group"""
+    sequence_parallel: bool = False
+    """sequence parallelism as in Megatron-LM: the ranks of a tensor-parallel group also divide the
+    rows of norms and residuals"""
+    keep_gathered: bool = False
+    """with sequence_parallel: save the gathered input of each layer for its backward, instead of
+    gathering it again; this needs more memory"""
 
 
 class Pipeline(Section):
     basic = ("schedule",)
 
-    schedule: str = Field(
-        "1f1b",
-        description="pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. {streams}",
-    )
-    chunks: int = Field(
-        0,
-        ge=0,
-        description="model chunks on each stage; 0: as many as the schedule has, or 2 if it takes any number",
-    )
-    partition: str = Field(
-        "",
-        pattern=PARTITION,
-        description="number of units in each model chunk, as in 4,4,3,5. {rows} Empty: balanced by parameters. time: balanced "
-        "by times that all ranks measure at the start",
-    )
+    schedule: str = "1f1b"
+    """pipeline schedule: {rows}, or a file of `mpitrain plan schedule --json`. {streams}"""
+    chunks: int = Field(0, ge=0)
+    """model chunks on each stage; 0: as many as the schedule has, or 2 if it takes any number"""
+    partition: str = Field("", pattern=PARTITION)
+    """number of units in each model chunk, as in 4,4,3,5. {rows} Empty: balanced by parameters.
+    time: balanced by times that all ranks measure at the start"""
 
 
 class Replication(Section):
     basic = ("mode", "zero", "algorithm")
 
-    mode: str = Field("all-reduce", description="how replicas are synchronised. {rows}")
-    servers: int = Field(
-        1,
-        ge=1,
-        description="mode server: number of parameter servers; they are the last ranks, and compute no rows",
-    )
-    update: Literal["sync", "async", "bounded"] = Field(
-        "sync",
-        description="mode server: time of an update. sync: once a step, from the gradients of all workers. async: at once "
-        "with each gradient that arrives. bounded: as async, but no worker runs more than replication.staleness steps ahead "
-        "(stale-synchronous parallel)",
-    )
-    staleness: int = Field(
-        2,
-        ge=0,
-        description="update bounded: a worker starts step k only after all workers have finished "
-        "step k - 1 - staleness; 0: as sync",
-    )
-    async_lr: str = Field(
-        "1/workers",
-        pattern=ASYNC_LR,
-        description="update async and bounded: factor of the learning rate. It is a number, "
-        "1/workers, or staleness: 1 / (1 + staleness of the gradient)",
-    )
-    period: int = Field(
-        10,
-        ge=1,
-        description="mode local: steps between parameter averages; local and gossip: also steps "
-        "between exchanges of losses and stop requests",
-    )
-    outer_lr: float = Field(
-        1.0,
-        gt=0,
-        description="mode local: outer learning rate, by which workers move towards the average; DiLoCo takes 0.7",
-    )
-    outer_momentum: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="mode local: Nesterov momentum of the outer steps; DiLoCo takes 0.9",
-    )
-    zero: int = Field(
-        0,
-        description="ZeRO stage: 0 shards nothing, {rows}, over the replicas. Stages 2 and 3 reduce the gradients of every "
-        "micro-batch; in a pipeline they reduce once a step, and need gpipe or breadth-first",
-    )
-    shard: Literal["all", "host"] = Field(
-        "all",
-        description="with zero: the ranks that shard. all: all replicas. host: the replicas of each host, as hybrid sharding "
-        "of FSDP; then only gradients travel between hosts, once a step",
-    )
-    zero_keep: int = Field(
-        0,
-        ge=0,
-        description="zero 3: units of at most this many elements get buffers of their own, and "
-        "are gathered once a step instead of before each use",
-    )
-    gather: Literal["none", "fp16", "bf16", "int8"] = Field(
-        "none",
-        description="zero 3: compression of the parameters in all-gathers; the shards themselves stay float32",
-    )
-    algorithm: str = Field(
-        "auto",
-        description="all-reduce algorithm for gradients; auto: the fastest by the cost model",
-    )
-    tuning: str = Field(
-        "",
-        description="for auto: file of measured link parameters from `mpitrain bench fit`; empty: built-in assumptions",
-    )
-    wire: str = Field(
-        "none",
-        pattern=WIRE,
-        description="gradient compression: none, fp16, bf16, int8, topk[:PART] or "
-        "powersgd[:RANK]; topk sends the fraction PART of the elements",
-    )
-    dense_steps: int = Field(
-        -1,
-        ge=-1,
-        description="number of first steps without gradient compression; -1: a quarter of run.steps for powersgd, else 0",
-    )
-    bucket_mb: float = Field(
-        0.0,
-        ge=0,
-        description="size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB within a host, 25 MB between its "
-        "GPUs, between hosts by the latency and bandwidth in the tuning",
-    )
-    overlap: bool = Field(
-        True,
-        description="overlap communication with computation: reduce a bucket as soon as its "
-        "gradients are ready, and gather parameters in advance",
-    )
-    progress_thread: Literal["auto", "no"] = Field(
-        "auto",
-        description="progress of non-blocking reductions between hosts. auto: a background thread, if their messages lie in "
-        "host memory and MPI provides MPI_THREAD_MULTIPLE. no: by polling in the main thread, between layers",
-    )
+    mode: str = "all-reduce"
+    """how replicas are synchronised. {rows}"""
+    servers: int = Field(1, ge=1)
+    """mode server: number of parameter servers; they are the last ranks, and compute no rows"""
+    update: Literal["sync", "async", "bounded"] = "sync"
+    """mode server: time of an update. sync: once a step, from the gradients of all workers. async:
+    at once with each gradient that arrives. bounded: as async, but no worker runs more than
+    replication.staleness steps ahead (stale-synchronous parallel)"""
+    staleness: int = Field(2, ge=0)
+    """update bounded: a worker starts step k only after all workers have finished step k - 1 -
+    staleness; 0: as sync"""
+    async_lr: str = Field("1/workers", pattern=ASYNC_LR)
+    """update async and bounded: factor of the learning rate. It is a number, 1/workers, or
+    staleness: 1 / (1 + staleness of the gradient)"""
+    period: int = Field(10, ge=1)
+    """mode local: steps between parameter averages; local and gossip: also steps between exchanges
+    of losses and stop requests"""
+    outer_lr: float = Field(1.0, gt=0)
+    """mode local: outer learning rate, by which workers move towards the average; DiLoCo takes 0.7
+    """
+    outer_momentum: float = Field(0.0, ge=0, lt=1)
+    """mode local: Nesterov momentum of the outer steps; DiLoCo takes 0.9"""
+    zero: int = 0
+    """ZeRO stage: 0 shards nothing, {rows}, over the replicas. Stages 2 and 3 reduce the gradients
+    of every micro-batch; in a pipeline they reduce once a step, and need gpipe or breadth-first"""
+    shard: Literal["all", "host"] = "all"
+    """with zero: the ranks that shard. all: all replicas. host: the replicas of each host, as
+    hybrid sharding of FSDP; then only gradients travel between hosts, once a step"""
+    zero_keep: int = Field(0, ge=0)
+    """zero 3: units of at most this many elements get buffers of their own, and are gathered once a
+    step instead of before each use"""
+    gather: Literal["none", "fp16", "bf16", "int8"] = "none"
+    """zero 3: compression of the parameters in all-gathers; the shards themselves stay float32"""
+    algorithm: str = "auto"
+    """all-reduce algorithm for gradients; auto: the fastest by the cost model"""
+    tuning: str = ""
+    """for auto: file of measured link parameters from `mpitrain bench fit`; empty: built-in
+    assumptions"""
+    wire: str = Field("none", pattern=WIRE)
+    """gradient compression: none, fp16, bf16, int8, topk[:PART] or powersgd[:RANK]; topk sends the
+    fraction PART of the elements"""
+    dense_steps: int = Field(-1, ge=-1)
+    """number of first steps without gradient compression; -1: a quarter of run.steps for powersgd,
+    else 0"""
+    bucket_mb: float = Field(0.0, ge=0)
+    """size of gradient buckets in megabytes, rounded to whole units; 0: 4 MB within a host, 25 MB
+    between its GPUs, between hosts by the latency and bandwidth in the tuning"""
+    overlap: bool = True
+    """overlap communication with computation: reduce a bucket as soon as its gradients are ready,
+    and gather parameters in advance"""
+    progress_thread: Literal["auto", "no"] = "auto"
+    """progress of non-blocking reductions between hosts. auto: a background thread, if their
+    messages lie in host memory and MPI provides MPI_THREAD_MULTIPLE. no: by polling in the main
+    thread, between layers"""
 
     @field_validator("async_lr", mode="before")
     @classmethod
@@ -631,14 +437,12 @@ class Replication(Section):
 class Precision(Section):
     basic = ("compute",)
 
-    compute: Literal["float32", "float64", "bfloat16", "float16"] = Field(
-        "float32",
-        description="dtype of parameters, activations and gradients. bfloat16 and float16 are mixed precision: activations, "
-        "their gradients and a copy of the parameters are rounded, and the updated parameters stay float32. On cpu rounded "
-        "values are stored as float32: nothing is saved, and the copy costs 4 bytes per parameter (25% with adamw). float16 "
-        "has a dynamic loss scale: a step with overflowing gradients but a finite loss is skipped, and 20 such steps in a row "
-        "end the run",
-    )
+    compute: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """dtype of parameters, activations and gradients. bfloat16 and float16 are mixed precision:
+    activations, their gradients and a copy of the parameters are rounded, and the updated
+    parameters stay float32. On cpu rounded values are stored as float32: nothing is saved, and the
+    copy costs 4 bytes per parameter (25% with adamw). float16 has a dynamic loss scale: a step with
+    overflowing gradients but a finite loss is skipped, and 20 such steps in a row end the run"""
 
     @property
     def is_half(self) -> bool:
@@ -673,103 +477,65 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     basic = ("name", "lr")
 
-    name: str = Field(
-        "adamw",
-        description="update rule; keys that the rule does not read must have their defaults. {rows}",
-    )
-    lr: float = Field(
-        2e-3,
-        gt=0,
-        description="peak learning rate. If the key is not set, it is a 40th under run.init_from, and a 10th for adapters",
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, description="weight decay of matrices and embeddings; biases and gains have none"
-    )
-    clip: float = Field(
-        1.0,
-        ge=0,
-        description="largest global gradient norm; in asynchronous pipelines the norm of each stage; 0: no clipping",
-    )
-    warmup: int = Field(20, ge=0, description="steps of linear warm-up of the learning rate from 0")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine",
-        description="decay of the learning rate after the warm-up; constant: none; wsd: constant, then linear",
-    )
-    final: float = Field(
-        0.1, ge=0, le=1, description="learning rate at the end of the decay, relative to the peak"
-    )
-    decay_steps: int = Field(
-        0,
-        ge=0,
-        description="steps of the decay, the last ones of the run; 0: all after the warm-up, in wsd the last fifth of the run",
-    )
-    groups: list[ParameterGroup] = Field(
-        [],
-        description='weight decay and factor of the learning rate by full names of parameters: [{{match = "embedding.*", '
-        "weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * matches dots, too",
-    )
-    momentum: float = Field(0.9, ge=0, lt=1, description="{rows}: decay of the velocity")
-    beta1: float = Field(
-        0.8,
-        ge=0,
-        lt=1,
-        description="{rows}: decay of the first moment, except in the steps of beta1_delayed; in "
-        "lion the momentum's weight in the step",
-    )
-    beta1_delayed: float = Field(
-        0.5,
-        ge=0,
-        lt=1,
-        description="{rows}: decay of the first moment in steps with topk or powersgd; their error "
-        "feedback acts as a momentum, too",
-    )
-    beta2: float = Field(
-        0.95, ge=0, lt=1, description="{rows}: decay of the second moment; in lion of the momentum"
-    )
-    epsilon: float = Field(
-        1e-8, gt=0, description="{rows}: term in the denominator that avoids a division by 0"
-    )
-    ns_steps: int = Field(
-        5, ge=1, lt=100, description="{rows}: Newton-Schulz steps, which make a matrix orthogonal"
-    )
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw",
-        description="{rows}: factor of a matrix' learning rate: 0.2 x sqrt of its longer side, or "
-        "original: sqrt(max(1, rows / columns))",
-    )
+    name: str = "adamw"
+    """update rule; keys that the rule does not read must have their defaults. {rows}"""
+    lr: float = Field(2e-3, gt=0)
+    """peak learning rate. If the key is not set, it is a 40th under run.init_from, and a 10th for
+    adapters"""
+    weight_decay: float = Field(0.1, ge=0)
+    """weight decay of matrices and embeddings; biases and gains have none"""
+    clip: float = Field(1.0, ge=0)
+    """largest global gradient norm; in asynchronous pipelines the norm of each stage; 0: no
+    clipping"""
+    warmup: int = Field(20, ge=0)
+    """steps of linear warm-up of the learning rate from 0"""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """decay of the learning rate after the warm-up; constant: none; wsd: constant, then linear"""
+    final: float = Field(0.1, ge=0, le=1)
+    """learning rate at the end of the decay, relative to the peak"""
+    decay_steps: int = Field(0, ge=0)
+    """steps of the decay, the last ones of the run; 0: all after the warm-up, in wsd the last fifth
+    of the run"""
+    groups: list[ParameterGroup] = []
+    """weight decay and factor of the learning rate by full names of parameters: [{{match =
+    "embedding.*", weight_decay = 0.0, lr = 0.5}}]. The first match counts. A * matches dots, too"""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """{rows}: decay of the velocity"""
+    beta1: float = Field(0.8, ge=0, lt=1)
+    """{rows}: decay of the first moment, except in the steps of beta1_delayed; in lion the
+    momentum's weight in the step"""
+    beta1_delayed: float = Field(0.5, ge=0, lt=1)
+    """{rows}: decay of the first moment in steps with topk or powersgd; their error feedback acts
+    as a momentum, too"""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """{rows}: decay of the second moment; in lion of the momentum"""
+    epsilon: float = Field(1e-8, gt=0)
+    """{rows}: term in the denominator that avoids a division by 0"""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """{rows}: Newton-Schulz steps, which make a matrix orthogonal"""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """{rows}: factor of a matrix' learning rate: 0.2 x sqrt of its longer side, or original:
+    sqrt(max(1, rows / columns))"""
 
 
 class Memory(Section):
-    recompute: str = Field(
-        "none",
-        pattern=RECOMPUTE,
-        description="activations that the backward pass computes again instead of saving them. "
-        "none, attention: the probabilities of attention, unit: all but the input of each unit, "
-        "or N: all but the input of each N units; 2 are a transformer block",
-    )
-    logit_chunks: int = Field(
-        1,
-        ge=1,
-        description="number of slices of rows in which the output head and the loss are computed, "
-        "so that the logits of all rows are never in memory together",
-    )
-    attention: Literal["auto", "tiled", "whole"] = Field(
-        "auto",
-        description="attention on cpu. tiled: in tiles that stay in cache; the backward computes the exponentials again, and "
-        "no memory grows with the square of model.context. whole: the exponentials are saved for the backward. auto: whole "
-        "for short sequences, tiled from 512 tokens on. cuda and cuda-sim always compute in tiles",
-    )
-    release_every: int = Field(
-        0,
-        ge=0,
-        description="steps between releases of unused activation memory to the system; 0: never",
-    )
-    limit_gb: float = Field(
-        0.0,
-        ge=0,
-        description="memory in GB that the ranks of a host, or of a GPU, may use together for parameters, gradients, "
-        "optimizer state and activations, as counted before the start; 0: all that is free",
-    )
+    recompute: str = Field("none", pattern=RECOMPUTE)
+    """activations that the backward pass computes again instead of saving them. none, attention:
+    the probabilities of attention, unit: all but the input of each unit, or N: all but the input of
+    each N units; 2 are a transformer block"""
+    logit_chunks: int = Field(1, ge=1)
+    """number of slices of rows in which the output head and the loss are computed, so that the
+    logits of all rows are never in memory together"""
+    attention: Literal["auto", "tiled", "whole"] = "auto"
+    """attention on cpu. tiled: in tiles that stay in cache; the backward computes the exponentials
+    again, and no memory grows with the square of model.context. whole: the exponentials are saved
+    for the backward. auto: whole for short sequences, tiled from 512 tokens on. cuda and cuda-sim
+    always compute in tiles"""
+    release_every: int = Field(0, ge=0)
+    """steps between releases of unused activation memory to the system; 0: never"""
+    limit_gb: float = Field(0.0, ge=0)
+    """memory in GB that the ranks of a host, or of a GPU, may use together for parameters,
+    gradients, optimizer state and activations, as counted before the start; 0: all that is free"""
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -786,57 +552,41 @@ class Memory(Section):
 class Checkpoint(Section):
     basic = ("every",)
 
-    every: int = Field(
-        100, ge=0, description="steps between checkpoints; 0: only when the run ends or is stopped"
-    )
-    keep: int = Field(
-        2, ge=1, description="number of newest checkpoints to keep; older ones are removed"
-    )
-    best: bool = Field(
-        False,
-        description="keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat and export",
-    )
-    keep_every: int = Field(
-        0,
-        ge=0,
-        description="steps between checkpoints that stay for ever, a multiple of checkpoint.every; 0: none does",
-    )
-    background: Literal["auto", True, False] = Field(
-        "auto",
-        description="copy the state between two steps, and write the copies in a thread while the steps go on; auto: from 1 MiB "
-        "a rank on, if the memory has room for the copies. A save that is due while a thread still writes is skipped",
-    )
+    every: int = Field(100, ge=0)
+    """steps between checkpoints; 0: only when the run ends or is stopped"""
+    keep: int = Field(2, ge=1)
+    """number of newest checkpoints to keep; older ones are removed"""
+    best: bool = False
+    """keep the checkpoint with the best validation loss, too, for --best of eval, generate, chat
+    and export"""
+    keep_every: int = Field(0, ge=0)
+    """steps between checkpoints that stay for ever, a multiple of checkpoint.every; 0: none does"""
+    background: Literal["auto", True, False] = "auto"
+    """copy the state between two steps, and write the copies in a thread while the steps go on;
+    auto: from 1 MiB a rank on, if the memory has room for the copies. A save that is due while a
+    thread still writes is skipped"""
 
 
 class Device(Section):
     basic = ("kind",)
 
-    kind: Literal["auto", Kind] = Field(
-        "auto",
-        description="device to compute on; auto: cuda if every rank finds a GPU, else cpu; "
-        "cuda-sim: the CUDA kernels, simulated on the CPU",
-    )
-    cuda_aware: Literal["auto", "yes", "no"] = Field(
-        "auto",
-        description="yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: "
-        "query MPI and run a self-test",
-    )
-    gemm: Literal["tiled", "3xtf32", "library"] = Field(
-        "tiled",
-        description="cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in cuda-sim NumPy). "
-        "3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact as float32",
-    )
-    passes: Literal["auto", "compiled", "numpy"] = Field(
-        "auto",
-        description="LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++ or "
-        "zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding. "
-        "auto: compiled if every rank can, else numpy; a resumed run keeps what it had",
-    )
-    tiles: str = Field(
-        "",
-        description="gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: "
-        "tiles by a cost model of this GPU",
-    )
+    kind: Literal["auto", Kind] = "auto"
+    """device to compute on; auto: cuda if every rank finds a GPU, else cpu; cuda-sim: the CUDA
+    kernels, simulated on the CPU"""
+    cuda_aware: Literal["auto", "yes", "no"] = "auto"
+    """yes: pass GPU pointers to MPI; no: stage messages through host memory; auto: query MPI and
+    run a self-test"""
+    gemm: Literal["tiled", "3xtf32", "library"] = "tiled"
+    """cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in
+    cuda-sim NumPy). 3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact
+    as float32"""
+    passes: Literal["auto", "compiled", "numpy"] = "auto"
+    """LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++
+    or zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding.
+    auto: compiled if every rank can, else numpy; a resumed run keeps what it had"""
+    tiles: str = ""
+    """gemm tiled and 3xtf32: file of tile sizes from `mpitrain bench gemm --tune`; empty: tiles by
+    a cost model of this GPU"""
 
 
 def _is_speakable(text: str) -> bool:

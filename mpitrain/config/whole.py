@@ -2,15 +2,20 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import ast
 import difflib
+import inspect
 import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import Field, ValidationError
 
+from mpitrain.config import sections
 from mpitrain.config.sections import (
     KEPT_ON_HOST,
     Batch,
@@ -189,6 +194,19 @@ class ConfigKey(NamedTuple):
     is_basic: bool
 
 
+@cache
+def _help() -> dict[tuple[str, str], str]:
+    """Return {(section, key): the string below the key in sections.py, as one line}."""
+    texts = {}
+    for section in ast.parse(inspect.getsource(sections)).body:
+        body = section.body if isinstance(section, ast.ClassDef) else []
+        for key, text in pairwise(body):
+            match key, text:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                    texts[section.name, name] = " ".join(words.split())  # type: ignore[attr-defined]
+    return texts
+
+
 def keys() -> Iterator[ConfigKey]:
     """Iterate over all configuration keys, in the order of their definition."""
     for section, field in Config.model_fields.items():
@@ -206,7 +224,12 @@ def keys() -> Iterator[ConfigKey]:
             allowed = " | ".join(texts) if choices else ", ".join(bounds)
             is_basic = name in field.annotation.basic
             yield ConfigKey(
-                f"{section}.{name}", kind, key.default, allowed, key.description, is_basic
+                f"{section}.{name}",
+                kind,
+                key.default,
+                allowed,
+                key.description or _help()[field.annotation.__name__, name],
+                is_basic,
             )
 
 
