@@ -1,6 +1,7 @@
 """The exceptions of mpitrain. Each names a rule, the values that break it, and a remedy."""
 
 import re
+import sys
 import traceback
 import unicodedata
 from typing import TypeVar
@@ -25,6 +26,11 @@ def visible(text: str) -> str:
         else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def say(text: object) -> None:
+    """Print a text to standard error, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def multiples_near(number: int, unit: int) -> str:

@@ -27,7 +27,6 @@ The computation never waits, and the host only polls. The order is safe:
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Combine, Execution, Reduction, started_twice
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.errors import CommError, ConfigError, on_every_rank, say
 from mpitrain.machine.backend import Copy, Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Request, Transport, named
@@ -172,11 +171,7 @@ def note_unshared(transport: Transport) -> None:
 
 def say_unshared(reason: str) -> None:
     """Print that GPUs of a host use messages, and why."""
-    print(
-        f"mpitrain: GPUs of a host exchange messages, not shared memory. {reason}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"mpitrain: GPUs of a host exchange messages, not shared memory. {reason}")
 
 
 def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None:

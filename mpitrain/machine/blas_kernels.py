@@ -15,6 +15,7 @@ from string import ascii_letters
 from typing import NamedTuple
 from zlib import crc32
 
+from mpitrain.errors import say
 from mpitrain.files import contents, write_whole
 from mpitrain.machine import process
 from mpitrain.machine.compiling import locked, shared_cache_of
@@ -94,7 +95,7 @@ def measured(anew: bool = False) -> Measured:
                 kernels, gain = json.loads(contents(path))
                 if kernels in ("", AVX2):
                     return Measured(kernels, float(gain))
-            print("measuring the kernels of OpenBLAS, once", file=sys.stderr, flush=True)
+            say("measuring the kernels of OpenBLAS, once")
         result = _compared([(_child(""), _child(AVX2)) for _ in range(PAIRS)])
         write_whole(path, json.dumps(result) + "\n")
         return result

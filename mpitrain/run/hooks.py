@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank, say
 from mpitrain.files import mend, opened
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
@@ -688,11 +688,7 @@ class Tracing(Hook):
         try:
             recorder.keep(trace_file(run.folder, rank))
         except OSError as error:
-            print(
-                f"warning: rank {rank} cannot keep a trace in {run.folder}: {error.strerror}.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"warning: rank {rank} cannot keep a trace in {run.folder}: {error.strerror}.")
 
     def step_ends(self, step: int, outcome: StepResult) -> None:
         if not self._recorder.is_on:

@@ -4,7 +4,6 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.errors import CheckpointError, ConfigError, on_every_rank
+from mpitrain.errors import CheckpointError, ConfigError, on_every_rank, say
 from mpitrain.formats import peft
 from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
@@ -153,7 +152,7 @@ def load_initial(
         loading.read_beside(transport, initial.folder)
     if transport.rank == 0:
         for note in initial.notes:
-            print(f"note: {note}.", file=sys.stderr, flush=True)
+            say(f"note: {note}.")
 
     def filled() -> tuple[dict[str, str], list[str]]:
         with refusing(initial.folder):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpitrain.config.faults import KINDS, injection
+from mpitrain.errors import say
 from mpitrain.layers.base import Gradient
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import Replication
@@ -148,11 +149,7 @@ class Injector:
         self._is_due = False
         within = "" if point == "step" else f"{point} of "
         where = f"{within}step {step}" if step else "the start"
-        print(
-            f"rank {self._transport.rank}: run.inject: {failure.kind} at {where}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"rank {self._transport.rank}: run.inject: {failure.kind} at {where}")
         return True
 
     def passes(self, point: str, step: int) -> None:

@@ -5,7 +5,6 @@ that were automatic: device, passes, mesh axes, schedule and micro-batches. `res
 ranks; a run compares them in `build`, together with facts about its data.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.data import beside, source_kind
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, say
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
@@ -181,11 +180,9 @@ def _say_that_kernels_differ(by_host: dict[str, tuple[str, str]]) -> None:
         named = ", ".join(
             f"{host} {kernels or 'its own'}" for host, (_, kernels) in by_host.items()
         )
-        print(
+        say(
             f"warning: OpenBLAS multiplies with several kernels on equal processors: {named}. "
-            "To have one rounding, export OPENBLAS_CORETYPE on all hosts.",
-            file=sys.stderr,
-            flush=True,
+            "To have one rounding, export OPENBLAS_CORETYPE on all hosts."
         )
 
 
@@ -269,11 +266,9 @@ def _with_gain(config: Config, kind: str) -> Memory:
 
 def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
     if config.memory.recompute != resolved.config.memory.recompute:
-        print(
+        say(
             "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
-            "unit saves more.",
-            file=sys.stderr,
-            flush=True,
+            "unit saves more."
         )
 
 
@@ -368,16 +363,12 @@ def _say_who_shares(gpus: Sequence[Gpu], hosts: Sequence[str]) -> None:
         if ranks > used[host] >= seen[host].seen
     }
     if crowded:
-        print(
-            f"warning: {'; '.join(crowded.values())}: they take turns, and each needs its own memory.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"warning: {'; '.join(crowded.values())}: they take turns, and each needs its own memory."
         )
     for (host, address, _), ranks in users.items():
         if len(ranks) > 1 and host not in crowded:
-            print(
+            say(
                 f"warning: ranks {', '.join(map(str, ranks))} on {host} all use the GPU {address}, but there are "
-                f"{seen[host].seen}. Do not hide GPUs from ranks (CUDA_VISIBLE_DEVICES, --gpus-per-task).",
-                file=sys.stderr,
-                flush=True,
+                f"{seen[host].seen}. Do not hide GPUs from ranks (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
             )

@@ -22,7 +22,6 @@ import os
 import re
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ from mpitrain.data import (
     writes_text,
 )
 from mpitrain.data.tokenizer import TOKENIZER
-from mpitrain.errors import CheckpointError, ConfigError, DataError
+from mpitrain.errors import CheckpointError, ConfigError, DataError, say
 from mpitrain.files import Directory, cannot_write, contents, opened
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
@@ -345,11 +344,7 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     if config.run.init_from and not has_begun:
         of_model = _tokenizer_in(Path(config.run.init_from))
         if tokenizer and of_model and tokenizer != of_model:
-            print(
-                f"note: {', '.join(names)} and {config.run.init_from} have different tokenizers.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"note: {', '.join(names)} and {config.run.init_from} have different tokenizers.")
         tokenizer = tokenizer or of_model
     if not tokenizer:
         return
@@ -522,10 +517,8 @@ def _lock(run: Directory) -> int:
         os.close(lock)
         raise
     except OSError as error:  # Some file systems of clusters have no locks.
-        print(
-            f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it."
         )
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from mpitrain.errors import ConfigError, visible
+from mpitrain.errors import ConfigError, say, visible
 from mpitrain.files import Directory, opened
 from mpitrain.machine.compiling import OBSERVER
 from mpitrain.run.observation import Answering, Observation, observe, question, read_model
@@ -160,12 +160,10 @@ class Watchdog:
         )
         ends = "ending the job" if self._does_end else "run.on_stall is warn"
         who = f"{'' if self._does_end else WARNING}rank {self._rank} on {socket.gethostname()}"
-        print(
+        say(
             f"{who}: no progress for {silent:.0f} s in {self._doing}{waiting}; "
             f"{ends} (run.stall_seconds is {self._seconds:g}).{self._pointer}\n"
-            "Its stacks:",
-            file=sys.stderr,
-            flush=True,
+            "Its stacks:"
         )
         faulthandler.dump_traceback(sys.stderr)
 
@@ -267,7 +265,7 @@ class StallReport:
             verdict = Verdict(verdict="moving", seconds=max(LEAST, rest), time=time.time())
         else:
             verdict = Verdict(verdict=self._verdict, seconds=0.0, time=time.time())
-            print(visible(self._text(seen, finding)), file=sys.stderr, flush=True)
+            say(visible(self._text(seen, finding)))
         folder.write_whole(f"{PREFIX}{number}", verdict.model_dump_json())
         return verdict
 

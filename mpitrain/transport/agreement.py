@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mpitrain import errors
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import MpitrainError, say
 from mpitrain.transport.base import Transport
 
 Result = TypeVar("Result")
@@ -135,13 +135,11 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
             transport.end_rank(str(error))
         text = str(error)
         if error.__cause__:
-            print(
+            say(
                 f"rank {transport.rank}: ended by an exception on {transport.hosts[transport.rank]}\n"
-                + "".join(traceback.format_exception(error.__cause__)),
-                file=sys.stderr,
-                flush=True,
+                + "".join(traceback.format_exception(error.__cause__))
             )
-        leave_together(transport, lambda: print(text, file=sys.stderr, flush=True), error.exit_code)
+        leave_together(transport, lambda: say(text), error.exit_code)
     except BrokenPipeError:
         if transport.size > 1:
             transport.end_rank("the reader of its output is gone")

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError, PeerLost, on_every_rank
+from mpitrain.errors import CommError, ConfigError, PeerLost, on_every_rank, say
 from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
@@ -346,7 +346,7 @@ class MpiTransport(Transport):
                 f"All ranks need one version of mpitrain with the same files, but there is {versions}.",
                 "Install one package on every host, and start all ranks with one Python.",
             )
-            print(error, file=sys.stderr, flush=True)
+            say(error)
         else:
             time.sleep(ABORT_SECONDS)  # The error must be out before the job ends.
         end_job(self.comm, ConfigError.exit_code)
@@ -500,7 +500,7 @@ class MpiTransport(Transport):
         needed, left = process.room_for(max(1, at_once) * sum(blocks_of), host.size), min(rooms)
         if host.size == 1 or needed > left:
             if host.size > 1 and host.rank == 0:
-                print(no_room(self.hosts[self.rank], needed, left), file=sys.stderr, flush=True)
+                say(no_room(self.hosts[self.rank], needed, left))
             return aligned_zeros(count, dtype)
         with self.job.lock, host.guard("MPI_Win_allocate_shared"):
             window = self.MPI.Win.Allocate_shared(nbytes, 1, comm=host.comm)
@@ -648,7 +648,7 @@ class MpiTransport(Transport):
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         # `launch` reads the number of the rank in the whole job.
-        print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
+        say(f"rank {self.members[self.rank]}: {message}")
         if self.MPI.COMM_WORLD.size == 1:
             # No other rank waits, and MPI_Abort would print a message of its own.
             raise SystemExit(exit_code)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from types import TracebackType
 
+from mpitrain.errors import say
 from mpitrain.machine import blas_kernels, process
 
 
@@ -32,10 +33,7 @@ def main(words: list[str]) -> None:
             leave_at_once()
         raise
     except BaseException as error:
-        print(
-            f"rank {process.launched().rank}: ended by an exception on {socket.gethostname()}",
-            file=sys.stderr,
-        )
+        say(f"rank {process.launched().rank}: ended by an exception on {socket.gethostname()}")
         traceback.print_exception(error.with_traceback(_below_here(error.__traceback__)))
         set_abort_status(error)
         leave_at_once()

@@ -8,12 +8,12 @@ counted   the same at -O1, whose loads and stores are those that a GPU would mak
 
 import hashlib
 import re
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mpitrain.errors import say
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
 from mpitrain.machine.compiling import compile_cpp, compiler, is_zig, locked, processor_and_compiler
@@ -74,10 +74,8 @@ def _own_files() -> str:
 @cache
 def _say_that_it_compiles(folder: Path) -> None:
     if process.launched().rank == 0:
-        print(
-            f"Compiling kernels for cuda-sim with {Path(compiler()).name}, which takes up to a minute; they are kept in {folder}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"Compiling kernels for cuda-sim with {Path(compiler()).name}, which takes up to a minute; they are kept in {folder}"
         )
 
 

@@ -8,7 +8,6 @@ bodies. M rows, C channels, K inputs, N outputs.
 import ctypes
 import hashlib
 import math
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import MpitrainError, say
 from mpitrain.machine.compiling import (
     cache_of,
     compile_cpp,
@@ -64,7 +63,7 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
     if not target.exists():
         with locked(target, SOURCE.name):
             if not target.exists():
-                print(f"compiling {SOURCE.name}, once on a machine", file=sys.stderr, flush=True)
+                say(f"compiling {SOURCE.name}, once on a machine")
                 way_out = f"{INSTEAD.capitalize()}, or install another compiler."
                 compile_cpp([*flags, str(SOURCE)], target, SOURCE.name, way_out)
     passes = ctypes.CDLL(str(target))

@@ -1,7 +1,6 @@
 """Loading of checkpoints: each rank reads the ranges it needs, in any layout (resharding)."""
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CheckpointError
+from mpitrain.errors import CheckpointError, say
 from mpitrain.files import reading
 from mpitrain.formats.folder import weight_map
 from mpitrain.formats.safetensors_files import INDEX, INNER, MOVED, Located, located, read_into
@@ -351,9 +350,5 @@ def load(
         then = ", ".join(f"{axis} {size}" for axis, size in checkpoint.manifest.layout.items())
         for what in sorted({*changed.values()}) if transport.rank == 0 else ():
             names = ", ".join(sorted(name for name in changed if changed[name] == what))
-            print(
-                f"note: {names} in {checkpoint.path} {what} the ranks of {then}.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"note: {names} in {checkpoint.path} {what} the ranks of {then}.")
         return checkpoint
