@@ -4,7 +4,7 @@ import re
 import sys
 import traceback
 import unicodedata
-from typing import TypeVar
+from typing import Self
 
 
 def brief(message: str) -> str:
@@ -97,20 +97,16 @@ class MpitrainError(Exception):
         self.law = law
         self.way_out = way_out
 
+    def on_every_rank(self) -> Self:
+        """Mark this error as raised by every rank, and return it: only rank 0 then prints it."""
+        self.agreed = True
+        return self
+
     def __str__(self) -> str:
         name = f"{type(self).__name__}: "
         indent = "\n" + " " * len(name)
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
         return visible(name + indent.join(map(brief, lines)))
-
-
-Error = TypeVar("Error", bound=MpitrainError)
-
-
-def on_every_rank(error: Error) -> Error:
-    """Mark an error as raised by every rank: only rank 0 prints it, and all ranks exit."""
-    error.agreed = True
-    return error
 
 
 class ConfigError(MpitrainError):

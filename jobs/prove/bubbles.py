@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 from sleeping import configured, sleeper, started
 
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.pipeline.instructions import fused_at_the_input, with_messages
 from mpitrain.pipeline.simulate import Cost, simulate
 from mpitrain.tools.plan.stages import MessageTime, slowest, way
@@ -124,7 +124,7 @@ def main(transport: Transport, stages: str, names: str = "") -> bool:
     """The table of these schedules; whether all are near enough."""
     wanted = names.split() or list(CHUNKS)
     if unknown := [name for name in wanted if name not in CHUNKS]:
-        raise on_every_rank(ConfigError(f"{unknown[0]} is none of {', '.join(CHUNKS)}."))
+        raise ConfigError(f"{unknown[0]} is none of {', '.join(CHUNKS)}.").on_every_rank()
     if transport.rank == 0:
         print(
             f"  {'schedule':<12} {'simulated':>9} {'measured':>9} {'all steps':>18} {'apart':>8}",

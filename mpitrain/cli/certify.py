@@ -16,7 +16,7 @@ from mpitrain.cli.doctor import FOLDER, check_folder, write_document
 from mpitrain.cli.job_options import Outputs, check_files, counted, output_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.stop_requests import Stop
-from mpitrain.errors import ConfigError, on_every_rank, visible
+from mpitrain.errors import ConfigError, visible
 from mpitrain.machine import process
 
 LEAST_ROUNDS = 5
@@ -142,12 +142,10 @@ def _from_outside(
 ) -> None:
     """Probe the nodes; then this process becomes `launch` of `certify` on the nodes that answered."""
     if process.launched().size > 1:
-        raise on_every_rank(
-            ConfigError(
-                f"--hosts starts ranks itself, but {process.launched().launcher} started this command.",
-                "Leave out --hosts, or the launcher.",
-            )
-        )
+        raise ConfigError(
+            f"--hosts starts ranks itself, but {process.launched().launcher} started this command.",
+            "Leave out --hosts, or the launcher.",
+        ).on_every_rank()
     if options["expect"]:
         from mpitrain.tools.certify.verdict import read_limits
 

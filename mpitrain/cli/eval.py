@@ -9,7 +9,7 @@ import click
 from mpitrain.cli.doctor import write_document
 from mpitrain.cli.job_options import CP, Outputs, changes, check_files, output_option, run_options
 from mpitrain.cli.session import configured_of, mpi_session
-from mpitrain.errors import ConfigError, TrainingError, on_every_rank, visible
+from mpitrain.errors import ConfigError, TrainingError, visible
 
 
 @click.command()
@@ -56,12 +56,10 @@ def command(
                 write_document(outputs, json_file, strict(numbers))
         on_all_ranks(transport, outputs.settle)
         if not is_finite:
-            raise on_every_rank(
-                TrainingError(
-                    f"The model's output is not finite: its validation loss is {numbers['loss']}.",
-                    "The run has diverged: train again with a lower optimizer.lr.",
-                )
-            )
+            raise TrainingError(
+                f"The model's output is not finite: its validation loss is {numbers['loss']}.",
+                "The run has diverged: train again with a lower optimizer.lr.",
+            ).on_every_rank()
 
 
 def _held_out(

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.machine import blas_kernels, process
 
 if TYPE_CHECKING:
@@ -128,12 +128,10 @@ def refuse_strangers(transport: "Transport") -> None:
         # that prints the error.
         time.sleep(1)
         sys.exit(ConfigError.exit_code)
-    raise on_every_rank(
-        ConfigError(
-            f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
-            "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
-        )
-    )
+    raise ConfigError(
+        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
+        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
+    ).on_every_rank()
 
 
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:

@@ -17,7 +17,7 @@ from mpitrain.collectives.engine.executor import WINDOW, Execution, Reduction, a
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.exchanges import all_to_all, pairwise_all_gather
 from mpitrain.collectives.plans.steps import Plan, at_once
-from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.transport.base import Transport
 
@@ -93,30 +93,24 @@ def bind_lossy(
         matrices=len(matrices),
     )
     if array.dtype != np.float32:
-        raise on_every_rank(
-            CommError(
-                f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.",
-                "Use wire none.",
-            )
-        )
+        raise CommError(
+            f"rank {transport.rank}: wire format {wire.name} takes float32, but the array is {array.dtype}.",
+            "Use wire none.",
+        ).on_every_rank()
     if wire.name in ("topk", "powersgd") and on_device(array):
-        raise on_every_rank(
-            ConfigError(
-                f"Wire format {wire.name} keeps its residuals in host memory, but this array is in a GPU's.",
-                "Use wire fp16, bf16, int8 or none, or device.kind cpu.",
-            )
-        )
+        raise ConfigError(
+            f"Wire format {wire.name} keeps its residuals in host memory, but this array is in a GPU's.",
+            "Use wire fp16, bf16, int8 or none, or device.kind cpu.",
+        ).on_every_rank()
     flat = array.reshape(-1)
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
         beyond = [matrix for matrix in matrices if not matrix.fits(flat.size)]
         if beyond:
-            raise on_every_rank(
-                CommError(
-                    f"Matrices must be inside their array, but {beyond[0]} is not inside {flat.size} elements."
-                )
-            )
+            raise CommError(
+                f"Matrices must be inside their array, but {beyond[0]} is not inside {flat.size} elements."
+            ).on_every_rank()
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     return bind_coded(transport, flat, arithmetic.codecs[wire.name], tag)
 

@@ -37,7 +37,7 @@ from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Combine, Execution, Reduction, started_twice
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.errors import CommError, ConfigError, on_every_rank, say
+from mpitrain.errors import CommError, ConfigError, say
 from mpitrain.machine.backend import Copy, Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Request, Transport, named
@@ -142,18 +142,16 @@ def unshared_gpu(transport: Transport) -> ConfigError:
     other groups may continue, so that this rank must end the job.
     """
     if not isinstance(transport, DeviceTransport):
-        return on_every_rank(
-            ConfigError(
-                "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
-                "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
-            )
-        )
+        return ConfigError(
+            "algorithm shared opens GPU memory by the backend of a device's transport, but this transport is the host's.",
+            "Bind over what transport.cuda_aware.over_device makes of it, or use algorithm ring.",
+        ).on_every_rank()
     error = ConfigError(
         f"algorithm shared needs GPUs that use each other's memory. {transport.unshared}",
         "Let every rank see all GPUs of its host (without CUDA_VISIBLE_DEVICES and Slurm's --gpus-per-task), turn the IOMMU "
         "off, or use algorithm auto.",
     )
-    return on_every_rank(error) if transport.is_whole else error
+    return error.on_every_rank() if transport.is_whole else error
 
 
 def note_unshared(transport: Transport) -> None:
@@ -188,11 +186,9 @@ def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None
     _ordered("allreduce", transport, array, "add", tag, arithmetic).run()
     is_right = np.array_equal(transport.backend.to_host(array), sum(patterns))
     if wrong := [rank for rank, right in enumerate(transport.gather_text(is_right)) if not right]:
-        raise on_every_rank(
-            CommError(
-                f"The driver grants access, but a sum of known numbers was wrong on rank {', '.join(map(str, wrong))}."
-            )
-        )
+        raise CommError(
+            f"The driver grants access, but a sum of known numbers was wrong on rank {', '.join(map(str, wrong))}."
+        ).on_every_rank()
 
 
 def _opened(transport: DeviceTransport, flat: Any) -> list[Any]:

@@ -28,7 +28,7 @@ from mpitrain.collectives.engine.executor import (
 )
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.base import Request, Transport
@@ -243,13 +243,11 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
             raise unshared_gpu(transport)
         note_unshared(transport)
     elif is_refused:
-        raise on_every_rank(
-            ConfigError(
-                f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
-                f"{transport.hosts[0]} has no room for them.",
-                "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
-            )
-        )
+        raise ConfigError(
+            f"algorithm shared needs {transport.size} x {array.nbytes:,} bytes in {SHARED_MEMORY}, but "
+            f"{transport.hosts[0]} has no room for them.",
+            "Make it larger (docker run --shm-size=4g), or use algorithm auto; of a benchmark, lower --max-bytes.",
+        ).on_every_rank()
 
 
 def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:

@@ -22,7 +22,7 @@ from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.errors import CommError, on_every_rank
+from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
@@ -308,7 +308,7 @@ def bind_algorithm(
         is_window = on_device(array) or all(location for location, _ in agreed.owns)
         algorithm = choice["window" if is_window else "plain"]
     if refusal := table[algorithm].refusal(topology_of(transport, array)):
-        raise on_every_rank(refusal)
+        raise refusal.on_every_rank()
     if table.is_added(algorithm):
         from mpitrain.collectives.selection.own_algorithm import bind_proven, check_trial
 
@@ -387,19 +387,15 @@ def _bind_apart(
     tag, _ = agree(transport, operation, outgoing, known, algorithm)
     agree(transport, operation, incoming, known, algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
-        raise on_every_rank(
-            CommError(
-                f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
-                "Receive into an array of its own.",
-            )
-        )
+        raise CommError(
+            f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
+            "Receive into an array of its own.",
+        ).on_every_rank()
     if outgoing.size % chunks or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
-        raise on_every_rank(
-            CommError(
-                f"rank {transport.rank}: {operation} needs two arrays alike that divide into {chunks} chunks, but they "
-                f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
-                f"Pad both to {-(-max(outgoing.size, incoming.size) // chunks) * chunks} elements.",
-            )
-        )
+        raise CommError(
+            f"rank {transport.rank}: {operation} needs two arrays alike that divide into {chunks} chunks, but they "
+            f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
+            f"Pad both to {-(-max(outgoing.size, incoming.size) // chunks) * chunks} elements.",
+        ).on_every_rank()
     plan = PLANS[operation][algorithm](transport.rank, transport.size, outgoing.size)
     return Execution(transport, incoming, "add", plan, tag, outgoing)

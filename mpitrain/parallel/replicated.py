@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
 from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, parse
-from mpitrain.errors import CommError, ConfigError, MpitrainError, on_every_rank
+from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.layers.base import Layer, Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.initial import zeros
@@ -183,13 +183,11 @@ class GradientSums:
         assert self._own is not None
         everyone = self._own.gather_text(faults[:NAMED])
         listed = [f"{fault} on rank {rank}" for rank, own in enumerate(everyone) for fault in own]
-        return on_every_rank(
-            CommError(
-                f"rank {self._own.rank}: every parameter needs one gradient per step on every rank, but "
-                f"{'; '.join(listed)}.",
-                way_out,
-            )
-        )
+        return CommError(
+            f"rank {self._own.rank}: every parameter needs one gradient per step on every rank, but "
+            f"{'; '.join(listed)}.",
+            way_out,
+        ).on_every_rank()
 
     def _close(self) -> None:
         if self._own is None:
@@ -251,12 +249,10 @@ def agreed(
 
 
 def _differing(thing: str, first: object, other: object, rank: int) -> CommError:
-    return on_every_rank(
-        CommError(
-            f"All ranks must replicate the same parameters, but the {thing} is {first} on rank 0 and {other} on rank {rank}.",
-            "Build the same model on every rank.",
-        )
-    )
+    return CommError(
+        f"All ranks must replicate the same parameters, but the {thing} is {first} on rank 0 and {other} on rank {rank}.",
+        "Build the same model on every rank.",
+    ).on_every_rank()
 
 
 FLOATS = ("float32", "float64")

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import ConfigError, MpitrainError, TrainingError, on_every_rank, say
+from mpitrain.errors import ConfigError, MpitrainError, TrainingError, say
 from mpitrain.files import mend, opened
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
@@ -567,13 +567,11 @@ def check_copies(trainer: Trainer, copied: int) -> None:
         keys += [("run.copies_every", "run.copies_every to 0")] * bool(run.copies_every)
         names, ways = (" and ".join(words) for words in zip(*keys, strict=True))
         copied, left = (n + snapshots * short.ranks for n in (short.needed, short.room))
-        raise on_every_rank(
-            ConfigError(
-                f"With {names} {short.ranks} rank(s) of {short.host} copy {copied / 1e9:,.3f} GB of their state, but "
-                f"{max(0, left) / 1e9:,.3f} GB are left for that.",
-                f"Set {ways}, or find {(copied - left) / 1e9:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
-            )
-        )
+        raise ConfigError(
+            f"With {names} {short.ranks} rank(s) of {short.host} copy {copied / 1e9:,.3f} GB of their state, but "
+            f"{max(0, left) / 1e9:,.3f} GB are left for that.",
+            f"Set {ways}, or find {(copied - left) / 1e9:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
+        ).on_every_rank()
 
 
 class Evaluating(Hook):
@@ -778,4 +776,4 @@ class Skipping(Hook):
         """
         self._run.record({"event": "failed", "step": step})
         error = TrainingError(law, way_out)
-        return on_every_rank(error) if self._run.is_common else error
+        return error.on_every_rank() if self._run.is_common else error

@@ -18,7 +18,7 @@ from mpitrain.data import (
     without_ends,
     without_padding,
 )
-from mpitrain.errors import ConfigError, DataError, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, DataError, TrainingError
 from mpitrain.layers.base import Loss, Places, TokenShare, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.machine.arena import Arena
@@ -192,12 +192,10 @@ class Inference:
             totals += sums
         loss, right, count = totals.tolist()
         if not count:
-            raise on_every_rank(
-                DataError(
-                    f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
-                    "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
-                )
-            )
+            raise DataError(
+                f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
+                "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+            ).on_every_rank()
         has_classes = self._indices.takes in ("classes", None)
         return loss / count, right / count if has_classes else math.nan
 
@@ -275,12 +273,10 @@ class Inference:
 
     def _check_causal(self, why: str) -> None:
         if not self._is_causal:
-            raise on_every_rank(
-                ConfigError(
-                    f"{why}, but attention of this model has no causal mask: tokens see later ones.",
-                    "Use a model with the causal mask.",
-                )
-            )
+            raise ConfigError(
+                f"{why}, but attention of this model has no causal mask: tokens see later ones.",
+                "Use a model with the causal mask.",
+            ).on_every_rank()
 
     def _row(self, logits: Any, token: int) -> np.ndarray:
         """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
@@ -326,12 +322,10 @@ def evaluated_rows(run: Run, source: Source) -> int:
 
 def diverged() -> TrainingError:
     """Return the error that every rank raises for logits that are not finite."""
-    return on_every_rank(
-        TrainingError(
-            "The model's output is not finite: its training has diverged.",
-            "Train again with a lower optimizer.lr.",
-        )
-    )
+    return TrainingError(
+        "The model's output is not finite: its training has diverged.",
+        "Train again with a lower optimizer.lr.",
+    ).on_every_rank()
 
 
 class Indices:
@@ -429,7 +423,7 @@ class Indices:
     def _end(self, error: DataError) -> NoReturn:
         """Raise the error; with several ranks, abort the job first."""
         if self._transport.size == 1:
-            raise on_every_rank(error) from None
+            raise error.on_every_rank() from None
         self._transport.abort(str(error))
         raise error
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.errors import CheckpointError, ConfigError, on_every_rank, say
+from mpitrain.errors import CheckpointError, ConfigError, say
 from mpitrain.formats import peft
 from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
@@ -163,11 +163,7 @@ def load_initial(
     every = from_all_ranks(transport, filled)
     digests = {name: digest for own, _ in every for name, digest in own.items()}
     if transport.rank == 0 and (drawn := sorted({name for _, names in every for name in names})):
-        print(
-            f"note: {initial.folder} lacks {', '.join(drawn)}, which are drawn.",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"note: {initial.folder} lacks {', '.join(drawn)}, which are drawn.")
     return {"folder": os.path.abspath(initial.folder), "sha256": dict(sorted(digests.items()))}
 
 
@@ -410,10 +406,8 @@ def check_base(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if then["sha256"].get(name) != now["sha256"].get(name)
     ]
     if changed:
-        raise on_every_rank(
-            CheckpointError(
-                "Adapters belong to the model that they were trained on, but "
-                f"{changed[0]} in {now['folder']} has another content now.",
-                "Name the model as it was: --base FOLDER, or --set run.init_from=FOLDER to train.",
-            )
-        )
+        raise CheckpointError(
+            "Adapters belong to the model that they were trained on, but "
+            f"{changed[0]} in {now['folder']} has another content now.",
+            "Name the model as it was: --base FOLDER, or --set run.init_from=FOLDER to train.",
+        ).on_every_rank()

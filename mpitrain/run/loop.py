@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config, Run
-from mpitrain.errors import CheckpointError, PeerLost, TrainingError, on_every_rank
+from mpitrain.errors import CheckpointError, PeerLost, TrainingError
 from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
@@ -334,10 +334,8 @@ def _end(run: RunState) -> None:
         }
     )
     if not equal:
-        raise on_every_rank(
-            TrainingError(
-                "After the last step the parameters differ between replicas.",
-                "This is a fault of mpitrain or of the machine's memory; please report it.",
-            )
-        )
+        raise TrainingError(
+            "After the last step the parameters differ between replicas.",
+            "This is a fault of mpitrain or of the machine's memory; please report it.",
+        ).on_every_rank()
     run.reach("end", run.steps)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
-from mpitrain.errors import ConfigError, PeerLost, TrainingError, on_every_rank
+from mpitrain.errors import ConfigError, PeerLost, TrainingError
 from mpitrain.files import opened
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
@@ -203,13 +203,11 @@ class Recovery:
             except PeerLost:
                 continue
         layout = self._config.layout
-        raise on_every_rank(
-            PeerLost(
-                f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
-                f"ranks, and {self._root.size} are left.",
-                "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
-            )
-        )
+        raise PeerLost(
+            f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
+            f"ranks, and {self._root.size} are left.",
+            "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+        ).on_every_rank()
 
     def _damaged(self, replicas: Sequence[Sequence[int]]) -> set[int]:
         """Return the living ranks whose replica has lost a rank.
@@ -313,4 +311,4 @@ def check(config: Config, transport: Transport) -> None:
         ),
     ):
         if is_refused:
-            raise on_every_rank(ConfigError(f"run.on_failure=continue needs {need}.", way))
+            raise ConfigError(f"run.on_failure=continue needs {need}.", way).on_every_rank()

@@ -81,7 +81,7 @@ def from_all_ranks(transport: Transport, function: Callable[[], Any]) -> list[An
     ranks = [rank for rank, f in enumerate(failures) if f]
     if len(ranks) < transport.size:
         law = f"On rank {listed(ranks, transport.hosts)}: {law}"
-    agreed_on = errors.on_every_rank(getattr(errors, kind)(law, way_out))
+    agreed_on = getattr(errors, kind)(law, way_out).on_every_rank()
     # A frame in the error's own traceback must not refer to it. Such a cycle would keep all objects
     # of those frames alive.
     try:
@@ -106,13 +106,11 @@ def check_same(subject: str, everyone: Sequence[Mapping[str, Any]], hosts: Seque
         for name in {**everyone[0], **others}:
             one, other = everyone[0].get(name), others.get(name)
             if one != other:
-                raise errors.on_every_rank(
-                    errors.ConfigError(
-                        f"All ranks need one {subject}, but {name} is {one!r} on rank 0 ({hosts[0]}) and "
-                        f"{other!r} on rank {rank} ({hosts[rank]}).",
-                        "Start all ranks with the same arguments, and let them read the same files.",
-                    )
-                )
+                raise errors.ConfigError(
+                    f"All ranks need one {subject}, but {name} is {one!r} on rank 0 ({hosts[0]}) and "
+                    f"{other!r} on rank {rank} ({hosts[rank]}).",
+                    "Start all ranks with the same arguments, and let them read the same files.",
+                ).on_every_rank()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError, PeerLost, on_every_rank, say
+from mpitrain.errors import CommError, ConfigError, PeerLost, say
 from mpitrain.machine import process
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
@@ -580,13 +580,11 @@ class MpiTransport(Transport):
         self, operation: str, array: np.ndarray, other: np.ndarray
     ) -> Callable[[], None]:
         if array.size > MOST:
-            raise on_every_rank(
-                CommError(
-                    f"{self.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
-                    f"array has {array.size}.",
-                    "Lower --max-bytes, or leave out algorithm native.",
-                )
-            )
+            raise CommError(
+                f"{self.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
+                f"array has {array.size}.",
+                "Lower --max-bytes, or leave out algorithm native.",
+            ).on_every_rank()
         in_place, add, is_root = self.MPI.IN_PLACE, self.MPI.SUM, self.rank == 0
         _, unit = self._message(array[:1])
         count = array.size // self.size

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import CommError, on_every_rank
+from mpitrain.errors import CommError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 
@@ -141,12 +141,10 @@ class Windows:
         parts = root.gather_text(len(self.parts))
         if any(parts):
             rank = next(rank for rank, count in enumerate(parts) if count)
-            raise on_every_rank(
-                CommError(
-                    f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
-                    "Close the parts on all their ranks, then the transport they were split from.",
-                )
-            )
+            raise CommError(
+                f"A transport is closed after what was split from it, but rank {rank} has {parts[rank]} open part(s).",
+                "Close the parts on all their ranks, then the transport they were split from.",
+            ).on_every_rank()
         # Two ranks give a shared window the same number, so they free shared windows in the same
         # order.
         self._release(sorted(self._blocks))

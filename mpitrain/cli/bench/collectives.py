@@ -265,7 +265,7 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
     from mpitrain.collectives.selection.algorithm import Topology
     from mpitrain.collectives.selection.cost_model import MEMORY, candidates
     from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
-    from mpitrain.errors import ConfigError, MpitrainError, on_every_rank
+    from mpitrain.errors import ConfigError, MpitrainError
     from mpitrain.tools.bench.collectives.fit import (
         all_spoilt,
         checked,
@@ -282,12 +282,10 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
     from mpitrain.transport.agreement import on_all_ranks
 
     if transport.size == 1:
-        raise on_every_rank(
-            ConfigError(
-                "bench fit measures messages, and one rank sends none.",
-                "mpitrain launch -n 2 -- bench fit",
-            )
-        )
+        raise ConfigError(
+            "bench fit measures messages, and one rank sends none.",
+            "mpitrain launch -n 2 -- bench fit",
+        ).on_every_rank()
     out, sweeps, hosts = options["out"], options["sweeps"], transport.hosts
     before = on_all_ranks(transport, lambda: read_tuning(out) if out.exists() else None)
     files = out, options["json_file"], options["csv_file"]
@@ -334,12 +332,10 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
         rows = shown.rows[first:]
         is_spoilt = transport.gather_text(bool(all_spoilt(rows)))[0]
         if is_spoilt:
-            raise on_every_rank(
-                MpitrainError(
-                    "bench fit learns from rows that other work did not spoil, but there are none.",
-                    "Measure again while nothing else runs, or with more --sweeps.",
-                )
-            )
+            raise MpitrainError(
+                "bench fit learns from rows that other work did not spoil, but there are none.",
+                "Measure again while nothing else runs, or with more --sweeps.",
+            ).on_every_rank()
         if transport.rank == 0:
             lines += ["", *described(level, fitted.levels[level], part.size)]
             lines += decided(fitted, part.hosts, rows)

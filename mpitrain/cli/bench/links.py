@@ -49,19 +49,16 @@ def pairs(**options: Any) -> None:
 
 def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
     """Print and write the pairs; return the number of wrong elements and of slow values."""
-    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.errors import ConfigError
     from mpitrain.tools.bench.pairs import measure, merged, places_to_judge, report, rounds
     from mpitrain.tools.bench.pictures import plot_pairs
     from mpitrain.tools.bench.results import header, printed
 
     between_ranks(transport, "pairs")
     if min(options["short"], options["long"]) < 1:
-        raise on_every_rank(
-            ConfigError(
-                "A message has at least 1 byte, but --short or --long is 0.",
-                "Set both to 1 or more.",
-            )
-        )
+        raise ConfigError(
+            "A message has at least 1 byte, but --short or --long is 0.", "Set both to 1 or more."
+        ).on_every_rank()
     facts = header(transport, "pairs", "cpu", sys.argv[1:])
     shown = BenchReport(transport, facts, options)
     places = places_to_judge(transport.hosts, facts["cores"])

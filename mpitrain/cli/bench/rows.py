@@ -81,15 +81,13 @@ AGAINST = with_options(
 
 def between_ranks(transport: "Transport", command: str) -> None:
     """Raise ConfigError on every rank if there is only one rank, and so no link to measure."""
-    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.errors import ConfigError
 
     if transport.size == 1:
-        raise on_every_rank(
-            ConfigError(
-                f"bench {command} measures messages between two ranks, but there is one.",
-                f"mpitrain launch -n 2 -- bench {command}",
-            )
-        )
+        raise ConfigError(
+            f"bench {command} measures messages between two ranks, but there is one.",
+            f"mpitrain launch -n 2 -- bench {command}",
+        ).on_every_rank()
 
 
 class BenchReport:

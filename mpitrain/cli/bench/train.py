@@ -297,7 +297,7 @@ def measure_shapes(
     peers    keys of PEERS and backends of PyTorch
     seconds  upper limit of the time of a shape's turns
     """
-    from mpitrain.errors import ConfigError, on_every_rank
+    from mpitrain.errors import ConfigError
     from mpitrain.ops.host.product import multiplier
     from mpitrain.tools.bench.results import header, printed
     from mpitrain.tools.bench.training.shapes import SHAPES, TABLE, chosen, measure_shape, settings
@@ -334,6 +334,6 @@ def measure_shapes(
         shown.show("\n".join(lines))
     shown.end()
     if not shown.rows:
-        raise on_every_rank(
-            ConfigError("--shapes measures at least one shape, but none was measured.", lines[-1])
-        )
+        raise ConfigError(
+            "--shapes measures at least one shape, but none was measured.", lines[-1]
+        ).on_every_rank()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
-from mpitrain.errors import CommError, ConfigError, on_every_rank
+from mpitrain.errors import CommError, ConfigError
 from mpitrain.transport.base import Request, Transport, named
 
 OPS: dict[str, np.ufunc] = {
@@ -158,32 +158,26 @@ def agree(
     everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
     for rank, facts in enumerate(everyone):
         if facts["problem"] is not None:
-            raise on_every_rank(
-                CommError(
-                    f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
-                    f"passed {facts['problem']}.",
-                    "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
-                )
-            )
+            raise CommError(
+                f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
+                f"passed {facts['problem']}.",
+                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
+            ).on_every_rank()
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise on_every_rank(
-                CommError(
-                    f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
-                    "All ranks must bind the same collectives, on equal arrays, in the same order.",
-                )
-            )
+            raise CommError(
+                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
+                "All ranks must bind the same collectives, on equal arrays, in the same order.",
+            ).on_every_rank()
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)
     if not isinstance(root, int) or not 0 <= root < transport.size:
-        raise on_every_rank(
-            CommError(
-                f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
-            )
-        )
+        raise CommError(
+            f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
+        ).on_every_rank()
     return Agreed(tag, [*owns])
 
 
@@ -206,9 +200,9 @@ def unfit(array: Any) -> str | None:
 
 def check_name(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        raise on_every_rank(
-            ConfigError(f"{what} must be one of {', '.join(known)}, but it is {name!r}.")
-        )
+        raise ConfigError(
+            f"{what} must be one of {', '.join(known)}, but it is {name!r}."
+        ).on_every_rank()
 
 
 def by_numpy(array: Any, op: str) -> Combine:

@@ -24,7 +24,7 @@ from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans,
 from mpitrain.collectives.selection.cost_model import plans_of
 from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, title
 from mpitrain.config.plugins import MARK
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.files import contents
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -137,7 +137,7 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
     except Wrong as wrong:
         error = _wrong(path, ranks, count, wrong)
         # Every rank asks the same question at the same time; one may have run out of time alone.
-        raise (on_every_rank(error) if output.results else error) from None
+        raise (error.on_every_rank() if output.results else error) from None
     return [
         Plan(
             tuple(
@@ -189,10 +189,8 @@ def check_trial(
     is_right = bool(np.array_equal(flat[own].astype(float), right[own]))
     if not all(transport.gather_text(is_right)):
         name, table = trial.algorithm, TABLES[operation]
-        raise on_every_rank(
-            ConfigError(
-                f"The algorithm {name}{table.of_plugin(name)} must be an {title(operation)} of "
-                f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
-                "Correct its bind.",
-            )
-        )
+        raise ConfigError(
+            f"The algorithm {name}{table.of_plugin(name)} must be an {title(operation)} of "
+            f"{transport.size} ranks, but its result of {array.size:,} whole numbers is wrong.",
+            "Correct its bind.",
+        ).on_every_rank()

@@ -103,7 +103,24 @@ def _step_moments(m, v, g, scale, beta1, beta2, part):
     v += part
 
 
-def adamw8bit(p, g, m, v, m_scales, v_scales, lead, arena, mirror=None, **settings):
+def adamw8bit(
+    p,
+    g,
+    m,
+    v,
+    m_scales,
+    v_scales,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    lead,
+    arena,
+    mirror=None,
+):
     for elements, block in _runs_of_blocks(p.size, lead):
         shape = (
             block.stop - block.start,
@@ -115,9 +132,21 @@ def adamw8bit(p, g, m, v, m_scales, v_scales, lead, arena, mirror=None, **settin
             numbers = arena.take(shape, np.float32)
             np.take(of.values, coded.reshape(shape), out=numbers, mode="clip")
             np.multiply(numbers, scales[:, None], out=values, dtype=values.dtype)
-        rounded = None if mirror is None else mirror[elements]
-        whole = p[elements], g[elements], mean.reshape(-1), square.reshape(-1)
-        adamw(*whole, arena=arena, mirror=rounded, **settings)
+        adamw(
+            p[elements],
+            g[elements],
+            mean.reshape(-1),
+            square.reshape(-1),
+            scale,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            arena,
+            None if mirror is None else mirror[elements],
+        )
         for (values, coded, scales), of in zip(moments, MAPS, strict=True):
             _encode(values, coded, scales, of, arena)
 

@@ -90,17 +90,33 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
     _write(mirror, p)
 
 
-def adamw8bit(p, g, m, v, m_scales, v_scales, lead, arena, mirror=None, **settings):
+def adamw8bit(
+    p,
+    g,
+    m,
+    v,
+    m_scales,
+    v_scales,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    lead,
+    arena,
+    mirror=None,
+):
     """Step p in place as adamw, with moments in codes of 8 bits (ops/codes.py).
 
     p, g: (count,); m, v: (count,) uint8; m_scales, v_scales: as p, at least one for each block
-    lead      elements that the first block of 256 lacks: a multiple of 32
-    settings  the numbers of adamw, by name
+    lead  elements that the first block of 256 lacks: a multiple of 32
     """
     blocks = codes.block_count(len(p), lead)
     mean = codes.decode(m, m_scales[:blocks], lead, codes.SIGNED, p.dtype)
     square = codes.decode(v, v_scales[:blocks], lead, codes.UNSIGNED, p.dtype)
-    adamw(p, g, mean, square, arena=arena, mirror=mirror, **settings)
+    adamw(p, g, mean, square, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror)
     m[:], m_scales[:blocks] = codes.encode(mean, lead, codes.SIGNED)
     v[:], v_scales[:blocks] = codes.encode(square, lead, codes.UNSIGNED)
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.tools.bench import pairs as measuring
 from mpitrain.tools.bench.kernels.host_products import sampler
 from mpitrain.tools.certify import collect as collecting
@@ -141,7 +141,7 @@ def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch
 
     def failing(transport, configured, *rest):
         ran.append(transport.rank)
-        raise on_every_rank(ConfigError("no room"))
+        raise ConfigError("no room").on_every_rank()
 
     monkeypatch.setattr(collecting, "train", failing)
     assert run_ranks(2, repeat, tmp_path / "work") == [Jobs("", "", "", ["no room"])] * 2

@@ -9,7 +9,7 @@ from mpitrain.collectives import compression
 from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.group import Group
-from mpitrain.errors import CommError, TrainingError, on_every_rank
+from mpitrain.errors import CommError, TrainingError
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
 
@@ -83,7 +83,7 @@ def test_an_error_of_every_rank_waits_until_each_has_come_to_it():
         else:
             time.sleep(0.05)
             transport.recv(told, 0)
-        raise on_every_rank(TrainingError("the loss is not finite", ""))
+        raise TrainingError("the loss is not finite", "").on_every_rank()
 
     with pytest.raises(TrainingError, match="not finite"):
         run_ranks(2, fail)
@@ -104,7 +104,7 @@ def test_an_error_of_every_rank_that_one_does_not_have_is_a_defect(others, law):
         if transport.rank == 1:
             others(transport)
             return
-        raise on_every_rank(TrainingError("the loss is not finite", ""))
+        raise TrainingError("the loss is not finite", "").on_every_rank()
 
     with pytest.raises((CommError, IndexError), match=law):
         run_ranks(2, fail)

@@ -15,7 +15,7 @@ from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, predict
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.table import choices
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend, on_device
 from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.collectives.operations import (
@@ -213,9 +213,9 @@ class Sweep:
         refused = refusals(request.operation, situation)
         for name in request.algorithms:
             if name in refused:
-                raise on_every_rank(
-                    ConfigError(f"{request.operation} {refused[name].law}", "Leave it out.")
-                )
+                raise ConfigError(
+                    f"{request.operation} {refused[name].law}", "Leave it out."
+                ).on_every_rank()
         return request.algorithms or [
             name for name in names(request.operation) if name not in refused
         ]

@@ -8,7 +8,7 @@ from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES, servers_of
@@ -204,4 +204,4 @@ def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
         except ConfigError as error:
             if not error.agreed:
                 raise
-            raise on_every_rank(ConfigError(f"Mode {mode}: {error.law}", error.way_out)) from None
+            raise ConfigError(f"Mode {mode}: {error.law}", error.way_out).on_every_rank() from None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.host.attention_whole import QUERIES
@@ -118,12 +118,10 @@ def recorded(transport: Transport, job: Job) -> list[Operands]:
     """
     resolved, products = job.trainer.resolved, list[Operands]()
     if resolved.device.kind != "cpu":
-        raise on_every_rank(
-            ConfigError(
-                f"The floor is measured on the host, but device.kind is {resolved.device.kind}.",
-                "Use --device cpu, or leave out --floor.",
-            )
-        )
+        raise ConfigError(
+            f"The floor is measured on the host, but device.kind is {resolved.device.kind}.",
+            "Use --device cpu, or leave out --floor.",
+        ).on_every_rank()
 
     def noted(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.errors import ConfigError, on_every_rank
+from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import mode_of
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
@@ -143,13 +143,11 @@ def alternate(
     results = [Result(side.name, [], [], []) for side in sides]
     last = [_timed(transport, job, side, range(WARM_UP))[0][-1] for side in sides]
     if blocks * sum(last) > seconds:
-        raise on_every_rank(
-            ConfigError(
-                f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
-                f"{blocks * sum(last):.3g} s.",
-                "Raise --row-seconds, or leave this shape out.",
-            )
-        )
+        raise ConfigError(
+            f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
+            f"{blocks * sum(last):.3g} s.",
+            "Raise --row-seconds, or leave this shape out.",
+        ).on_every_rank()
     steps = int(min(steps, seconds / (blocks * sum(last))))
 
     def turn(side: Any, result: Result, block: int) -> float:
