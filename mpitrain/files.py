@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MpitrainError
 
 IS_LINK = "it is a symbolic link, and links are not followed here"
 OTHER = "Name a file in a folder that exists and that you may write to."
@@ -257,6 +257,15 @@ def check_writable(path: Path) -> None:
         check_room(path)
     except OSError as error:
         raise cannot_write(path, error) from None
+
+
+@contextmanager
+def reading_of(what: str, way_out: str, kind: type[MpitrainError] = ConfigError) -> Iterator[None]:
+    """A context that reads a file, named by `what`: an OSError becomes an error of this kind."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} cannot be read: {error.strerror or error}.", way_out) from None
 
 
 def check_regular(path: Path) -> None:

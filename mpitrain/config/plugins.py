@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from mpitrain.errors import ConfigError, line_in
-from mpitrain.files import contents
+from mpitrain.files import contents, reading_of
 from mpitrain.tables import rows_of
 
 MARK = " sha256:"
@@ -75,13 +75,8 @@ def _pinned(entry: str) -> str:
     with _LOCK:
         if wanted in imported():
             return entry
-        try:
+        with reading_of(f"The plugin {name}", "Name a Python file in run.plugins."):
             code = contents(Path(name))
-        except OSError as error:
-            raise ConfigError(
-                f"The plugin {name} cannot be read: {error.strerror}.",
-                "Name a Python file in run.plugins.",
-            ) from None
         digest = hashlib.sha256(code).hexdigest()
         if wanted not in ("", digest):
             raise ConfigError(

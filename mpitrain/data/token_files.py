@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, contents, reading
+from mpitrain.files import check_regular, contents, reading, reading_of
 from mpitrain.strict_json import parsed, validated
 
 CHUNK = 1 << 22
@@ -380,13 +380,8 @@ def marks_of(paths: Sequence[Path]) -> np.ndarray:
     parts = []
     for path in paths:
         facts, name = prepared(path), mark_path(path)
-        try:
-            check_regular(name)
+        with reading_of(f"The marks {name}", f"Copy them beside {path}.", DataError):
             marks = np.frombuffer(contents(name), np.uint8)
-        except OSError as error:
-            raise DataError(
-                f"The marks {name} cannot be read: {error.strerror}.", f"Copy them beside {path}."
-            ) from None
         wanted = facts.files[path.name].tokens if facts else 0
         if len(marks) != wanted or not wanted or marks.max() > 3 or marks[0] < 2:
             raise DataError(
@@ -506,12 +501,8 @@ def tokenizer_beside(path: Path) -> bytes | None:
     if facts is None:
         return None
     name = path.with_name(TOKENIZER)
-    try:
+    with reading_of(f"The tokenizer {name}", f"Copy it beside {path}.", DataError):
         data = contents(name)
-    except OSError as error:
-        raise DataError(
-            f"The tokenizer {name} cannot be read: {error.strerror}.", f"Copy it beside {path}."
-        ) from None
     if digest(data) != facts.tokenizer:
         raise DataError(
             f"{name} must be the tokenizer that made {path}, but its digest differs.",

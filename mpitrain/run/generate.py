@@ -17,7 +17,7 @@ from mpitrain.data import writes_text
 from mpitrain.data.templates import USER, Turn, end_of_answer, open_template
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents
+from mpitrain.files import contents, reading_of
 from mpitrain.models.table import MODELS, kinds
 from mpitrain.run.inference import Reader, diverged
 from mpitrain.run.trainer import Trainer
@@ -86,16 +86,11 @@ def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
     """Return the tokenizer of a run directory; None if the run knows only numbers of tokens."""
     if writes_text(data.source, data.mixture, data.tokenizer):
         return ByteTokenizer()
-    try:
-        content = contents(folder / TOKENIZER, inner=1)
-    except FileNotFoundError:
+    path, way_out = folder / TOKENIZER, "Copy it from the data of the run."
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise DataError(
-            f"The tokenizer {folder / TOKENIZER} cannot be read: {error.strerror}.",
-            "Copy it from the data of the run.",
-        ) from None
-    return open_tokenizer(content, str(folder / TOKENIZER))
+    with reading_of(f"The tokenizer {path}", way_out, DataError):
+        return open_tokenizer(contents(path, inner=1), str(path))
 
 
 def texts(

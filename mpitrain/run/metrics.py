@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.errors import ConfigError
-from mpitrain.files import append, contents, opened, write_whole
+from mpitrain.files import append, contents, opened, reading_of, write_whole
 from mpitrain.strict_json import once, refuse_constant
 
 METRICS = "metrics.jsonl"
@@ -71,13 +70,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     raises  ConfigError if the path is not a regular file or cannot be read
     """
-    try:
+    way_out = "Name the directory of a run, and let this user read it."
+    with reading_of(f"The metrics {path}", way_out):
         return [record for _, record in _lines(path)]
-    except OSError as error:
-        raise ConfigError(
-            f"The metrics {path} cannot be read: {error.strerror}.",
-            "Name the directory of a run, and let this user read it.",
-        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

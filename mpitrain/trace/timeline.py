@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, opened
+from mpitrain.files import contents, opened, reading_of
 from mpitrain.strict_json import complaint, parsed
 from mpitrain.trace.recorder import (
     COMPUTE,
@@ -73,12 +73,8 @@ def read_trace(path: Path) -> Trace:
 
     raises   ConfigError if the file is not a trace of this version, or is damaged
     """
-    try:
+    with reading_of(f"The trace {path}", "Let this user read it."):
         data = contents(path, inner=2)
-    except OSError as error:
-        raise ConfigError(
-            f"The trace {path} cannot be read: {error.strerror}.", "Let this user read it."
-        ) from None
     if not data.startswith(MAGIC):
         if data.startswith(MAGIC[: MAGIC.rindex(b" ")]):
             raise ConfigError(

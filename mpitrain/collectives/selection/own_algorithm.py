@@ -25,7 +25,7 @@ from mpitrain.collectives.selection.cost_model import plans_of
 from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, title
 from mpitrain.config.plugins import MARK
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import contents, reading_of
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -40,13 +40,9 @@ def file_algorithm(name: str) -> str:
     raises  ConfigError if the file cannot be read, or has another digest
     """
     path, _, wanted = name.partition(MARK)
-    try:
+    way_out = "Name a Python file that defines all_reduce(rank, ranks, count)."
+    with reading_of(f"The algorithm {path}", way_out):
         code = contents(Path(path))
-    except OSError as error:
-        raise ConfigError(
-            f"The algorithm {path} cannot be read: {error.strerror}.",
-            "Name a Python file that defines all_reduce(rank, ranks, count).",
-        ) from None
     digest = hashlib.sha256(code).hexdigest()
     if wanted not in ("", digest):
         raise ConfigError(
