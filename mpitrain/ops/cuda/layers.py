@@ -40,8 +40,7 @@ from mpitrain.ops.cuda.launches import (
     row_blocks,
     sum_rows,
 )
-from mpitrain.ops.cuda.product import ACTIVATIONS, Multiply
-from mpitrain.ops.cuda.steps import LaunchNumbers
+from mpitrain.ops.cuda.product import ACTIVATIONS
 from mpitrain.ops.random_bits import LANES, scale, threshold
 from mpitrain.ops.reference.layers import turns
 
@@ -67,13 +66,13 @@ class _Pending:
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
-def linear(kernels: Kernels, multiply: Multiply, x, w, b, arena, out=None, residual=None):
+def linear(kernels, multiply, x, w, b, arena, out=None, residual=None):
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, residual=residual)
     return y, (x, b is not None)
 
 
-def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+def logits(kernels, multiply, x, w, b, arena):
     """Return (y, saved) as `linear`.
 
     Rows of y are padded to a multiple of PITCH elements; no operation reads or writes the padding.
@@ -82,14 +81,14 @@ def logits(kernels: Kernels, multiply: Multiply, x, w, b, arena):
     return linear(kernels, multiply, x, w, b, arena, y)
 
 
-def linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+def linear_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
     x, has_bias = saved
     dx = arena.take(x.shape, dy.dtype) if out is None else out
     multiply(kernels, arena, dy, w, dx)
     return dx, _Pending(dy, x, has_bias)
 
 
-def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, before, arena):
+def gelu_linear_backward_input(kernels, multiply, dy, w, saved, before, arena):
     """Return (dz, pending) for a layer that follows `linear_gelu`: dz = (dy w) gelu'(z).
 
     dz is written over `before`, the z that `linear_gelu` saved; the weight half takes `pending`.
@@ -98,9 +97,7 @@ def gelu_linear_backward_input(kernels: Kernels, multiply: Multiply, dy, w, save
     return before, _Pending(dy, *saved)
 
 
-def linear_backward_weight(
-    kernels: Kernels, multiply: Multiply, pending, dw, accumulate, arena, db=None
-):
+def linear_backward_weight(kernels, multiply, pending, dw, accumulate, arena, db=None):
     """Write or add dw = dy^T x. The same product sums dy over rows, for db or for the bias half.
 
     The product writes its row sums to db, if db has their dtype.
@@ -125,69 +122,69 @@ def linear_backward_weight(
         linear_backward_bias(kernels, pending, db, False, arena)
 
 
-def linear_backward_bias(kernels: Kernels, pending, db, accumulate, arena):
+def linear_backward_bias(kernels, pending, db, accumulate, arena):
     if pending.sums is None:
         sum_rows(kernels, pending.dy, db, accumulate, arena)
     else:
         add_parts(kernels, pending.sums[None], db, accumulate)
 
 
-def linear_gelu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+def linear_gelu(kernels, multiply, x, w, b, arena):
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
     return y, ((x, b is not None), z)
 
 
-def linear_gelu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+def linear_gelu_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
     saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
     return linear_backward_input(kernels, multiply, z, w, saved, arena, out)
 
 
-def linear_relu(kernels: Kernels, multiply: Multiply, x, w, b, arena):
+def linear_relu(kernels, multiply, x, w, b, arena):
     y = arena.take((len(x), len(w)), x.dtype)
     multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
     return y, ((x, b is not None), y)
 
 
-def linear_relu_backward_input(kernels: Kernels, multiply: Multiply, dy, w, saved, arena, out=None):
+def linear_relu_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
     saved, y = saved
     dz = _slope_times(kernels, "relu", y, dy, arena)
     return linear_backward_input(kernels, multiply, dz, w, saved, arena, out)
 
 
-def gelu(kernels: Kernels, z, arena):
+def gelu(kernels, z, arena):
     return _activated(kernels, "gelu", z, arena), z
 
 
-def gelu_backward(kernels: Kernels, dy, saved, arena):
+def gelu_backward(kernels, dy, saved, arena):
     _through_activation(kernels, "gelu", saved, dy, saved)
     return saved
 
 
-def gelu_erf(kernels: Kernels, z, arena):
+def gelu_erf(kernels, z, arena):
     return _activated(kernels, "gelu erf", z, arena), z
 
 
-def gelu_erf_backward(kernels: Kernels, dy, saved, arena):
+def gelu_erf_backward(kernels, dy, saved, arena):
     return _slope_times(kernels, "gelu erf", saved, dy, arena)
 
 
-def tanh(kernels: Kernels, z, arena):
+def tanh(kernels, z, arena):
     y = _activated(kernels, "tanh", z, arena)
     return y, y
 
 
-def tanh_backward(kernels: Kernels, dy, saved, arena):
+def tanh_backward(kernels, dy, saved, arena):
     return _slope_times(kernels, "tanh", saved, dy, arena)
 
 
-def relu(kernels: Kernels, z, arena):
+def relu(kernels, z, arena):
     y = _activated(kernels, "relu", z, arena)
     return y, y
 
 
-def relu_backward(kernels: Kernels, dy, saved, arena):
+def relu_backward(kernels, dy, saved, arena):
     return _slope_times(kernels, "relu", saved, dy, arena)
 
 
@@ -197,12 +194,12 @@ def _slope_times(kernels: Kernels, activation: str, saved: Any, dy: Any, arena: 
     return dz
 
 
-def add(kernels: Kernels, a, b, out, arena):
+def add(kernels, a, b, out, arena):
     macros = KINDS[a.dtype].macros
     kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
 
 
-def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
+def weighted_sum(kernels, a, alpha, b, beta, out, arena):
     macros = KINDS[a.dtype].macros
     kernels.launch(
         "weighted_sum",
@@ -213,7 +210,7 @@ def weighted_sum(kernels: Kernels, a, alpha, b, beta, out, arena):
     )
 
 
-def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
+def add_bias(kernels, x, b, out, arena, residual=None):
     columns = x.shape[-1]
     rows = x.size // columns
     kernels.launch(
@@ -226,7 +223,7 @@ def add_bias(kernels: Kernels, x, b, out, arena, residual=None):
     )
 
 
-def dequantize(kernels: Kernels, q, scale, out, arena):
+def dequantize(kernels, q, scale, out, arena):
     rows, columns = out.shape
     kernels.launch(
         "dequantize",
@@ -238,14 +235,14 @@ def dequantize(kernels: Kernels, q, scale, out, arena):
     )
 
 
-def swiglu(kernels: Kernels, x, arena):
+def swiglu(kernels, x, arena):
     rows, width = len(x), x.shape[1] // 2
     y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros
     kernels.launch("swiglu", row_blocks(rows), ROWS, (rows, width, x, y), macros=macros, fresh="y")
     return y, x
 
 
-def swiglu_backward(kernels: Kernels, dy, saved, arena):
+def swiglu_backward(kernels, dy, saved, arena):
     macros, dx = KINDS[dy.dtype].macros, arena.take(saved.shape, dy.dtype)
     arrays = *dy.shape, dy, saved, dx
     kernels.launch("swiglu_backward", row_blocks(len(dy)), ROWS, arrays, macros=macros, fresh="dx")
@@ -256,8 +253,8 @@ POSITIONED = ByDtypes(lambda x, positions: element(x) | index(positions))
 
 
 def rotate(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
+    kernels,
+    numbers,
     x,
     heads,
     turned,
@@ -287,19 +284,7 @@ def rotate(
     return y
 
 
-def dropout(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    x,
-    key,
-    step,
-    first,
-    columns,
-    rate,
-    arena,
-    residual=None,
-    out=None,
-):
+def dropout(kernels, numbers, x, key, step, first, columns, rate, arena, residual=None, out=None):
     y = arena.take(x.shape, x.dtype) if out is None else out
     rows, width = x.shape
     if columns == width:
@@ -382,7 +367,7 @@ class ForwardKinds(dict):
 FORWARD, WITHOUT_MEAN = ForwardKinds(), ForwardKinds(CENTRED=0)
 
 
-def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
+def layer_norm(kernels, x, gain, bias, epsilon, arena):
     rows, width = x.shape
     sums, macros = FORWARD[x.dtype, width]
     y, mean, inverse = (
@@ -401,7 +386,7 @@ def layer_norm(kernels: Kernels, x, gain, bias, epsilon, arena):
     return y, (x, mean, inverse)
 
 
-def rms_norm(kernels: Kernels, x, gain, epsilon, arena):
+def rms_norm(kernels, x, gain, epsilon, arena):
     rows, width = x.shape
     sums, macros = WITHOUT_MEAN[x.dtype, width]
     y, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums)
@@ -416,15 +401,15 @@ def rms_norm(kernels: Kernels, x, gain, epsilon, arena):
     return y, (x, None, inverse)
 
 
-def rms_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
+def rms_norm_backward_input(kernels, dy, gain, saved, arena, residual=None):
     return _norm_backward(kernels, dy, gain, saved, arena, residual, 1)
 
 
-def rms_norm_backward_weight(kernels: Kernels, pending, dgain, accumulate, arena):
+def rms_norm_backward_weight(kernels, pending, dgain, accumulate, arena):
     add_parts(kernels, pending[0], dgain, accumulate)
 
 
-def layer_norm_backward_input(kernels: Kernels, dy, gain, saved, arena, residual=None):
+def layer_norm_backward_input(kernels, dy, gain, saved, arena, residual=None):
     """Return (dx, pending): dx with the residual added, and the state for the weight half.
 
     dy, dx   (M, C)
@@ -478,7 +463,7 @@ def _norm_backward(kernels, dy, gain, saved, arena, residual, count):
     return dx, sums
 
 
-def layer_norm_backward_weight(kernels: Kernels, pending, dgain, dbias, accumulate, arena):
+def layer_norm_backward_weight(kernels, pending, dgain, dbias, accumulate, arena):
     if dgain is None:
         add_parts(kernels, pending[1], dbias, accumulate)
     elif dbias is None:
@@ -491,7 +476,7 @@ TABLES = ByDtypes(lambda dx, dtable, tokens: element(dx) | result(dtable, dx) | 
 POSITIONS = ByDtypes(lambda dx, dpositions: element(dx) | result(dpositions, dx))
 
 
-def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=None):
+def embedding(kernels, tokens, table, positions, arena, first=0, out=None):
     vocab, width = table.shape
     x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
     kernels.launch(
@@ -505,7 +490,7 @@ def embedding(kernels: Kernels, tokens, table, positions, arena, first=0, out=No
     return x, (tokens, first)
 
 
-def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, arena):
+def embedding_backward_table(kernels, dx, saved, dtable, accumulate, arena):
     tokens, first = saved
     vocab, width = dtable.shape
     macros = TABLES[dx.dtype, dtable.dtype, tokens.dtype]
@@ -519,7 +504,7 @@ def embedding_backward_table(kernels: Kernels, dx, saved, dtable, accumulate, ar
     )
 
 
-def embedding_backward_positions(kernels: Kernels, dx, dpositions, accumulate, arena):
+def embedding_backward_positions(kernels, dx, dpositions, accumulate, arena):
     batch, length, width = dx.shape
     macros = POSITIONS[dx.dtype, dpositions.dtype]
     kernels.launch(
@@ -536,11 +521,11 @@ TILE_BYTES = 32 << 20
 """Bytes of the windows of a tile: enough rows to fill a GPU with one product."""
 
 
-def conv2d(kernels: Kernels, multiply: Multiply, x, w, b, side, arena):
+def conv2d(kernels, multiply, x, w, b, side, arena):
     return _convolved(kernels, multiply, x, w, b, side, arena), x
 
 
-def conv2d_backward_input(kernels: Kernels, multiply: Multiply, dy, w, side, arena):
+def conv2d_backward_input(kernels, multiply, dy, w, side, arena):
     """Return dx: the convolution of dy with the kernel turned by 180 degrees, its channels swapped."""
     outputs, channels = len(w), w.shape[1] // side**2
     turned = arena.take((channels, side * side * outputs), w.dtype)
@@ -555,20 +540,18 @@ def conv2d_backward_input(kernels: Kernels, multiply: Multiply, dy, w, side, are
     return _convolved(kernels, multiply, dy, turned, None, side, arena)
 
 
-def conv2d_backward_weight(
-    kernels: Kernels, multiply: Multiply, dy, saved, dw, side, accumulate, arena
-):
+def conv2d_backward_weight(kernels, multiply, dy, saved, dw, side, accumulate, arena):
     pulls = dy.reshape(-1, dy.shape[-1])
     for rows, windows in _tiles(kernels, saved, side, arena):
         beta = float(accumulate or rows.start > 0)
         multiply(kernels, arena, pulls[rows], windows, dw, transposed_a=True, beta=beta)
 
 
-def conv2d_backward_bias(kernels: Kernels, dy, db, accumulate, arena):
+def conv2d_backward_bias(kernels, dy, db, accumulate, arena):
     sum_rows(kernels, dy.reshape(-1, dy.shape[-1]), db, accumulate, arena)
 
 
-def max_pool(kernels: Kernels, x, size, arena):
+def max_pool(kernels, x, size, arena):
     images, rows, columns, channels = x.shape
     shape = images, rows // size, columns // size, channels
     y, winners = arena.take(shape, x.dtype), arena.take(shape, "uint8")
@@ -583,7 +566,7 @@ def max_pool(kernels: Kernels, x, size, arena):
     return y, (winners, x.shape)
 
 
-def max_pool_backward(kernels: Kernels, dy, saved, size, arena):
+def max_pool_backward(kernels, dy, saved, size, arena):
     winners, shape = saved
     dx = arena.take(shape, dy.dtype)
     kernels.launch(
@@ -597,7 +580,7 @@ def max_pool_backward(kernels: Kernels, dy, saved, size, arena):
     return dx
 
 
-def _convolved(kernels: Kernels, multiply: Multiply, x, w, b, side, arena):
+def _convolved(kernels, multiply, x, w, b, side, arena):
     """Return x's windows times w^T, plus b.    w: (N, S S C); result: (B, H, W, N)"""
     y = arena.take((*x.shape[:3], len(w)), x.dtype)
     flat = y.reshape(-1, len(w))

@@ -25,7 +25,7 @@ ANY = np.dtype(np.int64)  # the dtype of targets for kernels that take none
 REGISTERS = 64  # the most registers per thread of kernels whose blocks may have 1024 threads
 
 
-def cross_entropy(kernels: Kernels, logits, targets, scale, arena, smoothing=0.0):
+def cross_entropy(kernels, logits, targets, scale, arena, smoothing=0.0):
     losses, row = (
         arena.take((len(logits),), KINDS[logits.dtype].sums),
         logits.shape[1] * logits.itemsize,
@@ -43,7 +43,7 @@ def cross_entropy(kernels: Kernels, logits, targets, scale, arena, smoothing=0.0
     return sum_all(kernels, losses, arena), logits
 
 
-def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
+def cross_entropy_loss(kernels, logits, targets, arena):
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "cross_entropy_loss", logits, (targets, logits, losses), targets.dtype, "losses"
@@ -51,7 +51,7 @@ def cross_entropy_loss(kernels: Kernels, logits, targets, arena):
     return sum_all(kernels, losses, arena)
 
 
-def count_correct(kernels: Kernels, logits, targets, arena):
+def count_correct(kernels, logits, targets, arena):
     correct = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
         kernels, "largest_is_target", logits, (targets, logits, correct), targets.dtype, "correct"
@@ -59,14 +59,14 @@ def count_correct(kernels: Kernels, logits, targets, arena):
     return sum_all(kernels, correct, arena)
 
 
-def row_maximum(kernels: Kernels, logits, arena, out=None):
+def row_maximum(kernels, logits, arena, out=None):
     maxima = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_maximum", logits, (logits, maxima), ANY, "maxima")
     return maxima
 
 
 def row_exponentials(
-    kernels: Kernels, logits, targets, first, maxima, arena, out=None, smoothing=0.0, share=0.0
+    kernels, logits, targets, first, maxima, arena, out=None, smoothing=0.0, share=0.0
 ):
     facts = arena.take((2, len(logits)), KINDS[logits.dtype].sums) if out is None else out
     _launch(
@@ -81,7 +81,7 @@ def row_exponentials(
 
 
 def cross_entropy_split(
-    kernels: Kernels, logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
+    kernels, logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
 ):
     losses = arena.take((len(logits),), KINDS[logits.dtype].sums)
     _launch(
@@ -95,13 +95,13 @@ def cross_entropy_split(
     return sum_all(kernels, losses, arena), logits
 
 
-def row_argmax(kernels: Kernels, logits, first, maxima, arena, out=None):
+def row_argmax(kernels, logits, first, maxima, arena, out=None):
     places = arena.take((len(logits),), KINDS[logits.dtype].sums) if out is None else out
     _launch(kernels, "row_argmax", logits, (first, logits, maxima, places), ANY, "places")
     return places
 
 
-def count_correct_split(kernels: Kernels, places, targets, arena):
+def count_correct_split(kernels, places, targets, arena):
     correct = arena.take(places.shape, places.dtype)
     kernels.launch(
         "place_is_target",

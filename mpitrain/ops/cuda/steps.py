@@ -1,7 +1,8 @@
 """Optimizer steps in place, and gradient statistics; sums over tensors stay in device memory.
 
 Numbers that change from step to step are in device memory. So the arguments of a launch never
-change.
+change. `kernels` are `Kernels`, `numbers` the device's `LaunchNumbers`, and `multiply` is the matrix
+product that device.gemm chooses. The other arguments are those of the definition.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +26,6 @@ from mpitrain.ops.cuda.launches import (
     parts,
     total,
 )
-from mpitrain.ops.cuda.product import Multiply
 from mpitrain.ops.reference.steps import LEAST_NORM, NEWTON_SCHULZ
 
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
@@ -130,7 +130,7 @@ MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.b
 """Values and bounds of the codes of both moments, (1024,) float32."""
 
 
-def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> None:
+def _step(kernels, name, p, arrays, mirror, rates, *constants) -> None:
     """Launch an element-wise step of p.
 
     arrays     the gradient, then the state
@@ -147,25 +147,12 @@ def _step(kernels: Kernels, name: str, p, arrays, mirror, rates, *constants) -> 
     )
 
 
-def sgd(
-    kernels: Kernels, numbers: LaunchNumbers, p, g, scale, lr, weight_decay, arena, mirror=None
-):
+def sgd(kernels, numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
     _step(kernels, "sgd", p, (g,), mirror, numbers.rates(p, lr, weight_decay, scale))
 
 
 def _with_momentum(
-    name: str,
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    p,
-    g,
-    m,
-    scale,
-    lr,
-    beta,
-    weight_decay,
-    arena,
-    mirror=None,
+    name, kernels, numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
 ):
     _step(kernels, name, p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
 
@@ -173,28 +160,15 @@ def _with_momentum(
 momentum, nesterov = partial(_with_momentum, "momentum"), partial(_with_momentum, "nesterov")
 
 
-def lion(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    p,
-    g,
-    m,
-    scale,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    arena,
-    mirror=None,
-):
+def lion(kernels, numbers, p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
     rates = numbers.rates(p, lr, weight_decay, scale)
     _step(kernels, "lion", p, (g, m), mirror, rates, 1 - beta1, 1 - beta2)
 
 
 def _with_two_moments(
-    name: str,
-    kernels: Kernels,
-    numbers: LaunchNumbers,
+    name,
+    kernels,
+    numbers,
     p,
     g,
     m,
@@ -218,8 +192,8 @@ adam, adamw = partial(_with_two_moments, "adam"), partial(_with_two_moments, "ad
 
 
 def adamw8bit(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
+    kernels,
+    numbers,
     p,
     g,
     m,
@@ -263,7 +237,7 @@ def adamw8bit(
     )
 
 
-def gradient_facts(kernels: Kernels, x, arena):
+def gradient_facts(kernels, x, arena):
     return total(kernels, _facts(kernels, x, arena), arena)
 
 
@@ -293,25 +267,12 @@ STEPPED = ByDtypes(
 ROWS_OF_A_BLOCK, COLUMNS_OF_A_BLOCK = 8, 32  # of sums of squares along rows, and along columns
 
 
-def add_squares(kernels: Kernels, x, squares, arena):
+def add_squares(kernels, x, squares, arena):
     _add_total(kernels, x, _facts(kernels, x, arena)[:1], squares)
 
 
 def lamb_moments(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    p,
-    g,
-    m,
-    v,
-    squares,
-    scale,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step,
-    arena,
+    kernels, numbers, p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena
 ):
     macros = KINDS[p.dtype].macros
     count = max(blocks(p.size, macros.run)[0], 1)
@@ -329,8 +290,8 @@ def lamb_moments(
 
 
 def lamb(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
+    kernels,
+    numbers,
     p,
     m,
     v,
@@ -365,15 +326,7 @@ def lamb(
 
 
 def adafactor_squares(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    g,
-    rows,
-    columns,
-    row_squares,
-    column_squares,
-    scale,
-    arena,
+    kernels, numbers, g, rows, columns, row_squares, column_squares, scale, arena
 ):
     height, width = g.shape
     macros = SUMMED[g.dtype, column_squares.dtype]
@@ -406,15 +359,7 @@ def adafactor_squares(
 
 
 def adafactor_variances(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    row,
-    column,
-    row_squares,
-    column_squares,
-    weight,
-    eps,
-    arena,
+    kernels, numbers, row, column, row_squares, column_squares, weight, eps, arena
 ):
     kernels.launch(
         "adafactor_variances",
@@ -435,17 +380,7 @@ def adafactor_variances(
 
 
 def adafactor_update(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    g,
-    rows,
-    columns,
-    row_factors,
-    column_factors,
-    squares,
-    scale,
-    eps,
-    arena,
+    kernels, numbers, g, rows, columns, row_factors, column_factors, squares, scale, eps, arena
 ):
     height, width = g.shape
     sums = arena.take((1, max(1, min(height, MOST_BLOCKS))), "float64")
@@ -472,8 +407,8 @@ def adafactor_update(
 
 
 def adafactor(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
+    kernels,
+    numbers,
     p,
     g,
     rows,
@@ -517,7 +452,7 @@ def adafactor(
     )
 
 
-def muon_momentum(kernels: Kernels, numbers: LaunchNumbers, g, m, out, scale, momentum, arena):
+def muon_momentum(kernels, numbers, g, m, out, scale, momentum, arena):
     macros = KINDS[g.dtype].macros
     kernels.launch(
         "muon_momentum",
@@ -529,7 +464,7 @@ def muon_momentum(kernels: Kernels, numbers: LaunchNumbers, g, m, out, scale, mo
     )
 
 
-def newton_schulz(kernels: Kernels, multiply: Multiply, x, steps, arena):
+def newton_schulz(kernels, multiply, x, steps, arena):
     a, b, c = NEWTON_SCHULZ
     macros, is_wide = KINDS[x.dtype].macros, len(x) <= x.shape[1]
     side = min(x.shape)
@@ -555,9 +490,7 @@ def newton_schulz(kernels: Kernels, multiply: Multiply, x, steps, arena):
         x[...] = one
 
 
-def muon(
-    kernels: Kernels, numbers: LaunchNumbers, p, update, lr, ratio, weight_decay, arena, mirror=None
-):
+def muon(kernels, numbers, p, update, lr, ratio, weight_decay, arena, mirror=None):
     macros = KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]
     kernels.launch(
         "muon",
@@ -568,7 +501,7 @@ def muon(
     )
 
 
-def _add_total(kernels: Kernels, x, partial, result) -> None:
+def _add_total(kernels, x, partial, result) -> None:
     """Add the sum of each row of float64 (R, count) to result (R,)."""
     rows, count = partial.shape
     kernels.launch(
