@@ -78,8 +78,7 @@ class MpitrainError(Exception):
     law : str
         The rule that is broken, with the values that break it; one or two sentences.
     way_out : str
-        The remedy: an option to type or a value to change. It is printed on a line of its
-        own, aligned under the law.
+        The remedy: an option to type or a value to change, printed on a line of its own.
 
     Attributes
     ----------
@@ -98,7 +97,7 @@ class MpitrainError(Exception):
         self.way_out = way_out
 
     def on_every_rank(self) -> Self:
-        """Mark this error as raised by every rank, and return it: only rank 0 then prints it."""
+        """Set `agreed`; return self."""
         self.agreed = True
         return self
 

@@ -260,18 +260,11 @@ class MpiTransport(Transport):
     """
 
     native_dtypes = frozenset(
-        (
+        [
             "float32",
             "float64",
-            "int8",
-            "int16",
-            "int32",
-            "int64",
-            "uint8",
-            "uint16",
-            "uint32",
-            "uint64",
-        )
+            *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        ]
     )
 
     def __init__(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None = None):
