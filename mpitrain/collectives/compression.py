@@ -30,15 +30,6 @@ class Matrix(NamedTuple):
     columns: int
     stride: int
 
-    def fits(self, count: int) -> bool:
-        end = self.start + (self.rows - 1) * self.stride + self.columns
-        return (
-            self.start >= 0
-            and 0 <= self.columns <= self.stride
-            and self.rows >= 0
-            and (self.rows == 0 or end <= count)
-        )
-
     def of(self, flat: np.ndarray) -> np.ndarray:
         """Return the matrix as a view (rows, columns) of a flat array."""
         strides = self.stride * flat.itemsize, flat.itemsize
@@ -79,9 +70,9 @@ def bind_lossy(
     array       float32, contiguous; of the same length on all ranks
     matrices    for powersgd: matrices within the array; empty: the array as one, nearly square
     arithmetic  encodes, adds and selects elements
-    raises      CommError on every rank if arguments differ, if the array is not float32, or if a
-                matrix exceeds the array; ConfigError on every rank if the array is in
-                GPU memory, and the format has residuals, which must be in host memory
+    raises      CommError on every rank if arguments differ, or if the array is not float32;
+                ConfigError on every rank if the array is in GPU memory, and the format has
+                residuals, which must be in host memory
     """
     tag, _ = agree(
         transport,
@@ -106,11 +97,6 @@ def bind_lossy(
     if wire.name == "topk":
         return TopK(transport, flat, math.ceil(wire.amount * flat.size), tag, arithmetic.largest)
     if wire.name == "powersgd":
-        beyond = [matrix for matrix in matrices if not matrix.fits(flat.size)]
-        if beyond:
-            raise CommError(
-                f"Matrices must be inside their array, but {beyond[0]} is not inside {flat.size} elements."
-            ).on_every_rank()
         return PowerSgd(transport, flat, int(wire.amount), matrices, tag)
     return bind_coded(transport, flat, arithmetic.codecs[wire.name], tag)
 

@@ -101,24 +101,7 @@ class Engine(Protocol):
     def load(self, source: SourceFile, signature: Signature, defines: dict[str, str]) -> Function:
         """Return one kernel of a source, compiled with these macros or taken from a cache.
 
-        Parameters
-        ----------
-        source : SourceFile
-            The text and kernels of a .cu file.
-        signature : Signature
-            The kernel.
-        defines : dict of str to str
-            The macros.
-
-        Returns
-        -------
-        Function
-            The compiled kernel.
-
-        Raises
-        ------
-        KernelError
-            If the source does not compile.
+        raises  KernelError if the source does not compile
         """
 
     def multiply(
@@ -126,20 +109,9 @@ class Engine(Protocol):
     ) -> None:
         """Compute c = op(a) op(b), or add it to c, by a library.
 
-        Parameters
-        ----------
-        a, b, c : ndarray
-            (rows, columns), not empty, the last dim contiguous. Sums are float64 for float64,
-            otherwise float32.
-        transposed_a, transposed_b : bool
-            Whether the operand is stored transposed.
-        accumulate : bool
-            Whether to add to c.
-
-        Raises
-        ------
-        ConfigError
-            If the library is not installed.
+        a, b, c     (rows, columns), not empty, the last dim contiguous; an operand is stored
+                    transposed where so flagged. Sums are float64 for float64, otherwise float32
+        raises      ConfigError if the library is not installed
         """
 
 

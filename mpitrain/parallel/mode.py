@@ -100,8 +100,8 @@ class Mode(NamedTuple):
     help: str
     make: Callable[[ReplicationContext], Replication]
     memory: Callable[[Sizes], float]
-    traffic: Callable[[Settings], Formula | None]
-    refusal: Callable[[Config], ConfigError | None]
+    traffic: Callable[[Settings], Formula | None] = lambda settings: None
+    refusal: Callable[[Config], ConfigError | None] = lambda config: None
     servers: Callable[[Settings], int] = lambda settings: 0
     records: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     exchange: Callable[[Settings], int] = lambda settings: 1
@@ -112,14 +112,6 @@ class Mode(NamedTuple):
 def has_outer(settings: Settings) -> bool:
     """Return whether local SGD has an outer optimizer (DiLoCo), which keeps two more buffers."""
     return settings.outer_lr != 1 or settings.outer_momentum != 0
-
-
-def unknown(settings: Settings) -> None:
-    """Return None: the mode has no formula for the bytes that it sends."""
-
-
-def nothing(config: Config) -> None:
-    """Return None: the mode refuses no keys."""
 
 
 def first(*rules: Callable[[Config], ConfigError | None]) -> Callable[[Config], ConfigError | None]:

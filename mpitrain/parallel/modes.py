@@ -18,11 +18,9 @@ from mpitrain.parallel.mode import (
     by_use,
     first,
     has_outer,
-    nothing,
     of_zero,
     once,
     only,
-    unknown,
     zero_traffic,
 )
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
@@ -119,7 +117,6 @@ ZERO: Table[int, Mode] = Table(
                 + of.fixed
             ),
             traffic=zero_traffic("2 {0} S", once),
-            refusal=nothing,
         ),
         2: Mode(
             help="also gradients",
@@ -134,7 +131,6 @@ ZERO: Table[int, Mode] = Table(
                 + of.fixed
             ),
             traffic=zero_traffic("(m+1) {0} S", by_micro_batch),
-            refusal=nothing,
         ),
         3: Mode(
             help="also parameters",
@@ -149,7 +145,6 @@ ZERO: Table[int, Mode] = Table(
                 "{0} of 3 m S, of which the last two units travel only 2 m times, the first two 2 m + 1 times",
                 by_use,
             ),
-            refusal=nothing,
         ),
     }
 )
@@ -162,7 +157,6 @@ MODES: Table[str, Mode] = Table(
             make=all_reduce,
             memory=lambda of: of.replica,
             traffic=lambda settings: ALL_REDUCE.get(settings.algorithm),
-            refusal=nothing,
             stages=ZERO,
         ),
         "master": Mode(
@@ -217,7 +211,6 @@ STREAMS: Table[str, Mode] = Table(
             make=on_use("mpitrain.parallel.weight_stashing:pipedream"),
             # Stage s of p stores p - s versions of the parameters with which layers compute.
             memory=lambda of: of.replica + (of.axes.pp - 1) / 2 * of.computed * of.length,
-            traffic=unknown,
             refusal=_OF_STREAMS,
         ),
         "async-2bw": Mode(
@@ -225,7 +218,6 @@ STREAMS: Table[str, Mode] = Table(
             "step before",
             make=on_use("mpitrain.parallel.weight_stashing:pipedream_2bw"),
             memory=lambda of: of.replica + of.computed * of.length,
-            traffic=unknown,
             refusal=_OF_STREAMS,
         ),
     }
