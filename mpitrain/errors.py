@@ -76,16 +76,16 @@ class MpitrainError(Exception):
     Parameters
     ----------
     law : str
-        The rule that is broken, with the values that break it; one or two sentences.
+        The rule that is broken, and the values that break it; one or two sentences.
     way_out : str
-        The remedy: an option to type or a value to change, printed on a line of its own.
+        The remedy, an option to type or a value to change; printed on its own line.
 
     Attributes
     ----------
     exit_code : int
         The exit code of a command that raises this error.
     agreed : bool
-        Whether every rank raises this same error, so that rank 0 may print it for all.
+        Whether every rank raises this error; rank 0 then prints it for all.
     """
 
     exit_code = 1

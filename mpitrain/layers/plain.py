@@ -764,9 +764,7 @@ class Plain:
         activation: str | None = None,
         bias: bool = True,
     ) -> Linear:
-        """Return a linear layer; layout.tp splits its outputs. activation: "gelu", "relu" or
-        None.
-        """
+        """Return a linear layer; layout.tp splits its outputs. activation: gelu, relu or None."""
         return self._column(self._source, inputs, outputs, draw, activation, bias)
 
     def row_linear(

@@ -282,7 +282,7 @@ class Trainer:
             Number of the step, from 0.
         inputs : ndarray
             This rank's rows of the global batch, see `share`: (rows, features), or tokens
-            (rows, T). A parameter server passes 0 rows.
+            (rows, T).
         targets : ndarray
             The classes of these rows: (rows,) or (rows, T) integers. -100 does not count,
             as PyTorch's `ignore_index`. With data.attend=document, -101 ends a document. Else floats
