@@ -6,7 +6,6 @@ for activations of the same number of elements and dtype.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -20,6 +19,7 @@ from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import CommError, multiples_near
 from mpitrain.machine.arena import Arena, padded
+from mpitrain.trace.recorder import ExposedTime
 from mpitrain.transport.base import Transport
 
 SLAB = 32 << 20
@@ -48,23 +48,6 @@ class BoundBuffer:
         for reduction in self.bound.values():
             if not reduction.poll():
                 reduction.wait()
-
-
-class ExposedTime:
-    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this method."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
 
 class TimedReduction:

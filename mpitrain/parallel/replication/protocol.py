@@ -33,7 +33,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.collectives.activations import ExposedTime
 from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
@@ -46,6 +45,7 @@ from mpitrain.ops.device import Device
 from mpitrain.optim.state import StateArray
 from mpitrain.parallel.grid import Grid
 from mpitrain.regions import Piece
+from mpitrain.trace.recorder import ExposedTime
 
 
 class StepInput(NamedTuple):
