@@ -230,7 +230,6 @@ def told(path: Path):
 @pytest.fixture
 def trace(tmp_path, monkeypatch):
     monkeypatch.setattr("mpitrain.cli.report.find_spec", lambda name: None)  # pictures take seconds
-    monkeypatch.setattr("mpitrain.tools.report.text.TRIED", 10)
     return trace_file(traced(tmp_path / "run"), 1)
 
 
