@@ -13,7 +13,7 @@ from mpitrain.models.table import MODELS, Model
 from mpitrain.ops import OPERATIONS, Operation
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import ElementWise, Rule
-from mpitrain.parallel.mode import Mode, nothing, unknown
+from mpitrain.parallel.mode import Mode
 from mpitrain.parallel.modes import MODES
 from mpitrain.pipeline.instructions import BackwardInput, BackwardWeight, Forward
 from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
@@ -71,8 +71,6 @@ MODES["toy"] = Mode(
     help="each rank updates from the sum of all gradients, as a toy",
     make=lambda replica: MODES["all-reduce"].make(replica),
     memory=lambda sizes: sizes.replica,
-    traffic=unknown,
-    refusal=nothing,
 )
 OPERATIONS["toy_step"] = Operation(
     "half a step of gradient descent",
