@@ -1,6 +1,7 @@
 """The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
 from collections.abc import Sequence
+from math import isclose
 from typing import NamedTuple
 
 import numpy as np
@@ -181,7 +182,8 @@ def copied_bytes(config: Config, sizes: Sizes) -> float:
         return own + state + sizes.master * sizes.length / axes.ranks
     if zero and sizes.shards == axes.copies:
         return own + (own if zero == 3 or sizes.mirror else state)
-    return own + state * (config.replication.mode != "all-reduce")
+    # Where not every rank has the whole state, one alone has it.
+    return own + state * (not isclose(state, sizes.state * sizes.length))
 
 
 def _described(
