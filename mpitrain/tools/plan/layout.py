@@ -671,25 +671,27 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
 
 
 def draw(ranking: Ranking, limit: float, path: Path) -> None:
-    """Draw the step time of all layouts over their memory, with the front as a line."""
-    figure, axes = subplots(8, 5)
+    """Draw the step time of all layouts over their memory; the front is a line of numbered points."""
+    figure, axes = subplots(10, 6)
     for shown, line, mark, colour in (
         (ranking.predictions, "", ".", COLOURS[7]),
         (ranking.front, "-", "o", COLOURS[0]),
     ):
-        places = [(each.nbytes / 1e9, 1e3 * each.step_s) for each in shown]
+        places = [(each.nbytes / 1e9, each.step_s) for each in shown]
         axes.plot(*zip(*places, strict=True), linestyle=line, marker=mark, color=colour)
-    named = [ranking.front[0]]
-    for each in ranking.front:
-        if each is named[-1] or each.nbytes < 0.8 * named[-1].nbytes:
-            named.append(each)
-            keys = ("dp", "cp", "tp", "pp", "zero")
-            text = " ".join(f"{key} {getattr(each.layout, key)}" for key in keys)
-            place = (each.nbytes / 1e9, 1e3 * each.step_s)
-            axes.annotate(text, place, (5, 5), textcoords="offset points", rotation=30)
     if limit < 2 * max(each.nbytes for each in ranking.predictions):
         axes.axvline(limit / 1e9, color=COLOURS[1], linestyle="--", label="memory of a rank")
-        axes.legend()
-    axes.set(xscale="log", yscale="log", xlabel="GB of a rank", ylabel="predicted step, ms")
+    names = list[str]()
+    for each, place in zip(ranking.front, places, strict=True):
+        keys = ("dp", "cp", "tp", "pp", "zero")
+        numbers = [(key, getattr(each.layout, key)) for key in keys]
+        name = " ".join(f"{key} {n}" for key, n in numbers if n > (key != "zero"))
+        name += " recompute" * (each.layout.recompute != "none")
+        if name not in names[-1:]:  # Of layouts that differ in other keys alone, one has a number.
+            names.append(name)
+            axes.annotate(f"{len(names)}", place, (0, 7), textcoords="offset points", ha="center")
+            axes.plot([], [], " ", label=f"{len(names)}: {name or 'one rank'}")
+    figure.legend(loc="outside right upper")
+    axes.set(xscale="log", yscale="log", xlabel="GB of a rank", ylabel="predicted step, s")
     axes.set_title("Layouts, and those that need less memory than every faster one")
-    save(figure, path, 120)
+    save(figure, path, 128)

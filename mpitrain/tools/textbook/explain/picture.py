@@ -37,6 +37,8 @@ WALL = 12.8, 7.2
 """Size of a picture for a wall, in inches at a scale of 100%."""
 WIDEST = 13.0
 """Largest width of a picture, in inches."""
+LABEL = 12
+"""Points of the labels of a matrix."""
 PARTS = ("#9fd3f2", "#f5c26b", "#7fcbb0", "#e3bcd2", "#d9f0d3", "#eeeeee")
 """Colours of the parts of a matrix; the last is that of a part without a number."""
 
@@ -161,7 +163,7 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
 
     Before the frames there are pictures with the idea, the legend and the formulas, then those of
     matrices that are cut, or of a collective. A frame that is too large is drawn in parts: the
-    groups of columns that have changed, and each in a picture of its own if need be.
+    groups of columns that have changed, each in pictures of its own if need be.
 
     returns  the language of the texts, and the files: NAME-1.png and so on
     raises   OSError if a file cannot be written
@@ -174,13 +176,16 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
         size = tuple(100 * inches / percent for inches in WALL)
         return _page(explanation, files[-1], language, size, percent)
 
-    columns = int((100 * WALL[0] / READABLE - 0.3) / CHARACTER)
     said = [*explanation.sentences, *([] if is_drawn else ["", NO_HANGUL])]
-    notes = [part for each in said for part in wrapped(text(each, language), columns) or [""]]
-    notes += ["", *notes_of(explanation, language, columns)]
-    most = int((100 * WALL[1] / READABLE - HEAD) / LINE - 0.8)
+    for percent in range(MOST, READABLE - 1, -5):  # The largest at which one page holds all.
+        columns = int((100 * WALL[0] / percent - 0.3) / CHARACTER)
+        notes = [part for each in said for part in wrapped(text(each, language), columns) or [""]]
+        notes += ["", *notes_of(explanation, language, columns)]
+        most = int((100 * WALL[1] / percent - HEAD) / LINE - 0.8)
+        if len(notes) <= most:
+            break
     for at in range(0, len(notes), most):
-        with page() as axes:
+        with page(percent) as axes:
             _notes(axes, notes[at : at + most], HEAD)
     for title, matrices in explanation.products:
         with page() as axes:
@@ -215,7 +220,20 @@ def fitted(explanation: Explanation, language: str, number: int) -> list[tuple[i
     together = _largest(explanation, language, groups)
     if together[0] >= READABLE:
         return [together]
-    return [_largest(explanation, language, [group]) for group in groups]
+    pictures = list[tuple[int, FrameLayout]]()
+    for group in groups:
+        percent, layout = _largest(explanation, language, [group])
+        if percent < READABLE:  # Each band of columns, if it has changed, is a picture.
+            room = 100 * WALL[0] / READABLE
+            layout = FrameLayout.of(explanation, language, room, [group])
+            pictures += [
+                (READABLE, layout._replace(bands=[band]))
+                for band in layout.bands
+                if not changed or any(changed & {*range(run.first, run.stop)} for run in band)
+            ]
+        else:
+            pictures.append((percent, layout))
+    return pictures
 
 
 def _largest(
@@ -307,13 +325,13 @@ def _product(axes: Any, title: str, matrices: Sequence[CutMatrix], language: str
             axes.add_patch(Rectangle(place, *part, facecolor=PARTS[number], edgecolor="#707070"))
             centre = {"x": place[0] + part[0] / 2, "y": place[1] + part[1] / 2}
             shown = text(label, language) if label else ""
-            room = int(part[0] / CHARACTER)
+            room = int(part[0] / CHARACTER * 9 / LABEL)
             turned = 90 * (max(map(width, shown.split()), default=0) > room)
             shown = shown if turned else "\n".join(wrapped(shown, max(1, room)))
-            axes.text(s=shown, va="center", ha="center", fontsize=9, rotation=turned, **centre)
+            axes.text(s=shown, va="center", ha="center", fontsize=LABEL, rotation=turned, **centre)
         across = unit * matrix.shape[1]
         below = y + unit * matrix.shape[0] + LINE
-        axes.text(x + across / 2, below, matrix.name, va="center", ha="center", fontsize=10)
+        axes.text(x + across / 2, below, matrix.name, va="center", ha="center", fontsize=LABEL)
         x += across + 0.3
 
 
@@ -368,8 +386,11 @@ def _panel(
             align = {"x": left + layout.margin - 0.08, "va": "center", "ha": "right"}
             axes.text(y=y, s=text(label, language), fontsize=9, **align)
         top += LINE * (len(explanation.rows) + 2.4)
+    places[-1] = x, corner[1]
     for source, target, column in frame.messages:
-        end, above = places.get(column, (x, corner[1]))
+        if column not in places:  # drawn in another picture
+            continue
+        end, above = places[column]
         rows = [above + LINE * (row + 3.4) for row in (source, target)]
         bend = min(0.6, 0.7 / abs(rows[1] - rows[0])) * (0.3 if column >= 0 else 1)
         axes.add_patch(
