@@ -46,7 +46,8 @@ def command(run: Path, out: Path, best: bool, **options: Any) -> None:
             config = configured()
             if form_for(config.model.kind, config.data.source) == "tokens":
                 raise ConfigError(
-                    "`predict` is for samples, images and labelled texts, but this run predicts tokens.",
+                    f"`predict` is for samples, images and labelled texts, but a {config.model.kind} reads "
+                    f"{config.data.source} as tokens.",
                     "Use `mpitrain generate`, or fine-tune a bert with labelled texts.",
                 )
 

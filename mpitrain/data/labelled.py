@@ -1,9 +1,11 @@
 """Labelled texts: rows of tokens with one class each, of lines of JSON.
 
-A line is {"text": TEXT, "label": NUMBER}, or also has a "text_pair", a second text. Without a label
-the row has no target. A tokenizer with these names writes [CLS] text [SEP] text_pair [SEP].
+A line is {"text": TEXT, "label": NUMBER}, or also has a "text_pair", a second text. Lines without a
+label are for predictions alone. A tokenizer with these names writes [CLS] text [SEP] text_pair [SEP].
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +35,21 @@ def open_texts(request: Request) -> SampleSource:
     tokenizer: Tokenizer = ByteTokenizer()
     if reading.tokenizer:
         tokenizer = read_tokenizer(reading.tokenizer)
-    # A bert has a mask token, too: `MaskedSource` adds it.
-    least = tokenizer.vocabulary + (tokenizer.named(MASK) is None)
-    if 0 < given < least:
+    # A bert of masked tokens may have one more: `MaskedSource` adds the mask token.
+    entries = given or tokenizer.vocabulary + (tokenizer.named(MASK) is None)
+    if entries < tokenizer.vocabulary:
         raise DataError(
-            f"The tokenizer {reading.tokenizer or 'of bytes'} has {least} tokens, but data.vocabulary or the model of "
-            f"run.init_from has {given}.",
+            f"The tokenizer {reading.tokenizer or 'of bytes'} has {tokenizer.vocabulary} tokens, but data.vocabulary "
+            f"or the model of run.init_from has {given}.",
             "Name the tokenizer of that model with data.tokenizer.",
         )
-    train = _read(Path(request.place), tokenizer, request.context)
+    read = partial(_read, tokenizer=tokenizer, context=request.context)
     if request.validation == request.name:
-        test = train
+        train = test = read(request.place)
     elif request.other:
-        test = _read(Path(request.other), tokenizer, request.context)
+        train, test = _labelled(request.place, read), _labelled(request.other, read)
     else:
+        train = _labelled(request.place, read)
         held = np.arange(len(train[1])) % 10 == 9
         held[-1:] |= not held.any()
         train, test = (train[0][~held], train[1][~held]), (train[0][held], train[1][held])
@@ -61,14 +64,21 @@ def open_texts(request: Request) -> SampleSource:
             f"{reading.classes}.",
             "Number the classes from 0 on, or start from a model without classes.",
         )
-    return SampleSource(train, test, "texts", given or least, reading.classes)
+    return SampleSource(train, test, "texts", entries, reading.classes)
 
 
-def _read(path: Path, tokenizer: Tokenizer, context: int) -> Rows:
+def _labelled(path: str, read: Callable[[str], Rows]) -> Rows:
+    inputs, labels = read(path)
+    if not (has := labels != IGNORED).any():
+        raise DataError(f"{path} must have a text with a label, but has none.", "Add labels.")
+    return inputs[has], labels[has]
+
+
+def _read(path: str, tokenizer: Tokenizer, context: int) -> Rows:
     """Return the rows of a file, (N, T) int64, and their classes, (N,) int64."""
     try:
-        check_regular(path)
-        lines = contents(path).split(b"\n")
+        check_regular(Path(path))
+        lines = contents(Path(path)).split(b"\n")
     except OSError as error:
         raise DataError(
             f"The data file {path} cannot be read: {error.strerror}.",
@@ -88,7 +98,7 @@ def _read(path: Path, tokenizer: Tokenizer, context: int) -> Rows:
         inputs.append(row_of(tokenizer, found.text, found.text_pair, context))
         labels.append(found.label)
     if not labels:
-        raise DataError(f"{path} must have a labelled text, but has none.", "Add texts.")
+        raise DataError(f"{path} must have a text, but has none.", "Add texts.")
     return np.stack(inputs), np.array(labels, np.int64)
 
 

@@ -151,20 +151,50 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         parent.sync()
 
 
-def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, context: int, takes_texts: bool) -> dict[str, bytes]:
     """Return {name: content} of the files that a tokenizer needs.
 
-    context  longest sequence of the model, in tokens
+    context      longest sequence of the model, in tokens
+    takes_texts  whether rows are those of `data/labelled.py`, with token types
     """
     data = byte_level() if tokenizer.data == BYTES_FILE else tokenizer.data
     settings: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": context}
     for name in ("mask", "cls", "sep", "pad", "unk"):
         if tokenizer.named(f"[{name.upper()}]") is not None:
             settings[f"{name}_token"] = f"[{name.upper()}]"
+    if takes_texts:
+        settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        data = _with_marks(data, tokenizer)
     if tokenizer.separator >= 0:
         ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
         settings["eos_token"] = settings["bos_token"] = ends[0]
     return {TOKENIZER: data, SETTINGS: json_text(settings)}
+
+
+def _with_marks(data: bytes, tokenizer: Tokenizer) -> bytes:
+    """Return a tokenizer.json that writes [CLS] text [SEP] text_pair [SEP], as `data/labelled.py` does.
+
+    One that has a step of its own behind its model, or not both names, stays as it is.
+    """
+    content = json.loads(data)
+    numbers = {name: tokenizer.named(name) for name in ("[CLS]", "[SEP]")}
+    if content.get("post_processor") or None in numbers.values():
+        return data
+
+    def step(kind: str, name: str, number: int = 0) -> dict[str, Any]:
+        return {kind: {"id": name, "type_id": number}}
+
+    first = [step("SpecialToken", "[CLS]"), step("Sequence", "A"), step("SpecialToken", "[SEP]")]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": [*first, step("Sequence", "B", 1), step("SpecialToken", "[SEP]", 1)],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in numbers.items()
+        },
+    }
+    return json_text(content)
 
 
 def byte_level() -> bytes:

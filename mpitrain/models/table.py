@@ -296,11 +296,17 @@ def check_model(config: Config) -> None:
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
             )
-    if config.data.mask != Data.model_fields["mask"].default and not row.hides:
-        raise ConfigError(
-            f"data.mask hides tokens of a {' or '.join(kinds(lambda row: row.hides))}, but model.kind is {model.kind}.",
-            "Leave out data.mask.",
-        )
+    is_masked = config.data.mask != Data.model_fields["mask"].default
+    has_prompts = bool(config.run.sample_prompt)
+    for key, is_set, law, may in (
+        ("data.mask", is_masked, "hides tokens of", lambda row: row.hides),
+        ("run.sample_prompt", has_prompts, "is continued by", lambda row: row.writes),
+    ):
+        if is_set and not may(row):
+            raise ConfigError(
+                f"{key} {law} a {' or '.join(kinds(may))}, but model.kind is {model.kind}.",
+                f"Leave out {key}.",
+            )
     if model.label_smoothing and LOSSES[model.loss].takes != "classes":
         raise ConfigError(
             f"model.label_smoothing shares a target among classes, but model.loss is {model.loss}.",

@@ -14,6 +14,7 @@ from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
 from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
 from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
+from mpitrain.models.table import MODELS
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters
@@ -82,7 +83,8 @@ def export(
     row = FORMATS[name]
     written = row.write(Trained(config, tensors, separator, dtype, manifest.base))
     if tokenizer:
-        files = tokenizer_files(tokenizer, config.model.context)
+        takes_texts = "texts" in MODELS[config.model.kind].also
+        files = tokenizer_files(tokenizer, config.model.context, takes_texts)
         if config.data.template:
             files |= template_files(config.data.template)
         written = written._replace(files={**written.files, **files})

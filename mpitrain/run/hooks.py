@@ -751,7 +751,7 @@ class Skipping(Hook):
                 f"among them the last {self._in_a_row} up to step {step}.",
                 "Lower optimizer.lr, then go on with --resume from the newest checkpoint, or start again."
                 if outcome.counted
-                else "Raise batch.size, or see why the data masks so much: data.separator, or prompts longer than model.context.",
+                else "Raise batch.size (or data.mask), or see what is ignored: data.separator, prompts longer than a row.",
             )
 
     def _where(self, step: int, outcome: StepResult) -> str:

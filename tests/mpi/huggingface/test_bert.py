@@ -7,6 +7,8 @@ import pytest
 
 from mpitrain.config import Model
 from mpitrain.data import without_padding
+from mpitrain.data.labelled import row_of
+from mpitrain.data.tokenizer import read_tokenizer
 from mpitrain.formats.bert import BERT
 from mpitrain.run.build import build
 from mpitrain.run.export import export
@@ -157,6 +159,10 @@ def test_a_round_trip(given, tmp_path):
     assert float(difference.abs().max()) <= 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer.mask_token_id == 4 and tokenizer.cls_token == "[CLS]"
+    row = row_of(read_tokenizer(str(tmp_path / "back/tokenizer.json")), "w1 w2", "w3", 6)
+    ids, _, types = without_padding(row[None])
+    found = tokenizer("w1 w2", "w3")
+    assert found["input_ids"] == ids[0].tolist() and found["token_type_ids"] == types[0].tolist()
 
 
 def test_the_head_that_a_folder_lacks_is_drawn_and_named(given, tmp_path, capsys):

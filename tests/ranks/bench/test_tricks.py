@@ -82,6 +82,7 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
             {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
         ),
         (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism", "context parallelism"}),
+        (2, [*TINY, "model.kind=bert"], {"sequence parallelism"}),
         (3, TINY, {"context parallelism", "sequence parallelism"}),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
         (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
@@ -90,6 +91,6 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
     ],
 )
 def test_a_trick_that_does_not_apply_has_a_reason(ranks, settings, absent):
-    found = tried(ranks, sorted(absent | {"recomputation"}), *settings)
+    found = tried(ranks, sorted(absent | {"recomputation", "LoRA"}), *settings)
     assert {name for name, each in found.items() if each.reason} == absent
     assert all(len(each.reason) > 10 for name, each in found.items() if name in absent)

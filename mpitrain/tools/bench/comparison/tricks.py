@@ -93,7 +93,9 @@ ALL_REDUCE = unless(
     lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
 )
 ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
-TEXT = unless(lambda job: MODELS[job.config.model.kind].writes, "model.kind writes no text")
+TOKENS = unless(
+    lambda job: MODELS[job.config.model.kind].takes == "tokens", "model.kind takes no tokens"
+)
 
 TRICKS: dict[str, Trick] = {
     "mixed precision": row(
@@ -122,7 +124,7 @@ TRICKS: dict[str, Trick] = {
     "attention in tiles": row(
         {"memory.attention": "tiled"},
         {"memory.attention": "whole"},
-        TEXT,
+        TOKENS,
         ON_CPU,
         is_on=lambda job: (
             job.config.memory.attention == "tiled"
@@ -161,7 +163,7 @@ TRICKS: dict[str, Trick] = {
     "LoRA": row(
         {"lora.rank": 8},
         {"lora.rank": 0},
-        TEXT,
+        TOKENS,
         is_on=lambda job: job.config.lora.rank > 0,
         said="no, yes",
     ),
