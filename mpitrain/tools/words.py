@@ -131,14 +131,16 @@ def said(line: str, language: str) -> str:
 
 def _parts(cell: str, start: int) -> Iterator[tuple[int, str]]:
     """Yield (column, text) of the titles of a heading, if one space is between them; else the whole."""
-    words = [] if _listed(cell) != cell else cell.split(" ")
+    words = cell.split(" ")
+    is_heading = cell not in korean() and {*words} <= {*korean()}
+    if _listed(cell) != cell and not is_heading:
+        yield start, cell
+        return
     while words:
         counts = range(len(words), 0, -1)
         most = next((n for n in counts if " ".join(words[:n]) in korean()), len(words))
         yield start, " ".join(words[:most])
         start, words = start + len(" ".join(words[:most])) + 1, words[most:]
-    if _listed(cell) != cell:
-        yield start, cell
 
 
 def width(line: str) -> int:

@@ -105,6 +105,8 @@ def test_a_row_of_a_printed_table_keeps_its_columns():
     heading, row = (said(each, "ko") for each in rows)
     assert row == rows[1] and [each for each in rows if said(each, "en") == each] == rows
     assert [width(heading[: at.end()]) for at in re.finditer("커|ms|/s", heading)] == [17, 27, 37]
+    heading = said("recompute      step computing", "ko")
+    assert [width(heading[: at.end()]) for at in re.finditer("단계|계산$", heading)] == [19, 29]
     assert said("  from 9 batches of 8 rows, each also in batches of 4", "ko").startswith("  8행")
 
 

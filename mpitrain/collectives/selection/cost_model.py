@@ -291,6 +291,8 @@ def predict(
         constants, amounts = whole[memory].get(algorithm), (once, per_byte * nbytes)
     else:
         constants = plans[memory]
+        if operation not in TABLES:
+            constants = {knot: _of_messages(at) for knot, at in constants.items()}
         amounts = work(operation, algorithm, hosts, count, itemsize, tuning.machine["cores"])
     if constants is None:
         return math.nan
@@ -300,6 +302,16 @@ def predict(
         if share
     )
     return seconds / 2 if operation == "sendrecv" else seconds  # a ping-pong sends the array twice
+
+
+def _of_messages(fitted: tuple[float, ...]) -> tuple[float, ...]:
+    """Return constants for plans that add nothing.
+
+    All-reduces add what they move, so their fit may give all seconds of a byte to the adding. Then
+    half of them are those of moving: adding reads two bytes for each one that moving reads.
+    """
+    at = TERMS.index("host_beta")
+    return (*fitted[:at], fitted[at] or fitted[TERMS.index("gamma")] / 2, *fitted[at + 1 :])
 
 
 def _nearest(by_ranks: dict[int, Any], n: int) -> Any:

@@ -272,6 +272,12 @@ class Planner:
                 "Time those of this configuration: mpitrain bench units.",
             )
 
+    def _beyond(self) -> list[str]:
+        """Return the kinds of units of which one row takes more FLOPs than any that was timed."""
+        units, counts = self._count_three(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
+        sizes = {kind_of(u.name): c.flops for u, c in zip(units, counts, strict=True)}
+        return [kind for kind, flops in sizes.items() if flops > self._points[kind][-1][0]]
+
     def _of_computing(self, unit: CountedUnit, rows: int) -> tuple[float, float]:
         """Return the seconds of a unit in a micro-batch, and those of forwards that it repeats."""
         flops = unit.counted.flops - unit.repeated
@@ -291,6 +297,8 @@ class Planner:
             here, there = (facts.get("processor") for facts in (self.times.facts, tuning.machine))
             if here != there:
                 yield f"replication.tuning is of other hardware, {there}: units were timed on {here}"
+        if self.times is not None and (kinds := self._beyond()):
+            yield f"units of a smaller model were timed: those of {', '.join(kinds)} are extrapolated"
         if advice := foreign(tuning, self._hosts):
             yield f"{advice} in replication.tuning"
 

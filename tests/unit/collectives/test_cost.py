@@ -303,6 +303,14 @@ def test_predictions_are_continuous_and_never_fall_with_size_by_default(n, memor
         assert all(0.8 <= after / before <= 2.5 for before, after in pairwise(times)), name
 
 
+@pytest.mark.parametrize("messages", [("sendrecv", "ping-pong"), ("shift", "ring")])
+@pytest.mark.parametrize("n", [2, 4])
+def test_by_default_no_message_is_faster_than_memory(n, messages):
+    for power in range(18, 29):
+        seconds = predict(DEFAULT, *messages, ("a",) * n, 1 << power, 4)
+        assert 4 << power < 50e9 * seconds
+
+
 @pytest.mark.parametrize(("n", "most"), [(2, 10e-6), (4, 40e-6)])
 def test_by_default_a_short_array_is_left_to_what_needs_no_message(n, most):
     for memory in MEMORY:
