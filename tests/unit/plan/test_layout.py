@@ -225,7 +225,7 @@ def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
     assert rows[0]["layout"]["layout.dp"] * rows[0]["layout"]["layout.tp"] in (1, 2)
     assert (tmp_path / "l.png").stat().st_size > 10_000
     assert not done.stderr  # no bar without a terminal
-    larger = [*words, "--set", "model.channels=512"]
+    larger = [*words, "--set", "model.width=512"]
     done = mpitrain("plan", "layout", *larger, cwd=tmp_path)
     assert "units of a smaller model were timed: those of attention, mlp" in done.stdout
     refused = mpitrain("plan", "layout", "--ranks", "4", "--hosts", "3", cwd=tmp_path)
