@@ -300,7 +300,7 @@ class Lora(Section):
     is trained"""
     alpha: float = Field(16.0, gt=0)
     """the output of an adapter is multiplied by lora.alpha / lora.rank"""
-    targets: list[str] = ["qkv"]
+    targets: list[str] = ["c_attn"]
     """linear layers that get an adapter, separated by commas: names of Hugging Face's models such
     as c_attn, q_proj, query, lm_head or h.0.attn.c_attn, or the names of this model, such as qkv or
     blocks.0.mlp.up. q, k and v are a part of qkv each"""

@@ -41,7 +41,10 @@ class Target(NamedTuple):
 
     @staticmethod
     def _modules(layer: str) -> list[str]:
-        return [*filter(None, (own.module_of(layer) for own in ARCHITECTURES.values()))]
+        # The blocks of a bert are those of the others, within the sum that it normalises.
+        layers = dict.fromkeys((layer, layer.replace(".sum.", ".")))
+        modules = (own.module_of(name) for name in layers for own in ARCHITECTURES.values())
+        return [*filter(None, modules)]
 
 
 def adapt(units: Sequence[Unit], lora: Lora, layers: Plain) -> list[Unit]:
