@@ -236,7 +236,7 @@ def write(model: Trained) -> FolderContents:
             ranks[module] = pair[0].shape[0]
             for name, tensor in zip(PAIR, pair, strict=True):
                 tensors[f"{PREFIX}{module}.{name}.weight"] = tensor
-    return FolderContents(tensors, _files(model, ranks, own.is_transposed))
+    return FolderContents(tensors, _files(model, ranks, own))
 
 
 def _by_module(
@@ -279,22 +279,23 @@ def _regions(model: Model) -> dict[str, slice]:
     return slices | {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}
 
 
-def _files(model: Trained, ranks: Mapping[str, int], is_transposed: bool) -> dict[str, bytes]:
+def _files(model: Trained, ranks: Mapping[str, int], own: Architecture) -> dict[str, bytes]:
     lora = model.config.lora
     rank = max(set(ranks.values()), key=list(ranks.values()).count)
     # A stacked adapter has the scale of its summands: alpha / r stays.
-    alphas = {module: lora.alpha * own / lora.rank for module, own in ranks.items()}
-    others = {module: own for module, own in ranks.items() if own != rank}
+    alphas = {module: lora.alpha * each / lora.rank for module, each in ranks.items()}
+    others = {module: each for module, each in ranks.items() if each != rank}
     texts = {
         CONFIGURATION: {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            # Without a task peft calls the model as it is: it may have one of several heads.
+            "task_type": None if own.heads else "CAUSAL_LM",
             "base_model_name_or_path": model.config.run.init_from or None,
             "r": rank,
             "lora_alpha": _whole(lora.alpha * rank / lora.rank),
             "lora_dropout": 0.0,
             "target_modules": sorted(ranks),
-            "fan_in_fan_out": is_transposed,
+            "fan_in_fan_out": own.is_transposed,
             "bias": "none",
             "rank_pattern": others,
             "alpha_pattern": {module: _whole(alphas[module]) for module in others},

@@ -271,18 +271,27 @@ def kinds(does_count: Callable[[Model], bool]) -> list[str]:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for keys of [model] and [layout] that this kind of model does not support."""
+    """Raise ConfigError for keys that this kind of model, or the form of its data, does not support."""
     model, layout, row = config.model, config.layout, MODELS[config.model.kind]
-    for key, idle, is_set in (
-        ("sequence_parallel", "false", layout.sequence_parallel),
-        ("cp", 1, layout.cp > 1),
+    data, form = config.data, form_for(config.model.kind, config.data.source)
+    are_tokens, are_texts = form == "tokens", form == "texts"
+    is_masked = data.mask != Data.model_fields["mask"].default
+    writers = " or ".join(kinds(lambda row: row.writes))
+    divides = "divides rows of tokens"
+    hiders = " or ".join(kinds(lambda row: row.hides))
+    for key, is_set, fits, law in (
+        ("layout.sequence_parallel", layout.sequence_parallel, are_tokens, divides),
+        ("layout.cp", layout.cp > 1, are_tokens, divides),
+        ("data.mask", is_masked, are_tokens and row.hides, f"hides tokens of a {hiders}"),
+        ("data.classes", data.classes > 0, are_texts, "is of labelled texts"),
+        ("data.packing", data.packing, not are_texts, "is of conversations"),
+        ("data.template", data.template, not are_texts, "is of conversations"),
+        ("run.sample_prompt", config.run.sample_prompt, row.writes, f"is for a {writers}"),
     ):
-        form = form_for(model.kind, config.data.source)
-        if is_set and form != "tokens":
-            which = " and classifies texts" * (form == "texts")
+        if is_set and not fits:
             raise ConfigError(
-                f"layout.{key} divides rows of tokens, but model.kind is {model.kind}{which}.",
-                f"Set layout.{key} to {idle}.",
+                f"{key} {law}, but model.kind is {model.kind}{' and classifies texts' * are_texts}.",
+                f"Leave out {key}.",
             )
     chunks, twice = (2 * layout.cp, "2 x ") if _is_ring(layout) else (layout.cp, "")
     if model.context % chunks and row.takes == "tokens":
@@ -295,17 +304,6 @@ def check_model(config: Config) -> None:
             raise ConfigError(
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
-            )
-    is_masked = config.data.mask != Data.model_fields["mask"].default
-    has_prompts = bool(config.run.sample_prompt)
-    for key, is_set, law, may in (
-        ("data.mask", is_masked, "hides tokens of", lambda row: row.hides),
-        ("run.sample_prompt", has_prompts, "is continued by", lambda row: row.writes),
-    ):
-        if is_set and not may(row):
-            raise ConfigError(
-                f"{key} {law} a {' or '.join(kinds(may))}, but model.kind is {model.kind}.",
-                f"Leave out {key}.",
             )
     if model.label_smoothing and LOSSES[model.loss].takes != "classes":
         raise ConfigError(

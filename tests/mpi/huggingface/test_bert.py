@@ -165,6 +165,27 @@ def test_a_round_trip(given, tmp_path):
     assert found["input_ids"] == ids[0].tolist() and found["token_type_ids"] == types[0].tolist()
 
 
+def test_peft_computes_the_logits_of_an_exported_adapter(given, tmp_path):
+    import torch
+    from peft import PeftModel
+
+    model, folder, data = given
+    run = [*FLAT, *data, f"run.init_from={folder}", f"run.out={tmp_path / 'run'}", "run.steps=3"]
+    config = configured(*run, "lora.rank=2", "lora.targets=query,c_fc")
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "peft", tmp_path / "adapter", "float32", 20_000, [])
+    export(tmp_path / "run", "bert", tmp_path / "merged", "float32", 20_000, [], merge=True)
+    base, merged = (
+        type(model).from_pretrained(one, dtype="float32").eval()
+        for one in (folder, tmp_path / "merged")
+    )
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        plain, truth = base(tokens).logits, merged(tokens).logits
+        found = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens).logits
+    assert float((found - truth).abs().max()) <= 1e-5 < float((plain - truth).abs().max())
+
+
 def test_the_head_that_a_folder_lacks_is_drawn_and_named(given, tmp_path, capsys):
     model, folder, _ = given
     if model.config.architectures != ["BertForMaskedLM"]:

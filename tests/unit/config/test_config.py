@@ -139,12 +139,12 @@ def test_a_value_with_another_name_is_told_its_own(setting, hint):
         (
             ["layout.tp=2", "layout.sequence_parallel=true", "model.kind=mlp"],
             "layout.sequence_parallel divides rows of tokens, but model.kind is mlp.",
-            "Set layout.sequence_parallel to false.",
+            "Leave out layout.sequence_parallel.",
         ),
         (
             ["layout.cp=2", "model.kind=mlp"],
             "layout.cp divides rows of tokens, but model.kind is mlp.",
-            "Set layout.cp to 1.",
+            "Leave out layout.cp.",
         ),
         (
             ["layout.cp=3", "model.heads=6", "model.width=48"],
@@ -192,11 +192,18 @@ def test_all_that_is_wrong_is_said_at_once():
     )
 
 
+TEXTS = ["data.source=jsonl:texts.jsonl"]
+
+
 @pytest.mark.parametrize(
     "settings, part",
     [
         (["model.heads=3"], "Set model.width to 126 or 129"),
         (["replication.wire=fp16", "precision.compute=float64"], "Wire formats carry float32"),
+        (["model.kind=bert", 'run.sample_prompt=["a"]'], "is for a gpt or llama"),
+        (["model.kind=bert", *TEXTS, "data.packing=true"], "data.packing is of conversations"),
+        (["model.kind=bert", *TEXTS, "data.mask=0.3"], "kind is bert and classifies texts"),
+        ([*TEXTS, "data.classes=3"], "data.classes is of labelled texts"),
     ],
 )
 def test_keys_that_exclude_each_other_are_refused(settings, part):
