@@ -18,6 +18,11 @@ LANGUAGES = ("en", "ko")
 
 SHORT = 12
 """Characters of the words of a template; a shorter one describes only a few printed words."""
+FORMS = {
+    **dict.fromkeys(("rank", "host", "other", "where", "seconds", "time", "process"), r"\S+"),
+    "what": "[^;]+?",
+}
+"""{field of sentences about ranks that wait: what it may contain}; such sentences follow each other."""
 WIDE = 24
 """Longest cell that is aligned to the right in a row of a table."""
 
@@ -84,9 +89,10 @@ def _patterns() -> Sequence[tuple[re.Pattern[str], str]]:
         length, names = len("".join("".join(pieces[::2]).split())), pieces[1::2]
         if names and length > 1 and len({*names}) == len(names):
             is_short = length < SHORT and names != ["words"]
-            form = r"\S+(?: \S+)?" if is_short else ".+?"
+            forms = dict.fromkeys(names, r"\S+(?: \S+)?" if is_short else ".+?")
+            forms |= FORMS
             fields = (
-                f"(?P<{piece}>{form})" if at % 2 else re.escape(piece)
+                f"(?P<{piece}>{forms[piece]})" if at % 2 else re.escape(piece)
                 for at, piece in enumerate(pieces)
             )
             template = re.sub(
@@ -123,7 +129,7 @@ def said(line: str, language: str) -> str:
     for cell in re.finditer(r"\S+(?: \S+)*", line):
         for at, part in _parts(cell[0], cell.start()):
             shown = _listed(part)
-            is_left = not row or len(part) > WIDE
+            is_left = not row or len(part) > WIDE or ": " in shown
             start = at if is_left else at + len(part) - width(shown)
             row = padded(row + " " * bool(row), start) + shown
     return row

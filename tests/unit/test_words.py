@@ -107,6 +107,11 @@ def test_a_row_of_a_printed_table_keeps_its_columns():
     assert [width(heading[: at.end()]) for at in re.finditer("커|ms|/s", heading)] == [17, 27, 37]
     heading = said("recompute      step computing", "ko")
     assert [width(heading[: at.end()]) for at in re.finditer("단계|계산$", heading)] == [19, 29]
+    lines = [said(f"{mode:10} sends (n-1) S", "ko") for mode in ("star", "gossip")]
+    assert {line.index(":") for line in lines} == {13}
+    waits = "rank 0 on a has waited for rank 1 for 3 s"
+    circle = said(f"Ranks wait for each other in a circle: {waits}; {waits}.", "ko")
+    assert circle.count("a의 랭크 0: 랭크 1을 3초") == 2
     assert said("  from 9 batches of 8 rows, each also in batches of 4", "ko").startswith("  8행")
 
 

@@ -14,7 +14,7 @@ from mpitrain.tools.textbook.claims.claim import (
     Judged,
     SettingResult,
 )
-from mpitrain.tools.words import padded, text, width
+from mpitrain.tools.words import padded, said, text, width
 
 
 def number(value: float) -> str:
@@ -71,7 +71,7 @@ def lines(judged: Judged, language: str) -> Iterator[str]:
                 f"    {padded(name, columns)}  {number(result.figures.value):>10}  {truth}  "
                 f"{numbers(result, language)}"
             )
-    yield f"  {text('published in', language)}: {claim.source}"
+    yield f"  {text('published in', language)}: {said(claim.source, language)}"
     yield f"  $ {claim.command}"
 
 
@@ -148,7 +148,7 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
     ordered = sorted(judged.findings, key=lambda result: not result.setting.is_usual)
     yield from (_row(result, language) for result in ordered)
     yield "</table>"
-    yield f"<p>{html.escape(text('published in', language))}: {html.escape(claim.source)}</p>"
+    yield f"<p>{html.escape(text('published in', language))}: {html.escape(said(claim.source, language))}</p>"
     yield f"<p><code>{html.escape(claim.command)}</code></p>"
 
 
