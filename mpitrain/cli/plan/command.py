@@ -294,10 +294,13 @@ def checkpoints(days: float, ranks: int, pause: float, restart: float, step: flo
         factor = mean * math.exp(exponents[0]) * math.expm1(exponents[1]) / every
         return f"{100 * (1 - 1 / factor):.3g}% of the time"
 
-    say([f"a rank of the job fails every {mean:,.4g} s"])
+    def shown(seconds: float) -> str:
+        return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.4g}"
+
+    say([f"a rank of the job fails every {shown(mean)} s"])
     for name, every in (("Daly", best), ("Young", root), ("half", best / 2), ("twice", 2 * best)):
         steps = f", checkpoint.every={max(1, round(every / step))}" if step else ""
-        say([f"{name:<6} save every {every:,.4g} s{steps}: {lost(every)} is lost"])
+        say([f"{name:<6} save every {shown(every)} s{steps}: {lost(every)} is lost"])
 
 
 MOST_ON_HOST = 64
