@@ -64,6 +64,11 @@ def open_texts(request: Request) -> SampleSource:
             f"{reading.classes}.",
             "Number the classes from 0 on, or start from a model without classes.",
         )
+    if request.validation != request.name and max(reading.classes, largest + 1) < 2:
+        raise DataError(
+            f"{request.name} must have texts of at least 2 classes, but all have label 0.",
+            "Add texts of another class, or set data.classes.",
+        )
     return SampleSource(train, test, "texts", entries, reading.classes)
 
 

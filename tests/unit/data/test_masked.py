@@ -97,6 +97,7 @@ def test_padding_is_a_document_of_its_own():
         ('{"text": "a", "label": 0}\n', "at least 2 texts"),
         ("\n", "has none"),
         ('{"text": "a"}\n', "a text with a label"),
+        ('{"text": "a", "label": 0}\n' * 2, "at least 2 classes"),
         ('{"text": "a", "label": 0}\n{"text": "a", "label": 3}\n', "data.classes"),
     ],
 )
