@@ -315,6 +315,7 @@ def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
 def test_a_picture_for_a_wall_has_each_frame_on_1280_x_720(tmp_path):
     pytest.importorskip("matplotlib")
     found = recorded("star", 3)
+    assert found.frames[1].messages == ((1, 0, -1), (2, 0, -1))  # whole buffers, of no column
     _, files = draw_for_a_wall(found, tmp_path / "star.png", "en")
     assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4, 5)]
     for path in files:

@@ -51,7 +51,7 @@ def record(
         Frame(
             Sentence("step {k}", k=step) if step else "start",
             tuple(state.cells for state in of_ranks),
-            tuple(map(_arrow, steps.steps[step - 1])) if step else (),
+            tuple(_arrow(m, len(steps.bounds)) for m in steps.steps[step - 1]) if step else (),
             tuple(state.nbytes for state in of_ranks),
             max(state.seconds for state in of_ranks) if network and step else None,
         )
@@ -86,8 +86,9 @@ def record(
     )
 
 
-def _arrow(message: ChunkMessage) -> tuple[int, int, int]:
-    is_chunk = message.last - message.first == 1
+def _arrow(message: ChunkMessage, chunks: int) -> tuple[int, int, int]:
+    """Return a message of a Frame. That of a whole buffer, or of several chunks, is of no column."""
+    is_chunk = message.last - message.first == 1 < chunks
     return message.source, message.target, message.first if is_chunk else -1
 
 
