@@ -693,12 +693,12 @@ def draw(ranking: Ranking, limit: float, path: Path) -> None:
     for each, place in zip(ranking.front, places, strict=True):
         keys = ("dp", "cp", "tp", "pp", "zero")
         numbers = [(key, getattr(each.layout, key)) for key in keys]
-        name = " ".join(f"{key} {n}" for key, n in numbers if n > (key != "zero"))
-        name += " recompute" * (each.layout.recompute != "none")
+        words = [f"{key} {n}" for key, n in numbers if n > (key != "zero")] or ["one rank"]
+        name = " ".join([*words, *["recompute"] * (each.layout.recompute != "none")])
         if name not in names[-1:]:  # Of layouts that differ in other keys alone, one has a number.
             names.append(name)
             axes.annotate(f"{len(names)}", place, (0, 7), textcoords="offset points", ha="center")
-            axes.plot([], [], " ", label=f"{len(names)}: {name or 'one rank'}")
+            axes.plot([], [], " ", label=f"{len(names)}: {name}")
     figure.legend(loc="outside right upper")
     axes.set(xscale="log", yscale="log", xlabel="GB of a rank", ylabel="predicted step, s")
     axes.set_title("Layouts, and those that need less memory than every faster one")
