@@ -8,12 +8,14 @@ constexpr int WIDE = RUN<Element>;
 // dz = dy x activation'(z). dz may be z or dy.
 extern "C" __global__ void __launch_bounds__(256) activation_backward(
     long long n, int activation, const Element* z, const Element* dy, Element* dz) {
-    map_pairs(n, z, dy, dz, [&](Sum z, Sum dy) { return dy * activation_slope(z, activation); });
+    with_activation(activation, [&](auto kind) {
+        map_pairs(n, z, dy, dz, [&](Sum z, Sum dy) { return dy * activation_slope(z, kind); });
+    });
 }
 
 // y = activation(x), for activations that no product comes before.
 extern "C" __global__ void __launch_bounds__(256) activation_forward(long long n, int activation, const Element* x, Element* y) {
-    map_elements(n, x, y, [&](Sum x) { return activate(x, activation); });
+    with_activation(activation, [&](auto kind) { map_elements(n, x, y, [&](Sum x) { return activate(x, kind); }); });
 }
 
 // y = a + b. y may be a or b.

@@ -5,7 +5,7 @@ Every reduction is bound anew. B batch, T tokens, C channels, V vocabulary.
 
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.initial import normal
-from mpitrain.layers.plain import Attention, Embedding, Linear, Norm
+from mpitrain.layers.plain import Attention, Embedding, Linear, Lookups, Norm
 from mpitrain.ops import bodies
 from mpitrain.parallel.grid import share
 
@@ -33,7 +33,7 @@ class Table(Embedding):
         y, saved = host.embedding(
             x, w["tokens"], None if self.group.rank else w["positions"], arena, self.rows.start
         )
-        return summed(self.group, y), saved
+        return summed(self.group, y), Lookups(saved, {})
 
 
 class WholeNorm(Norm):

@@ -479,7 +479,7 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
         assert done.stderr.count(
             "started 2 processes, but MPI tells each of them that it is alone"
         ) == (rank == 0), done.stderr
-    code = "from mpitrain.machine import blas_kernels; blas_kernels._child = lambda kernels: 1.0\\n"
+    code = "from mpitrain.machine import blas_kernels; blas_kernels._child = lambda kernels: 1.0\n"
     code += "from mpitrain.cli import main; main(['doctor'])"  # without the seconds of the products
     warned = alone(0, sys.executable, "-c", code)
     assert warned.stdout.count("warning: Open MPI started 2 processes") == 1, warned

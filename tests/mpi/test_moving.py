@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread, mover
 from mpitrain.transport.mpi import connect
-from tests.training import TINY, configured, curve
+from tests.training import STEPS, TINY, configured, curve
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, settings, m
     assert begun == []
     beside = curve(transport, configured(*TINY, *settings))
     assert all(np.array_equal(one, other) for one, other in zip(without, beside, strict=True))
-    assert len(begun) >= 20 and {*begun} == {mpi_ranks}
+    assert len(begun) >= STEPS and {*begun} == {mpi_ranks}

@@ -58,7 +58,9 @@ def kill_together(monkeypatch, ranks, size):
 
 
 def losses(path):
-    return {r["step"]: r["loss"] for r in records(path) if "event" not in r and "loss" in r}
+    """Of steps by number; a rank that should have logged one may be lost before, and its successor notes the loss."""
+    logged = [r for r in records(path) if r.get("event", "resume") == "resume"]
+    return {r["step"]: r["loss"] for r in logged if r.get("loss") is not None}
 
 
 def restarts(path):
@@ -158,7 +160,7 @@ def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monke
     assert restarts(tmp_path)[-1] == [2, index + 1, 1, "ranks", None]
     assert records(tmp_path)[-1]["replicas_equal"]
     (resumed,) = [r for r in records(tmp_path) if r.get("event") == "resume"]
-    assert {*losses(tmp_path)} == {*range(1, 10)} - {index + 1} and resumed["loss"] > 0
+    assert {*losses(tmp_path)} == {*range(1, 10)} and resumed["loss"] > 0
 
 
 @pytest.mark.parametrize(
