@@ -201,9 +201,10 @@ def _say_next(finished: Any) -> None:
 
     config, run = finished.job.trainer.config, visible(shlex.quote(str(finished.folder)))
     writer = ["chat" if config.data.template else "generate"] * MODELS[config.model.kind].writes
+    predictor = ["predict --out y.npy"] * (finished.job.data.form != "tokens")
     report = ["runs report"] * config.run.trace
     print(f"the run is in {run}; next:")
-    for words in ("eval", *writer, "runs plot", *report):
+    for words in ("eval", *writer, *predictor, "runs plot", *report):
         print(f"  mpitrain {words} {run}")
     sys.stdout.flush()
 
