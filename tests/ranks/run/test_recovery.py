@@ -46,11 +46,12 @@ def survive(ranks, settings, hosts=None):
 
 
 def kill_together(monkeypatch, ranks, size):
-    """Let these ranks of `size` die in step 6."""
-    step = loop._step
+    """Let these ranks of `size` die in step 6, none before all are there."""
+    step, there = loop._step, threading.Barrier(len(ranks), timeout=60)
 
     def dies(run, index):
         if (run.transport.size, index) == (size, 5) and run.transport.rank in ranks:
+            there.wait()
             raise Gone
         return step(run, index)
 
