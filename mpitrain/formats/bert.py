@@ -13,6 +13,7 @@ from mpitrain.config import Model
 from mpitrain.formats.architecture import (
     HEAD,
     Architecture,
+    Rate,
     Size,
     TensorRow,
     check_heads,
@@ -21,7 +22,6 @@ from mpitrain.formats.architecture import (
 )
 from mpitrain.formats.folder import ModelType
 
-Rate = Annotated[float, Field(ge=0, le=1)]
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 

@@ -13,6 +13,7 @@ from mpitrain.formats.architecture import (
     HEAD,
     THEIR_HEAD,
     Architecture,
+    Rate,
     Size,
     TensorRow,
     check_heads,
@@ -21,7 +22,6 @@ from mpitrain.formats.architecture import (
 )
 from mpitrain.formats.folder import ModelType
 
-Rate = Annotated[float, Field(ge=0, le=1)]
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 

@@ -1,7 +1,7 @@
 """The table of models by kind, and the rules that a configuration must obey for its model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.config import Config, Data, Layout, Lora
 from mpitrain.config import Model as Keys
@@ -61,43 +61,44 @@ def _check_convolutions(config: Config) -> None:
         )
 
 
+def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
+    """Return the arguments that all transformers take."""
+    return {
+        "vocab": source.inputs,
+        "context": keys.context,
+        "width": keys.width,
+        "heads": keys.heads,
+        "depth": keys.layers,
+        "tied": keys.tied,
+        "epsilon": keys.epsilon,
+    }
+
+
+def _with_dropout(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
+    """Return the arguments that a gpt and a bert take."""
+    own = {key: getattr(keys, key) for key in ("hidden", "dropout", "attention_dropout")}
+    return {**_transformer(keys, source), **own}
+
+
 def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
     from mpitrain.models.llama import llama  # a run of another kind does not need the module
 
     return llama(
         layers,
-        vocab=source.inputs,
-        context=keys.context,
-        width=keys.width,
-        heads=keys.heads,
-        depth=keys.layers,
         kv_heads=keys.kv_heads,
         qkv_bias=keys.qkv_bias,
         theta=keys.theta,
         rope_scaling=keys.rope_scaling,
-        tied=keys.tied,
         hidden=keys.hidden_units,
-        epsilon=keys.epsilon,
+        **_transformer(keys, source),
     )
 
 
 def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
     from mpitrain.models.bert import bert
 
-    return bert(
-        layers,
-        vocab=source.inputs,
-        context=keys.context,
-        width=keys.width,
-        heads=keys.heads,
-        depth=keys.layers,
-        tied=keys.tied,
-        hidden=keys.hidden,
-        epsilon=keys.epsilon,
-        dropout=keys.dropout,
-        attention_dropout=keys.attention_dropout,
-        classes=0 if source.form == "tokens" else source.classes,
-    )
+    classes = 0 if source.form == "tokens" else source.classes
+    return bert(layers, classes=classes, **_with_dropout(keys, source))
 
 
 def _check_all_seen(config: Config) -> None:
@@ -131,19 +132,7 @@ def _transformer_flops(keys: Keys, parameters: int) -> float:
 
 MODELS: Table[str, Model] = Table(
     gpt=Model(
-        lambda layers, keys, source: gpt(
-            layers,
-            vocab=source.inputs,
-            context=keys.context,
-            width=keys.width,
-            heads=keys.heads,
-            depth=keys.layers,
-            tied=keys.tied,
-            hidden=keys.hidden,
-            epsilon=keys.epsilon,
-            dropout=keys.dropout,
-            attention_dropout=keys.attention_dropout,
-        ),
+        lambda layers, keys, source: gpt(layers, **_with_dropout(keys, source)),
         takes="tokens",
         help="for tokens",
         split="heads",
