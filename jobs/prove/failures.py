@@ -180,6 +180,11 @@ def job(programs: Path, kind: str, phase: str, folder: Path, mark: str, **more: 
     return Found(seconds, code, [line for line in lines if line.strip()], left)
 
 
+def last_line(found: Found) -> str:
+    """Return the last line but for those of steps: MPI forwards standard output and error in no order."""
+    return next((line for line in reversed(found.lines) if not line.startswith("step ")), "")
+
+
 def verdict(found: Found, end: End) -> str:
     """Return "" for the expected end, or the differences."""
     wrong = []
@@ -187,7 +192,7 @@ def verdict(found: Found, end: End) -> str:
         wrong.append(f"{found.seconds:.1f} s")
     if found.code not in end.codes:
         wrong.append(f"exit code {found.code}")
-    if not re.fullmatch(end.last, found.lines[-1] if found.lines else ""):
+    if not re.fullmatch(end.last, last_line(found)):
         wrong.append("another last line")
     return ", ".join([*wrong, *found.left])
 
@@ -225,9 +230,8 @@ def main() -> int:
                 if not re.fullmatch(r"[\d.]+ s", wrong):
                     break
             differences += bool(wrong)
-            last = found.lines[-1] if found.lines else ""
             print(
-                f"{kind:<10} {phase:<11} {found.seconds:5.1f} {found.code:4d}  {last[:110]}"
+                f"{kind:<10} {phase:<11} {found.seconds:5.1f} {found.code:4d}  {last_line(found)[:110]}"
                 + (f"\n    DIFFERS: {wrong}" if wrong else ""),
                 flush=True,
             )
