@@ -162,6 +162,20 @@ def row_blocks(rows: int) -> tuple[int]:
     return (-(-rows // 4),)
 
 
+def pointwise(
+    kernels: Kernels, name: str, arguments: tuple, macros: Typed, fresh: str = ""
+) -> None:
+    """Launch an element-wise kernel; its first argument is the number of elements."""
+    grid = blocks(arguments[0], macros.run)
+    kernels.launch(name, grid, POINTWISE, arguments, macros=macros, fresh=fresh)
+
+
+def by_rows(kernels: Kernels, name: str, arguments: tuple, macros: Macros, fresh: str = "") -> None:
+    """Launch a kernel with one warp per row; its first argument is the number of rows."""
+    grid = row_blocks(arguments[0])
+    kernels.launch(name, grid, ROWS, arguments, macros=macros, fresh=fresh)
+
+
 def parts(rows: int, across: int) -> int:
     """Return the number of parts of rows in a sum down columns: enough to fill a GPU.
 

@@ -33,9 +33,11 @@ from mpitrain.ops.cuda.launches import (
     Kind,
     add_parts,
     blocks,
+    by_rows,
     element,
     index,
     most_shared,
+    pointwise,
     result,
     row_blocks,
     sum_rows,
@@ -196,49 +198,37 @@ def _slope_times(kernels: Kernels, activation: str, saved: Any, dy: Any, arena: 
 
 def add(kernels, a, b, out, arena):
     macros = KINDS[a.dtype].macros
-    kernels.launch("add", blocks(a.size, macros.run), POINTWISE, (a.size, a, b, out), macros=macros)
+    pointwise(kernels, "add", (a.size, a, b, out), macros)
 
 
 def weighted_sum(kernels, a, alpha, b, beta, out, arena):
     macros = KINDS[a.dtype].macros
-    kernels.launch(
-        "weighted_sum",
-        blocks(a.size, macros.run),
-        POINTWISE,
-        (a.size, alpha, a, beta, b, out),
-        macros=macros,
-    )
+    pointwise(kernels, "weighted_sum", (a.size, alpha, a, beta, b, out), macros)
 
 
 def add_bias(kernels, x, b, out, arena, residual=None):
     columns = x.shape[-1]
     rows = x.size // columns
-    kernels.launch(
+    by_rows(
+        kernels,
         "add_bias",
-        row_blocks(rows),
-        ROWS,
         (rows, columns, x, b, residual, out),
-        macros=KINDS[x.dtype].macros,
+        KINDS[x.dtype].macros,
         fresh="" if out is x else "y",
     )
 
 
 def dequantize(kernels, q, scale, out, arena):
     rows, columns = out.shape
-    kernels.launch(
-        "dequantize",
-        row_blocks(rows),
-        ROWS,
-        (rows, columns, q, scale, out),
-        macros=KINDS[out.dtype].macros,
-        fresh="y",
+    by_rows(
+        kernels, "dequantize", (rows, columns, q, scale, out), KINDS[out.dtype].macros, fresh="y"
     )
 
 
 def swiglu(kernels, x, arena):
     rows, width = len(x), x.shape[1] // 2
     y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros
-    kernels.launch("swiglu", row_blocks(rows), ROWS, (rows, width, x, y), macros=macros, fresh="y")
+    by_rows(kernels, "swiglu", (rows, width, x, y), macros, fresh="y")
     return y, x
 
 
@@ -273,12 +263,11 @@ def rotate(
     angles = theta, half, context, scaling
     table = numbers.kept(("turns", *angles, sums), lambda: turns(*angles).astype(sums))
     integers = np.dtype(np.int32) if positions is None else positions.dtype
-    kernels.launch(
+    by_rows(
+        kernels,
         "rotate",
-        row_blocks(count),
-        ROWS,
         (count, length, heads, turned, half, direction, x, table, positions, y),
-        macros=POSITIONED[x.dtype, integers],
+        POSITIONED[x.dtype, integers],
         fresh="" if y is x else "y",
     )
     return y
@@ -306,26 +295,15 @@ def dropout(kernels, numbers, x, key, step, first, columns, rate, arena, residua
 
 def _activated(kernels: Kernels, activation: str, z: Any, arena: Any) -> Any:
     y, macros = arena.take(z.shape, z.dtype), KINDS[z.dtype].macros
-    kernels.launch(
-        "activation_forward",
-        blocks(z.size, macros.run),
-        POINTWISE,
-        (z.size, ACTIVATIONS[activation], z, y),
-        macros=macros,
-        fresh="y",
+    pointwise(
+        kernels, "activation_forward", (z.size, ACTIVATIONS[activation], z, y), macros, fresh="y"
     )
     return y
 
 
 def _through_activation(kernels: Kernels, activation: str, z: Any, dy: Any, dz: Any) -> None:
     macros = KINDS[z.dtype].macros
-    kernels.launch(
-        "activation_backward",
-        blocks(z.size, macros.run),
-        POINTWISE,
-        (z.size, ACTIVATIONS[activation], z, dy, dz),
-        macros=macros,
-    )
+    pointwise(kernels, "activation_backward", (z.size, ACTIVATIONS[activation], z, dy, dz), macros)
 
 
 PARTS = 4  # the most parts of the rows per multiprocessor, in a backward
@@ -375,12 +353,11 @@ def layer_norm(kernels, x, gain, bias, epsilon, arena):
         arena.take((rows,), sums),
         arena.take((rows,), sums),
     )
-    kernels.launch(
+    by_rows(
+        kernels,
         "layer_norm",
-        row_blocks(rows),
-        ROWS,
         (rows, width, epsilon, x, gain, bias, y, mean, inverse),
-        macros=macros,
+        macros,
         fresh="y mean inverse",
     )
     return y, (x, mean, inverse)
@@ -390,12 +367,11 @@ def rms_norm(kernels, x, gain, epsilon, arena):
     rows, width = x.shape
     sums, macros = WITHOUT_MEAN[x.dtype, width]
     y, inverse = arena.take(x.shape, x.dtype), arena.take((rows,), sums)
-    kernels.launch(
+    by_rows(
+        kernels,
         "layer_norm",
-        row_blocks(rows),
-        ROWS,
         (rows, width, epsilon, x, gain, None, y, None, inverse),
-        macros=macros,
+        macros,
         fresh="y inverse",
     )
     return y, (x, None, inverse)
@@ -479,12 +455,11 @@ POSITIONS = ByDtypes(lambda dx, dpositions: element(dx) | result(dpositions, dx)
 def embedding(kernels, tokens, table, positions, arena, first=0, out=None):
     vocab, width = table.shape
     x = arena.take((*tokens.shape, width), table.dtype) if out is None else out
-    kernels.launch(
+    by_rows(
+        kernels,
         "embedding",
-        row_blocks(tokens.size),
-        ROWS,
         (tokens.size, tokens.shape[1], width, vocab, first, tokens, table, positions, x),
-        macros=INDEXED[table.dtype, tokens.dtype],
+        INDEXED[table.dtype, tokens.dtype],
         fresh="x",
     )
     return x, (tokens, first)
@@ -529,12 +504,11 @@ def conv2d_backward_input(kernels, multiply, dy, w, side, arena):
     """Return dx: the convolution of dy with the kernel turned by 180 degrees, its channels swapped."""
     outputs, channels = len(w), w.shape[1] // side**2
     turned = arena.take((channels, side * side * outputs), w.dtype)
-    kernels.launch(
+    by_rows(
+        kernels,
         "turned_kernels",
-        row_blocks(outputs * side**2),
-        ROWS,
         (outputs * side**2, outputs, channels, side, w, turned),
-        macros=KINDS[w.dtype].macros,
+        KINDS[w.dtype].macros,
         fresh="turned",
     )
     return _convolved(kernels, multiply, dy, turned, None, side, arena)
@@ -555,12 +529,11 @@ def max_pool(kernels, x, size, arena):
     images, rows, columns, channels = x.shape
     shape = images, rows // size, columns // size, channels
     y, winners = arena.take(shape, x.dtype), arena.take(shape, "uint8")
-    kernels.launch(
+    by_rows(
+        kernels,
         "max_pool",
-        row_blocks(y.size // channels),
-        ROWS,
         (y.size // channels, rows, columns, channels, size, x, y, winners),
-        macros=KINDS[x.dtype].macros,
+        KINDS[x.dtype].macros,
         fresh="y winners",
     )
     return y, (winners, x.shape)
@@ -569,12 +542,11 @@ def max_pool(kernels, x, size, arena):
 def max_pool_backward(kernels, dy, saved, size, arena):
     winners, shape = saved
     dx = arena.take(shape, dy.dtype)
-    kernels.launch(
+    by_rows(
+        kernels,
         "max_pool_backward",
-        row_blocks(dx.size // shape[3]),
-        ROWS,
         (dx.size // shape[3], *shape[1:], size, dy, winners, dx),
-        macros=KINDS[dy.dtype].macros,
+        KINDS[dy.dtype].macros,
         fresh="dx",
     )
     return dx
@@ -603,12 +575,11 @@ def _tiles(kernels: Kernels, x: Any, side: int, arena: Any) -> Iterator[tuple[sl
     steps = [step // x.itemsize for step in x.strides]
     for first in range(0, max(1, pixels), most):
         tile = windows[: min(most, pixels - first)]
-        kernels.launch(
+        by_rows(
+            kernels,
             "image_windows",
-            row_blocks(len(tile)),
-            ROWS,
             (len(tile), first, height, width, channels, side, *steps, stored, tile),
-            macros=KINDS[x.dtype].macros,
+            KINDS[x.dtype].macros,
             fresh="windows",
         )
         yield slice(first, first + len(tile)), tile

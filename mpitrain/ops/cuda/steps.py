@@ -24,6 +24,7 @@ from mpitrain.ops.cuda.launches import (
     c_type,
     element,
     parts,
+    pointwise,
     total,
 )
 from mpitrain.ops.reference.steps import LEAST_NORM, NEWTON_SCHULZ
@@ -138,13 +139,7 @@ def _step(kernels, name, p, arrays, mirror, rates, *constants) -> None:
     constants  arguments that are the same in all steps of a run, such as beta
     """
     macros = _types(p, mirror)
-    kernels.launch(
-        name,
-        blocks(p.size, macros.run),
-        POINTWISE,
-        (p.size, p, *arrays, mirror, *rates, *constants),
-        macros=macros,
-    )
+    pointwise(kernels, name, (p.size, p, *arrays, mirror, *rates, *constants), macros)
 
 
 def sgd(kernels, numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
@@ -454,12 +449,11 @@ def adafactor(
 
 def muon_momentum(kernels, numbers, g, m, out, scale, momentum, arena):
     macros = KINDS[g.dtype].macros
-    kernels.launch(
+    pointwise(
+        kernels,
         "muon_momentum",
-        blocks(g.size, macros.run),
-        POINTWISE,
         (g.size, g, m, out, numbers.of(g, scale, of="muon_momentum"), momentum, 1 - momentum),
-        macros=macros,
+        macros,
         fresh="out",
     )
 
@@ -469,13 +463,7 @@ def newton_schulz(kernels, multiply, x, steps, arena):
     macros, is_wide = KINDS[x.dtype].macros, len(x) <= x.shape[1]
     side = min(x.shape)
     squares = gradient_facts(kernels, x.reshape(-1), arena)
-    kernels.launch(
-        "divide_by_norm",
-        blocks(x.size, macros.run),
-        POINTWISE,
-        (x.size, x, squares, LEAST_NORM),
-        macros=macros,
-    )
+    pointwise(kernels, "divide_by_norm", (x.size, x, squares, LEAST_NORM), macros)
     gram, polynomial = arena.take((2, side, side), x.dtype)
     one, other = x, arena.take(x.shape, x.dtype)
     for _ in range(steps):
@@ -492,12 +480,11 @@ def newton_schulz(kernels, multiply, x, steps, arena):
 
 def muon(kernels, numbers, p, update, lr, ratio, weight_decay, arena, mirror=None):
     macros = KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]
-    kernels.launch(
+    pointwise(
+        kernels,
         "muon",
-        blocks(p.size, macros.run),
-        POINTWISE,
         (p.size, p, update, mirror, numbers.of(p, lr, of="muon"), ratio, weight_decay),
-        macros=macros,
+        macros,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
-from mpitrain.ops.cuda.launches import POINTWISE, ByDtypes, blocks, c_type, element
+from mpitrain.ops.cuda.launches import POINTWISE, ByDtypes, blocks, c_type, element, pointwise
 
 
 def _wire(y: Any, x: Any) -> dict[str, Any]:
@@ -29,23 +29,19 @@ DIGITS = (24, 16, 8, 0)  # the lowest bit of each digit of 8 bits, highest digit
 def add_into(kernels: Kernels, y: Any, x: Any) -> None:
     """Compute y += x, where x may have a shorter format."""
     macros = WIRE[y.dtype, x.dtype]
-    kernels.launch("add_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros)
+    pointwise(kernels, "add_into", (y.size, y, x), macros)
 
 
 def maximum_into(kernels: Kernels, y: Any, x: Any) -> None:
     """Write the larger of y and x to y, element by element; a NaN stays."""
     macros = WIRE[y.dtype, x.dtype]
-    kernels.launch(
-        "maximum_into", blocks(y.size, macros.run), POINTWISE, (y.size, y, x), macros=macros
-    )
+    pointwise(kernels, "maximum_into", (y.size, y, x), macros)
 
 
 def convert(kernels: Kernels, x: Any, y: Any) -> None:
     """Write x to y, in y's element type."""
     macros = CONVERTED[x.dtype, y.dtype]
-    kernels.launch(
-        "convert", blocks(x.size, macros.run), POINTWISE, (x.size, x, y), macros=macros, fresh="y"
-    )
+    pointwise(kernels, "convert", (x.size, x, y), macros, fresh="y")
 
 
 def _encode(name: str, kernels: Kernels, x: Any, q: Any, scales: Any) -> None:
