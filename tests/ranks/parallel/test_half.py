@@ -48,15 +48,6 @@ def test_what_is_divided_changes_no_bit():
         assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2]), zero
 
 
-def test_stages_and_shards_compute_what_one_rank_does():
-    half = [*TINY, "precision.compute=float16"]
-    alone = curves(1, *half, steps=6)[0]
-    for settings in (["layout.pp=2", "batch.micro_batches=2"], ["layout.tp=2"]):
-        for results in run_ranks(4, steps, configured(*half, *settings), 6):
-            losses = np.array([result.loss for result in results])
-            assert np.all(np.abs(losses / alone - 1) <= TOLERANCE["float16"]), settings
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -55,22 +55,6 @@ def test_any_number_of_ranks_and_micro_batches_have_the_curve_of_one(ranks, sett
     assert_equal_to_one_rank(ranks, [*UNEVEN, *tied], MASTER, *settings)
 
 
-def test_samples_with_a_class_each_are_scattered_too():
-    pytest.importorskip("sklearn")
-    assert_equal_to_one_rank(
-        3,
-        [
-            "data.source=digits",
-            "model.kind=mlp",
-            "batch.size=32",
-            "optimizer.lr=0.01",
-            "precision.compute=float64",
-            f"run.steps={STEPS}",
-        ],
-        MASTER,
-    )
-
-
 def test_rank_0_alone_reads_the_source_and_keeps_the_state():
     def run(transport):
         trainer, source, _ = build(transport, configured(*BASE, MASTER))
@@ -114,26 +98,3 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
         else:
             wanted = nbytes * (1 + children[rank]) + logits[rank] + targets[rank] + control
         assert sent == [wanted, wanted]
-
-
-def test_a_nan_on_one_rank_skips_the_update_and_a_stop_of_one_reaches_all():
-    def run(transport):
-        pytest.importorskip("sklearn")
-        trainer, source, _ = build(
-            transport, configured("data.source=digits", "model.kind=mlp", MASTER)
-        )
-        inputs, targets = trainer.replication.rows.batch(source, 0)
-        before = trainer.parameters.copy()
-        inputs = inputs.copy()
-        if transport.rank == 2:
-            inputs[0, 0] = np.nan
-        outcome = trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == 1)
-        trainer.replication.step_end.sync()
-        return (
-            outcome.updated,
-            outcome.nonfinite > 0,
-            outcome.stop,
-            np.array_equal(before, trainer.parameters),
-        )
-
-    assert run_ranks(3, run) == [(False, True, True, True)] * 3

@@ -26,7 +26,7 @@ LAYOUTS = [
     (2, ["layout.tp=2"]),
     (5, [ZERO + "3"]),
     (4, ["layout.tp=2", ZERO + "1"]),
-    (2, ["layout.pp=2", "batch.micro_batches=2"]),
+    (2, ["layout.pp=2", "pipeline.schedule=zb-v", "batch.micro_batches=2"]),
     (4, ["layout.tp=2", "layout.sequence_parallel=true", ZERO + "2"]),
     (4, ["layout.pp=2", "pipeline.schedule=gpipe", "batch.micro_batches=2", ZERO + "3"]),
     (8, ["layout.tp=2", "layout.pp=2", "batch.micro_batches=2"]),

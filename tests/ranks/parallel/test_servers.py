@@ -165,24 +165,6 @@ def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
     assert max(found[1] for found in every[workers:]) < 0.75 * whole or servers == 1
 
 
-@pytest.mark.parametrize("asked", (0, 1, 2, 3))
-def test_a_stop_and_a_nan_of_any_rank_reach_all(asked):
-    def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY, SERVER, "replication.servers=2"))
-        inputs, targets = trainer.replication.rows.batch(source, 0)
-        outcomes = [
-            trainer.step(0, inputs, targets, stop_requested=lambda: transport.rank == asked)
-        ]
-        before = trainer.parameters.copy()
-        if transport.rank == 1:
-            trainer.replication.store.open(0, 0)["tokens"][:] = np.nan
-        outcomes.append(trainer.step(1, inputs, targets))
-        kept = not trainer.grid.is_server or np.array_equal(before, trainer.parameters)
-        return [(o.stop, o.updated, o.nonfinite > 0) for o in outcomes], kept
-
-    assert run_ranks(4, run) == [([(True, True, False), (False, False, True)], True)] * 4
-
-
 @pytest.mark.parametrize(
     "settings, ranks, words",
     [

@@ -15,12 +15,10 @@ from mpitrain.ops.codes import WIRE_BLOCK as BLOCK
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.generation import tokens
-from tests.saving import save
 from tests.training import configured, held, stepped
 
 pytestmark = pytest.mark.slow
@@ -309,41 +307,6 @@ def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, n
         )
 
     assert run_ranks(4, told) == [(False, True, True, True)] * 4
-
-
-def test_a_checkpoint_resumes_bitwise_in_any_layout(tmp_path):
-    shape = [*ONE, "model.tied=true", "model.context=9"]
-
-    def passed_on(transport, path, tp, folder, *more):
-        """The checkpoint, read and written again by ranks of which `tp` share layers."""
-        config = configured(*shape, f"layout.tp={tp}", *more)
-        job = build(transport, config, path, source=source_of(config))
-        kept = {kept.name: kept.array.copy() for kept in job.trainer.replication.kept()}
-        return save(folder, job.trainer, job.done, keep=1), kept
-
-    def begun(transport):
-        config = configured(*shape, "layout.tp=3")
-        trainer, source, _ = build(transport, config, source=source_of(config))
-        stepped(trainer, source, range(2))
-        return save(tmp_path / "begun", trainer, Done(2, 24, "run"), keep=1)
-
-    path = run_ranks(3, begun)[0]
-    ((_, first),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone")
-    for ranks, tp, cp, own_rows in ((6, 6, 1, "false"), (6, 2, 3, "false"), (4, 2, 1, "true")):
-        path = run_ranks(
-            ranks,
-            passed_on,
-            path,
-            tp,
-            tmp_path / f"{ranks} {tp}",
-            f"layout.sequence_parallel={own_rows}",
-            f"layout.cp={cp}",
-        )[0][0]
-    ((_, last),) = run_ranks(1, passed_on, path, 1, tmp_path / "alone again")
-    assert {"parameters", "first_moment", "second_moment"} <= set(first) == set(last) and np.any(
-        first["second_moment"]
-    )
-    assert all(np.array_equal(first[name], last[name]) for name in first)
 
 
 def test_a_users_list_of_layers_gathers_and_splits():

@@ -3,13 +3,10 @@
 `curves` asserts that replicas stay bitwise equal.
 """
 
-import shutil
-
 import numpy as np
 import pytest
 
 from mpitrain.collectives.compression import RECENT
-from mpitrain.errors import CheckpointError
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.run.replicas import replicas_equal
@@ -152,82 +149,3 @@ def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(
         total = np.sum([rank[name] for rank in saved], axis=0, dtype=np.float64)
         kept = np.sum([rank[name] for rank in loaded], axis=0, dtype=np.float64)
         assert np.all(np.abs(total - kept) <= 1e-6 * np.abs(total).max()), name
-
-
-def saved(transport, folder, step, settings=()):
-    """A checkpoint of a new run, after `step` steps."""
-    trainer, source, done = build(
-        transport, configured(*TINY, "replication.wire=topk:0.1", *settings)
-    )
-    stepped(trainer, source, range(step))
-    for now in range(1, step + 1):
-        save(folder, trainer, done._replace(step=now, samples=12 * now), keep=step)
-    return folder / f"step-{step:08d}"
-
-
-def swap(newest, before, other):
-    (newest / "state-00000.safetensors").rename(newest / "away")
-    (newest / "state-00001.safetensors").rename(newest / "state-00000.safetensors")
-    (newest / "away").rename(newest / "state-00001.safetensors")
-
-
-def stale(name):
-    """What copies a file of the checkpoint before."""
-    return lambda newest, before, other: shutil.copy(before / name, newest)
-
-
-MIXED = {
-    "stale": (
-        stale("state-00001.safetensors"),
-        r"state-00001\.safetensors (is damaged|was altered)",
-    ),
-    "stale model": (
-        stale("model-00001-of-00002.safetensors"),
-        r"model-00001-of-00002\.safetensors (is damaged|was altered)",
-    ),
-    "stale manifest": (stale("manifest.json"), "step-00000002 holds step 1, as manifest.json says"),
-    "another run's": (
-        lambda newest, before, other: shutil.copy(other / "state-00000.safetensors", newest),
-        r"state-00000\.safetensors (is damaged|was altered)",
-    ),
-    "swapped": (swap, r"state-0000(0|1)\.safetensors (is damaged|was altered)"),
-    "missing": (
-        lambda newest, before, other: (newest / "state-00001.safetensors").unlink(),
-        "state-00001.safetensors is missing",
-    ),
-    "all missing": (
-        lambda newest, before, other: [file.unlink() for file in newest.glob("state*")],
-        "state-0000(0|1).safetensors is missing",
-    ),
-    "extra": (
-        lambda newest, before, other: shutil.copy(
-            newest / "state-00001.safetensors", newest / "state-00002.safetensors"
-        ),
-        "state-00002.safetensors is none of the 5 files",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def two_runs(tmp_path_factory):
-    """The checkpoints of two runs on two ranks, which nobody may change."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("this", "other"):
-        run_ranks(2, saved, folder / name, 2)
-    return folder
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 3))
-@pytest.mark.parametrize("mix", MIXED)
-def test_a_file_of_another_checkpoint_or_rank_is_refused_by_name(mix, ranks, two_runs, tmp_path):
-    shutil.copytree(two_runs, tmp_path, dirs_exist_ok=True)
-    newest, other = (tmp_path / name / "step-00000002" for name in ("this", "other"))
-    change, complaint = MIXED[mix]
-    change(newest, newest.with_name("step-00000001"), other)
-
-    def resume(transport):
-        with pytest.raises(CheckpointError, match=complaint) as raised:
-            build(transport, configured(*TINY, "replication.wire=topk:0.1"), newest)
-        return raised.value.agreed
-
-    assert run_ranks(ranks, resume) == [True] * ranks

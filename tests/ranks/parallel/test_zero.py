@@ -9,14 +9,11 @@ import pytest
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
-from mpitrain.machine import cuda
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.parallel.zero import TURNS, GatheredOnUse, zero_3
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks
-from tests.fakes import cupy, gpu
-from tests.fakes.pointers import PointerThreads
 from tests.laws.collectives import measured
 from tests.ranks.parallel.test_replication import everything
 from tests.rows import replaced
@@ -209,34 +206,6 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
     assert run_ranks(2, run) == [(0, 0)] * 2
 
 
-@STAGES
-def test_what_a_checkpoint_keeps_is_all_that_the_next_steps_need(stage):
-    def run(transport):
-        config = configured(*TINY, TIED, zero(stage), "run.eval_rows=6")
-        first, second = build(transport, config), build(transport, config)
-        second.trainer.evaluate(second.data)  # gathers what it begins with
-
-        def step(job, index):
-            return job.trainer.step(
-                index, *job.trainer.replication.rows.batch(job.data, index)
-            ).loss
-
-        for index in range(3):
-            step(first, index)
-        for source, target in zip(
-            first.trainer.replication.kept(), second.trainer.replication.kept(), strict=True
-        ):
-            assert (source.name, source.pieces) == (target.name, target.pieces)
-            target.array[:] = source.array
-        covered = sum(piece.stop - piece.start for piece in source.pieces)
-        assert covered == source.array.size == first.trainer.storage.length // transport.size
-        return [step(first, index) == step(second, index) for index in (3, 4)], replicas_equal(
-            second.trainer
-        )
-
-    assert run_ranks(3, run) == [([True, True], True)] * 3
-
-
 @pytest.mark.parametrize("wire", ["int8", "topk:0.1"])
 def test_in_a_wire_format_the_curve_is_that_of_all_reduce(wire):
     base = [*TINY, f"replication.wire={wire}", "optimizer.clip=0"]
@@ -245,42 +214,6 @@ def test_in_a_wire_format_the_curve_is_that_of_all_reduce(wire):
     )
     assert np.array_equal(losses, divided[0]) and np.array_equal(parameters, divided[2])
     assert np.all(np.abs(norms - divided[1]) <= 1e-6 * norms), "squares are summed in another order"
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("algorithm, gather", [("ring", "none"), ("shared", "int8")])
-def test_a_gpu_trains_bit_by_bit_as_the_simulator_does(algorithm, gather, monkeypatch):
-    """The arrays of the fake GPU refuse to be NumPy's, and what is not waited for is garbage."""
-
-    def run(threads, *settings):
-        small = [
-            "model.layers=1",
-            "batch.size=4",
-            "batch.micro_batches=2",
-            zero(3),
-            "device.gemm=library",
-        ]
-        job = build(
-            PointerThreads(threads),
-            configured(*TINY, *small, f"replication.gather={gather}", *settings),
-        )
-        trainer = job.trainer
-        losses = [
-            trainer.step(index, *trainer.replication.rows.batch(job.data, index)).loss
-            for index in range(2)
-        ]
-        found = [losses, *trainer.tensors().values()]
-        job.close()  # or a rank that is a thread would read what another has let go of
-        return found
-
-    simulated, _ = run_ranks(2, run, "device.kind=cuda-sim", "replication.algorithm=ring")
-    gpu.play(monkeypatch)
-    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
-    for found in run_ranks(
-        2, run, "device.kind=cuda", "device.cuda_aware=no", f"replication.algorithm={algorithm}"
-    ):
-        assert all(np.array_equal(one, other) for one, other in zip(simulated, found, strict=True))
-    assert cupy.faults == []
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "abab", "aaabbb", "abc", "aa"))

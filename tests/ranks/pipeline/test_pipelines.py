@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter, defaultdict
-from itertools import count, cycle, islice, pairwise, product
+from itertools import count, cycle, pairwise, product
 
 import numpy as np
 import pytest
@@ -15,14 +15,11 @@ from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.tools.bench.training.steps import STAGES, stage_rows
 from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
-from tests.generation import tokens
-from tests.saving import save
 from tests.training import configured
 
 pytestmark = pytest.mark.slow
@@ -361,70 +358,6 @@ def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
         assert [each.rows for each in measured] == [1, 3] and sum(measured[0].way) > 0
         for small, large in zip(*(each.costs for each in measured), strict=True):
             assert min(small[:3]) > 0 and 2.5 * small.saved <= large.saved <= 3 * small.saved
-
-
-def everything(transport, settings, folder, saved=None):
-    """{(what, tensor): (description, values)} of what this rank keeps, NaN where it has none, and a text; saves, too."""
-    trainer, source, done = build(transport, configured(*SMALL, *settings), saved)
-    if not saved:
-        for index in range(2):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
-        trainer.replication.step_end.sync()
-        save(folder, trainer, Done(2, 2 * ROWS, "run"), keep=1)
-    found = {}
-    for kept in trainer.replication.kept():
-        flat = np.full(trainer.storage.length, np.nan)
-        for piece in kept.pieces:
-            flat[piece.start : piece.stop] = kept.array[
-                piece.offset : piece.offset + piece.stop - piece.start
-            ]
-        found |= {
-            (kept.name, entry.name): (entry.parameter, entry.view(flat))
-            for entry in trainer.storage.entries
-        }
-    text = [*islice(tokens(trainer, [10, 20], 0.8, 40, seed=0), 5)]
-    return found, text, done
-
-
-LOADED = {
-    "alone": (1, []),
-    "2x2": (4, layout(2, 2, "zb-v", 2, "replication.zero=1")),
-    "1x4": (4, layout(1, 4, "1f1b", 4)),
-    "2x2x2": (8, layout(2, 2, "v-half", 2, "layout.tp=2", "replication.zero=1")),
-    "2x3": (
-        6,
-        layout(2, 3, "breadth-first", 3, "pipeline.partition=1,1,1,1,1,3", "replication.zero=3"),
-    ),
-}
-
-
-@pytest.mark.parametrize("then", [name for name in LOADED if name != "2x2x2"])
-def test_checkpoints_of_any_layout_load_bitwise_into_any_other(then, tmp_path):
-    tied, folder = "model.tied=true", tmp_path / "checkpoints"
-    ranks, settings = LOADED[then]
-    saved = run_ranks(ranks, everything, [*settings, tied], folder)
-    whole = {}
-    for found, *_ in saved:
-        for key, (_, values) in found.items():
-            whole[key] = np.where(np.isnan(values), whole.get(key, values), values)
-    assert (
-        not any(np.isnan(values).any() for values in whole.values())
-        and len({name for name, _ in whole}) == 3
-    )
-    (path,) = folder.iterdir()
-    for ranks, settings in LOADED.values():
-        seen = set()
-        for found, text, done in run_ranks(ranks, everything, [*settings, tied], folder, path):
-            assert (
-                done == saved[0][2]._replace(step=2, samples=2 * ROWS, run="run")
-                and text == saved[0][1]
-            )
-            seen |= found.keys()
-            for key, (parameter, values) in found.items():
-                assert np.array_equal(
-                    values[~np.isnan(values)], parameter.part_of(whole[key])[~np.isnan(values)]
-                ), key
-        assert seen == whole.keys()
 
 
 @pytest.mark.parametrize(

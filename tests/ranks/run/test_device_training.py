@@ -195,6 +195,7 @@ def by_mode(transport, settings):
             "model.tied=true",
         ],
         ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"],
+        ["replication.zero=3", "replication.gather=int8", "device.gemm=library"],
     ],
 )
 def test_modes_and_pipelines_on_a_gpu_equal_the_simulator_bitwise(settings, monkeypatch):

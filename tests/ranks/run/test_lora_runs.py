@@ -83,18 +83,6 @@ def test_a_checkpoint_has_the_adapters_alone_and_the_base_keeps_its_bits(base, a
         assert np.array_equal(value, (found if is_adapter(name) else whole)[name])
 
 
-@pytest.mark.parametrize(
-    "ranks, layout", [(2, "layout.tp=2"), (3, "replication.zero=3"), (4, "layout.pp=2")]
-)
-def test_a_run_resumes_in_another_layout_with_the_same_bits(base, adapted, ranks, layout):
-    config = configured(*FLAT, *LORA, layout, f"run.init_from={base / 'gpt2'}")
-    found = saved(adapted)
-    for own in run_ranks(ranks, held, config, newest(adapted / CHECKPOINTS)):
-        for name, (region, value) in own.items():
-            if is_adapter(name):
-                assert np.array_equal(region.part_of(found[name]), value)
-
-
 def resaved(transport, config, path, folder):
     """Load a checkpoint with adapters, and save it again from this layout."""
     trainer = build(transport, config, path).trainer

@@ -52,38 +52,6 @@ def test_cross_entropy_reads_and_writes_the_logits_once(dtype, rows, vocabulary,
     assert found.read["logits"] == passes * logits.nbytes + again
 
 
-def test_adamw_with_a_mirror_reads_16_and_writes_14_bytes():
-    count, mirror = 1030, np.empty(1030, ml_dtypes.bfloat16)
-    p, g, m, v = (np.ones(count, np.float32) for _ in range(4))
-    found = moved(
-        "adamw",
-        lambda ops: ops.adamw(
-            p,
-            g,
-            m,
-            v,
-            scale=1.0,
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.1,
-            step=1,
-            arena=Arena(),
-            mirror=mirror,
-        ),
-    )
-    assert sum(found.read.values()) - found.read["numbers"] == 16 * count
-    assert found.written == {
-        "p": 4 * count,
-        "g": 0,
-        "m": 4 * count,
-        "v": 4 * count,
-        "mirror": 2 * count,
-        "numbers": 0,
-    }
-
-
 @pytest.mark.parametrize(
     ("dtype", "width", "passes"), [("float32", 1024, 1), ("bfloat16", 37, 1), ("float32", 1028, 3)]
 )

@@ -58,18 +58,6 @@ def read(path):
     return run_ranks(1, loading.read_beside, path)[0]
 
 
-@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
-@pytest.mark.parametrize("precision", ("float32", "float64"))
-def test_parameters_and_optimizer_state_come_back_bitwise(tmp_path, optimizer, precision):
-    settings = [f"optimizer.name={optimizer}", f"precision.compute={precision}", "model.tied=true"]
-    first, other = trained(*settings), trained(*settings, steps=0, seed=1)
-    save(tmp_path, first, after(2), keep=1)
-    assert load(newest(tmp_path), other).done == after(2)
-    assert np.array_equal(first.parameters, other.parameters)
-    for name, buffer in first.replication.step_end.optimizer.state.items():
-        assert np.array_equal(buffer, other.replication.step_end.optimizer.state[name])
-
-
 def test_any_tool_can_read_the_parameters(tmp_path):
     trainer = trained("model.tied=true")
     folder = save(tmp_path, trainer, after(2), keep=1)
