@@ -10,7 +10,7 @@ from mpitrain.models.table import check_model
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_llama import numbers_of
-from tests.training import assert_parts, configured
+from tests.training import assert_parts, configured, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -57,12 +57,7 @@ def test_every_layout_equals_one_rank(layout, tmp_path, monkeypatch):
 def losses_of(transport, *settings):
     """The losses of 4 steps in any mode, and an evaluation."""
     trainer, source, _ = build(transport, configured(*BERT, "run.eval_rows=8", *settings))
-    replication, losses = trainer.replication, []
-    for step in range(4):
-        own = None
-        for number in replication.step_end.steps(step, lambda: False):
-            own = trainer.step(number, *replication.rows.batch(source, number))
-        losses.append(replication.step_end.outcome(step, own).loss)
+    losses = [result.loss for result in stepped(trainer, source, range(4))]
     trainer.sync_parameters()
     return np.array([*losses, *trainer.evaluate(source)])
 

@@ -18,7 +18,7 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED
 from tests.runs import TINY, go, records
-from tests.training import configured
+from tests.training import configured, stepped
 
 V, T, SIZE, DOCUMENTS = 11, 8, 7, 3
 CUT = ["data.attend=document", "data.packing=true"]
@@ -88,12 +88,7 @@ def trained(ranks, source, *settings, steps=3):
     def go(transport):
         config = configured(*MASKED, f"model.context={T}", *settings)
         trainer = build(transport, config, source=source).trainer
-        replication, found = trainer.replication, []
-        for step in range(steps):
-            own = None
-            for number in replication.step_end.steps(step, lambda: False):
-                own = trainer.step(number, *replication.rows.batch(source, number))
-            found.append(replication.step_end.outcome(step, own))
+        found = stepped(trainer, source, range(steps))
         trainer.sync_parameters()
         evaluated = trainer.evaluate(source)
         tensors = {} if trainer.grid.is_server else trainer.tensors()

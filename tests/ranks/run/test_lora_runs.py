@@ -22,6 +22,7 @@ from mpitrain.run.run_dir import CHECKPOINTS, configuration
 from mpitrain.transport.threads import run_ranks
 from tests.saving import manifest, publish
 from tests.training import TINY, configured
+from tests.training import stepped as steps_of
 
 FLAT = [*TINY, "run.steps=4", "run.eval_every=-1", "checkpoint.every=2", "optimizer.lr=0.05"]
 FLAT += ["precision.compute=float64"]
@@ -339,12 +340,7 @@ LAYOUTS = {
 def stepped(transport, config):
     """Losses of 3 steps, elements of frozen parameters, and all tensors."""
     trainer, source, _ = build(transport, config)
-    losses = []
-    for index in range(3):
-        own = None
-        for number in trainer.replication.step_end.steps(index, lambda: False):
-            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
-        losses.append(trainer.replication.step_end.outcome(index, own).loss)
+    losses = [result.loss for result in steps_of(trainer, source, range(3))]
     tensors = {} if trainer.grid.is_server else trainer.tensors()
     frozen = sum(entry.stop - entry.start for entry in trainer.storage.frozen.entries)
     return np.array(losses), frozen, tensors

@@ -12,7 +12,7 @@ from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
 from tests.masked import MASKED, MaskedTokens, V, packed
 from tests.runs import TINY, go, records
-from tests.training import configured
+from tests.training import configured, stepped
 
 torch = pytest.importorskip("torch")
 torch_gpt = pytest.importorskip("mpitrain.tools.bench.training.torch_gpt")
@@ -28,14 +28,9 @@ def trained(ranks, *settings, empty=(), steps=STEPS, made=None):
         source = made() if made else MaskedTokens(empty)
         context = f"model.context={source.shape[0]}"
         trainer = build(transport, configured(*MASKED, context, *settings), source=source).trainer
-        outcomes, replication = [], trainer.replication
         tensors = trainer.tensors if not trainer.grid.is_server else dict
         before = tensors()
-        for step in range(steps):
-            own = None
-            for number in replication.step_end.steps(step, lambda: False):
-                own = trainer.step(number, *replication.rows.batch(source, number))
-            outcomes.append(replication.step_end.outcome(step, own))
+        outcomes = stepped(trainer, source, range(steps))
         trainer.sync_parameters()
         assert replicas_equal(trainer)
         found = [(o.loss, o.grad_norm, o.lr, o.updated, o.counted) for o in outcomes]

@@ -290,7 +290,3 @@ def test_random_edits_are_read_or_refused_by_one_message(file, tmp_path):
             assert error.exit_code == 2
             assert error.law.isprintable() and len(error.law) < 600
     assert refused > 30
-
-
-def test_there_are_more_than_100_of_them():
-    assert len([*damages(), *damages_of_shards()]) > 120

@@ -260,47 +260,6 @@ def test_a_sum_with_weights_may_be_written_over_either(ops):
             )
 
 
-def test_steps_equal_pytorch():
-    torch = pytest.importorskip("torch")
-    kinds = {
-        "sgd": (0, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01), {"weight_decay": 0.01}),
-        "momentum": (
-            1,
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-            {"beta": 0.9, "weight_decay": 0.01},
-        ),
-        "nesterov": (
-            1,
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
-            {"beta": 0.9, "weight_decay": 0.01},
-        ),
-        "adam": (
-            2,
-            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
-            {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
-        ),
-        "adamw": (
-            2,
-            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
-            {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
-        ),
-    }
-    for name, (states, build, scalars) in kinds.items():
-        for ops in BODIES:
-            p, state = numbers(1, 50), [np.zeros(50) for _ in range(states)]
-            q = torch.tensor(p.copy(), requires_grad=True)
-            optimizer = build([q])
-            for step in range(1, 11):
-                g = numbers(10 + step, 50)
-                counted = {"step": step} if states == 2 else {}
-                getattr(ops, name)(
-                    p, g, *state, scale=1.0, lr=0.1, arena=Arena(), **scalars, **counted
-                )
-                q.grad = torch.tensor(g)
-                optimizer.step()
-            assert_close(p, q.detach().numpy(), 1e-12)
-
-
 @pytest.mark.parametrize("ops", BODIES)
 def test_steps_of_lion_are_the_lines_of_its_algorithm(ops):
     """Algorithm 2 of Chen et al. 2023, with the gradient times its factor."""
