@@ -9,13 +9,11 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Now
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import ops_for
-from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.cases.own_layers import units
-from tests.saving import load, save
-from tests.training import configured
+from tests.training import assert_parts, configured, held
 
 MODEL = {"vocab": 11, "context": 6, "width": 24, "heads": 6, "kv_heads": 3, "depth": 2}
 STEPS, ROWS, HELD_OUT = 3, 7, 5
@@ -45,8 +43,8 @@ class Tokens:
         return found[list(rows), :-1], found[list(rows), 1:]
 
 
-def trained(transport, drops, settings, folder=None):
-    """Losses and norms, an evaluation, {name: (description, this rank's region)}, and a checkpoint."""
+def trained(transport, drops, settings):
+    """Losses and norms, an evaluation, and {name: (description, this rank's region)}."""
     trainer = Trainer(transport, partial(units, drops=drops, **MODEL), configured(*BASE, *settings))
     source, losses = Tokens(), []
     for step in range(STEPS):
@@ -56,20 +54,14 @@ def trained(transport, drops, settings, folder=None):
         losses.append((outcome.loss, outcome.grad_norm))
     losses.append(trainer.evaluate(source))
     assert losses[-1] == trainer.evaluate(source) and replicas_equal(trainer)
-    path = save(folder, trainer, Done(STEPS, 0, "run"), keep=1) if folder else None
-    tensors = trainer.tensors()
-    found = {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries}
-    return np.array(losses), found, path
+    return np.array(losses), held(trainer)
 
 
 def check_as_one_rank(ranks, drops, *settings):
-    ((truth, whole, _),) = run_ranks(1, trained, drops, [])
-    for losses, tensors, _ in run_ranks(ranks, trained, drops, settings):
+    ((truth, whole),) = run_ranks(1, trained, drops, [])
+    for losses, tensors in run_ranks(ranks, trained, drops, settings):
         assert np.all(np.abs(losses - truth) <= 1e-9 * (1 + np.abs(truth))), losses - truth
-        for name, (parameter, values) in tensors.items():
-            right = parameter.part_of(whole[name][1])
-            assert values.shape == right.shape, name
-            assert np.all(np.abs(values - right) <= 1e-9), name
+        assert_parts(tensors, whole)
 
 
 LAYOUTS = {
@@ -93,11 +85,11 @@ def test_a_layer_with_random_numbers_trains_in_any_layout_as_on_one_rank(name):
 
 
 def test_dropout_changes_training_and_leaves_evaluation_without_it():
-    ((dropped, _, _),) = run_ranks(1, trained, True, [])
-    ((whole, _, _),) = run_ranks(1, trained, False, [])
+    ((dropped, _),) = run_ranks(1, trained, True, [])
+    ((whole, _),) = run_ranks(1, trained, False, [])
     assert np.all(dropped[:STEPS, 0] != whole[:STEPS, 0])
-    ((still, _, _),) = run_ranks(1, trained, True, ["optimizer.lr=1e-30"])
-    ((as_still, _, _),) = run_ranks(1, trained, False, ["optimizer.lr=1e-30"])
+    ((still, _),) = run_ranks(1, trained, True, ["optimizer.lr=1e-30"])
+    ((as_still, _),) = run_ranks(1, trained, False, ["optimizer.lr=1e-30"])
     assert np.array_equal(still[-1], as_still[-1])
 
 
@@ -107,23 +99,6 @@ def test_backward_sees_the_rows_of_its_forward_while_steps_overlap(name):
     first, second = run_ranks(2, trained, True, settings)
     assert np.isfinite(first[0][1:]).all()  # the loss of a step is known one step later
     assert np.array_equal(first[0], second[0], equal_nan=True)
-
-
-def test_grouped_heads_train_in_any_layout_as_on_one_rank(tmp_path):
-    check_as_one_rank(3, False, "layout.tp=3")
-    saved = run_ranks(3, trained, False, ["layout.tp=3"], tmp_path / "three")
-
-    def read(transport):
-        trainer = Trainer(transport, partial(units, drops=False, **MODEL), configured(*BASE))
-        load(saved[0][2], trainer)
-        trainer.sync_parameters()
-        return trainer.tensors()
-
-    ((tensors),) = run_ranks(1, read)
-    assert tensors["0.attention.qkv.weight"].shape == (24 + 2 * 12, 24)
-    for _, mine, _ in saved:
-        for name, (parameter, values) in mine.items():
-            assert np.array_equal(values, parameter.part_of(tensors[name])), name
 
 
 def test_ranks_that_do_not_divide_the_shared_heads_are_refused():
@@ -182,6 +157,6 @@ def test_random_numbers_of_a_recomputed_layer_are_those_of_its_forward(name):
     plain = run_ranks(ranks, trained, True, settings)
     for mode in ("attention", "unit", "2", "3"):
         found = run_ranks(ranks, trained, True, [*settings, f"memory.recompute={mode}"])
-        for (truth, whole, _), (losses, tensors, _) in zip(plain, found, strict=True):
+        for (truth, whole), (losses, tensors) in zip(plain, found, strict=True):
             assert np.array_equal(truth, losses), mode
             assert all(np.array_equal(whole[key][1], tensors[key][1]) for key in whole), mode

@@ -51,29 +51,20 @@ def curve(workers, servers, *settings, steps=SHORT):
 @pytest.mark.parametrize(
     "optimizer, grids, steps",
     [
-        ("sgd", [(3, 2)], STEPS),
-        ("momentum", [(2, 1), (2, 2)], SHORT),
-        ("adamw", [(1, 2), (2, 6)], SHORT),
-        ("adamw", [(3, 1)], STEPS),
+        ("name=sgd", [(3, 2)], STEPS),
+        ("name=momentum", [(2, 1), (2, 2)], SHORT),
+        ("name=adamw clip=0.3", [(1, 2), (2, 6)], SHORT),
+        ("name=adamw clip=0", [(3, 1)], STEPS),
     ],
 )
 def test_in_float64_workers_and_servers_equal_one_rank(optimizer, grids, steps):
     base = [*TINY, "precision.compute=float64", "model.tied=true", "batch.size=10"]
-    settings = [*base, f"optimizer.name={optimizer}"]
+    settings = [*base, *(f"optimizer.{key}" for key in optimizer.split())]
     alone = curves(1, *settings, steps=steps)
     assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
     for workers, servers in grids:
-        found = curve(workers, servers, *settings, steps=steps)
+        found = curve(workers, servers, *settings, "batch.micro_batches=2", steps=steps)
         assert near(alone, found), (workers, servers)
-
-
-@pytest.mark.parametrize(
-    "settings", [["batch.micro_batches=3"], ["optimizer.clip=0"], ["optimizer.clip=0.01"]]
-)
-def test_micro_batches_and_clipping_do_not_change_the_curve(settings):
-    base = [*TINY, "precision.compute=float64"]
-    clip = [setting for setting in settings if "clip" in setting]
-    assert near(curves(1, *base, *clip, steps=SHORT), curve(3, 2, *base, *settings))
 
 
 def test_a_run_repeats_bitwise_and_one_worker_has_the_bits_of_one_rank():

@@ -17,7 +17,7 @@ from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.laws.collectives import measured
 from tests.ranks.parallel.test_replication import everything
 from tests.rows import replaced
-from tests.training import EXACT, STEPS, TINY, configured, curves, near
+from tests.training import TINY, configured, curves, near
 
 pytestmark = pytest.mark.slow
 BASE = [*TINY, "precision.compute=float64"]
@@ -36,22 +36,6 @@ def by_host(stage):
 
 
 alone = cache(lambda steps, *settings: curves(1, *BASE, *settings, steps=steps))
-
-
-@pytest.mark.parametrize(
-    "optimizer, hosts, settings",
-    [
-        *((rule, "aa", [zero(1 + number % 3), RING, THREE]) for number, rule in enumerate(EXACT)),
-        *(("adamw", "aaa", [zero(stage), TIED, TWO]) for stage in ZERO),
-        ("adamw", "aabb", [*by_host(3), RING, TWO]),
-    ],
-)
-def test_in_float64_every_update_rule_and_stage_equals_one_rank(optimizer, hosts, settings):
-    """The other pairs of a rule and a stage are in test_optimizers.py, from checkpoints."""
-    rule = f"optimizer.name={optimizer}"
-    truth = alone(STEPS, rule, *({TIED} & {*settings}))
-    assert np.ptp(truth[0]) > 0.05, "the loss must move, or equality says nothing"
-    assert near(truth, curves(len(hosts), *BASE, rule, *settings, hosts=hosts))
 
 
 @pytest.mark.parametrize(

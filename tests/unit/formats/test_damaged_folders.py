@@ -1,4 +1,7 @@
-"""More than 100 damaged or foreign folders: each is refused by one clear message."""
+"""Damaged or foreign folders: each is refused by one clear message.
+
+Damages of JSON and of headers are those of tests/unit/readers, and some of each are here.
+"""
 
 import json
 import os
@@ -60,16 +63,8 @@ def damages():
         yield f"{key} {value}", changed(key, value), "tensor|shape|head|" + key
     for kind in ("roberta", "qwen3", "gpt_neo", "opt", "t5", "", "GPT2"):
         yield f"model_type {kind}", changed("model_type", kind), "model_type"
-    for name, data in {
-        "empty": b"",
-        "no JSON": b"{",
-        "a list": b"[]",
-        "a number twice": b'{"model_type": "gpt2", "model_type": "gpt2"}',
-        "NaN": b'{"model_type": NaN}',
-        "nested": b"[" * 100_000,
-        "binary": bytes(range(256)),
-    }.items():
-        yield f"config.json {name}", replaced(CONFIG, data), CONFIG
+    for data in (b"", b"{", b"[]"):
+        yield f"config.json {data}", replaced(CONFIG, data), CONFIG
     for file in (CONFIG, MODEL):
         yield f"{file} missing", lambda folder, file=file: (folder / file).unlink(), file
         yield f"{file} a link", linked(file), "link"
@@ -77,18 +72,9 @@ def damages():
         yield f"{file} a pipe", as_pipe(file), "regular"
     for pickle in ("pytorch_model.bin", "model.ckpt", "tf_model.h5", "flax_model.msgpack"):
         yield pickle, moved(MODEL, pickle), pickle
-    for length in (0, 7, 8, 9, 300, -1, -4000):
+    for length in (0, 9, -1):
         yield f"cut at {length}", cut(length), MODEL
     yield "longer", lambda folder: append(folder / MODEL, b"xx"), MODEL
-    for name, data in {
-        "header of 0": bytes(8) + b"{}",
-        "endless header": b"\xff" * 8 + b"{}",
-        "header no JSON": (4).to_bytes(8, "little") + b"abcd",
-        "metadata no texts": (26).to_bytes(8, "little") + b'{"__metadata__":{"a":[1]}}',
-    }.items():
-        yield name, replaced(MODEL, data), MODEL
-    for edit in ("overlap", "gap", "unknown dtype", "negative offset", "no dtype"):
-        yield edit, with_header(edit), MODEL
     for name in (
         "transformer.wte.weight",
         "transformer.ln_f.bias",
@@ -205,28 +191,6 @@ def poisoned(value):
     return edit
 
 
-def with_header(edit):
-    """Damage one entry of the header, and leave the tensors."""
-
-    def damage(folder):
-        data = (folder / MODEL).read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        entry = header[FIRST]
-        start, stop = entry["data_offsets"]
-        entry |= {
-            "overlap": {"data_offsets": [start - 4, stop - 4]},
-            "gap": {"shape": [7, 24], "data_offsets": [start, stop - 96]},
-            "unknown dtype": {"dtype": "F31"},
-            "negative offset": {"data_offsets": [-start, stop]},
-            "no dtype": {"dtype": None},
-        }[edit]
-        text = json.dumps(header).encode()
-        (folder / MODEL).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-    return damage
-
-
 def swapped(folder):
     first, second = folder / "model-00001-of-00003.safetensors", folder / SHARD
     one, other = first.read_bytes(), second.read_bytes()
@@ -270,23 +234,3 @@ def test_damaged_folders_are_refused_by_one_message(sound, tmp_path):
         assert str(folder) in said or MODEL in said or CONFIG in said, (name, said)
         assert any(part in said for part in named.split("|")), (name, said)
         assert len(said) < 600 and said.isprintable(), (name, said)
-
-
-@pytest.mark.parametrize("file", [CONFIG, MODEL, INDEX])
-def test_random_edits_are_read_or_refused_by_one_message(file, tmp_path):
-    generator = np.random.default_rng(7)
-    folder = (sharded if file == INDEX else written)(tmp_path / "gpt2")
-    data, refused = (folder / file).read_bytes(), 0
-    header = 8 + int.from_bytes(data[:8], "little") if file == MODEL else len(data)
-    for number in range(60):
-        edited = bytearray(data)
-        for _ in range(1 + number % 3):
-            edited[generator.integers(header)] = generator.choice([*b'0123456789,:"[]{}axe-'])
-        (folder / file).write_bytes(edited)
-        try:
-            started(folder)
-        except MpitrainError as error:
-            refused += 1
-            assert error.exit_code == 2
-            assert error.law.isprintable() and len(error.law) < 600
-    assert refused > 30
