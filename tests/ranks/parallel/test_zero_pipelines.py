@@ -30,33 +30,6 @@ def alone():
     return {tied: run_ranks(1, trained, [tied])[0] for tied in (TIED, UNTIED)}
 
 
-@pytest.mark.parametrize(
-    "zero, dp, pp, name, tied, more",
-    [
-        (2, 2, 2, "gpipe", UNTIED, ["replication.bucket_mb=0.002"]),
-        (2, 3, 2, "breadth-first", TIED, ["replication.bucket_mb=100.0"]),
-        (3, 2, 2, "breadth-first", UNTIED, ["pipeline.chunks=3"]),
-        (3, 2, 3, "gpipe", TIED, []),
-        (
-            3,
-            2,
-            1,
-            "breadth-first",
-            TIED,
-            ["replication.overlap=false", "replication.zero_keep=300"],
-        ),
-        (2, 2, 2, "breadth-first", TIED, ["layout.tp=2", "replication.overlap=false"]),
-        (3, 2, 2, "gpipe", TIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
-        (3, 2, 1, "1f1b", UNTIED, ["layout.tp=2", "layout.sequence_parallel=true"]),
-    ],
-)
-def test_zero_replicas_of_stages_equal_one_rank(zero, dp, pp, name, tied, more, alone):
-    ranks = dp * pp * (2 if "layout.tp=2" in more else 1)
-    assert_equal_to_one_rank(
-        alone[tied], ranks, layout(dp, pp, name, 4, tied, f"replication.zero={zero}", *more)
-    )
-
-
 @STAGES
 @pytest.mark.parametrize(
     "name, chunks, tied",
