@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpitrain.data.tokenizer import BYTES_FILE, ENDS, TOKENIZER, Tokenizer
+from mpitrain.data.tokenizer import BYTES_FILE, ENDS, MASK, TOKENIZER, Tokenizer
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
 from mpitrain.formats.folder import FolderContents, json_text
@@ -151,24 +151,35 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         parent.sync()
 
 
-def tokenizer_files(tokenizer: Tokenizer, context: int, takes_texts: bool) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, context: int, entries: int = 0) -> dict[str, bytes]:
     """Return {name: content} of the files that a tokenizer needs.
 
-    context      longest sequence of the model, in tokens
-    takes_texts  whether rows are those of `data/labelled.py`, with token types
+    context  longest sequence of the model, in tokens
+    entries  tokens of a bert, which may have a mask token behind those of the tokenizer; 0: the model
+             is no bert, and rows have no token types
     """
     data = byte_level() if tokenizer.data == BYTES_FILE else tokenizer.data
     settings: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": context}
     for name in ("mask", "cls", "sep", "pad", "unk"):
         if tokenizer.named(f"[{name.upper()}]") is not None:
             settings[f"{name}_token"] = f"[{name.upper()}]"
-    if takes_texts:
+    if entries == tokenizer.vocabulary + 1 and tokenizer.named(MASK) is None:
+        data, settings["mask_token"] = with_mask(data, entries - 1), MASK
+    if entries:
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         data = _with_marks(data, tokenizer)
     if tokenizer.separator >= 0:
         ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
         settings["eos_token"] = settings["bos_token"] = ends[0]
     return {TOKENIZER: data, SETTINGS: json_text(settings)}
+
+
+def with_mask(data: bytes, number: int) -> bytes:
+    """Return a tokenizer.json with the token [MASK] of this number behind all others."""
+    content = json.loads(data)
+    exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append({"id": number, "content": MASK, **exact, "special": True})
+    return json_text(content)
 
 
 def _with_marks(data: bytes, tokenizer: Tokenizer) -> bytes:

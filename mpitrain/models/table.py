@@ -1,7 +1,7 @@
 """The table of models by kind, and the rules that a configuration must obey for its model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mpitrain.config import Config, Data, Layout, Lora
 from mpitrain.config import Model as Keys
@@ -19,12 +19,11 @@ class Model(NamedTuple):
 
     build     (layer factory, section [model], source or its sizes) -> the units of the model. Each
               layer of model.layers after the first adds the same number of parameters.
-    takes     the form of the data
+    takes     the forms of the data, as words: the first that a source has
     help      the text after this kind in the help of model.kind
     split     the keys of [model], as words, that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second, unless it is 0
     check     raises ConfigError for keys that break another rule of this kind
-    also      other forms that it takes; it asks a source for the first that the source has
     writes    whether it predicts the next token, so that it can generate text
     hides     whether it predicts the tokens that data.mask hides
     has_peer  whether `bench train --peer torch` has the same network
@@ -34,12 +33,11 @@ class Model(NamedTuple):
     """
 
     build: Callable[[Plain, Keys, Source | Unopened], Sequence[Unit]]
-    takes: Form
+    takes: str
     help: str
     split: str
     divides: tuple[tuple[str, str], ...] = ()
     check: Callable[[Config], None] = lambda config: None
-    also: Sequence[Form] = ()
     writes: bool = False
     hides: bool = False
     has_peer: bool = False
@@ -165,12 +163,11 @@ MODELS: Table[str, Model] = Table(
     ),
     bert=Model(
         _bert,
-        takes="tokens",
+        takes="texts tokens",
         help="for masked tokens, or for the classes of texts",
         split="heads",
         divides=(("heads", "width"),),
         check=_check_all_seen,
-        also=("texts",),
         hides=True,
         flops=_transformer_flops,
         phrases={
@@ -226,8 +223,14 @@ Configuration, help texts and commands read this table, so a new model needs onl
 
 def form_for(kind: str, name: str) -> Form:
     """Return the form in which a model of this kind takes a data source."""
-    own, there = MODELS[kind], source_kind(name).also
-    return next((form for form in own.also if form in there), own.takes)
+    takes, row = cast("list[Form]", MODELS[kind].takes.split()), source_kind(name)
+    return next((form for form in takes if form in (row.form, *row.also)), takes[-1])
+
+
+def is_tied(config: Config) -> bool:
+    """Return whether a head uses the embedding as its weight: that of classes has none to share."""
+    model = config.model
+    return model.tied and form_for(model.kind, config.data.source) == "tokens"
 
 
 def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[Unit]:
@@ -283,7 +286,7 @@ def check_model(config: Config) -> None:
                 f"Leave out {key}.",
             )
     chunks, twice = (2 * layout.cp, "2 x ") if _is_ring(layout) else (layout.cp, "")
-    if model.context % chunks and row.takes == "tokens":
+    if model.context % chunks and "tokens" in row.takes:
         raise ConfigError(
             f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
             f"Set model.context to {multiples_near(model.context, chunks)}.",
@@ -353,13 +356,14 @@ def check_data(kind: str, form: Form, name: str) -> None:
 
     name  name of the data source, for the message
     """
-    if form in (MODELS[kind].takes, *MODELS[kind].also):
+    takes = MODELS[kind].takes.split()
+    if form in takes:
         return
     forms = {form, *source_kind(name).also}
-    fitting = kinds(lambda row: row.takes in forms)
+    fitting = kinds(lambda row: not forms.isdisjoint(row.takes.split()))
     if not fitting:
         raise ConfigError(
-            f"model.kind {kind} takes {MODELS[kind].takes}, but {name} has {form}, which no model takes.",
+            f"model.kind {kind} takes {' or '.join(takes)}, but {name} has {form}, which no model takes.",
             "Choose another data source.",
         )
     raise ConfigError(

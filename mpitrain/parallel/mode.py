@@ -8,6 +8,7 @@ from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Span, dealt
+from mpitrain.models.table import is_tied
 from mpitrain.parallel.buckets import TURNS
 from mpitrain.parallel.grid import Axes, divisor, share
 from mpitrain.parallel.replication.protocol import Replication, ReplicationContext
@@ -302,7 +303,7 @@ def by_use(replica: ReplicationContext) -> tuple[float, float] | None:
     weights or replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
     config, storage = replica.config, replica.storage
-    if config.model.tied or config.replication.zero_keep or config.replication.gather != "none":
+    if is_tied(config) or config.replication.zero_keep or config.replication.gather != "none":
         return None
     summed, frozen = _scatters_per_step(replica) * storage.length, storage.frozen.spans
     if replica.chunks:

@@ -5,6 +5,7 @@ from functools import partial
 from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
 from mpitrain.errors import ConfigError
+from mpitrain.models.table import is_tied
 from mpitrain.parallel.buckets import all_reduce
 from mpitrain.parallel.mode import (
     ALL_REDUCE,
@@ -66,7 +67,7 @@ def _refuse_float16(config: Config) -> ConfigError | None:
 
 def _refuse_ties_and_float16(config: Config) -> ConfigError | None:
     schedule = config.pipeline.schedule
-    if config.model.tied:
+    if is_tied(config):
         return ConfigError(
             f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
             "Set model.tied to false, or pipeline.schedule to 1f1b.",

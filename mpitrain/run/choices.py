@@ -173,7 +173,7 @@ def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     source = data.get("source") if isinstance(data, Mapping) else None
     if not isinstance(source, str) or not isinstance(model, Mapping) or "kind" in model:
         return tables
-    fitting = kinds(lambda row: row.takes == source_kind(source).form)
+    fitting = kinds(lambda row: source_kind(source).form in row.takes.split())
     return {**tables, "model": {**model, "kind": fitting[0]}} if fitting else tables
 
 

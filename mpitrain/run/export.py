@@ -83,8 +83,9 @@ def export(
     row = FORMATS[name]
     written = row.write(Trained(config, tensors, separator, dtype, manifest.base))
     if tokenizer:
-        takes_texts = "texts" in MODELS[config.model.kind].also
-        files = tokenizer_files(tokenizer, config.model.context, takes_texts)
+        hides = MODELS[config.model.kind].hides
+        entries = (config.data.vocabulary or tokenizer.vocabulary + 1) if hides else 0
+        files = tokenizer_files(tokenizer, config.model.context, entries)
         if config.data.template:
             files |= template_files(config.data.template)
         written = written._replace(files={**written.files, **files})

@@ -92,7 +92,7 @@ def table(counted: Counted) -> Iterator[str]:
         yield from TextTable(
             [
                 TextColumn(f"stage {number}, a micro-batch", "<28", "name"),
-                TextColumn("saved MB", "10.2f", lambda unit: unit.saved / 1e6, gap=0),
+                TextColumn("saved MB", "10.2f", lambda unit: max(0, unit.saved) / 1e6, gap=0),
                 TextColumn("pending MB", "12.2f", lambda unit: unit.pending / 1e6, gap=0),
                 TextColumn("peak MB", "10.2f", lambda unit: unit.peak / 1e6, gap=0),
                 TextColumn("GFLOP", "10.2f", lambda unit: unit.flops / 1e9, gap=0),

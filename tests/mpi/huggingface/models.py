@@ -2,27 +2,10 @@
 
 import numpy as np
 
+from mpitrain.data import without_padding
+
 SHAPE = {"vocab_size": 256, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ENDS = {"bos_token_id": None, "eos_token_id": None}
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""Conv1D weights, (inputs, outputs)."""
-OURS = (
-    ("transformer.", ""),
-    ("h.", "blocks."),
-    ("attn.c_attn", "attention.qkv"),
-    ("attn.c_proj", "attention.out"),
-    ("mlp.c_fc", "mlp.up"),
-    ("mlp.c_proj", "mlp.down"),
-    ("ln_1.weight", "attention.norm.gain"),
-    ("ln_1.bias", "attention.norm.bias"),
-    ("ln_2.weight", "mlp.norm.gain"),
-    ("ln_2.bias", "mlp.norm.bias"),
-    ("ln_f.weight", "head.norm.gain"),
-    ("ln_f.bias", "head.norm.bias"),
-    ("lm_head", "head.logits"),
-    ("wte.weight", "embedding.tokens"),
-    ("wpe.weight", "embedding.positions"),
-)
 
 
 def made(dtype="float32", seed=0, **changes):
@@ -81,25 +64,40 @@ def logits(model, tokens):
         return model(torch.from_numpy(tokens)).logits.numpy()
 
 
-def loss_and_gradients(model, inputs, targets):
-    """The mean loss, and the gradients under our names and in our shapes."""
+def output(model, inputs):
+    """The logits of a model of transformers, for inputs as our sources have them."""
     import torch
 
-    found = model(torch.from_numpy(inputs)).logits.flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(found, torch.from_numpy(targets).flatten())
+    tokens, starts, types = map(torch.from_numpy, without_padding(inputs))
+    is_of_texts = model.config.model_type == "bert"
+    more = {"token_type_ids": types, "attention_mask": starts == 0} if is_of_texts else {}
+    return model(tokens, **more).logits
+
+
+def loss_of(logits, targets):
+    """The mean loss of the targets that count."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), torch.from_numpy(targets).flatten()
+    )
+
+
+def loss_and_gradients(model, inputs, targets, own, keys):
+    """The mean loss, and the gradients under our names and in our shapes, of an architecture `own`."""
+    loss = loss_of(output(model, inputs), targets)
+    model.zero_grad()
     loss.backward()
+    theirs = {
+        name: parameter.grad.numpy()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.grad is not None
+    }
     gradients = {}
-    for name, parameter in model.named_parameters():
-        array = parameter.grad.numpy()
-        gradients[ours(name)] = array.T if name.endswith(TRANSPOSED) else array
+    for name, parts in own.counterparts(keys, 0, 0, lambda row: row.theirs in theirs):
+        found = [theirs[part.name].T if part.is_transposed else theirs[part.name] for part in parts]
+        gradients[name] = np.concatenate(found)
     return loss.item(), gradients
-
-
-def ours(name):
-    """Our name of a parameter of transformers."""
-    for theirs, own in OURS:
-        name = name.replace(theirs, own)
-    return name
 
 
 def rows(count, seed=0, length=16):

@@ -1,11 +1,11 @@
 """A BERT of transformers and ours are one function: logits, gradients, 20 steps, and folders in and out."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
 
-from mpitrain.config import Model
 from mpitrain.data import without_padding
 from mpitrain.data.labelled import row_of
 from mpitrain.data.tokenizer import read_tokenizer
@@ -14,7 +14,8 @@ from mpitrain.run.build import build
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.training import configured
+from tests.mpi.huggingface.models import loss_and_gradients, loss_of, output
+from tests.training import configured, held, stepped
 
 NAMES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(32))]
 SHAPE = {
@@ -28,8 +29,25 @@ SHAPE = {
     "pad_token_id": None,  # else the embedding of token 0 gets no gradient
 }
 FLAT = ["run.steps=20", "batch.size=8", "device.kind=cpu", "run.eval_every=-1"]
-FLAT += ["optimizer.name=sgd", "optimizer.clip=0", "optimizer.warmup=0", "optimizer.weight_decay=0"]
-FLAT += ["optimizer.schedule=constant", "optimizer.lr=0.1"]
+EXACT = ["precision.compute=float64", "batch.size=12", "device.kind=cpu", "run.eval_every=-1"]
+EXACT += ["optimizer.name=sgd", "optimizer.clip=0", "optimizer.warmup=0"]
+EXACT += ["optimizer.weight_decay=0", "optimizer.schedule=constant"]
+"""Settings of SGD in float64: an update is the rate times the gradient."""
+PIPE = ["batch.micro_batches=4", "layout.pp=2"]
+LAYOUTS = {
+    "dp 3": (3, []),
+    "tp 2, recomputed": (2, ["layout.tp=2", "memory.recompute=unit", "batch.micro_batches=3"]),
+    "naive": (2, [*PIPE, "pipeline.schedule=naive"]),
+    "gpipe": (2, [*PIPE, "pipeline.schedule=gpipe", "memory.recompute=attention"]),
+    "interleaved": (2, [*PIPE, "pipeline.schedule=interleaved"]),
+    "zero-bubble": (3, [*PIPE, "layout.pp=3", "pipeline.schedule=zero-bubble"]),
+    "dp x tp x pp": (8, [*PIPE, "layout.tp=2", "batch.micro_batches=2"]),
+    "ZeRO-1": (2, ["replication.zero=1", "batch.micro_batches=3"]),
+    "ZeRO-2": (2, ["replication.zero=2", "batch.micro_batches=2"]),
+    "ZeRO-3": (3, ["replication.zero=3", "memory.recompute=unit"]),
+    "server": (3, ["replication.mode=server"]),
+    "master": (2, ["replication.mode=master"]),
+}
 KINDS = {"masked": "BertForMaskedLM", "classes": "BertForSequenceClassification"}
 
 
@@ -68,73 +86,74 @@ def given(request, tmp_path_factory):
     return model, folder, [f"data.source=jsonl:{folder / 'train.jsonl'}"]
 
 
-def theirs(model, inputs, targets):
-    """Their output, for our inputs and targets."""
-    import torch
+def first_step(transport, *settings):
+    """A batch, its logits here or None, its loss, and {name: (description, gradient)} of what is here.
 
-    tokens, starts, types = without_padding(inputs)
-    more = {} if inputs.shape == targets.shape else {"token_type_ids": torch.tensor(types)}
-    if more:
-        more["attention_mask"] = torch.tensor(starts == 0)
-    return model(torch.tensor(tokens), labels=torch.tensor(targets), **more)
-
-
-def ours(transport, *settings):
-    """Our logits of the first batch; all batches, losses and gradient norms; the final tensors."""
-    trainer, source, _ = build(transport, configured(*FLAT, "precision.compute=float64", *settings))
-    batches = [source.batch(0, step, 8, range(8)) for step in range(20)]
-    logits, own = trainer.logits(batches[0][0]), trainer.share()
+    SGD subtracts the gradient, at a rate at which the rounding of parameters says nothing.
+    """
+    trainer, source, _ = build(transport, configured(*EXACT, "optimizer.lr=1000", *settings))
+    batch = source.batch(trainer.config.run.seed, 0, 12, range(12))
+    logits = None if trainer.grid.is_server else trainer.logits(batch[0])
     logits = None if logits is None else np.array(logits)
-    results = [
-        trainer.step(step, *(rows[own.start : own.stop] for rows in batch))
-        for step, batch in enumerate(batches)
-    ]
+    trainer.sync_parameters()
+    before = {name: values.copy() for name, (_, values) in held(trainer).items()}
+    (result,) = stepped(trainer, source, range(1))
+    trainer.sync_parameters()
+    gradients = {
+        name: (described, (before[name] - values) / 1000)
+        for name, (described, values) in held(trainer).items()
+    }
+    return batch, logits, result.loss, gradients
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_in_every_layout_equals_that_of_transformers(layout, given):
+    model, folder, data = given
+    settings = [f"run.init_from={folder}", *data]
+    ranks, more = LAYOUTS[layout]
+    found = run_ranks(ranks, first_step, *settings, *more)
+    inputs, targets = found[0][0]
+    keys = configured(*EXACT, *settings).model
+    loss, gradients = loss_and_gradients(model, inputs, targets, BERT, keys)
+    truth, compared = output(model, inputs).detach().numpy(), set()
+    assert any(logits is not None for _, logits, _, _ in found)
+    for _, logits, own_loss, parts in found:
+        assert logits is None or np.abs(logits - truth).max() <= 1e-12 * np.abs(truth).max()
+        assert abs(own_loss - loss) <= 1e-12 * loss
+        for name, (described, gradient) in parts.items():
+            compared.add(name)
+            difference = np.abs(gradient - described.part_of(gradients[name])).max(initial=0)
+            assert difference <= 1e-12 * np.abs(gradients[name]).max(), name
+    assert compared == gradients.keys()
+
+
+def twenty_steps(transport, *settings):
+    """20 batches, losses and gradient norms of their steps, and the final tensors."""
+    trainer, source, _ = build(transport, configured(*settings))
+    batches = [source.batch(0, step, 12, range(12)) for step in range(20)]
+    results = stepped(trainer, source, range(20))
     assert trainer.counted.peak == trainer.pipe.peak_bytes
-    return logits, batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
+    return batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
 
 
-def trained(model, batches):
-    """Their logits of the first batch, and losses and gradient norms of steps; a model after them."""
-    import copy
-
+def test_20_steps_are_those_of_transformers(given):
     import torch
 
-    model, results, logits = copy.deepcopy(model), [], None
-    for batch in batches:
-        model.zero_grad()
-        found = theirs(model, *batch)
-        logits = found.logits.detach().numpy() if logits is None else logits
-        found.loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        results.append((found.loss.item(), sum(float((g**2).sum()) for g in gradients) ** 0.5))
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return logits, results, model
-
-
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (1, []),
-        (2, ["layout.tp=2", "memory.recompute=unit"]),
-        (2, ["layout.pp=2", "batch.micro_batches=4"]),
-        (2, ["replication.zero=2"]),
-    ],
-    ids=["one", "tp", "pp", "zero"],
-)
-def test_20_steps_are_those_of_transformers(ranks, settings, given):
     model, folder, data = given
-    found = run_ranks(ranks, ours, f"run.init_from={folder}", *data, *settings)
-    logits, results, after = trained(model, found[0][1])
-    assert any(own is not None for own, *_ in found)
-    for own, _, steps, _ in found:
-        assert own is None or np.abs(own - logits).max() <= 1e-12
-        assert np.abs(np.array(steps) - results)[0].max() <= 1e-12, "the loss and the gradient"
-        assert np.abs(np.array(steps) - results).max() <= 1e-9
-    if ranks > 1:
-        return
-    tensors, state = found[0][3], after.state_dict()
-    keys = Model(kind="bert", width=24, heads=4, layers=2, context=16, hidden=40, tied=True)
-    compared = 0
+    settings = [*EXACT, "optimizer.lr=0.1", f"run.init_from={folder}", *data]
+    ((batches, steps, tensors),) = run_ranks(1, twenty_steps, *settings)
+    model, results = copy.deepcopy(model), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches:
+        sgd.zero_grad()
+        loss = loss_of(output(model, inputs), targets)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append((loss.item(), sum(float((g**2).sum()) for g in gradients) ** 0.5))
+        sgd.step()
+    assert np.abs(np.array(steps) - results).max() <= 1e-9
+    state, compared = model.state_dict(), 0
+    keys = configured(*settings).model
     for name, parts in BERT.counterparts(keys, len(NAMES), 3, lambda row: row.ours in tensors):
         for part in parts:
             expected = state[part.name].numpy()
@@ -171,7 +190,7 @@ def test_peft_computes_the_logits_of_an_exported_adapter(given, tmp_path):
 
     model, folder, data = given
     run = [*FLAT, *data, f"run.init_from={folder}", f"run.out={tmp_path / 'run'}", "run.steps=3"]
-    config = configured(*run, "lora.rank=2", "lora.targets=query,c_fc")
+    config = configured(*run, "lora.rank=2", "lora.targets=query,c_fc", "optimizer.lr=0.1")
     run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
     export(tmp_path / "run", "peft", tmp_path / "adapter", "float32", 20_000, [])
     export(tmp_path / "run", "bert", tmp_path / "merged", "float32", 20_000, [], merge=True)

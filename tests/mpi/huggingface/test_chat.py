@@ -112,7 +112,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    for name, content in tokenizer_files(ByteTokenizer(), 64, False).items():
+    for name, content in tokenizer_files(ByteTokenizer(), 64).items():
         (path / name).write_bytes(content)
     settings = json.loads((path / "tokenizer_config.json").read_bytes())
     (path / "tokenizer_config.json").write_text(json.dumps({**settings, **NAMES}))

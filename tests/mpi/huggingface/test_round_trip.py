@@ -7,10 +7,19 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.formats.gpt2 import GPT2
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import loaded, logits, loss_and_gradients, made, rows
+from tests.mpi.huggingface.models import (
+    loaded,
+    logits,
+    loss_and_gradients,
+    loss_of,
+    made,
+    output,
+    rows,
+)
 from tests.training import configured
 
 FLAT = ["run.steps=3", "batch.size=8", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
@@ -44,10 +53,15 @@ def computed(transport, config, inputs, targets):
     return found, loss, gradients
 
 
-def first_loss(transport, config, count):
+def their_loss(model):
+    inputs, targets = rows(8)
+    return loss_of(output(model, inputs), targets).item()
+
+
+def first_loss(transport, config):
     """Return the loss of the first step, on rows that transformers also gets."""
     trainer = build(transport, config).trainer
-    inputs, targets = rows(count)
+    inputs, targets = rows(8)
     own = trainer.share()
     return trainer.step(0, inputs[own.start : own.stop], targets[own.start : own.stop]).loss
 
@@ -60,7 +74,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, variant
     inputs, targets = rows(8)
     config = configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}", f"precision.compute={dtype}")
     ((found, loss, gradients),) = run_ranks(1, computed, config, inputs, targets)
-    right, wanted = loss_and_gradients(model, inputs, targets)
+    right, wanted = loss_and_gradients(model, inputs, targets, GPT2, config.model)
     assert near(found, logits(model, inputs[:1])[0], dtype)
     assert abs(loss - right) <= NEAR[dtype] * right
     assert gradients.keys() == wanted.keys()
@@ -75,17 +89,17 @@ def test_sharded_folders_of_other_dtypes_are_read(tmp_path, dtype):
     model = made(dtype)
     model.save_pretrained(tmp_path / "gpt2", max_shard_size="40KB")
     assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
-    right = loss_and_gradients(model.float(), *rows(8))[0]
+    right = their_loss(model.float())
     config = configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}")
-    (loss,) = run_ranks(1, first_loss, config, 8)
+    (loss,) = run_ranks(1, first_loss, config)
     assert abs(loss - right) <= 1e-5 * right
 
 
 def test_a_gpt2model_without_prefix_is_read(tmp_path):
     model = made()
     model.transformer.save_pretrained(tmp_path / "bare")
-    right = loss_and_gradients(model, *rows(8))[0]
-    (loss,) = run_ranks(1, first_loss, configured(*FLAT, f"run.init_from={tmp_path / 'bare'}"), 8)
+    right = their_loss(model)
+    (loss,) = run_ranks(1, first_loss, configured(*FLAT, f"run.init_from={tmp_path / 'bare'}"))
     assert abs(loss - right) <= 1e-5 * right
 
 
@@ -121,16 +135,25 @@ def test_transformers_loads_an_export_and_computes_the_same(
     assert written["tie_word_embeddings"] == config.model.tied
 
 
-def test_autotokenizer_gives_the_bytes_of_text(tmp_path):
-    from transformers import AutoTokenizer
+@pytest.mark.parametrize(("kind", "family"), [("gpt", "gpt2"), ("bert", "bert")])
+def test_autotokenizer_gives_the_bytes_of_text(kind, family, tmp_path):
+    from transformers import AutoTokenizer, BertForMaskedLM, pipeline
 
-    trained(1, "model.layers=1", "model.width=8", f"run.out={tmp_path / 'run'}")
-    words = ["export", str(tmp_path / "run"), "--to", "gpt2", "--out", str(tmp_path / "out")]
+    small = [f"model.kind={kind}", "model.layers=1", "model.width=8"]
+    trained(1, *small, f"run.out={tmp_path / 'run'}")
+    words = ["export", str(tmp_path / "run"), "--to", family, "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(commands, words).exit_code == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "".join(map(chr, range(1, 600))) + "  \n\n\t don't 😀 <|endoftext|>"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode()), clean_up_tokenization_spaces=False) == text
+    assert configured(*FLAT, f"run.init_from={tmp_path / 'out'}").data.tokenizer == ""
+    if kind == "bert":
+        found = pipeline("fill-mask", model=str(tmp_path / "out"), top_k=257)("a [MASK]b")
+        model = BertForMaskedLM.from_pretrained(tmp_path / "out").eval()
+        right = output(model, np.array([[*b"a ", 256, *b"b"]]))[0, 2].softmax(0)
+        scores = [one["score"] for one in sorted(found, key=lambda one: one["token"])]
+        assert np.abs(right.detach().numpy() - scores).max() <= 1e-6
 
 
 def test_a_fine_tune_of_four_commands_goes_through(tmp_path):

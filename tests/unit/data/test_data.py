@@ -303,7 +303,7 @@ def test_the_kind_of_the_model_follows_the_source_where_nobody_sets_it(source, r
     name = request.node.callspec.params["source"]
     name = f"{name}:some" if name in ("text", "tokens", "idx") else name
     found = parse({"data": {"source": name}}).model.kind
-    assert MODELS[found].takes == source.form
+    assert source.form in MODELS[found].takes
     assert parse({"data": {"source": name}, "model": {"layers": 2}}).model.kind == found
     for kind in MODELS:
         assert parse({"data": {"source": name}, "model": {"kind": kind}}).model.kind == kind, (

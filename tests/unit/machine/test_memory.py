@@ -38,7 +38,7 @@ SIZES = {
     "samples": Unopened("samples", (20,), 20, 10),
     "images": Unopened("images", (2, 5, 4), 40, 10),
 }
-SOURCES = {kind: SIZES[row.takes] for kind, row in MODELS.items()}
+SOURCES = {kind: SIZES[row.takes.split()[-1]] for kind, row in MODELS.items()}
 
 
 def config_of(kind="gpt", layers=3, **more):

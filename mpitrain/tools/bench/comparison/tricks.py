@@ -94,7 +94,7 @@ ALL_REDUCE = unless(
 )
 ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
 TOKENS = unless(
-    lambda job: MODELS[job.config.model.kind].takes == "tokens", "model.kind takes no tokens"
+    lambda job: "tokens" in MODELS[job.config.model.kind].takes, "model.kind takes no tokens"
 )
 
 TRICKS: dict[str, Trick] = {
