@@ -117,10 +117,10 @@ there."""
 
 
 class CommandGroup(click.Group):
-    """A Click group whose help lists the whole first sentence of each command."""
+    """A Click group whose help lists the whole first sentence of each command, in their order."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return [name for name in super().list_commands(context) if not self.commands[name].hidden]
+        return [name for name, command in self.commands.items() if not command.hidden]
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -132,6 +132,13 @@ class CommandGroup(click.Group):
             for name in self.list_commands(context)
             if (command := self.get_command(context, name))
         ]
+
+
+class RootCommand(click.Command):
+    """A Click command that rank 0 runs alone; other ranks exit."""
+
+    def invoke(self, context: click.Context) -> Any:
+        return super().invoke(context) if launched().rank == 0 else None
 
 
 def similar(name: str) -> str | None:

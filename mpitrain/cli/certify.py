@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
-from mpitrain.cli.job_options import Outputs, check_files, counted, output_option
+from mpitrain.cli.job_options import Outputs, check_files, counted, output_option, path_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.stop_requests import Stop
 from mpitrain.errors import ConfigError, visible
@@ -53,9 +53,7 @@ def _words(context: Any, option: Any, line: str | None) -> list[str]:
     metavar="A:4,B:4",
     help="Probe these nodes from outside MPI, then start so many ranks on each that answers.  [default: those of the batch job]",
 )
-@click.option(
-    "--hostfile", type=click.Path(path_type=Path), help="File of such nodes, as for launch."
-)
+@path_option("--hostfile", "File of such nodes, as for launch.")
 @click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each node of --hosts.")
 @click.option(
     "--agent",
@@ -70,10 +68,9 @@ def _words(context: Any, option: Any, line: str | None) -> list[str]:
     metavar="'OPTIONS'",
     help="With --hosts: options for mpirun, mpiexec or srun, as for launch (repeatable).",
 )
-@click.option(
+@path_option(
     "--expect",
-    type=click.Path(path_type=Path),
-    help="A TOML file of limits: nodes, gemm_GFLOPs, memory_GBs, link_GBs, link_us, ratio, shm_MB.",
+    "A TOML file of limits: nodes, gemm_GFLOPs, memory_GBs, link_GBs, link_us, ratio, shm_MB.",
 )
 @counted(
     "--rounds",

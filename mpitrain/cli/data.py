@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import STOPPED, CommandGroup
-from mpitrain.cli.job_options import counted, measured
+from mpitrain.cli import STOPPED, CommandGroup, RootCommand
+from mpitrain.cli.job_options import counted, measured, path_option
 from mpitrain.cli.session import MOST, mpi_session
 from mpitrain.errors import visible
 from mpitrain.machine import process
@@ -52,12 +52,11 @@ def command() -> None:
     metavar="FILE|bytes",
     help="A tokenizer.json of HuggingFace, or bytes.",
 )
-@click.option(
+@path_option(
     "--out",
+    "Directory for train.bin, val.bin, meta.json and a copy of the tokenizer.",
     required=True,
     metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Directory for train.bin, val.bin, meta.json and a copy of the tokenizer.",
 )
 @measured(
     "--validation-fraction",
@@ -194,7 +193,7 @@ def _separator(name: str | None, tokenizer: Any) -> int:
     return int(token)
 
 
-@command.command("train-tokenizer")
+@command.command("train-tokenizer", cls=RootCommand)
 @INPUTS
 @click.option(
     "--vocab",
@@ -204,12 +203,8 @@ def _separator(name: str | None, tokenizer: Any) -> int:
     metavar="N",
     help="Largest number of tokens.",
 )
-@click.option(
-    "--out",
-    required=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Tokenizer file to write, such as tokenizer.json.",
+@path_option(
+    "--out", "Tokenizer file to write, such as tokenizer.json.", required=True, metavar="FILE"
 )
 @FIELD
 @MARK
@@ -217,8 +212,6 @@ def train_tokenizer(
     inputs: tuple[Path, ...], vocabulary: int, out: Path, field: str, mark: str
 ) -> None:
     """Train a byte-level BPE tokenizer, as GPT-2's, on text files, .jsonl or Parquet files."""
-    if process.launched().rank > 0:
-        return  # only rank 0 trains
     from mpitrain.cli.terminal.output import width
     from mpitrain.data.documents import Form, texts
     from mpitrain.data.documents import inputs as sizes
@@ -239,7 +232,7 @@ def train_tokenizer(
     click.echo(f"next: {visible(shlex.join([*words, '--out', str(out.parent / 'tokens')]))}")
 
 
-@command.command()
+@command.command(cls=RootCommand)
 @click.argument("file", metavar="FILE")
 @counted("--rows", 1, 4, "Number of windows, spread evenly.")
 @counted("--tokens", 1, 64, "Tokens of a window.", into="count")
@@ -251,8 +244,6 @@ def train_tokenizer(
 )
 def show(file: str, rows: int, count: int, name: str | None) -> None:
     """Print windows of a file of tokens as text. FILE may be a pattern, as 'train_*.bin'."""
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     import numpy as np
 
     from mpitrain.cli.generate import readable

@@ -7,17 +7,16 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import Outputs, check_files, output_option
+from mpitrain.cli.job_options import Outputs, check_files, output_option, path_option
 from mpitrain.cli.session import mpi_session
 from mpitrain.errors import ConfigError, visible
 from mpitrain.machine import process
 
-FOLDER = click.option(
+FOLDER = path_option(
     "--dir",
+    "A directory on the file system of the runs, for locks and files.  [default: this one]",
     "folder",
-    type=click.Path(path_type=Path),
     default=Path(),
-    help="A directory on the file system of the runs, for locks and files.  [default: this one]",
 )
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli.job_options import BASE, BEST, PLUGINS, changes
+from mpitrain.cli import RootCommand
+from mpitrain.cli.job_options import BASE, BEST, PLUGINS, RUN, changes, path_option
 from mpitrain.errors import visible
-from mpitrain.machine import process
 
 UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -22,8 +22,8 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     return int(match[1]) * UNITS[match[2]]
 
 
-@click.command()
-@click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.command(cls=RootCommand)
+@RUN
 @click.option(
     "--to",
     "kind",
@@ -31,12 +31,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     required=True,
     help="Format of the folder: gpt2, llama, bert or peft.",
 )
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="The new folder (default: RUN_DIR/FORMAT).",
-)
+@path_option("--out", "The new folder (default: RUN_DIR/FORMAT).", metavar="DIR")
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -73,8 +68,6 @@ def command(
     gpt2: a folder for transformers, with AutoModelForCausalLM and AutoTokenizer. peft: the adapters
     of a LoRA run, for peft. One process exports a checkpoint of any layout, and no MPI is started.
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 writes
     from mpitrain.run.export import export
 
     folder = out or run / kind

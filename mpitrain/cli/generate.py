@@ -4,18 +4,26 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import Finite, changes, counted, measured, run_options
+from mpitrain.cli.job_options import (
+    Finite,
+    changes,
+    counted,
+    measured,
+    path_option,
+    run_options,
+    with_options,
+)
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import visible
 
-SAMPLED = (
+sampling_options = with_options(
     counted("--tokens", 1, 400, "Most tokens of a text.", into="count"),
     measured("--temperature", 0, 0.8, "Sampling temperature; 0 takes the likeliest token."),
     counted("--top-k", 0, 40, "Draw among this many likeliest tokens; 0: all."),
@@ -31,12 +39,6 @@ SAMPLED = (
 """The options that say how to draw tokens, as in `Sampling`."""
 
 
-def sampling_options(command: Callable) -> Callable:
-    for option in reversed(SAMPLED):
-        command = option(command)
-    return command
-
-
 @click.command()
 @click.option(
     "--prompt",
@@ -46,12 +48,11 @@ def sampling_options(command: Callable) -> Callable:
     help="Text to continue (repeatable; default: a line break); token numbers if the run knows no "
     "tokenizer.",
 )
-@click.option(
+@path_option(
     "--prompts",
+    'More prompts: one a line; of FILE.jsonl {"prompt": TEXT} a line.',
     "file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
-    help='More prompts: one a line; of FILE.jsonl {"prompt": TEXT} a line.',
 )
 @sampling_options
 @click.option(

@@ -51,6 +51,28 @@ class Finite(click.FloatRange):
 Option = Callable[[Callable], Callable]
 
 
+def with_options(*options: Option) -> Option:
+    """Return a decorator that adds these options to a command; --help lists them in this order."""
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def path_option(name: str, text: str, into: str | None = None, **more: Any) -> Option:
+    """Return a Click option for a path; `into` as for `counted`, `more` as for Click's own."""
+    names = (name, into) if into else (name,)
+    return click.option(*names, type=click.Path(path_type=Path), help=text, **more)
+
+
+def output_option(name: str, text: str) -> Option:
+    """Return the option `--json`, `--csv` or `--plot`, which names an output file."""
+    return path_option(name, text, f"{name[2:]}_file")
+
+
 def counted(
     name: str, least: int, default: int, text: str, into: str | None = None, most: int | None = MOST
 ) -> Option:
@@ -134,11 +156,9 @@ PLUGINS = click.option(
 )
 
 
-def run_options(command: Callable) -> Callable:
-    """Give a command the directory of a trained run, and the options to open it."""
-    for option in (PLUGINS, BASE, OWN_DEVICE, PP, TP, BEST):
-        command = option(command)
-    return click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))(command)
+RUN = click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
+run_options = with_options(RUN, BEST, TP, PP, OWN_DEVICE, BASE, PLUGINS)
+"""The directory of a trained run, and the options to open it."""
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:
@@ -162,11 +182,6 @@ def configured(
 
     tables = merged(preset(preset_name), read_toml(config_file) if config_file else {})
     return parse(with_settings(tables, settings), config_file)
-
-
-def output_option(name: str, text: str) -> Callable[[Callable], Callable]:
-    """Return the option `--json`, `--csv` or `--plot`, which names an output file."""
-    return click.option(name, f"{name[2:]}_file", type=click.Path(path_type=Path), help=text)
 
 
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:
@@ -229,7 +244,7 @@ def _chosen(context: click.Context, option: click.Parameter, value: str | None) 
     return str(context.meta[LANGUAGE])
 
 
-def language_option(is_passed: bool) -> Callable[[Callable], Callable]:
+def language_option(is_passed: bool) -> Option:
     """Return the option --language: passed to the command, or read by `say` and `spoken` alone."""
     return click.option(
         "--language",

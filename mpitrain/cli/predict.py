@@ -5,19 +5,17 @@ from typing import Any
 
 import click
 
-from mpitrain.cli.job_options import Outputs, changes, check_files, run_options
+from mpitrain.cli.job_options import Outputs, changes, check_files, path_option, run_options
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, visible
 
 
 @click.command()
-@click.option(
+@path_option(
     "--out",
-    "out",
+    "File of the predictions: numbers or probabilities (rows, ...), or classes (rows,).",
     required=True,
     metavar="FILE.npy",
-    type=click.Path(path_type=Path),
-    help="File of the predictions: numbers or probabilities (rows, ...), or classes (rows,).",
 )
 @click.option(
     "--data",

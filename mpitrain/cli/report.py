@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mpitrain.cli import RootCommand
 from mpitrain.cli.job_options import Outputs, in_words, language_option, say
-from mpitrain.machine import process
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
 )
 
 
-@click.command()
+@click.command(cls=RootCommand)
 @click.argument(
     "runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"
 )
@@ -52,8 +52,6 @@ def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
     Chrome. The first RUN's report also gets an HTML page with everything. The pictures and the
     page need matplotlib: pip install 'mpitrain[report]'.
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 reports
     if is_alive or with_stacks:
         _print_now(runs, is_alive, with_stacks)
         return

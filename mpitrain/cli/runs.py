@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpitrain.cli.job_options import PLUGINS
+from mpitrain.cli import RootCommand
+from mpitrain.cli.job_options import PLUGINS, path_option
 from mpitrain.machine import process
 
 if TYPE_CHECKING:
@@ -18,21 +19,12 @@ if TYPE_CHECKING:
     from mpitrain.tools.report.diff import ComparedRun
 
 
-@click.command("plot")
-@click.argument(
-    "runs",
-    metavar="RUN_DIR [RUN_DIR ...]",
-    nargs=-1,
-    required=True,
-    type=click.Path(path_type=Path),
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("curves.png"),
-    show_default=True,
-    help="Picture to write.",
-)
+RUN = click.Path(path_type=Path)
+
+
+@click.command("plot", cls=RootCommand)
+@click.argument("runs", metavar="RUN_DIR [RUN_DIR ...]", nargs=-1, required=True, type=RUN)
+@path_option("--out", "Picture to write.", default=Path("curves.png"), show_default=True)
 @click.option(
     "--over",
     type=click.Choice(["steps", "tokens", "samples", "time"]),
@@ -51,8 +43,6 @@ def plot(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     from mpitrain.run.run_dir import metrics_of
     from mpitrain.tools.bench.plot_loss import draw
 
-    if process.launched().rank > 0:
-        return  # only rank 0 draws
     check_drawable(out, "--out")
     metrics = {str(run): metrics_of(run) for run in runs}
     try:
@@ -62,10 +52,8 @@ def plot(runs: tuple[Path, ...], out: Path, over: str, is_log: bool) -> None:
     click.echo(f"{len(runs)} run(s) drawn in {out}")
 
 
-@click.command("metrics")
-@click.argument(
-    "runs", metavar="RUN [RUN ...]", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
+@click.command("metrics", cls=RootCommand)
+@click.argument("runs", metavar="RUN [RUN ...]", nargs=-1, required=True, type=RUN)
 @click.option(
     "--csv",
     "is_csv",
@@ -80,14 +68,12 @@ def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
     from mpitrain.run.run_dir import metrics_of
     from mpitrain.tools.report.metrics_table import joined, print_columns, write_csv
 
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     rows = [row for run in runs for row in joined(str(run), metrics_of(run))]
     (write_csv if is_csv else print_columns)(rows, sys.stdout)
 
 
-@click.command("checkpoints")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.command("checkpoints", cls=RootCommand)
+@click.argument("run", metavar="RUN", type=RUN)
 @click.option(
     "--verify",
     "does_verify",
@@ -99,8 +85,6 @@ def checkpoints(run: Path, does_verify: bool) -> None:
     from mpitrain.run.run_dir import checkpoints_of
     from mpitrain.tools.text_table import TextColumn, TextTable
 
-    if process.launched().rank > 0:
-        return  # only rank 0 lists
     rows = list(checkpoints_of(run, does_verify))
     table = TextTable(
         [
@@ -121,9 +105,9 @@ DAMAGED, DIFFERENT = 1, 1
 """Exit codes of a run with a damaged checkpoint, and of two runs that differ."""
 
 
-@click.command("diff")
-@click.argument("first", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("second", metavar="RUN", type=click.Path(path_type=Path))
+@click.command("diff", cls=RootCommand)
+@click.argument("first", metavar="RUN", type=RUN)
+@click.argument("second", metavar="RUN", type=RUN)
 @click.option(
     "--replay",
     "does_replay",
@@ -139,8 +123,6 @@ def diff(first: Path, second: Path, does_replay: bool, plugins: list[str] | None
     steps, with ranks as threads of this process. Runs of two layouts are compared within a
     tolerance: losses, gradient norms, and a few sums over each parameter tensor.
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 compares
     process.limit_blas_threads()
     from mpitrain.config.plugins import load
     from mpitrain.tools.report.diff import are_comparable_by_bits, keys_that_differ, read_run

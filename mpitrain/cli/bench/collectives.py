@@ -20,11 +20,17 @@ from mpitrain.cli.bench.rows import (
     exit_with,
     sized,
     table_width,
-    with_options,
 )
 from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.bench.units import command as units
-from mpitrain.cli.job_options import Finite, check_files, counted, output_option
+from mpitrain.cli.job_options import (
+    Finite,
+    check_files,
+    counted,
+    output_option,
+    path_option,
+    with_options,
+)
 from mpitrain.cli.session import mpi_session
 from mpitrain.machine.process import KINDS, bound_socket
 
@@ -40,14 +46,7 @@ OPERATIONS = {
 """{command: operation in rows and files}. Where they differ, the operation is a hidden command, too."""
 
 
-class BenchGroup(CommandGroup):
-    """A command group that lists its commands as they were added, without hidden ones."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return [name for name, command in self.commands.items() if not command.hidden]
-
-
-@click.group(cls=BenchGroup)
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce
 
@@ -95,10 +94,8 @@ COLLECTIVE = with_options(
     ),
     counted("--warmup", 1, 3, "Untimed runs of each row before the timed ones."),
     counted("--sweeps", 1, 1, "Repetitions of the whole benchmark."),
-    click.option(
-        "--tuning",
-        type=click.Path(path_type=Path),
-        help="Constants of the cost model for `auto` and the predictions, from bench fit.",
+    path_option(
+        "--tuning", "Constants of the cost model for `auto` and the predictions, from bench fit."
     ),
     TABLE,
     AGAINST,
@@ -228,13 +225,7 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
 
 
 @click.command("fit")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("tuning.json"),
-    show_default=True,
-    help="Tuning file to write.",
-)
+@path_option("--out", "Tuning file to write.", default=Path("tuning.json"), show_default=True)
 @sized("--min-bytes", "64", "Smallest array.")
 @sized("--max-bytes", "64M", "Largest array.")
 @counted("--sweeps", 1, 3, "Repetitions of the whole measurement.")

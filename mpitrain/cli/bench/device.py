@@ -2,14 +2,14 @@
 
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.bench.rows import AGAINST, CSV, JSON, BenchReport, exit_with, with_options
-from mpitrain.cli.job_options import Outputs, check_files
+from mpitrain.cli.bench.rows import AGAINST, CSV, JSON, BenchReport, exit_with
+from mpitrain.cli.job_options import Outputs, check_files, path_option, with_options
 from mpitrain.machine import process
 from mpitrain.machine.process import KINDS
 
@@ -71,36 +71,25 @@ def device_of(options: dict[str, Any]) -> "tuple[Device, str]":
 
 
 def print_rows(
-    rows: Iterable[Any],
-    table: "TextTable",
-    options: dict[str, Any],
-    facts: dict[str, Any],
-    head: tuple[str, ...] = (),
+    rows: Iterable[Any], table: "TextTable", options: dict[str, Any], device: str
 ) -> int:
     """Print and write rows as they come; return the number of wrong elements and of slow values.
 
-    facts  about the device, for the JSON file
-    head   lines above the table
+    device  its name
     """
     from mpitrain import __version__
 
     facts = {
         "mpitrain": __version__,
         "host_names": [platform.node()],
-        **facts,
+        "device": device,
         "arguments": sys.argv[1:],
         "job": process.job_id(),
     }
     shown = BenchReport(None, facts, options)
-    shown.begin([*head, *table.heading()])
+    shown.begin([f"# {device}", *table.heading()])
     wrong = sum(getattr(row, "wrong", 0) for row in shown.each(rows, table.line))
     return wrong + shown.end()
-
-
-def exit_after(run: Callable[[], int]) -> None:
-    """Run a benchmark without MPI, and exit with 0 if `run` returns 0, else with 1."""
-    process.limit_blas_threads()
-    exit_with(run())
 
 
 class Names(click.ParamType):
@@ -149,10 +138,9 @@ class Names(click.ParamType):
 @click.option(
     "--tune", is_flag=True, help="Measure every tile instead, and write the best tiles to --out."
 )
-@click.option(
+@path_option(
     "--out",
-    type=click.Path(path_type=Path),
-    help="For --tune: the table to write, for --tiles and device.tiles (default: tiles.json). Its entries "
+    "For --tune: the table to write, for --tiles and device.tiles (default: tiles.json). Its entries "
     "for other shapes stay.",
 )
 def gemm(
@@ -170,30 +158,27 @@ def gemm(
     time includes the kernels that compute it. percent is our rate relative to the library's. The
     exit code is 1 if any element is wrong.
     """
+    process.limit_blas_threads()
+    from mpitrain.errors import ConfigError
+    from mpitrain.tools.bench.kernels import gemm as bench
 
-    def run() -> int:
-        from mpitrain.errors import ConfigError
-        from mpitrain.tools.bench.kernels import gemm as bench
-
-        if out and not tune:
-            raise ConfigError(
-                "--out is where --tune writes its table, but --tune is not given.",
-                "Add --tune, or use --json.",
-            )
-        if options["against_file"] and tune:
-            raise ConfigError(
-                "--against compares times of products, but --tune chooses tiles.",
-                "Leave out one of the two.",
-            )
-        device, name = device_of(options)
-        wanted = bench.parse_shapes(shapes or bench.SHAPES[options["kind"]])
-        if tune:
-            click.echo(f"# {name}")
-            return _tune(bench.tune(device, wanted, dtypes), out or Path("tiles.json"), name)
-        rows = bench.measure(device, wanted, dtypes, products)
-        return print_rows(rows, bench.TABLE, options, {"device": name}, (f"# {name}",))
-
-    exit_after(run)
+    if out and not tune:
+        raise ConfigError(
+            "--out is where --tune writes its table, but --tune is not given.",
+            "Add --tune, or use --json.",
+        )
+    if options["against_file"] and tune:
+        raise ConfigError(
+            "--against compares times of products, but --tune chooses tiles.",
+            "Leave out one of the two.",
+        )
+    device, name = device_of(options)
+    wanted = bench.parse_shapes(shapes or bench.SHAPES[options["kind"]])
+    if tune:
+        exit_with(_tune(bench.tune(device, wanted, dtypes), out or Path("tiles.json"), name))
+    exit_with(
+        print_rows(bench.measure(device, wanted, dtypes, products), bench.TABLE, options, name)
+    )
 
 
 def _tune(rows: Any, out: Path, name: str) -> int:
@@ -206,7 +191,7 @@ def _tune(rows: Any, out: Path, name: str) -> int:
 
     check_files(0, [out])
     table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
-    click.echo("\n".join(TUNED.heading()))
+    click.echo("\n".join([f"# {name}", *TUNED.heading()]))
     wrong, outputs = 0, Outputs()
     for row in rows:
         click.echo(TUNED.line(row))
@@ -237,17 +222,13 @@ def kernels(peer: str | None, **options: Any) -> None:
 
     The exit code is 1 if any element is wrong.
     """
+    process.limit_blas_threads()
+    from mpitrain.tools.bench.kernels.operations import TABLE, measure
+    from mpitrain.tools.bench.training.peers import imported
 
-    def run() -> int:
-        from mpitrain.tools.bench.kernels.operations import TABLE, measure
-        from mpitrain.tools.bench.training.peers import imported
-
-        theirs = imported(peer).TorchAttention if peer else None
-        device, name = device_of(options)
-        rows = measure(device, theirs)
-        return print_rows(rows, TABLE, options, {"device": name}, (f"# {name}",))
-
-    exit_after(run)
+    theirs = imported(peer).TorchAttention if peer else None
+    device, name = device_of(options)
+    exit_with(print_rows(measure(device, theirs), TABLE, options, name))
 
 
 @click.command("transactions")
@@ -272,13 +253,9 @@ def transactions(dtypes: tuple[str, ...], **options: Any) -> None:
     passes    over the 32 banks; each bank conflict adds some
     extra     passes because of bank conflicts, and their lines of code
     """
+    process.limit_blas_threads()
+    import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
-    def run() -> int:
-        import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+    from mpitrain.tools.bench.kernels.transactions import TABLE, count
 
-        from mpitrain.tools.bench.kernels.transactions import TABLE, count
-
-        facts = {"device": "simulator"}
-        return print_rows(count(dtypes), TABLE, options, facts, ("# simulator",))
-
-    exit_after(run)
+    exit_with(print_rows(count(dtypes), TABLE, options, "simulator"))

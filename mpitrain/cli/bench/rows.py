@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpitrain.cli.job_options import Outputs, check_files, in_words, measured, output_option, say
+from mpitrain.cli.job_options import (
+    Outputs,
+    check_files,
+    in_words,
+    measured,
+    output_option,
+    path_option,
+    say,
+    with_options,
+)
 
 if TYPE_CHECKING:
     # This module must not import NumPy before `mpi_session` has limited the BLAS threads.
@@ -37,17 +46,6 @@ class Bytes(click.ParamType):
         return int(size)
 
 
-def with_options(*options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Return a decorator that adds these options to a command; --help lists them in this order."""
-
-    def add(command: Callable) -> Callable:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
 def sized(name: str, default: str, text: str) -> Callable[[Callable], Callable]:
     """Return a Click option for a number of bytes."""
     return click.option(name, type=Bytes(), default=default, show_default=True, help=text)
@@ -67,12 +65,11 @@ TABLE = with_options(
 )
 """The options of a table that is printed as it is measured."""
 AGAINST = with_options(
-    click.option(
+    path_option(
         "--against",
+        "Compare with this earlier --json file; exit with code 1 if a value is slower.",
         "against_file",
-        type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Compare with this earlier --json file; exit with code 1 if a value is slower.",
     ),
     measured("--tolerance", 1, 1.25, "With --against: how many times slower a value may be."),
 )

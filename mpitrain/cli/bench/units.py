@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli import RootCommand
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
     DEVICE,
@@ -15,11 +16,12 @@ from mpitrain.cli.job_options import (
     changes,
     check_files,
     configured,
+    path_option,
 )
 from mpitrain.machine import process
 
 
-@click.command("units")
+@click.command("units", cls=RootCommand)
 @CONFIG_FILE
 @PRESET
 @SET
@@ -38,13 +40,7 @@ from mpitrain.machine import process
     show_default=True,
     help="Ranks of the job that share the cores of a host: this one computes with its part.",
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("units.json"),
-    show_default=True,
-    help="File to write.",
-)
+@path_option("--out", "File to write.", default=Path("units.json"), show_default=True)
 def command(
     config_file: Path | None,
     preset: str | None,
@@ -59,8 +55,6 @@ def command(
     One process, without MPI, times each kind of unit (embedding, attention, mlp, head) for
     micro-batches of several sizes. `plan layout --units units.json` predicts with these times.
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     threads = max(1, process.cores() // on_host)
     for name in process.BLAS_VARIABLES:  # NumPy is not loaded yet.
         os.environ[name] = str(threads)

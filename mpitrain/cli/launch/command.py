@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import click
 
+from mpitrain.cli.job_options import path_option
 from mpitrain.cli.launch.hosts import (
     Allocation,
     Placement,
@@ -163,11 +164,7 @@ class LaunchCommand(click.Command):
     help="Ranks to start (default: those of the hosts, or the tasks of the Slurm, PBS or LSF job).",
 )
 @click.option("--hosts", metavar="A:4,B:4", help="Hosts, with the ranks of each.")
-@click.option(
-    "--hostfile",
-    type=click.Path(path_type=Path),
-    help="File of hosts, one a line: node1 slots=4, or node1:4.",
-)
+@path_option("--hostfile", "File of hosts, one a line: node1 slots=4, or node1:4.")
 @click.option("--ppn", type=click.IntRange(min=1), help="Ranks of each host.")
 @click.option(
     "--bind",

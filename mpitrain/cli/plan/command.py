@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mpitrain.cli import CommandGroup
+from mpitrain.cli import CommandGroup, RootCommand
 from mpitrain.cli.bench.rows import Bytes
 from mpitrain.cli.job_options import (
     Finite,
@@ -20,9 +20,9 @@ from mpitrain.cli.job_options import (
     output_option,
     say,
     spoken,
+    with_options,
 )
 from mpitrain.cli.plan.jobs import MICRO_BATCHES, batch, layout, memory, tricks
-from mpitrain.machine import process
 from mpitrain.pipeline.schedules import NAMED, STREAMS
 
 LEAST, MOST = 1e-12, 1e12
@@ -87,7 +87,7 @@ def time_option(name: str, text: str) -> Callable:
     )
 
 
-@command.command("schedule")
+@command.command("schedule", cls=RootCommand)
 @click.option(
     "--schedule",
     "name",
@@ -161,8 +161,6 @@ def schedule(
         {"place": [0, 1],
          "stages": ["F0.0 F0.1 B0.0 W0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]}
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     from mpitrain.errors import ConfigError
     from mpitrain.pipeline.instructions import with_messages, with_whole_backwards
     from mpitrain.pipeline.schedule_files import find_plan, write_plan
@@ -261,7 +259,7 @@ def schedule(
 SECONDS = Finite(LEAST, MOST)
 
 
-@command.command("checkpoints")
+@command.command("checkpoints", cls=RootCommand)
 @click.option(
     "--days", type=SECONDS, required=True, help="Mean days between two failures of one rank."
 )
@@ -279,8 +277,6 @@ def checkpoints(days: float, ranks: int, pause: float, restart: float, step: flo
 
     A failure of any rank ends the job, which loses the steps since the last checkpoint.
     """
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     mean = 86400 * days / ranks
     # Daly 2006, Future Gener. Comput. Syst. 22(3), equations 37 and 20.
     part = pause / (2 * mean)
@@ -320,7 +316,7 @@ def check_shown(json_file: Path | None, plot_file: Path | None, number: int, nou
         )
 
 
-OPTIONS = (
+options = with_options(
     click.option(
         "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
@@ -337,13 +333,7 @@ OPTIONS = (
 )
 
 
-def options(function: Callable) -> Callable:
-    for option in reversed(OPTIONS):
-        function = option(function)
-    return function
-
-
-@click.command("allreduce")
+@click.command("allreduce", cls=RootCommand)
 @options
 def allreduce(**chosen: object) -> None:
     """Print an all-reduce step by step.
@@ -356,14 +346,14 @@ def allreduce(**chosen: object) -> None:
     _plan("allreduce", **chosen)  # type: ignore[arg-type]
 
 
-@click.command("reduce-scatter")
+@click.command("reduce-scatter", cls=RootCommand)
 @options
 def reduce_scatter(**chosen: object) -> None:
     """Print a reduce-scatter step by step: at the end rank r holds the sum of chunk r."""
     _plan("reduce-scatter", **chosen)  # type: ignore[arg-type]
 
 
-@click.command("all-gather")
+@click.command("all-gather", cls=RootCommand)
 @options
 def all_gather(**chosen: object) -> None:
     """Print an all-gather step by step: rank r contributes chunk r; all ranks get all chunks."""
@@ -379,8 +369,6 @@ def _plan(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    if process.launched().rank > 0:
-        return  # only rank 0 prints
     from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
     from mpitrain.errors import ConfigError
