@@ -201,7 +201,8 @@ def _action(trace: Trace, spans: np.ndarray) -> str:
         phrases.append(f"after step {steps[-1]['step'] + 1}")
     phrases += [described(trace, span) for span in spans[:-1] if span["kind"] == PAUSE]
     if len(spans):
-        phrases.append(_innermost(trace, spans[-1]))
+        waits = "waiting for " if spans[-1]["kind"] == WAIT else ""
+        phrases.append(waits + described(trace, spans[-1]))
     else:
         began = steps[-1]["number"] if len(steps) else 0
         ended = records[np.isin(records["kind"], ACTIONS) & (records["number"] > began)]
@@ -210,34 +211,14 @@ def _action(trace: Trace, spans: np.ndarray) -> str:
     return ", ".join(phrases) or "its start"
 
 
-def _innermost(trace: Trace, span: Any) -> str:
-    return ("waiting for " if span["kind"] == WAIT else "") + described(trace, span)
-
-
-def last_action(trace: Trace) -> str:
-    """Return the last action of a rank as text, with its messages and reductions under way."""
-    records = trace.records
-    lasting = records[is_open(records)]
-    spans = lasting[~np.isin(lasting["kind"], (SEND, RECEIVE, REDUCTION))]
-    under_way = lasting[np.isin(lasting["kind"], (SEND, RECEIVE))]
-    if not len(under_way):
-        under_way = lasting[lasting["kind"] == REDUCTION]
-    steps, inner = spans[spans["kind"] == STEP], spans[spans["kind"] != STEP]
-    action = f"in step {steps[-1]['step'] + 1}, " if len(steps) else ""
-    action += "".join(f"in {described(trace, s)}, " for s in inner[:-1] if s["kind"] == PAUSE)
-    if len(inner):
-        action += _innermost(trace, inner[-1])
-        if inner[-1]["peer"] >= 0:
-            action += f", from rank {inner[-1]['peer']}"
-    elif len(records):
-        ended = records[-1]
-        step = f"step {ended['step'] + 1}"
-        action += f"after {step if ended['kind'] == STEP else described(trace, ended)}"
-    if len(under_way):
-        more = f" and {len(under_way) - UNDER_WAY} more" if len(under_way) > UNDER_WAY else ""
-        texts = [described(trace, record) for record in under_way[:UNDER_WAY]]
-        action += f"; under way: {'; '.join(texts)}{more}"
-    return action or "nothing"
+def under_way(trace: Trace) -> str:
+    """Return a rank's open messages, else its open reductions, as the end of a line; "" without any."""
+    lasting = trace.records[is_open(trace.records)]
+    messages = lasting[np.isin(lasting["kind"], (SEND, RECEIVE))]
+    shown = messages if len(messages) else lasting[lasting["kind"] == REDUCTION]
+    texts = "; ".join(described(trace, record) for record in shown[:UNDER_WAY])
+    more = f" and {len(shown) - UNDER_WAY} more" if len(shown) > UNDER_WAY else ""
+    return f"; under way: {texts}{more}" if len(shown) else ""
 
 
 MOVING, SILENT, UNKNOWN = "moving", "silent", "unknown"

@@ -301,6 +301,7 @@ class Recorder:
     naming  name for the tags that are claimed next
     topic   number of the name for messages without a named tag
     owner   number of the thread whose waits are recorded
+    waited  seconds of all waits that it has recorded so far
     """
 
     is_on = True
@@ -310,8 +311,7 @@ class Recorder:
         self.clock, self.began = clock, time.perf_counter()
         self._ring, self._names = ring or Ring(), dict[tuple[str, tuple[int, ...]], int]()
         self.owner, self._waiting = threading.get_ident(), 0
-        # `_waited` is the total of all recorded waits, in seconds; the newest began at `_wait_at`.
-        self._wait_at = self._waited = 0.0
+        self._wait_at = self.waited = 0.0  # `_wait_at`: the time at which the newest wait began
         self._pace = Pace(0, 0.0, 0.0)
         self.step = self.micro = -1
         self.naming, self.topic = "", 0
@@ -414,7 +414,7 @@ class Recorder:
     def go_on(self, wait: int) -> None:
         if wait:
             self._waiting, now = 0, self.clock()
-            self._waited += now - self._wait_at
+            self.waited += now - self._wait_at
             self._ring.end(wait, now)
             if self._device:
                 self._device.end(wait)
@@ -423,13 +423,13 @@ class Recorder:
     @contextmanager
     def stepping(self, step: int) -> Iterator[None]:
         """Record one optimizer step, for the length of the context."""
-        self.step, self._waiting, waited = step, 0, self._waited
+        self.step, self._waiting, waited = step, 0, self.waited
         began = self.clock()
         span = self._ring.write(began, 0.0, 0, step, -1, -1, -1, -1, 0, STEP, NO_PHASE)
         yield
         now, pace = self.clock(), self._pace
         self._ring.end(span, now)
-        own = now - began - (self._waited - waited)
+        own = now - began - (self.waited - waited)
         self._pace = Pace(pace.steps + 1, pace.seconds + now - began, pace.own + own)
         self._ring.pace(self._pace)
 

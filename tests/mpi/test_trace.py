@@ -23,9 +23,9 @@ def test_after_a_kill_report_prints_the_last_action_of_each_rank(tmp_path):
     assert said.returncode == 0, said.stderr
     assert "run: It has not" in said.stdout and "2 to 4" in said.stdout
     assert re.search(
-        r"rank 1 on \S+, [\d.]+ s before: in step 5, update of the parameters", said.stdout
+        r"rank 1 on \S+, [\d.]+ s before: step 5, update of the parameters", said.stdout
     ), said.stdout
-    assert re.search(r"rank 0 on \S+, [\d.]+ s before: in step 6, .*waiting for ", said.stdout), (
+    assert re.search(r"rank 0 on \S+, [\d.]+ s before: step 6, .*waiting for ", said.stdout), (
         said.stdout
     )
     assert "was rank 1." in said.stdout

@@ -125,13 +125,14 @@ class BenchReport:
     def begin(self, lines: Sequence[str], total: int = 0, unit: str = "rows") -> None:
         """Print the heading; on a terminal, start a progress bar of at most `total` rows."""
         if self.is_root and total:
-            from mpitrain.cli.terminal.progress import RowPrinter
+            from mpitrain.cli.terminal.progress import ROWS, bar
 
-            self._bar = RowPrinter(total, unit)
+            self._bar = bar(total, form=ROWS.format(unit=unit))
+            self._bar.leave = False
         self.say("\n".join(lines))
 
     def say(self, text: str) -> None:
-        if self._bar:
+        if self._bar is not None:
             self._bar.say(in_words([text]))
         elif self.is_root:
             say([text])
@@ -145,8 +146,9 @@ class BenchReport:
             yield row
 
     def count(self, note: str = "") -> None:
-        if self._bar:
-            self._bar.count(note)
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update()
 
     def show(self, text: str = "") -> None:
         if text:
@@ -163,7 +165,7 @@ class BenchReport:
                 write_csv(self._csv, self.rows)
 
     def close(self) -> None:
-        if self._bar:
+        if self._bar is not None:
             self._bar.close()
             self._bar = None
 

@@ -33,6 +33,11 @@ class Bar(tqdm):
     tqdm writes spaces there, which wrap into the next line of a window that has become narrower.
     """
 
+    def say(self, text: str) -> None:
+        """Print a line of text on standard output, above the bar."""
+        self.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
         def draw(text: str) -> None:
@@ -40,6 +45,10 @@ class Bar(tqdm):
             file.flush()
 
         return draw
+
+
+ROWS = "{{percentage:3.0f}}% |{{bar}}| {{n}}/{{total}} {unit}, {{remaining}} left{{postfix}}"
+"""The form of a bar below measured rows; `unit` is the noun for them."""
 
 
 def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
@@ -65,31 +74,6 @@ def bar(steps: int, first: int = 0, form: str | None = None) -> Bar:
     )
     shown.dynamic_ncols = size  # tqdm calls it each time it draws the bar
     return shown
-
-
-class RowPrinter:
-    """Prints measured rows; on a terminal, a bar below them shows the time left."""
-
-    def __init__(self, total: int, unit: str = "rows"):
-        """Show the bar.
-
-        total  upper bound of the number of rows, or of other units, that will be measured
-        unit   the noun for one of them, in the bar
-        """
-        form = "{percentage:3.0f}% |{bar}| {n}/{total} " + unit + ", {remaining} left{postfix}"
-        self._bar = bar(total, form=form)
-
-    def say(self, text: str) -> None:
-        self._bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
-
-    def count(self, note: str = "") -> None:
-        self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.leave = False
-        self._bar.close()
 
 
 SKIPPED = {
@@ -168,7 +152,7 @@ class Progress(Watcher):
                 refresh=False,
             )
         if self._has_lines or why:
-            self._line(
+            self._bar.say(
                 f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
                 f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
                 f"left {self._left(record['step'])}{why}{slow}"
@@ -184,9 +168,9 @@ class Progress(Watcher):
         shown = f"{loss:.4f}"
         if "val_accuracy" in record:
             shown = f"{nats(loss, bits)}{odds}, accuracy {record['val_accuracy']:.1%}"
-        self._line(f"step {record['step']}: validation loss {shown}{is_best}")
+        self._bar.say(f"step {record['step']}: validation loss {shown}{is_best}")
         for prompt, text in record.get("samples", ()):
-            self._line(f"  {visible(prompt)} -> {visible(text.strip())}")
+            self._bar.say(f"  {visible(prompt)} -> {visible(text.strip())}")
 
     def on_end(self, record: dict[str, Any]) -> None:
         self._bar.close()
@@ -220,10 +204,6 @@ class Progress(Watcher):
             (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
         )
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-    def _line(self, text: str) -> None:
-        self._bar.write(text, file=sys.stdout)
-        sys.stdout.flush()
 
 
 def predicted(logged: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:

@@ -16,12 +16,12 @@ from mpitrain.trace.blame import (
     RankState,
     described_finding,
     first_divergence,
-    last_action,
     named,
     state_of,
+    under_way,
 )
-from mpitrain.trace.recorder import COMPUTE, STEP
-from mpitrain.trace.timeline import Timeline, last_sign, named_steps
+from mpitrain.trace.recorder import COMPUTE
+from mpitrain.trace.timeline import Timeline, named_steps
 
 SHOWN = 8
 """Largest number of ranks with a column; the totals include the others."""
@@ -119,14 +119,13 @@ def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:
 
 def what_each_did_last(timeline: Timeline) -> Iterator[str]:
     """Yield lines: the last known action of each rank, its time, and the rank's pending messages."""
-    end, traces = timeline.end(), timeline.traces
-    if traces:
+    end, states = timeline.end(), [state_of(trace) for trace in timeline.traces]
+    if states:
         yield "What each rank did last, and how long before the last sign of any:"
-    for trace in traces:
-        where = f"rank {trace.facts['rank']} on {trace.facts['host']}"
-        yield f"  {where}, {end - last_sign(trace):.3f} s before: {last_action(trace)}"
-    if len(traces) > 1 and any((trace.records["kind"] == STEP).any() for trace in traces):
-        states = [state_of(trace) for trace in traces]
+    for state, trace in zip(states, timeline.traces, strict=True):
+        before = f"{end - state.since:.3f} s before"
+        yield f"  {named(state)}, {before}: {state.action}{under_way(trace)}"
+    if len(states) > 1 and any(state.step for state in states):
         # A rank that waits for others has not fallen silent by itself.
         silent = [state for state in states if state.wait is None] or states
         first = min(silent, key=lambda state: state.since)

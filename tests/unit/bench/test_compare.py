@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,7 +15,6 @@ from mpitrain.parallel.modes import MODES
 from mpitrain.tools.bench.comparison.compare import (
     KINDS,
     ModeRow,
-    WaitRecorder,
     equal_time,
     footer,
     loss_at,
@@ -193,19 +191,6 @@ def test_losses_are_compared_after_equal_steps_and_after_equal_time():
     assert equal_time([fast, slow]) == 2 * 0.25
     assert (loss_at(slow), loss_at(slow, 0.5), loss_at(slow, 0.4)) == (1.5, 2.0, None)
     assert loss_at(row("ring", curve=[(0.5, None), (1.0, 1.5)])) == 1.5
-
-
-def test_waits_within_a_wait_and_of_another_thread_do_not_count():
-    times = iter([1.0, 4.0, 10.0, 11.0])
-    waits = WaitRecorder(lambda: next(times))
-    outer, inner = waits.wait(0), waits.wait(0, 1, 2)
-    with ThreadPoolExecutor(1) as pool:
-        waits.go_on(pool.submit(waits.wait, 0).result())
-    waits.go_on(inner)
-    waits.go_on(outer)
-    assert waits.seconds == 3.0
-    waits.go_on(waits.wait(0))
-    assert waits.seconds == 4.0
 
 
 def test_a_time_is_marked_where_blocks_disagree_which_mode_is_faster():

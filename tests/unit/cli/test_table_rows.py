@@ -2,8 +2,8 @@
 
 import pytest
 
+from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.terminal.output import OUTPUT_TERMINAL, TERMINAL, output_columns
-from mpitrain.cli.terminal.progress import RowPrinter
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ def test_the_rest_of_the_time_is_shown_on_a_terminal_alone(
     monkeypatch.setenv(OUTPUT_TERMINAL, output)
     monkeypatch.setenv(TERMINAL, errors)
     assert output_columns() == int(output or 0)
-    rows = RowPrinter(3)
-    rows.say("titles")
+    rows = BenchReport(None, {}, {})
+    rows.begin(["titles"], 3)
     for row in ("first", "second"):
         rows.count()
         rows.say(row)

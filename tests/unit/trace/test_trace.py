@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
 import numpy as np
@@ -148,10 +149,20 @@ def test_names_that_find_no_room_cost_their_records_nothing_but_the_name(tmp_pat
     )
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
-    (tmp_path / "trace").write_bytes(b"mpitrain trace 9\n" + bytes(HEAD))
-    with pytest.raises(ConfigError, match="is a trace of"):
-        read_trace(tmp_path / "trace")
+def test_waits_within_a_wait_and_of_another_thread_do_not_count():
+    times = iter([1.0, 4.0, 10.0, 11.0])
+    waits = Recorder(clock=lambda: next(times))
+    outer, inner = waits.wait(0), waits.wait(0, 1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waits.go_on(pool.submit(waits.wait, 0).result())
+    waits.go_on(inner)
+    waits.go_on(outer)
+    assert waits.waited == 3.0
+    waits.go_on(waits.wait(0))
+    assert waits.waited == 4.0
+
+
+def test_a_folder_without_traces_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="There is no trace"):
         read_timeline(tmp_path)
 
@@ -388,10 +399,10 @@ def test_each_rank_of_a_dead_run_is_said_to_have_done_what_it_did_not_end(tmp_pa
         recorder.keep(trace_file(tmp_path, rank))
     said = list(what_each_did_last(read_timeline(tmp_path)))
     assert said[1] == (
-        "  rank 0 on host0, 1.000 s before: in step 7, backward of blocks.1.mlp, micro-batch 3; "
+        "  rank 0 on host0, 1.000 s before: step 7, backward of blocks.1.mlp, micro-batch 3; "
         "under way: receive from rank 1: all-reduce of bucket 2, 65,536 bytes"
     )
-    assert "2.000 s before: in step 7," in said[3]
+    assert "2.000 s before: step 7," in said[3]
     assert said[-2] == "First to fall silent was rank 0."
     assert said[-1] == (
         "First divergence: rank 0 on host0 has not moved for 1 s: step 7, backward of "

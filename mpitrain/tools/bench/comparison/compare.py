@@ -1,7 +1,6 @@
 """One training job in several modes, measured in turns: time, traffic, memory and loss of each mode."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,7 +18,7 @@ from mpitrain.tools.bench.comparison.modes import WARM_UP
 from mpitrain.tools.bench.plot_loss import draw
 from mpitrain.tools.bench.turns import ratios, take_turns, verdict
 from mpitrain.tools.text_table import TextColumn, TextTable
-from mpitrain.trace.recorder import Silent
+from mpitrain.trace.recorder import Recorder
 from mpitrain.transport.base import Transport
 from mpitrain.transport.decorators import Recorded
 
@@ -72,40 +71,14 @@ class ModeRow(NamedTuple):
     formula: str
 
 
-class WaitRecorder(Silent):
-    """A recorder that sums the seconds in which this rank waits for messages.
-
-    They include the idle time of a pipeline stage. Waits within a wait, and waits of other threads,
-    do not count.
-
-    seconds  sum of all waits so far
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        super().__init__()
-        self.seconds, self.clock = 0.0, clock
-        self._owner, self._began = threading.get_ident(), 0.0
-        self._is_waiting = False
-
-    def wait(self, *fields: int, **more: int) -> int:
-        if self._is_waiting or threading.get_ident() != self._owner:
-            return 0
-        self._is_waiting, self._began = True, self.clock()
-        return 1
-
-    def go_on(self, wait: int) -> None:
-        if wait:
-            self._is_waiting = False
-            self.seconds += self.clock() - self._began
-
-
 class TrainedBlock(NamedTuple):
     """The steps that one block trained on this rank.
 
     began     `time.perf_counter()` at the start of the block
     outcomes  result of each step
     ends      by step: seconds from the start of the block to the end of the step
-    waits     by step: seconds of waits for messages up to the end of the step
+    waits     by step: seconds of waits for messages up to the end of the step, those of a pipeline
+              stage for its neighbours included
     """
 
     began: float
@@ -146,11 +119,13 @@ def compare(
             Watchdog(transport.rank, config.run.stall_seconds, transport.traffic)
         ) as watchdog:
             watchdog.alive(f"building {mode}")
-            waits = WaitRecorder()
-            job = build(Recorded(transport, waits), config, source=sources[0] if sources else None)
+            recorder = Recorder()
+            job = build(
+                Recorded(transport, recorder), config, source=sources[0] if sources else None
+            )
             sources[:] = [job.source]
             sent = transport.traffic.nbytes
-            trained = _trained(transport, job, mode, waits, watchdog, stepped)
+            trained = _trained(transport, job, mode, recorder, watchdog, stepped)
             job.trainer.sync_parameters()
             if block == 0:
                 sent = transport.traffic.nbytes - sent
@@ -172,7 +147,7 @@ def _trained(
     transport: Transport,
     job: Job,
     mode: str,
-    waits: WaitRecorder,
+    recorder: Recorder,
     watchdog: Watchdog,
     stepped: Callable[[str, float], None],
 ) -> TrainedBlock:
@@ -189,11 +164,11 @@ def _trained(
         own = None
         for number in replication.step_end.steps(index, lambda: False):
             own = trainer.step(number, *replication.rows.batch(job.data, number))
-            waited[number] = waits.seconds
+            waited[number] = recorder.waited
         outcome = replication.step_end.outcome(index, own)
         block.outcomes.append(outcome)
         block.ends.append((outcome.ended or time.perf_counter()) - block.began)
-        block.waits.append(waits.seconds if outcome.ended is None else waited.pop(index))
+        block.waits.append(recorder.waited if outcome.ended is None else waited.pop(index))
         stepped(mode, outcome.loss)
     return block
 
