@@ -117,22 +117,10 @@ def missing_interface(host: str, own: list[Any], seen: Values) -> str:
     return f"{' '.join(value['mpi'])} needs {' or '.join(needs)}, but srun gives {host} {offered}"
 
 
-def look_threads(transport: Transport, folder: Path) -> str:
-    return library().thread_level
-
-
-def line_threads(seen: Values) -> str:
-    return ", ".join(dict.fromkeys(seen.values))
-
-
 def few_threads(host: str, own: list[Any], seen: Values) -> str:
     if own[0] not in ("single", "funneled"):
         return ""
     return f"a progress thread needs level serialized, but {host} has {own[0]}"
-
-
-def look_gpus(transport: Transport, folder: Path) -> list[str]:
-    return process.visible_gpus()
 
 
 def line_gpus(seen: Values) -> str:
@@ -147,10 +135,13 @@ def hidden_gpus(host: str, own: list[Any], seen: Values) -> str:
     return f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}"
 
 
+def _is_first(transport: Transport) -> bool:
+    """Return whether this rank is the first one of its host."""
+    return transport.hosts.index(transport.hosts[transport.rank]) == transport.rank
+
+
 def look_imports(transport: Transport, folder: Path) -> dict[str, str] | None:
-    if transport.hosts.index(transport.hosts[transport.rank]) != transport.rank:
-        return None
-    return in_child("imports", "", 120.0)
+    return in_child("imports", "", 120.0) if _is_first(transport) else None
 
 
 def line_imports(seen: Values) -> str:
@@ -302,10 +293,6 @@ def mixed_networks(host: str, own: list[Any], seen: Values) -> str:
     return f"messages of {host} go over {over}, those of rank 0 over {others}"
 
 
-def look_clocks(transport: Transport, folder: Path) -> float:
-    return Clocks(transport, time.time).measure()[1]
-
-
 def line_clocks(seen: Values) -> str:
     ahead = seen.by_host().values()
     return (
@@ -325,8 +312,7 @@ def wrong_clocks(host: str, own: list[Any], seen: Values) -> str:
 
 def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
     """Try file locks on the first rank of each host, then a lock on a file that rank 0 has locked."""
-    hosts, rank = transport.hosts, transport.rank
-    is_first = hosts.index(hosts[rank]) == rank
+    hosts, rank, is_first = transport.hosts, transport.rank, _is_first(transport)
     results = in_child("locks", str(folder)) if is_first else {}
     path, descriptor = "", -1
     if rank == 0 and results.get("flock") == WORKS:
@@ -346,8 +332,7 @@ def look_locks(transport: Transport, folder: Path) -> dict[str, str]:
 
 
 def look_maps(transport: Transport, folder: Path) -> dict[str, str]:
-    is_first = transport.hosts.index(transport.hosts[transport.rank]) == transport.rank
-    return in_child("mapped", str(folder)) if is_first else {}
+    return in_child("mapped", str(folder)) if _is_first(transport) else {}
 
 
 def line_files(seen: Values) -> str:
@@ -426,15 +411,15 @@ PROBES: dict[str, Probe] = {
     ),
     "threads": Probe(
         "May a second thread of a rank send messages?",
-        look_threads,
-        line_threads,
+        lambda transport, folder: library().thread_level,
+        lambda seen: ", ".join(dict.fromkeys(seen.values)),
         few_threads,
         "Messages then progress only between layers. Use an MPI with MPI_THREAD_SERIALIZED or more.",
         is_fatal=False,
     ),
     "GPU binding": Probe(
         "Does each rank see the other GPUs of its host?",
-        look_gpus,
+        lambda transport, folder: process.visible_gpus(),
         line_gpus,
         hidden_gpus,
         "Use --gpus-per-node without --gpus-per-task or --gpu-bind: mpitrain chooses by local rank.",
@@ -473,7 +458,7 @@ PROBES: dict[str, Probe] = {
     ),
     "clocks": Probe(
         "Do the hosts have the same time?",
-        look_clocks,
+        lambda transport, folder: Clocks(transport, time.time).measure()[1],
         line_clocks,
         wrong_clocks,
         "Start chrony or ntpd on the host.",

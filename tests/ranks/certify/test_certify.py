@@ -13,7 +13,7 @@ from mpitrain.tools.certify import collect as collecting
 from mpitrain.tools.certify.collect import collect, links, measure, repeat, step_digests
 from mpitrain.tools.certify.verdict import Facts, Jobs, Limits, Speeds, judge
 from mpitrain.tools.doctor import probes
-from mpitrain.tools.doctor.probes import PROBES, Problem, Values, look_clocks
+from mpitrain.tools.doctor.probes import PROBES, Problem, Values
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 HOSTS = "abcd"
@@ -111,7 +111,7 @@ def test_a_clock_that_is_off_is_named(monkeypatch):
             return time.time() + 5.0 * (rank_here() == 1)
 
     monkeypatch.setattr(probes, "time", Clock)
-    seen = run_ranks(4, lambda own: look_clocks(own, None), hosts=HOSTS)
+    seen = run_ranks(4, lambda own: PROBES["clocks"].look(own, None), hosts=HOSTS)
     (problem,) = PROBES["clocks"].problems(Values(HOSTS, seen))
     assert problem.host == "b" and "5.0 s ahead" in problem.text
 

@@ -23,8 +23,8 @@ FACTS = {
 }
 
 
-def line(row, places, width=0):
-    return TextTable(columns(places), width).line(row)
+def line(row, places=("window",)):
+    return TextTable(columns(places)).line(row)
 
 
 def row(
@@ -52,75 +52,59 @@ def row(
     )
 
 
-def test_averages_are_per_algorithm_with_the_ratio_to_mpi():
-    rows = [
-        row("ring", 1000, 1.0),
-        row("ring", 9000, 3.0),
-        row("native", 1000, 2.0),
-        row("native", 9000, 1.5),
-    ]
-    assert [" ".join(text.split()) for text in footer(rows)] == [
+QUIET = [
+    row(name, nbytes, time)
+    for name, times in (("ring", (1.0, 3.0)), ("native", (2.0, 1.5)))
+    for nbytes, time in zip((1000, 9000), times, strict=True)
+]
+
+
+def said(rows):
+    return [" ".join(text.split()) for text in footer(rows)]
+
+
+def test_averages_are_per_algorithm_with_the_ratio_to_mpi_if_that_was_measured():
+    assert said(QUIET) == [
         "algorithm buffers average busbw times native's speed: mean, least",
         "ring window 2.00 GB/s 1.00, 0.500 at 9000 bytes",
         "native window 3.25 GB/s",
         "wrong elements 0",
     ]
-
-
-def test_averages_need_no_native_rows():
-    assert [" ".join(text.split()) for text in footer([row("ring", 1000, 1.0)])] == [
-        "algorithm buffers average busbw",
-        "ring window 1.00 GB/s",
-        "wrong elements 0",
-    ]
-    assert footer([]) == ["nothing was measured"]
+    alone = ["algorithm buffers average busbw", "ring window 1.00 GB/s", "wrong elements 0"]
+    assert said(QUIET[:1]) == alone and footer([]) == ["nothing was measured"]
 
 
 def test_what_auto_has_chosen_and_where_arrays_lie_are_told_apart():
-    assert "  auto: shared  " in line(row("auto", 64, 1.0, chosen="shared"), ["window"])
+    auto = row("auto", 64, 1.0, chosen="shared")
+    assert "  auto: shared  " in line(auto)
+    assert "  auto: shared, window  " in line(auto, ["window", "plain"])
     pinned = "/home/me/own.py sha256:" + 64 * "a"
-    assert "  own.py  " in line(row("own.py", 64, 1.0, chosen=pinned), ["window"])
-    assert "  auto: shared, window  " in line(
-        row("auto", 64, 1.0, chosen="shared"), ["window", "plain"]
-    )
+    assert "  own.py  " in line(row("own.py", 64, 1.0, chosen=pinned))
 
 
 def test_a_row_whose_p99_is_far_from_its_median_is_marked():
     rows = [row("ring", 64, 10.0, p99=19.0), row("tree", 64, 10.0, p99=21.0)]
-    assert [" 19.0  " in line(rows[0], ["window"]), " 21.0~ " in line(rows[1], ["window"])] == [
-        True,
-        True,
-    ]
-    assert any(
-        text.startswith("~ 1 of 2 rows: p99 above 2 times the median") for text in footer(rows)
-    )
-    assert not any(text.startswith("~") for text in footer(rows[:1]))
+    assert " 19.0  " in line(rows[0]) and " 21.0~ " in line(rows[1])
+    (marked,) = [text for text in footer(rows) if text.startswith("~")]
+    assert marked.startswith("~ 1 of 2 rows: p99 above 2 times the median")
 
 
 def test_a_noisy_row_is_marked_and_not_used():
     """131 ms in the median, 2 ms at best: other work ran most of the time."""
-    quiet = [
-        row("ring", 1000, 1.0),
-        row("ring", 9000, 3.0),
-        row("native", 1000, 2.0),
-        row("native", 9000, 1.5),
-    ]
     spoilt = [
         row("ring", 4000, 131e3, fastest=2 / 131),
         row("native", 4000, 1.0),
         row("tree", 9000, 5.0, fastest=0.49),
     ]
-    assert "131000~ " in line(spoilt[0], ["window"]) and "~" not in line(
-        row("ring", 64, 1.0, fastest=0.5), ["window"]
-    )
-    said = [" ".join(text.split()) for text in footer([*quiet, *spoilt])]
-    assert said[1:4] == [
+    assert "131000~ " in line(spoilt[0]) and "~" not in line(row("ring", 64, 1.0, fastest=0.5))
+    lines = said([*QUIET, *spoilt])
+    assert lines[1:4] == [
         "ring window 2.00 GB/s 1.00, 0.500 at 9000 bytes",
         "native window 3.50 GB/s",
         "tree window all marked ~",
     ]
-    assert said[4].startswith("~ 2 of 7 rows: median above 2 times the fastest run")
-    assert max(map(len, footer([*quiet, *spoilt]))) <= 80
+    assert lines[4].startswith("~ 2 of 7 rows: median above 2 times the fastest run")
+    assert max(map(len, footer([*QUIET, *spoilt]))) <= 80
 
 
 def test_of_a_wire_format_the_error_is_printed_and_replicas_are_counted():
@@ -129,9 +113,7 @@ def test_of_a_wire_format_the_error_is_printed_and_replicas_are_counted():
         row("wire int8", 64, 1.0, error=0.0123, wrong=3),
         row("wire bf16", 64, 1.0, error=math.nan),
     ]
-    assert line(rows[1], ["window"]).split()[-2:] == ["1.23e-02", "3"] and line(
-        rows[0], ["window"]
-    ).split()[-2:] == ["-", "0"]
+    assert [line(each).split()[-2:] for each in rows[:2]] == [["-", "0"], ["1.23e-02", "3"]]
     assert footer(rows)[-2:] == ["wrong elements 0", "replicas that differ 3"]
 
 
@@ -157,44 +139,23 @@ def test_figures_have_three_significant_digits(value, text):
 
 
 def test_80_columns_get_the_main_columns_and_a_pipe_gets_all():
-    for wires, kept in ((False, []), (True, [])):
-        table = TextTable(columns(["window"], wires), 80)
-        assert [column.title for column in table.columns] == [
-            "bytes",
-            "algorithm",
-            "time",
-            "p99",
-            "busbw",
-            *kept,
-            "#wrong",
-        ]
-        lines = [
-            *table.heading(),
-            table.line(row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling")),
-        ]
+    def titles(width, has_wires=False):
+        table = TextTable(columns(["window"], has_wires), width)
+        return [column.title for column in table.columns]
+
+    widest = row("auto", 1 << 30, 123456.0, p99=1e6, chosen="recursive-doubling")
+    for has_wires in (False, True):
+        main = ["bytes", "algorithm", "time", "p99", "busbw", "#wrong"]
+        assert titles(80, has_wires) == main
+        lines = TextTable(columns(["window"], has_wires), 80).lines([widest])
         assert max(map(len, lines)) <= 80 and "count, dtype, min, algbw," in lines[0]
-    assert [column.title for column in TextTable(columns(["window"], True), 90).columns][-2:] == [
-        "error",
-        "#wrong",
-    ]
-    assert (
-        len(TextTable(columns(["window"]), 0).columns)
-        == 12
-        == len(TextTable(columns(["window"]), 141).columns)
-    )
-    assert (
-        len(TextTable(columns(["window"]), 140).columns) == 11
-        and "left out" not in TextTable(columns(["window"]), 141).heading()[0]
-    )
+    assert titles(90, True)[-2:] == ["error", "#wrong"]
+    assert [len(titles(width)) for width in (0, 140, 141)] == [12, 11, 12]
+    assert "left out" not in TextTable(columns(["window"]), 141).heading()[0]
 
 
 def test_fail_below_names_slow_rows_at_the_largest_size():
-    rows = [
-        row("ring", 1000, 2.0),
-        row("ring", 9000, 3.0),
-        row("tree", 1000, 1.0),
-        row("tree", 9000, 4.5),
-    ]
+    rows = [*QUIET[:2], row("tree", 1000, 1.0), row("tree", 9000, 4.5)]
     assert too_slow(rows, 2.0) == []
     assert too_slow(rows, 2.5) == [
         "too slow: tree (window) has a bus bandwidth of 2.00 GB/s at 9000 bytes, below 2.5"
@@ -212,10 +173,8 @@ def test_a_table_for_spreadsheets_has_every_field_of_every_row(tmp_path):
     with (tmp_path / "rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [list(each) for each in found] == [list(CollectiveRow._fields)] * 2
-    assert [each["time_us"] for each in found] == ["1.5", "1.0"] and [
-        each["error"] for each in found
-    ] == ["", "0.25"]
-    assert found[1]["algorithm"] == "wire a,b"
+    cells = [[each[name] for name in ("algorithm", "time_us", "error")] for each in found]
+    assert cells == [["ring", "1.5", ""], ["wire a,b", "1.0", "0.25"]]
 
 
 @pytest.mark.parametrize(
@@ -244,15 +203,8 @@ def test_the_picture_tells_the_machine_the_sizes_and_what_auto_chose(tmp_path):
     ]
     plot(rows, FACTS, tmp_path / "rows.svg")
     drawn = (tmp_path / "rows.svg").read_text()
-    for text in (
-        "allreduce of float32, 2 ranks on 1 host(s)",
-        "Abacus 3000, 2 cores a host",
-        "bus bandwidth",
-        "4 KiB",
-        "1 MiB",
-        "auto: shared",
-        "auto: ring",
-    ):
+    titles = ("allreduce of float32, 2 ranks on 1 host(s)", "Abacus 3000, 2 cores a host")
+    for text in (*titles, "bus bandwidth", "4 KiB", "1 MiB", "auto: shared", "auto: ring"):
         assert text in drawn, text
 
 
@@ -267,11 +219,8 @@ def test_predictions_far_from_what_was_measured_do_not_flatten_the_picture(tmp_p
         for nbytes in (4096, 1 << 20)
     ]
     for factor in (1e-4, 1.0, 1e4):
-        plot(
-            [each._replace(predicted_us=each.time_us * factor) for each in measured],
-            FACTS,
-            tmp_path / "rows.png",
-        )
+        rows = [each._replace(predicted_us=each.time_us * factor) for each in measured]
+        plot(rows, FACTS, tmp_path / "rows.png")
         time, bandwidth = (axes.get_ylim() for axes in kept[-1].axes)
         assert 0 < time[0] <= 1.8432 and 1048.576 <= time[1] < 2000, factor
         assert bandwidth[0] == 0 and 2 <= bandwidth[1] < 3, factor

@@ -7,7 +7,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from mpitrain.cli import main
+from mpitrain.cli import commands, main
 from mpitrain.tools.bench.plot_loss import draw, legible, points, smooth
 
 LINES = [
@@ -38,14 +38,6 @@ def test_a_point_lies_where_its_step_does(over, trained, validated):
 
 
 @pytest.mark.slow
-def test_a_run_of_any_name_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    names = ("a$\\frac{$", "bytes\udcff", "_under")
-    draw(dict.fromkeys(names, LINES), "steps", False, tmp_path / "curves.png")
-    assert [legible(name) for name in names] == ["a$\\frac{$", "bytes\\udcff", "./_under"]
-
-
-@pytest.mark.slow
 def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path):
     pytest.importorskip("matplotlib")
     draw({f"run {number}": LINES for number in range(14)}, "steps", False, tmp_path / "curves.svg")
@@ -64,16 +56,16 @@ def test_curves_of_many_runs_are_told_apart_and_steps_are_whole_numbers(tmp_path
 @pytest.mark.slow
 def test_a_plot_has_its_runs_as_title_and_a_legend(tmp_path):
     pytest.importorskip("matplotlib")
+    names = ("a$\\frac{$", "bytes\udcff", "_under")
+    assert [legible(name) for name in names] == ["a$\\frac{$", "bytes\\udcff", "./_under"]
     only_trained = [record for record in LINES if "val_loss" not in record]
+    many = {f"run {number}": only_trained for number in range(6)}
     for runs, title, has_validation in (
         ({"a_1$": LINES}, "a_1$", True),
+        (dict.fromkeys(names, LINES), "a$\\frac{$, bytes\\udcff, ./_under", True),
         ({"a": LINES, "b": only_trained}, "a, b", True),
         ({"a": only_trained}, "a", False),
-        (
-            {f"run {number}": only_trained for number in range(6)},
-            "run 0, run 1, run 2, and 3 more",
-            False,
-        ),
+        (many, "run 0, run 1, run 2, and 3 more", False),
     ):
         draw(runs, "steps", False, tmp_path / "curves.svg")
         drawn = (tmp_path / "curves.svg").read_text()
@@ -111,24 +103,16 @@ def write(folder, lines):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def plot(*words):
-    """Exit code and output of the command as it is started."""
-    from mpitrain.cli import commands
-
-    return CliRunner().invoke(commands, ["plot", *map(str, words)])
-
-
 @pytest.mark.slow
 def test_runs_are_drawn_into_one_picture(tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path / "one", LINES)
-    write(
-        tmp_path / "other",
-        [{"step": step, "loss": 5 / step, "wall_s": step * 0.1} for step in range(1, 300)],
-    )
+    other = [{"step": step, "loss": 5 / step, "wall_s": step * 0.1} for step in range(1, 300)]
+    write(tmp_path / "other", other)
     for more in ([], ["--log"], ["--over", "time"]):
         (tmp_path / "c.png").unlink(missing_ok=True)
-        shown = plot(tmp_path / "one", tmp_path / "other", "--out", tmp_path / "c.png", *more)
+        paths = tmp_path / "one", tmp_path / "other", "--out", tmp_path / "c.png"
+        shown = CliRunner().invoke(commands, ["plot", *map(str, paths), *more])
         assert shown.exit_code == 0, shown.output
         assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -28,16 +28,8 @@ sys.exit(rank.wait())
 
 
 def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
-    words = [
-        "train",
-        "--out",
-        "run",
-        *TINY,
-        "--set",
-        "run.steps=1000000",
-        "--set",
-        "run.log_every=1",
-    ]
+    keys = "--set", "run.steps=1000000", "--set", "run.log_every=1"
+    words = ["train", "--out", "run", *TINY, *keys]
     done = subprocess.run(
         [sys.executable, "-c", MPIRUN.format(words=words)],
         cwd=tmp_path,
@@ -48,9 +40,8 @@ def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
     forwarded = (tmp_path / "forwarded").read_text()
     (step,) = (path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert done.returncode == 85, done.stderr
-    assert done.stdout == "stopped at step {}; --resume goes on from there\n".format(
-        int(step.removeprefix("step-"))
-    )
+    last = int(step.removeprefix("step-"))
+    assert done.stdout == f"stopped at step {last}; --resume goes on from there\n"
     assert forwarded.startswith(stop_requests.ADVICE + "\n") and "stopped at step" not in forwarded
 
 

@@ -15,17 +15,8 @@ from tests.processes import PROGRAM
 from tests.terminals import on_a_terminal, rendered
 
 BAR = b"\r 33%|## | 4/12\x1b[K"
-TRAIN = [
-    *PROGRAM,
-    "train",
-    *TINY,
-    "--set",
-    f"data.source=text:{TEXT}",
-    "--set",
-    "run.eval_every=4",
-    "--out",
-    "run",
-]
+KEYS = "--set", f"data.source=text:{TEXT}", "--set", "run.eval_every=4"
+TRAIN = [*PROGRAM, "train", *TINY, *KEYS, "--out", "run"]
 SAID = [
     "gpt, 1 layers of width 16: ",
     "972 tokens to train on, 108 held out ",
@@ -65,10 +56,8 @@ def test_text_beside_a_bar_begins_a_line_of_its_own(pieces, shown):
 
 def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
     monkeypatch.setattr(output, "columns", lambda: 11)
-    assert (
-        output.Screen().place(b"long text\n" + BAR + BAR)
-        == b"long text\n" + 2 * b"\r 33%|## | \x1b[K"
-    )
+    placed = output.Screen().place(b"long text\n" + BAR + BAR)
+    assert placed == b"long text\n" + 2 * b"\r 33%|## | \x1b[K"
     sizes = [120]
     monkeypatch.setattr(progress, "width", lambda: sizes[-1])
     shown = progress.bar(12)
@@ -76,9 +65,8 @@ def test_a_bar_fits_a_window_that_has_become_narrower(monkeypatch, capsys):
         sizes.append(columns)
         shown.refresh()
     drawn = capsys.readouterr().err.split("\r")[1:]
-    assert [max(len(text.removesuffix("\x1b[K")), 1) for text in drawn] == [119, 119, 49, 9, 1], (
-        drawn
-    )
+    widths = [max(len(text.removesuffix("\x1b[K")), 1) for text in drawn]
+    assert widths == [119, 119, 49, 9, 1], drawn
 
 
 def test_an_unknown_terminal_width_comes_from_the_environment(monkeypatch):
@@ -133,17 +121,8 @@ def test_a_redirected_output_loses_no_line_to_the_bar(tmp_path):
     shown = rendered(bar, 80)
     assert code == 0 and len(shown) == 2 and shown[0].startswith("100%|"), shown
     steps = [f"step {step:>2}/12  loss " for step in range(1, 13)]
-    wanted = [
-        *SAID[:2],
-        *steps[:4],
-        SAID[2],
-        *steps[4:8],
-        SAID[3],
-        *steps[8:],
-        *SAID[4:],
-        *NEXT,
-        "",
-    ]
+    until_8 = [*SAID[:2], *steps[:4], SAID[2], *steps[4:8], SAID[3]]
+    wanted = [*until_8, *steps[8:], *SAID[4:], *NEXT, ""]
     assert begins(kept, wanted), kept
     with open(os.devnull, "w") as nowhere:
         code, data = on_a_terminal([*TRAIN[:-1], "other"], 200, stderr=nowhere, cwd=tmp_path)

@@ -37,6 +37,7 @@ PMIX = (
     SERVER
     + b" PMIX ERROR: PMIX_ERR_UNREACH in file /openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 31\n"
 )
+EPOLL = b"[warn] Epoll MOD(4) on fd 21 failed. Old events were 6\n"
 REFUSAL = "srun: error: Unable to create step for job 7: More processors requested than permitted"
 SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
@@ -84,22 +85,14 @@ def test_a_result_that_cannot_be_printed_is_an_error():
     with open("/dev/full", "wb") as full:
         process = started("print('the result')", training=False, stdout=full)
         errors = process.communicate(timeout=PATIENCE)[1]
-    assert (
-        process.returncode == 1
-        and errors.count(b"standard output takes no more, and the result is lost") == 1
-    ), errors
+    said = b"standard output takes no more, and the result is lost"
+    assert process.returncode == 1 and errors.count(said) == 1, errors
 
 
 def test_rank_0s_status_line_decides_the_exit_code():
     rows = [
         *((ENDED, 0, 0), (STOPPED, 85, 85), (STOPPED, 0, 85), (ENDED, 1, 1), (STOPPED, 1, 1)),
-        *(
-            (NOTHING, 85, 85),
-            ("failed at step 5", 1, 1),
-            ("step 4/5", 0, 1),
-            ("", 0, 1),
-            ("", 2, 2),
-        ),
+        *((NOTHING, 85, 85), ("failed at step 5", 1, 1), ("step 4/5", 0, 1), ("", 2, 2)),
         ("done: parameters bitwise equal on all ranks", 0, 1),
         ("stopped at step 5; --resume goes on from there", 0, 1),
     ]
@@ -112,10 +105,8 @@ def test_rank_0s_status_line_decides_the_exit_code():
 
 def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
     code, _, errors = supervised(f"print({BEGAN!r})")
-    assert (
-        code == 1
-        and b"the launcher returned 0, but rank 0 did not say that the run ended" in errors
-    )
+    assert code == 1
+    assert b"the launcher returned 0, but rank 0 did not say that the run ended" in errors
     ending = "import os; os.kill(os.getpid(), 9)"
     assert supervised(f"print({BEGAN!r}); print({ENDED!r}); {ending}")[0] == 137
     assert supervised(ending, training=False)[0] == 137
@@ -166,13 +157,10 @@ def test_a_status_line_is_read_however_it_is_cut(size):
 def test_status_lines_are_written_for_launch_only():
     call = "from mpitrain.cli.terminal.stop_requests import status; print(status('began', 'ü\\n\\udcff'), end='')"
     for flags, wanted in (([], []), (["-X", FLAG], [("began", "ü\n\udcff")])):
-        events: list[tuple[str, str]] = []
+        events = []
         out = run([sys.executable, *flags, "-c", call]).stdout.encode()
-        assert (
-            StatusFilter(lambda event, path, to=events: to.append((event, path))).pass_on(out)
-            == b""
-        )
-        assert events == wanted
+        status = StatusFilter(lambda *facts, to=events: to.append(facts))
+        assert status.pass_on(out) == b"" and events == wanted
 
 
 LISTENS = (
@@ -216,20 +204,13 @@ LAST_LINES = {
 
 
 def test_the_last_line_of_a_failed_run_is_its_first_failure():
+    plugin = "import sys; print('rank 0: the data are read, to standard output', flush=True); "
     codes = [
-        f"import sys; print({printed!r}, file=sys.stderr, flush=True); sys.exit(3)"
+        f"{plugin}print({printed!r}, file=sys.stderr, flush=True); sys.exit(3)"
         for printed in LAST_LINES
     ]
     for (code, errors), last in zip(supervised_in_turn(codes), LAST_LINES.values(), strict=True):
         assert code == 3 and errors.splitlines()[-1] == last, errors
-
-
-def test_what_a_plugin_prints_to_standard_output_is_no_failure():
-    printed = "import sys; print('rank 0: the data are read', flush=True); "
-    code = f"{printed}print('rank 1: ended by an exception', file=sys.stderr); sys.exit(3)"
-    _, out, errors = supervised(code)
-    assert out == b"rank 0: the data are read\n"
-    assert errors.decode().splitlines()[-1] == FAILED_1, errors
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
@@ -353,63 +334,24 @@ def sifted(*chunks):
 @pytest.mark.parametrize("pieces", (1, 7, 10000))
 def test_a_box_that_repeats_our_own_error_is_dropped_however_it_is_cut(pieces):
     ours = b"ConfigError: run.steps must be\n             more\n"
-    for text in (
-        ours + EXITED + PMIX,
-        ours + PMIX + EXITED,
-        ours + EXITED + b"\0",
-        ours + EXITED + b"\0" + PMIX,
-    ):
+    box = EXITED + b"\0"
+    for said in (EXITED + PMIX, PMIX + EXITED, box, box + PMIX, EPOLL):
+        text = ours + said
         step = -(-len(text) // pieces)
         shown, _ = sifted(*(text[i : i + step] for i in range(0, len(text), step)))
         assert shown == ours
 
 
-@pytest.mark.parametrize("size", (1, 7, 1000))
-def test_a_warning_of_libevent_does_not_follow_our_own_error(size):
-    ours = b"Error: No such option: --algorithm\n"
-    said = ours + b"[warn] Epoll MOD(4) on fd 21 failed. Old events were 6\n"
-    errors = Errors(LauncherOutput(), SERVER)
-    shown = b"".join(errors.pass_on(said[at : at + size]) for at in range(0, len(said), size))
-    assert shown + errors.release() == ours
-    alone = Errors(LauncherOutput(), SERVER)
-    assert alone.pass_on(said[len(ours) :]) == said[len(ours) :]
-
-
 def test_a_box_that_alone_tells_what_happened_stays():
-    for text in (EXITED, NO_SLOTS, b"ours\n" + NO_SLOTS, PMIX, RULE, RULE[:10]):
+    of_a_rank = PMIX.replace(SERVER, b"[node2.local:77]")
+    for text in (
+        *(EXITED, NO_SLOTS, b"ours\n" + NO_SLOTS, PMIX, RULE, RULE[:10], EPOLL, of_a_rank),
+    ):
         assert sifted(text)[0] == text
     words = LauncherOutput()
     words.note("stopped", "")
-    of_a_rank = PMIX.replace(SERVER, b"[node2.local:77]")
-    assert Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank) == b"", (
-        "after a stop neither box nor line says anything new"
-    )
-    assert Errors(LauncherOutput(), SERVER).pass_on(of_a_rank) == of_a_rank
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        (KILLED, "rank 1 on vm was killed: signal 9 (Killed)"),
-        (SRUN, "rank 1 on node2 was killed: Killed"),
-        (
-            b"srun: error: node1: tasks 0-1: Segmentation fault (core dumped)\n",
-            "at least one of the ranks 0-1 on node1 was killed: Segmentation fault (core dumped) (Slurm then ends the others)",
-        ),
-        (
-            b"=   PID 25723 RUNNING AT vm\n=   EXIT CODE: 9\n"
-            b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
-            "process 25723 on vm was killed: signal 9. "
-            "MPICH does not tell its rank, and ends the others itself when one has left",
-        ),
-    ],
-)
-def test_a_killed_rank_is_named_with_its_host(text, said):
-    assert (
-        str(sifted(text)[1].killed.first())
-        == str(sifted(text[:30], text[30:])[1].killed.first())
-        == said
-    )
+    shown = Errors(words, SERVER).pass_on(EXITED + PMIX + of_a_rank)
+    assert shown == b"", "after a stop neither box nor line says anything new"
 
 
 def test_srun_victims_are_not_named_as_the_killed_rank():
@@ -437,44 +379,44 @@ SRUN_MIXES = (
 )
 
 
+ONE_OF = "at least one of the ranks {} was killed: {} (Slurm then ends the others)"
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
+        (KILLED, "rank 1 on vm was killed: signal 9 (Killed)"),
+        (SRUN, "rank 1 on node2 was killed: Killed"),
+        (
+            b"srun: error: node1: tasks 0-1: Segmentation fault (core dumped)\n",
+            ONE_OF.format("0-1 on node1", "Segmentation fault (core dumped)"),
+        ),
+        (
+            b"=   PID 25723 RUNNING AT vm\n=   EXIT CODE: 9\n"
+            b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
+            "process 25723 on vm was killed: signal 9. "
+            "MPICH does not tell its rank, and ends the others itself when one has left",
+        ),
         (SRUN_KNOWS, "rank 3 on node2 was killed: Killed"),
-        (
-            SRUN_MIXES,
-            "at least one of the ranks 2-3,0 on node2, node1 was killed: Killed (Slurm then ends the others)",
-        ),
+        (SRUN_MIXES, ONE_OF.format("2-3,0 on node2, node1", "Killed")),
         (SRUN_MIXES + SRUN_KNOWS.splitlines(True)[1], "rank 3 on node2 was killed: Killed"),
-        (
-            b"srun: error: node1: tasks 0,2-3: Killed\n",
-            "at least one of the ranks 0,2-3 on node1 was killed: Killed (Slurm then ends "
-            "the others)",
-        ),
+        (b"srun: error: node1: tasks 0,2-3: Killed\n", ONE_OF.format("0,2-3 on node1", "Killed")),
     ],
 )
-def test_of_ranks_that_srun_lists_together_no_wrong_one_is_named(text, said):
+def test_a_killed_rank_is_named_with_its_host_and_no_wrong_one(text, said):
     for parts in ([text], [text[:30], text[30:]], text.splitlines(True)):
         assert str(sifted(*parts)[1].killed.first()) == said
 
 
-def test_launch_points_to_the_report_if_srun_names_several_ranks():
-    _, _, errors = supervised(
-        f"import sys; print({BEGAN!r}, flush=True); sys.stderr.buffer.write({SRUN_MIXES!r}); sys.exit(137)"
+def test_launch_says_which_rank_was_killed_or_points_to_the_report():
+    code = "import sys; print({!r}, flush=True); sys.stderr.buffer.write({!r}); sys.exit(137)"
+    scripts = [code.format(BEGAN, text) for text in (SRUN_MIXES, KILLED)]
+    (_, several), (ended, one) = supervised_in_turn(scripts)
+    points = (
+        "others). `mpitrain runs report runs/x` says which one fell silent first. With --resume"
     )
-    assert (
-        b"(Slurm then ends the others). `mpitrain runs report runs/x` says which one fell silent first. With --resume=auto"
-        in errors
-    )
-
-
-def test_launch_says_in_its_own_words_which_rank_was_killed():
-    code, _, errors = supervised(
-        f"import sys; print({BEGAN!r}); sys.stderr.buffer.write({KILLED!r}); sys.exit(137)"
-    )
-    assert code == 137
-    assert re.fullmatch(
-        rb"mpitrain launch: rank 1 on vm was killed: signal 9 \(Killed\)\. With --resume=auto the run "
-        rb"goes on from its last checkpoint, if it has one\n",
-        errors,
+    assert points in several
+    assert ended == 137 and one == (
+        "mpitrain launch: rank 1 on vm was killed: signal 9 (Killed). With --resume=auto the run "
+        "goes on from its last checkpoint, if it has one\n"
     )
