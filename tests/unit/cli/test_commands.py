@@ -371,19 +371,6 @@ def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
     assert shown in done.stderr and "mpitrain mpitrain" not in done.stderr, done.stderr
 
 
-def test_the_launchers_variables_tell_rank_and_size(monkeypatch):
-    for _, *names in process.LAUNCHERS:
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-    assert process.launched() == ("none", 0, 1, 0, 1)
-    monkeypatch.setenv("SLURM_PROCID", "5")
-    monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert process.launched().size == 1, "a batch shell is not a rank"
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x4)")
-    assert process.launched() == ("Slurm", 1, 2, 5, 8)
-
-
 def test_the_learning_rate_rises_then_falls_to_a_tenth():
     from mpitrain.config import Optimizer
 

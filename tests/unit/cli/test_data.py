@@ -19,10 +19,8 @@ def test_text_becomes_tokens_that_show_prints_again(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "in.txt").write_text("Once upon a time.\n" * 40)
     tokenizer = tmp_path / "tokenizer.json"
-    assert (
-        called("train-tokenizer", tmp_path / "in.txt", "--vocab", 280, "--out", tokenizer).exit_code
-        == 0
-    )
+    done = called("train-tokenizer", tmp_path / "in.txt", "--vocab", 280, "--out", tokenizer)
+    assert done.exit_code == 0
     words = ("prepare", tmp_path / "in.txt", "--tokenizer", tokenizer, "--out", tmp_path / "tokens")
     done = called(*words)
     assert done.exit_code == 0

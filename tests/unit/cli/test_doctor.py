@@ -32,25 +32,15 @@ def test_only_what_every_rank_can_do_works():
 
 
 @pytest.mark.parametrize(
-    "rank, ranks, wrong, way_out",
+    "changes, ranks, wrong, way_out",
     [
-        (FINE, 3, "a has 2 cores for 3 ranks: they take turns", "Start at most 2 ranks there."),
-        (
-            FINE._replace(threads=2),
-            2,
-            "2 ranks on a use 2 BLAS threads each, more than its 2 cores.",
-            "Unset OMP_NUM_THREADS",
-        ),
-        (
-            FINE._replace(shared=1 << 20),
-            2,
-            "/dev/shm of a has 1 MB free",
-            "start it with --shm-size=1g.",
-        ),
+        ({}, 3, "a has 2 cores for 3 ranks: they take turns", "Start at most 2 ranks there."),
+        ({"threads": 2}, 2, "2 ranks on a use 2 BLAS threads each, more", "Unset OMP_NUM_THREADS"),
+        ({"shared": 1 << 20}, 2, "/dev/shm of a has 1 MB free", "start it with --shm-size=1g."),
     ],
 )
-def test_what_will_go_wrong_comes_with_its_way_out(rank, ranks, wrong, way_out):
-    first, warning = said(*[rank] * ranks)
+def test_what_will_go_wrong_comes_with_its_way_out(changes, ranks, wrong, way_out):
+    first, warning = said(*[FINE._replace(**changes)] * ranks)
     assert first.endswith("; 1 thing(s) will go wrong:")
     assert warning.startswith(f"warning: {wrong}") and way_out in warning
 
@@ -64,10 +54,8 @@ def test_each_host_is_judged_by_its_own_size():
 
 def test_a_start_in_which_everybody_is_alone_does_not_work():
     first, warning = said(FINE, size=2)
-    assert (
-        first == "verdict      this start does not work:"
-        and "`mpitrain launch` finds it" in warning
-    )
+    assert first == "verdict      this start does not work:"
+    assert "`mpitrain launch` finds it" in warning
 
 
 @pytest.mark.parametrize(
@@ -122,10 +110,8 @@ def test_a_run_recommends_mkl_once_and_only_where_it_gains(monkeypatch, tmp_path
         ("AuthenticAMD", "fpu avx512f", False),
     ]:
         path = tmp_path / vendor
-        facts = (
-            f"model name\t: A\nvendor_id\t: {vendor}\nflags\t\t: {features}\n\nmodel name\t: B\n"
-        )
-        path.write_text(facts)
+        first = f"model name\t: A\nvendor_id\t: {vendor}\nflags\t\t: {features}\n"
+        path.write_text(f"{first}\nmodel name\t: B\n")
         found = processor(str(path))
         assert (found.name, found.gains_from_mkl) == ("A", gains)
         monkeypatch.setattr(progress, "processor", lambda found=found: found)

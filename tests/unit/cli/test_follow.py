@@ -65,16 +65,8 @@ def test_a_refusal_of_sbatch_is_quoted(slurm, monkeypatch, tmp_path):
     ],
 )
 def test_follow_prints_the_log_and_returns_the_code(ends, code, wanted, slurm, capfdbinary):
-    said = "printf 'a\\n' > log"
-    slurm(
-        "scontrol",
-        states(
-            state("PENDING"),
-            f"{said}; {state('RUNNING')}",
-            state("PENDING"),
-            f"echo b >> log; {state(ends, code)}",
-        ),
-    )
+    runs, last = f"echo a > log; {state('RUNNING')}", f"echo b >> log; {state(ends, code)}"
+    slurm("scontrol", states(state("PENDING"), runs, state("PENDING"), last))
     assert follow("17") == wanted
     out, err = capfdbinary.readouterr()
     assert out == b"a\nb\n" and err.count(b"Priority") == 2
@@ -82,13 +74,9 @@ def test_follow_prints_the_log_and_returns_the_code(ends, code, wanted, slurm, c
 
 
 def test_a_run_is_followed_into_the_job_that_continues_it(slurm, capfdbinary):
-    slurm(
-        "scontrol",
-        states(
-            f"echo 'job 18 continues runs/slurm-17' > log; {state('FAILED', '85:0')}",
-            f"echo end > other; {state('COMPLETED', job='18', log='other')}",
-        ),
-    )
+    first = f"echo 'job 18 continues runs/slurm-17' > log; {state('FAILED', '85:0')}"
+    second = f"echo end > other; {state('COMPLETED', job='18', log='other')}"
+    slurm("scontrol", states(first, second))
     assert follow("17") == 0
     assert capfdbinary.readouterr()[0].endswith(b"end\n")
 

@@ -49,21 +49,15 @@ def test_a_slurm_job_has_another_agent():
     assert agent_for({"SLURM_JOB_ID": "1"})[0] == "srun" and agent_for({})[0] == "ssh"
 
 
-def test_without_any_node_the_certificate_fails(tmp_path, agent):
+@pytest.mark.parametrize("job", ["", "old 4 broken 4"])
+def test_without_any_node_of_the_option_or_the_job_the_certificate_fails(
+    job, tmp_path, agent, monkeypatch
+):
     path = tmp_path / "found.json"
-    words = ["certify", "--hosts", "old,broken:2", "--agent", agent, "--json", str(path)]
+    monkeypatch.setenv("LSB_MCPU_HOSTS", job)
+    hosts = [] if job else ["--hosts", "old,broken:2"]
     with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 1
-    found = json.loads(path.read_text())
-    assert [node["node"] for node in found["nodes"]] == ["old", "broken"]
-
-
-def test_in_a_batch_job_the_nodes_are_those_of_the_job(tmp_path, agent, monkeypatch):
-    path = tmp_path / "found.json"
-    monkeypatch.setenv("LSB_MCPU_HOSTS", "old 4 broken 4")
-    with pytest.raises(SystemExit) as end:
-        main(["certify", "--agent", agent, "--json", str(path)])
+        main(["certify", *hosts, "--agent", agent, "--json", str(path)])
     assert end.value.code == 1
     assert [node["node"] for node in json.loads(path.read_text())["nodes"]] == ["old", "broken"]
 

@@ -25,11 +25,8 @@ OURS, THEIRS = ["-m", "mpitrain"], ["-m", "mpitrain.transport.program"]
         ("own.py --dp 2 -c x", "", [*THEIRS, "own.py", "--dp", "2", "-c", "x"]),
         ("mpitrain own.py", "", [*THEIRS, "own.py"]),
         ("python own.py -m x", "", [*THEIRS, "own.py", "-m", "x"]),
-        (
-            "python3 -u -W ignore -Xdev own.py -u",
-            "",
-            ["-u", "-W", "ignore", "-Xdev", *THEIRS, "own.py", "-u"],
-        ),
+        ("python -u -W a -Xdev own.py -u", "", ["-u", "-W", "a", "-Xdev", *THEIRS, "own.py", "-u"]),
+        ("python3 own.py", "", [*THEIRS, "own.py"]),
         ("python -m pkg.mod --dp 2", "", [*THEIRS, "-m", "pkg.mod", "--dp", "2"]),
         ("python -um pkg.mod x", "", ["-u", *THEIRS, "-m", "pkg.mod", "x"]),
         ("python -c print(1) x", "", [*THEIRS, "-c", "print(1)", "x"]),
@@ -47,23 +44,11 @@ def test_launch_starts_a_command_or_a_python_program(line, command, words, tmp_p
 @pytest.mark.parametrize(
     "line, error, said",
     [
-        (
-            "trian",
-            click.UsageError,
-            "'trian' is neither an mpitrain command nor a Python file; did you mean 'train'?",
-        ),
-        (
-            "own.txt",
-            click.UsageError,
-            "'own.txt' is neither an mpitrain command nor a Python file. Commands are train, ",
-        ),
+        ("trian", click.UsageError, "nor a Python file; did you mean 'train'?"),
+        ("own.txt", click.UsageError, "nor a Python file. Commands are train, "),
         ("/elsewhere/python own.py", click.UsageError, "'/elsewhere/python' is neither"),
-        ("none.py", ConfigError, "Every rank runs the file none.py, but there is none here."),
-        (
-            "python -u none.py",
-            ConfigError,
-            "Every rank runs the file none.py, but there is none here.",
-        ),
+        ("none.py", ConfigError, "the file none.py, but there is none here."),
+        ("python -u none.py", ConfigError, "the file none.py, but there is none here."),
         ("python", ConfigError, "python needs a program on every rank, but none is named."),
     ],
 )
@@ -76,9 +61,8 @@ def test_anything_else_is_refused(line, error, said):
 def test_a_refusal_is_one_message_and_exit_2_before_anything_is_started():
     for name in ("none.py", "trian"):
         done = mpitrain("launch", "-n", "2", "--", name)
-        assert (
-            done.returncode == 2 and done.stderr.count(name) == 1 and "mpirun" not in done.stderr
-        ), done.stderr
+        assert done.returncode == 2 and "mpirun" not in done.stderr
+        assert done.stderr.count(name) == 1, done.stderr
 
 
 def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
@@ -87,7 +71,6 @@ def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
     assert launch_command.dim("line") == "\x1b[2mline\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert launch_command.dim("line") == "line"
-    _, shown = on_a_terminal(
-        [sys.executable, "-m", "mpitrain", "launch", "-n", "2", "--dry-run", "--", "train"]
-    )
+    words = ["-m", "mpitrain", "launch", "-n", "2", "--dry-run", "--", "train"]
+    _, shown = on_a_terminal([sys.executable, *words])
     assert b"-m mpitrain train" in shown and b"\x1b" not in shown, "the result, to be copied"
