@@ -66,38 +66,27 @@ def test_on_the_simulator_our_kernels_reduce_and_code(monkeypatch):
         return launch(self, name, *words, **more)
 
     monkeypatch.setattr(Kernels, "launch", noted)
-    rows = rows_of(
-        2, request("ring", buffers=("plain",), device="cuda-sim", wires=[parse_wire("int8")])
-    )
-    assert all(row.wrong == 0 for row in rows)
+    asked = request("ring", buffers=("plain",), wires=[parse_wire("int8")])
+    assert all(row.wrong == 0 for row in rows_of(2, asked._replace(device="cuda-sim")))
     on_device = set(launched)
     launched.clear()
-    rows_of(2, request("ring", buffers=("plain",), wires=[parse_wire("int8")]))
+    rows_of(2, asked)
     assert on_device >= {"add_into", "encode_int8", "decode_int8"} and not launched
 
 
 def test_a_fit_learns_nothing_from_spoilt_rows_and_says_how_many():
     """One algorithm's rows of one sweep are spoilt, then all of one class of memory."""
-    rows = [
-        row._replace(min_us=0.9 * row.time_us)
-        for row in rows_of(2, request(*candidates(Topology("aa")), most=1 << 16))
-    ]
-    spoilt = [
-        row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rows if row.algorithm == "ring"
-    ]
+    measured = rows_of(2, request(*candidates(Topology("aa")), most=1 << 16))
+    rows = [row._replace(min_us=0.9 * row.time_us) for row in measured]
+    rings = [row for row in rows if row.algorithm == "ring"]
+    spoilt = [row._replace(time_us=1e6 * row.time_us, sweep=2) for row in rings]
     assert repr(median_of_sweeps([*rows, *spoilt])) == repr(median_of_sweeps(rows))
     said = checked(MACHINE, "aa", [*rows, *spoilt])
-    total = len(rows) + len(spoilt)
-    assert (
-        said[0]
-        == f"~ {len(spoilt)} of {total} rows are left out: their median is above 2 times the fastest run"
-    )
+    left_out = f"~ {len(spoilt)} of {len(rows) + len(spoilt)} rows are left out: their median is"
+    assert said[0] == f"{left_out} above 2 times the fastest run"
     assert said[1:] == checked(MACHINE, "aa", rows)
-    for lost in (
-        {"ring"},
-        {row.algorithm for row in rows} - {"shared", "native"},
-        {row.algorithm for row in rows},
-    ):
+    every = {row.algorithm for row in rows}
+    for lost in ({"ring"}, every - {"shared", "native"}, every):
         noisy = [
             row._replace(min_us=0.1 * row.time_us) if row.algorithm in lost else row for row in rows
         ]
@@ -127,23 +116,16 @@ def test_bench_fit_measures_the_ranks_of_a_host_alone_too(tmp_path, capsys, monk
         name: {n: [*memories] for n, memories in at.plans.items()} for name, at in levels.items()
     }
     assert ranks == {"host": {2: ["window", "plain"]}, "network": {5: ["plain"]}}
-    assert (
-        "native" in levels["host"].whole[2]["plain"]
-        and "shared" in levels["host"].whole[2]["window"]
-    )
+    whole = levels["host"].whole[2]
+    assert "native" in whole["plain"] and "shared" in whole["window"]
     printed = capsys.readouterr().out
     assert all(f"sweep 1 of 1: {level} written to" in printed for level in levels)
 
 
 def test_what_cannot_run_is_refused_by_name_and_left_out_of_all():
     asked = request(most=64, buffers=("plain",))
-    assert {row.algorithm for row in rows_of(2, asked, "ab")} >= {
-        "ring",
-        "hierarchical",
-        "native",
-        "auto",
-    }
-    assert "shared" not in {row.algorithm for row in rows_of(2, asked, "ab")}
+    found = {row.algorithm for row in rows_of(2, asked, "ab")}
+    assert found >= {"ring", "hierarchical", "native", "auto"} and "shared" not in found
     with pytest.raises(ConfigError, match="allreduce algorithm shared needs"):
         rows_of(2, request("ring", "shared"), "ab")
 
@@ -159,40 +141,28 @@ def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monke
     for operation in peers:
         found = rows(operation)
         assert {row.buffers for row in found} == {"window", "plain"} and len(found) == 6, operation
-        assert all(
-            row.wrong == 0 and row.chosen == "native" and np.isnan(row.predicted_us)
-            for row in found
-        ), operation
+        assert {(row.wrong, row.chosen) for row in found} == {(0, "native")}, operation
+        assert all(np.isnan(row.predicted_us) for row in found), operation
         assert all(row.wrong == 0 for row in rows(operation, size=1)), operation
-    assert [bool(rows(operation, "bfloat16")) for operation in peers] == [
-        True,
-        False,
-        False,
-        True,
-        True,
-    ], "what MPI can sum"
+    can_sum = {operation: bool(rows(operation, "bfloat16")) for operation in peers}
+    assert can_sum == dict.fromkeys(peers, True) | {"reduce": False, "reduce-scatter": False}
     assert not rows("sendrecv")
     right = threads.collected
     monkeypatch.setattr(threads, "collected", lambda *words: right(*words) + (words[2] == 0))
     for operation in peers:
-        assert all(
-            row.wrong == row.count // (3 if operation == "reduce-scatter" else 1)
-            for row in rows(operation)
-        ), operation
+        parts = 3 if operation == "reduce-scatter" else 1
+        assert all(row.wrong == row.count // parts for row in rows(operation)), operation
 
 
 def test_sums_that_a_short_dtype_must_round_are_not_wrong():
     asked = request("ring", most=256, buffers=("plain",))._replace(dtype=dtype_of("bfloat16"))
     assert all(row.wrong == 0 for row in rows_of(16, asked))
 
-    def wrong(transport, found, right):
-        return wrong_elements(
-            transport, *(np.array(values).astype(dtype_of("bfloat16")) for values in (found, right))
-        )
+    def wrong(transport, *both):
+        return wrong_elements(transport, *np.array(both).astype(dtype_of("bfloat16")))
 
-    assert run_ranks(1, wrong, [256, 257, 12], [256, 300, 13]) == [2], (
-        "exact up to 256, near beyond"
-    )
+    exact_up_to_256 = [256, 257, 12], [256, 300, 13]
+    assert run_ranks(1, wrong, *exact_up_to_256) == [2]
     assert run_ranks(1, wrong, [np.nan, np.inf, -300], [300, 300, 300]) == [3]
 
 
@@ -225,11 +195,9 @@ def starts(transport, clock, ready):
 
 def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
     clock = threading.local()
-    monkeypatch.setattr(
-        sweeping,
-        "time",
-        SimpleNamespace(sleep=time.sleep, perf_counter=lambda: time.perf_counter() + clock.ahead),
-    )
+    ahead = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.ahead)
+    ahead.sleep = time.sleep
+    monkeypatch.setattr(sweeping, "time", ahead)
 
     def skew(hosts, ready):
         first, second = run_ranks(2, starts, clock, ready, hosts=hosts)
@@ -238,12 +206,10 @@ def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
     assert skew("ab", lambda transport: transport.barrier) > 0.8 * DELAY
     assert skew("ab", starting_line) < 0.5 * DELAY
 
+    def is_barrier(transport):
+        return starting_line(transport) == transport.barrier
 
-def test_within_a_host_a_barrier_will_do():
-    assert run_ranks(2, lambda transport: starting_line(transport) == transport.barrier) == [
-        True,
-        True,
-    ]
+    assert run_ranks(2, is_barrier) == [True, True], "within a host that will do"
 
 
 def test_sizes_stop_where_time_grows_with_them_or_runs_are_too_long():
@@ -268,31 +234,20 @@ def test_a_request_that_stops_goes_on_at_the_largest_bucket_in_every_sweep(
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1.0, 1 + 1e-12, -2.0])
 def test_sizes_that_would_never_end_are_refused(factor):
-    with pytest.raises(
-        ConfigError, match=r"Sizes grow by a factor of 1.01 or more, but this is .*\n.*--factor"
-    ):
+    law = r"Sizes grow by a factor of 1.01 or more, but this is .*\n.*--factor"
+    with pytest.raises(ConfigError, match=law):
         sizes(64, 1024, factor)
 
 
 def test_a_lossy_row_tells_how_far_the_sum_is_off():
-    rows = rows_of(
-        3,
-        request(
-            "ring",
-            most=1 << 14,
-            buffers=("plain",),
-            wires=[parse_wire("int8"), parse_wire("topk:0.1")],
-        ),
-    )
-    errors = {
-        name: [row.error for row in rows if row.algorithm == name]
+    wires = [parse_wire("int8"), parse_wire("topk:0.1")]
+    rows = rows_of(3, request("ring", most=1 << 14, buffers=("plain",), wires=wires))
+    ring, int8, topk = (
+        [row.error for row in rows if row.algorithm == name]
         for name in ("ring", "wire int8", "wire topk:0.1")
-    }
-    assert all(np.isnan(errors["ring"]))
-    assert all(1e-3 < error < 2e-2 for error in errors["wire int8"])
-    assert all(0.5 < error < 1 for error in errors["wire topk:0.1"]), (
-        "a tenth of the elements, of one run without a past"
     )
+    assert all(np.isnan(ring)) and all(1e-3 < error < 2e-2 for error in int8)
+    assert all(0.5 < error < 1 for error in topk), "a tenth of the elements, of one run"
     assert all(row.wrong == 0 for row in rows)
     assert error_norm(np.float32([3, 0]), np.float32([3, 4])) == pytest.approx(0.8)
 
@@ -313,9 +268,8 @@ def test_replicas_that_differ_are_counted_and_not_their_elements():
 def test_predictions_made_without_having_measured_the_links_are_said_to_be(
     hosts, tuned, said, tmp_path, capsys
 ):
-    write_tuning(
-        tmp_path / "tuning.json", DEFAULT._replace(levels={"network": DEFAULT.levels["host"]})
-    )
+    network = DEFAULT._replace(levels={"network": DEFAULT.levels["host"]})
+    write_tuning(tmp_path / "tuning.json", network)
     words = ["--algorithm", "ring", "--max-bytes", "4K", "--iterations", "1"]
     words += ["--tuning", str(tmp_path / "tuning.json")] * tuned
     options = bench.commands["allreduce"].make_context("allreduce", words).params
@@ -324,12 +278,8 @@ def test_predictions_made_without_having_measured_the_links_are_said_to_be(
 
 
 def test_an_option_is_there_only_where_it_applies():
-    having = {
-        name
-        for name in OPERATIONS
-        if any(option.name == "wire" for option in bench.commands[name].params)
-    }
-    assert having == {"all-reduce"}
+    options = {name: {option.name for option in bench.commands[name].params} for name in OPERATIONS}
+    assert [name for name in OPERATIONS if "wire" in options[name]] == ["all-reduce"]
     hidden = {name for name, each in bench.commands.items() if each.hidden}
     assert hidden == {"allreduce", "sendrecv"} and not hidden & {*bench.list_commands(None)}
     assert bench.list_commands(None)[-3:] == ["gemm", "kernels", "transactions"]
@@ -338,7 +288,6 @@ def test_an_option_is_there_only_where_it_applies():
 def test_auto_says_when_its_links_were_not_measured():
     said = unmeasured(parse({}), "ab")
     assert said == f"{GUESSES}, and name its file in replication.tuning"
-    assert not unmeasured(parse({}), "aa") and not unmeasured(
-        parse({"replication": {"algorithm": "ring"}}), "ab"
-    )
-    assert not unmeasured(parse({"replication": {"tuning": "tuning.json"}}), "ab")
+    assert not unmeasured(parse({}), "aa")
+    for key, value in (("algorithm", "ring"), ("tuning", "tuning.json")):
+        assert not unmeasured(parse({"replication": {key: value}}), "ab")

@@ -38,46 +38,30 @@ def measured(words, hosts, *settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("abc", 2), ("abab", 1), ("aaaaa", 1)])
 def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
-    rows = measured(
-        [
-            word
-            for word in settings_by_mode()
-            if words_of(parse(with_settings({}, settings_of(word))), 2)
-            and word not in ("shared", *APART)
-        ],
-        hosts,
-        "run.steps=2",
-        f"batch.micro_batches={parts}",
-    )
+    words = [
+        word
+        for word in settings_by_mode()
+        if words_of(parse(with_settings({}, settings_of(word))), 2)
+        and word not in ("shared", *APART)
+    ]
+    rows = measured(words, hosts, "run.steps=2", f"batch.micro_batches={parts}")
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode
-        assert all(
-            abs(one - other) <= 1e-9
-            for (_, one), (_, other) in zip(each.curve, rows[0].curve, strict=True)
+        losses, first = (
+            [*(loss for _, loss in row.curve), row.val_loss] for row in (each, rows[0])
         )
-        assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
+        assert losses == pytest.approx(first, rel=0, abs=1e-9)
 
 
 LAYOUTS = {
     2: [
-        "ring",
-        "tp2+accumulate3",
-        "tp2+sequence",
-        "pp2:gpipe",
-        "pp2:interleaved",
-        "pp2:zb-v",
+        *("ring", "tp2+accumulate3", "tp2+sequence", "pp2:gpipe", "pp2:interleaved", "pp2:zb-v"),
         "ulysses2+accumulate3",
     ],
     3: ["ring", "tp3", "tp3+sequence", "pp3:1f1b", "pp3:v-half", "ulysses3+recompute", "ring3"],
     4: [
-        "ring",
-        "pp2:zero-bubble",
-        "tp2+pp2+sequence",
-        "tp4+sequence",
-        "tp2+dp2+accumulate2",
-        "ulysses2+tp2+sequence",
-        "ulysses2+pp2:gpipe",
-        "ring2+tp2+sequence",
+        *("ring", "pp2:zero-bubble", "tp2+pp2+sequence", "tp4+sequence", "tp2+dp2+accumulate2"),
+        *("ulysses2+tp2+sequence", "ulysses2+pp2:gpipe", "ring2+tp2+sequence"),
         "ring2+pp2:gpipe+recompute",
     ],
 }
@@ -204,21 +188,18 @@ def test_tricks_have_the_bytes_that_are_counted():
     for each in rows:
         config = found[each.mode]
         layout = config.layout.model_copy(update={"dp": 2 // config.layout.pp})
-        counted = count(config.model_copy(update={"layout": layout}))
-        peaks = [
-            stage.step.peak for stage in counted.stages for _ in range(2 // len(counted.stages))
-        ]
-        assert [memory["activations"] for memory in each.memory] == peaks, each.mode
-        assert [sum(memory.values()) - memory["activations"] for memory in each.memory] == (
-            each.held_bytes
-        )
+        stages = count(config.model_copy(update={"layout": layout})).stages
+        peaks = [stage.step.peak for stage in stages for _ in range(2 // len(stages))]
+        activations = [memory["activations"] for memory in each.memory]
+        assert activations == peaks, each.mode
+        sums = [sum(memory.values()) for memory in each.memory]
+        assert sums == [*map(sum, zip(each.held_bytes, peaks, strict=True))]
         assert each.memory[0]["parameters"] > 0 and 0 < each.idle < 1
 
 
 def test_blocks_repeat_a_training_and_asynchronous_modes_too():
-    found = jobs(
-        ["ring", "server-async", "pp3:async"], [*TINY, "run.eval_rows=4", "run.steps=3"], "aaa"
-    )
+    modes = ["ring", "server-async", "pp3:async"]
+    found = jobs(modes, [*TINY, "run.eval_rows=4", "run.steps=3"], "aaa")
     seen = []
 
     def train(transport):
@@ -254,16 +235,8 @@ def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
 
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
 def test_bytes_equal_the_formula_for_late_workers_and_several_servers(hosts, servers):
-    rows = measured(
-        [*APART, "server-sync"],
-        hosts,
-        "run.steps=5",
-        "replication.period=2",
-        "checkpoint.every=2",
-        f"replication.servers={servers}",
-        "replication.staleness=1",
-    )
-    for each in rows:
+    keys = "run.steps=5", "replication.period=2", "checkpoint.every=2", "replication.staleness=1"
+    for each in measured([*APART, "server-sync"], hosts, *keys, f"replication.servers={servers}"):
         if each.mode == "server-async" and servers > 1:
             assert each.formula_bytes is None, "which worker draws most tickets is not known before"
         else:
@@ -283,16 +256,9 @@ def allocated(ranks, *settings):
         gc.collect()
         transport.barrier()
         if transport.rank == 0:
-            traces = (
-                tracemalloc.take_snapshot()
-                .filter_traces(
-                    [
-                        tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain),
-                        tracemalloc.Filter(False, arena.__file__),
-                    ]
-                )
-                .traces
-            )
+            of_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+            filters = of_numpy, tracemalloc.Filter(False, arena.__file__)
+            traces = tracemalloc.take_snapshot().filter_traces(filters).traces
             found.append(sum(trace.size for trace in traces if trace.size >= 1024))
         transport.barrier()
         told = sum(job.trainer.replication.held_by_kind().values())
@@ -308,42 +274,30 @@ def allocated(ranks, *settings):
 
 
 MODEL = [
-    "model.layers=1",
-    "model.width=48",
-    "model.context=32",
-    "batch.size=8",
-    "run.steps=4",
-    "device.kind=cpu",
+    *("model.layers=1", "model.width=48", "model.context=32"),
+    *("batch.size=8", "run.steps=4", "device.kind=cpu"),
 ]
+ALGORITHMS = ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")
+AVERAGING = ("master", "local", "gossip")
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        *(
-            [f"replication.algorithm={name}"]
-            for name in ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")
-        ),
-        ["replication.algorithm=ring", "replication.wire=int8"],
-        ["replication.wire=topk:0.1"],
-        ["replication.wire=powersgd:2"],
-        *([f"replication.zero={stage}", "replication.algorithm=ring"] for stage in (1, 2, 3)),
-        ["replication.zero=3", "replication.gather=int8", "replication.algorithm=ring"],
-        *(
-            [f"replication.mode={mode}", "replication.algorithm=ring"]
-            for mode in ("master", "local", "gossip")
-        ),
-        *(
-            ["replication.mode=server", f"replication.update={update}"]
-            for update in ("sync", "async")
-        ),
-        ["precision.compute=bfloat16"],
-        ["layout.pp=3", "pipeline.schedule=async", "batch.micro_batches=3"],
+        *(f"replication.algorithm={name}" for name in ALGORITHMS),
+        "replication.algorithm=ring replication.wire=int8",
+        "replication.wire=topk:0.1",
+        "replication.wire=powersgd:2",
+        *(f"replication.zero={stage} replication.algorithm=ring" for stage in (1, 2, 3)),
+        "replication.zero=3 replication.gather=int8 replication.algorithm=ring",
+        *(f"replication.mode={mode} replication.algorithm=ring" for mode in AVERAGING),
+        *(f"replication.mode=server replication.update={update}" for update in ("sync", "async")),
+        "precision.compute=bfloat16",
+        "layout.pp=3 pipeline.schedule=async batch.micro_batches=3",
     ],
-    ids=" ".join,
 )
 def test_a_rank_holds_what_it_has_allocated(settings):
-    told, found = allocated(3, *settings)
+    told, found = allocated(3, *settings.split())
     assert abs(sum(told) - found) < 0.01 * found, (told, sum(told), found)
 
 

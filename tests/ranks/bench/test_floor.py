@@ -5,7 +5,9 @@ import math
 import pytest
 
 from mpitrain import build, parse, run_ranks
+from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
 from mpitrain.tools.bench.training.floor import (
     BareProducts,
     attention_products,
@@ -58,27 +60,19 @@ def test_the_floor_has_the_products_of_the_step(ranks, layout):
 
 def test_products_of_attention_see_no_key_behind_the_last_query_of_a_block():
     products = attention_products(3, 130, 2, 8, "<f4")
-    assert [out.shape for _, _, out in products[::2]] == [
-        *[(2, 64, 64), (2, 64, 128), (2, 2, 130)] * 3
-    ]
+    blocks = [(2, 64, 64), (2, 64, 128), (2, 2, 130)]
+    assert [out.shape for _, _, out in products[::2]] == blocks * 3
 
 
 def test_a_step_is_divided_by_its_products_block_by_block():
-    ours, bare = (
-        Result("mpitrain", [2.0, 3.0, 9.0], [], []),
-        Result("floor", [1.0, 2.0, 3.0], [], []),
-    )
-    line = floor_line(ours, bare)
+    blocks = {"mpitrain": [2.0, 3.0, 9.0], "floor": [1.0, 2.0, 3.0]}
+    line = floor_line(*(Result(name, seconds, [], []) for name, seconds in blocks.items()))
     assert "2.000 times" in line and "1.500 .. 3.000" in line
 
 
 def test_a_shape_is_a_configuration_and_a_row():
     for name, shape in SHAPES.items():
-        values = [setting.partition("=")[::2] for setting in settings(shape, 2)]
-        tree = {}
-        for key, value in values:
-            section, _, field = key.partition(".")
-            tree.setdefault(section, {})[field] = value if not value.isdigit() else int(value)
+        tree = with_settings({}, settings(shape, 2))
         assert parse(tree).batch.size == shape.rows * (1 if name.startswith(("tp", "pp")) else 2)
     ours, peer = (Result(name, [1.0, 2.0], [0.5, 0.5], []) for name in ("mpitrain", "peer"))
     peer = peer._replace(blocks=[3.0, 4.0])
@@ -100,9 +94,7 @@ def test_a_shape_that_takes_too_long_or_does_not_fit_is_refused(monkeypatch):
     assert (row.shape, row.ratio) == ("vocabulary-50257", None) and row.floor > 1
     with pytest.raises(ConfigError, match="at most 1e-06 s"):
         run_ranks(1, lambda own: go(own, 1e-6))
-    monkeypatch.setattr(
-        "mpitrain.tools.bench.training.shapes.process.free_memory", lambda kind: 2 * 10**7
-    )
+    monkeypatch.setattr(process, "free_memory", lambda kind: 2 * 10**7)
     with pytest.raises(ConfigError, match="programs of"):
         run_ranks(1, lambda own: go(own, 300.0))
 

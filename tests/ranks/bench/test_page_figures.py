@@ -21,16 +21,9 @@ from mpitrain.transport.threads import run_ranks
 
 HERE = Path(__file__).parents[3]
 HOUSE = HERE / "mpitrain" / "README.md"
-README, PARALLEL, PIPELINE, PLAN, BENCH = (
-    HERE / folder / "README.md"
-    for folder in (
-        "",
-        "mpitrain/parallel",
-        "mpitrain/pipeline",
-        "mpitrain/tools/plan",
-        "mpitrain/tools/bench",
-    )
-)
+ROOMS = "parallel", "pipeline", "tools/plan", "tools/bench"
+README = HERE / "README.md"
+PARALLEL, PIPELINE, PLAN, BENCH = (HERE / "mpitrain" / room / "README.md" for room in ROOMS)
 ROW = re.compile(r"^([\w-]+) +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", re.M)
 """A mode, its workers, the bytes that its busiest rank sent, and those by formula."""
 
@@ -79,9 +72,8 @@ def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
     assert len(blocks) == 4
     for block in blocks:
         first, second = re.split(r"^mode +idle .*\n", block, flags=re.M)
-        rows = re.findall(
-            r"^\S+ +\d+ +[\d.]+~? +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) ", first, re.M
-        )
+        row = r"^\S+ +\d+ +[\d.]+~? +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) "
+        rows = re.findall(row, first, re.M)
         assert len(rows) > 5 and all(formula in (sent, "-") for sent, formula in rows)
         for line in second.split("\n\n")[0].splitlines():
             _, _, *kinds, whole, _, _ = line.split()
@@ -118,9 +110,8 @@ def test_bubbles_and_live_counts_are_those_of_the_simulator():
         costs = [Cost(1, 1, 1, saved=4 / len(plan.stage_of))] * len(plan.stage_of)
         simulation = simulate(with_messages(plan), costs)
         assert f"{100 * simulation.bubble:.1f}" == idle, name
-        assert max(peak(mine, costs).nbytes for mine in plan.by_stage) == pytest.approx(
-            float(live)
-        ), name
+        most = max(peak(mine, costs).nbytes for mine in plan.by_stage)
+        assert most == pytest.approx(float(live)), name
 
 
 def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
@@ -133,15 +124,13 @@ def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
         trainer = job.trainer
         storage = trainer.storage
         entry = next(e for e in storage.entries if e.name == "blocks.0.mlp.up.weight")
-        found = (
-            entry,
-            [e for e in storage.entries if e.unit == entry.unit and e.parameter.holders == ""],
-            next(span for span in storage.spans if span.start <= entry.start < span.stop),
-            next(b for b in trainer.replication.reducer.buckets if b.start <= entry.start < b.stop),
-            trainer.replication.step_end.optimizer.pieces[0],
+        entries = [e for e in storage.entries if e.unit == entry.unit and not e.parameter.holders]
+        span, bucket = (
+            next(part for part in parts if part.start <= entry.start < part.stop)
+            for parts in (storage.spans, trainer.replication.reducer.buckets)
         )
         job.close()
-        return found
+        return entry, entries, span, bucket, trainer.replication.step_end.optimizer.pieces[0]
 
     ranks = run_ranks(4, levels)
     entry, entries, span, bucket, first = ranks[0]

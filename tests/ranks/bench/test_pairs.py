@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.links import measure_pairs as run
-from mpitrain.cli.bench.links import pairs as command
+from mpitrain.cli.bench.links import bandwidth, measure_bandwidth, measure_pairs, pairs
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench import pairs as measuring
 from mpitrain.tools.bench.pairs import (
@@ -66,17 +65,12 @@ def test_figures_are_those_of_the_links_and_classes_are_told_apart():
     found = links(usual, "aab")
     assert [pair[:2] for pair in found] == [(0, 1), (0, 2), (1, 2)]
     assert [pair.place for pair in found] == [ONE_HOST, BETWEEN, BETWEEN]
-    assert all(
-        pair.latency_us == pytest.approx(2.008) and pair.wrong == 0 and not pair.is_alone
-        for pair in found
-    )
-    assert all(
-        pair.bandwidth_GBs == pytest.approx(LONG / (2e-6 + LONG * 1e-9) / 1e9) for pair in found
-    )
-    assert (
-        odd_pairs(found) == []
-        and report(found, 80)[-2] == "no link is far from the others of its class"
-    )
+    rate = LONG / (2e-6 + LONG * 1e-9) / 1e9
+    for pair in found:
+        assert (pair.latency_us, pair.bandwidth_GBs) == pytest.approx((2.008, rate))
+        assert pair.wrong == 0 and not pair.is_alone
+    assert odd_pairs(found) == []
+    assert report(found, 80)[-2] == "no link is far from the others of its class"
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "abcde", "abc"])
@@ -103,30 +97,23 @@ def test_pairs_names_a_late_link_and_a_slow_host():
 
 
 def test_within_a_host_whose_ranks_share_cores_no_link_is_judged():
-    assert places_to_judge("aab", 2) == (ONE_HOST, BETWEEN) and places_to_judge("aaab", 2) == (
-        BETWEEN,
-    )
+    assert places_to_judge("aab", 2) == (ONE_HOST, BETWEEN)
+    assert places_to_judge("aaab", 2) == (BETWEEN,)
     found = links(lambda *words: usual(*words, slow=[(0, 1)], times=10.0), "aaa")
     assert len(odd_pairs(found)) == 1 and odd_pairs(found, [BETWEEN]) == []
     assert report(found, 80, [BETWEEN])[-2:] == [
         "ranks share cores, so links within a host are not judged",
         "wrong elements 0",
     ]
-    assert not any("no link is far" in line for line in report(links(usual, "aa"), 80)), (
-        "one link has none to be compared with"
-    )
+    lines = report(links(usual, "aa"), 80)
+    assert not any("no link is far" in line for line in lines), "there is no other link"
 
 
 def test_a_link_that_is_as_slow_as_all_is_not_odd():
-    every = [(first, second) for second in range(4) for first in range(second)]
-    assert odd_pairs(links(lambda *words: usual(*words, slow=every, times=9.0), "abcd")) == []
-    within = [(0, 1), (2, 3)]
-    assert (
-        odd_pairs(
-            links(lambda *words: usual(*words, slow=set(every) - set(within), times=9.0), "aabb")
-        )
-        == []
-    )
+    every = {(first, second) for second in range(4) for first in range(second)}
+    for hosts, slow in (("abcd", every), ("aabb", every - {(0, 1), (2, 3)})):
+        found = links(lambda *words, slow=slow: usual(*words, slow=slow, times=9.0), hosts)
+        assert odd_pairs(found) == []
 
 
 def test_what_arrives_wrong_is_counted(monkeypatch):
@@ -138,29 +125,29 @@ def test_what_arrives_wrong_is_counted(monkeypatch):
 
     monkeypatch.setattr(measuring, "coded", spoilt)
     found = links(usual, "aaa")
-    assert [pair.wrong for pair in found] == [3, 0, 3] and report(found, 80)[
-        -1
-    ] == "wrong elements 6"
+    assert [pair.wrong for pair in found] == [3, 0, 3]
+    assert report(found, 80)[-1] == "wrong elements 6"
     assert not np.array_equal(coded(0, 1, 64), coded(1, 0, 64))
 
 
 def test_matrices_fit_80_columns_or_are_left_to_the_files():
     found = links(usual, "ab" * 4)
-    assert max(map(len, report(found, 80))) <= 80 and any(
-        line.startswith("     7") for line in report(found, 80)
-    )
-    assert (
-        report(found, 60)[0]
-        == "8 ranks have no room in 60 columns: --json, --csv and --plot have every pair"
-    )
+    lines = report(found, 80)
+    assert max(map(len, lines)) <= 80 and any(line.startswith("     7") for line in lines)
+    narrow = "8 ranks have no room in 60 columns: --json, --csv and --plot have every pair"
+    assert report(found, 60)[0] == narrow
 
 
-def test_one_rank_is_refused(capsys):
-    options = command.make_context("pairs", []).params
+@pytest.mark.parametrize(
+    "command, run, size",
+    [(pairs, measure_pairs, "short"), (bandwidth, measure_bandwidth, "min_bytes")],
+)
+def test_one_rank_and_messages_without_bytes_are_refused(command, run, size):
+    options = command.make_context(command.name, []).params
     with pytest.raises(ConfigError, match="measures messages between two"):
         run_ranks(1, run, options)
     with pytest.raises(ConfigError, match="at least 1 byte"):
-        run_ranks(2, run, options | {"short": 0})
+        run_ranks(2, run, options | {size: 0})
 
 
 @pytest.mark.slow
@@ -168,13 +155,7 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     pytest.importorskip("matplotlib")
     from mpitrain.tools.bench.pictures import plot_pairs
 
-    facts = {
-        "hosts": 4,
-        "processor": "Abacus 3000",
-        "cores": 2,
-        "mpi": "Open MPI v0",
-        "mpitrain": "0",
-    }
+    facts = {"hosts": 4, "processor": "Abacus 3000", "cores": 2, "mpi": "Open MPI", "mpitrain": "0"}
     found = links(lambda *words: usual(*words, slow=[(0, 2)], times=10.0), "abcd")
     plot_pairs(found, [BETWEEN], facts, tmp_path / "pairs.svg")
     drawn = (tmp_path / "pairs.svg").read_text()

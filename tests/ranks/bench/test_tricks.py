@@ -10,6 +10,10 @@ from tests.training import MLP, TINY, configured
 RING = ["replication.algorithm=ring", "run.steps=100"]
 
 
+OF_REPLICAS = {"ZeRO 1", "overlap", "wire int8"}
+OF_AXES = {"sequence parallelism", "context parallelism"}
+
+
 def tried(ranks, names, *settings):
     """{name: trick} after one block of one step on threads."""
 
@@ -42,13 +46,15 @@ def test_bytes_are_the_counted_ones_where_the_update_needs_more_than_the_activat
     assert checks([found])[0] == (2, 2)
 
 
-@pytest.mark.parametrize("trick", ["recomputation", "ZeRO 1", "gradient accumulation"])
-def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
-    own = {
-        "recomputation": "memory.recompute=2",
-        "ZeRO 1": "replication.zero=1",
-        "gradient accumulation": "batch.micro_batches=3",
-    }[trick]
+@pytest.mark.parametrize(
+    "trick, own",
+    [
+        ("recomputation", "memory.recompute=2"),
+        ("ZeRO 1", "replication.zero=1"),
+        ("gradient accumulation", "batch.micro_batches=3"),
+    ],
+)
+def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick, own):
     plain = tried(2, [trick], *TINY)[trick]
     used = tried(2, [trick], *TINY, own)[trick]
     assert used.is_used and not plain.is_used and used.settings == [own]
@@ -58,32 +64,16 @@ def test_a_trick_that_the_job_has_is_compared_with_the_job_without_it(trick):
 @pytest.mark.parametrize(
     "ranks, settings, absent",
     [
-        (
-            1,
-            TINY,
-            {
-                "ZeRO 1",
-                "ZeRO 2",
-                "ZeRO 3",
-                "overlap",
-                "wire int8",
-                "sequence parallelism",
-                "context parallelism",
-            },
-        ),
+        (1, TINY, {"ZeRO 2", "ZeRO 3", *OF_REPLICAS, *OF_AXES}),
         (
             2,
             [*TINY, "layout.pp=2", "pipeline.schedule=gpipe"],
-            {"gradient accumulation", "ZeRO 1", "overlap", "wire int8", "sequence parallelism"},
+            {"gradient accumulation", "sequence parallelism", *OF_REPLICAS},
         ),
-        (
-            2,
-            [*TINY, "replication.mode=master"],
-            {"ZeRO 1", "overlap", "wire int8", "logits in slices"},
-        ),
-        (2, MLP, {"LoRA", "attention in tiles", "sequence parallelism", "context parallelism"}),
+        (2, [*TINY, "replication.mode=master"], {"logits in slices", *OF_REPLICAS}),
+        (2, MLP, {"LoRA", "attention in tiles", *OF_AXES}),
         (2, [*TINY, "model.kind=bert"], {"sequence parallelism"}),
-        (3, TINY, {"context parallelism", "sequence parallelism"}),
+        (3, TINY, OF_AXES),
         (2, [*TINY, "precision.compute=float64"], {"mixed precision", "wire int8"}),
         (2, [*TINY, "optimizer.name=sgd"], {"8-bit optimizer", "another optimizer"}),
         (2, [*TINY, "replication.zero=3"], {"ZeRO 1", "ZeRO 2"}),

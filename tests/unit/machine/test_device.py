@@ -26,10 +26,8 @@ def test_every_kind_has_what_belongs_to_it_and_nothing_else_has():
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
     for kind in ("auto", "tpu", "reference"):
-        with pytest.raises(
-            ConfigError,
-            match=rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim",
-        ):
+        said = rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim"
+        with pytest.raises(ConfigError, match=said):
             device_for(kind)
 
 
@@ -64,11 +62,8 @@ def test_a_run_on_the_cpu_imports_no_kernels():
 
 @pytest.mark.compile
 def test_the_kernels_of_a_kind_are_one_set_and_those_that_check_another():
-    one, other, checked = (
-        device_for("cuda-sim"),
-        device_for("cuda-sim", "library"),
-        device_for("cuda-sim", checked=True),
-    )
+    one, other = device_for("cuda-sim"), device_for("cuda-sim", "library")
+    checked = device_for("cuda-sim", checked=True)
     assert one.kernels is other.kernels is not checked.kernels and checked.kernels.engine.checked
     x, y = np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)
     for device in (one, other, checked):
@@ -86,11 +81,8 @@ def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     device = device_for("cuda")
     assert isinstance(device.kernels.engine, CudaEngine) and device.kernels.engine.capability == 90
-    assert (
-        type(device.arena().take((3,), "float32"))
-        is type(device.backend.zeros(3, "float32"))
-        is cupy.ndarray
-    )
+    for array in (device.arena().take((3,), "float32"), device.backend.zeros(3, "float32")):
+        assert type(array) is cupy.ndarray
     monkeypatch.setattr(cupy.devices, "count", None)
     for ask in (lambda: device_for("cuda"), KERNELS["cuda"]):
         with pytest.raises(ConfigError, match="needs a GPU and"):

@@ -93,16 +93,13 @@ def test_a_rank_that_does_not_move_is_named_with_its_action_and_a_waiter(tmp_pat
 
 
 def test_ranks_that_wait_for_one_that_moves_blame_no_rank(tmp_path):
-    found, said = judged(
-        tmp_path,
-        [
-            lambda one: one.enters("the control message"),
-            lambda one: one.awaits(2),
-            lambda one: one.at(45.0).computes(),
-        ],
+    scripts = (
+        lambda one: one.enters("the control message"),
+        lambda one: one.awaits(2),
+        lambda one: one.at(45.0).computes(),
     )
-    assert (found.kind, found.culprits) == (MOVING, ())
-    assert "No rank is to" in said
+    found, said = judged(tmp_path, scripts)
+    assert (found.kind, found.culprits) == (MOVING, ()) and "No rank is to" in said
 
 
 def test_a_circle_names_both_ranks_whatever_waits_for_them(tmp_path):
@@ -130,25 +127,18 @@ def test_a_circle_is_found_while_other_ranks_move(tmp_path):
     assert found.kind == CIRCLE and sorted(found.culprits) == [0, 1]
 
 
-def sums_then_lost(one):
-    """Rank 1 of two sends its chunk, which never arrives, and passes the sums of gradients."""
-    one.sends(0, "chunk")
-    one.passes(GRADIENT_SUMS)
-    one.message(RECEIVE, 0, "control")
-    one.at(3).enters("the control message")
-
-
-def sums_never_sent(one):
-    one.passes(GRADIENT_SUMS)
-    one.message(RECEIVE, 0, "control")
-    one.at(3).enters("the control message")
-
-
-@pytest.mark.parametrize("sender", [sums_then_lost, sums_never_sent])
-def test_a_message_that_is_lost_or_never_sent_is_named_with_both_ends(sender, tmp_path):
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_message_that_is_lost_or_never_sent_is_named_with_both_ends(is_sent, tmp_path):
     def receiver(one):
         one.message(RECEIVE, 1, "chunk", 7)
         one.at(2).enters(GRADIENT_SUMS)
+
+    def sender(one):
+        if is_sent:  # It never arrives.
+            one.sends(0, "chunk")
+        one.passes(GRADIENT_SUMS)
+        one.message(RECEIVE, 0, "control")
+        one.at(3).enters("the control message")
 
     found, said = judged(tmp_path, [receiver, sender])
     assert (found.kind, found.culprits, found.message.tag) == (MISSING, [1, 0], 7)
@@ -157,7 +147,7 @@ def test_a_message_that_is_lost_or_never_sent_is_named_with_both_ends(sender, tm
         "A message is missing: rank 0 on node0 has waited for chunk of micro-batch 2 of rank 1 "
         "for 58 s (tag 7; step 14, waiting for the sums of gradients). Rank 1 on node1 has {}: "
         "step 14, waiting for the control message."
-    ).format(("not sent it", "sent it")[sender is sums_then_lost])
+    ).format("sent it" if is_sent else "not sent it")
 
 
 def test_a_message_under_way_is_not_missing(tmp_path):
