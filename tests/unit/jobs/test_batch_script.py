@@ -14,11 +14,7 @@ from tests.processes import SECONDS, run
 from tests.unit.jobs.test_slurm_scripts import EXAMPLES, written
 
 ROOT = Path(__file__).parents[3]
-NONE = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("MPITRAIN_VENV", "VIRTUAL_ENV")
-}
+NONE = {name: os.environ[name] for name in {*os.environ} - {"MPITRAIN_VENV", "VIRTUAL_ENV"}}
 
 
 def environment(folder, programs):
@@ -50,11 +46,8 @@ def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
     if at:
         environment(tmp_path / at, {"mpitrain": 'echo "$PWD: $@"; exit 0'})
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path / "here"), "SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"}
-    done = run(
-        ["bash", script, "own.toml"],
-        cwd=tmp_path / "spool",
-        env={**NONE, "PATH": "/usr/bin:/bin", **slurm, **named},
-    )
+    environ = {**NONE, "PATH": "/usr/bin:/bin", **slurm, **named}
+    done = run(["bash", script, "own.toml"], cwd=tmp_path / "spool", env=environ)
     if runs:
         line = f"{tmp_path}/here: launch --launcher srun -- train --out runs/slurm-17 --resume=auto own.toml\n"
         assert done.returncode == 0 and done.stdout.startswith(line), done
@@ -87,17 +80,11 @@ def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
     }
     environment(tmp_path / ".venv", programs)
     (tmp_path / "job.sbatch").write_text(written(shlex.split(words)))
-    job = subprocess.Popen(
-        ["bash", "job.sbatch"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        env={**NONE, "SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "16"},
-    )
-    deadline = time.monotonic() + SECONDS
-    while (
-        not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        and time.monotonic() < deadline
-    ):
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "16"}
+    nowhere, environ = subprocess.DEVNULL, {**NONE, **slurm}
+    job = subprocess.Popen(["bash", "job.sbatch"], cwd=tmp_path, stdout=nowhere, env=environ)
+    pid, deadline = tmp_path / "pid", time.monotonic() + SECONDS
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     for name in asked.split():
         job.send_signal(getattr(signal, f"SIG{name}"))
@@ -108,28 +95,18 @@ def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
 
 
 def test_where_a_requeue_is_forbidden_another_job_continues_the_run(tmp_path):
-    programs = {
-        "mpitrain": "exit 85",
-        "scontrol": "exit 1",
-        "sbatch": 'printf "%s\\n" "$@" > submitted; echo 18',
-    }
+    sbatch = 'printf "%s\\n" "$@" > submitted; echo 18'
+    programs = {"mpitrain": "exit 85", "scontrol": "exit 1", "sbatch": sbatch}
     environment(tmp_path / ".venv", programs)
     slurm = {"JOB_ID": "17", "JOB_PARTITION": "main", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "3"}
     named = {f"SLURM_{name}": value for name, value in slurm.items()}
     script = ROOT / "jobs/train.sbatch"
     done = run(["bash", script, "own.toml"], cwd=tmp_path, env={**NONE, **named})
     assert done.returncode == 85 and "job 18 continues" in done.stdout
-    wanted = [
-        "--parsable",
-        "--dependency=afterany:17",
-        "--export=ALL,MPITRAIN_JOB=17",
-        "--partition=main",
-        "--nodes=2",
-        "--ntasks-per-node=3",
-        str(script),
-        "own.toml",
-    ]
-    assert (tmp_path / "submitted").read_text().splitlines() == wanted
+    again = ["--parsable", "--dependency=afterany:17", "--export=ALL,MPITRAIN_JOB=17"]
+    same = ["--partition=main", "--nodes=2", "--ntasks-per-node=3"]
+    submitted = (tmp_path / "submitted").read_text().splitlines()
+    assert submitted == [*again, *same, str(script), "own.toml"]
     again = {**NONE, **named, "MPITRAIN_JOB": "17", "SLURM_JOB_ID": "18"}
     assert "runs/slurm-17" in run(["bash", script], cwd=tmp_path, env=again).stdout
 
@@ -147,27 +124,24 @@ mkdir -p "$2"; echo '{"event": "end"}' > "$2/metrics.jsonl\""""
     for task in "0122":
         slurm = {
             "SLURM_ARRAY_JOB_ID": "17",
-            "SLURM_JOB_ID": "2" + task,
             "SLURM_ARRAY_TASK_ID": task,
+            "SLURM_JOB_ID": "2" + task,
         }
         script = ROOT / "jobs/slurm/sweep.sbatch"
         done = run(["bash", script], cwd=tmp_path, env={**NONE, **slurm})
         assert done.returncode == 0, done
-        said.append(done.stdout)
-    runs = [f"runs/sweep-17/optimizer.lr=0.00{number}" for number in (1, 2, 4)]
-    drawn = [line for text in said for line in text.splitlines() if line.startswith("runs plot")]
-    wanted = f"runs plot {' '.join(runs)} --out runs/sweep-17.png"
-    assert drawn == [wanted]
+        said += done.stdout.splitlines()
+    runs = " ".join(f"runs/sweep-17/optimizer.lr=0.00{number}" for number in (1, 2, 4))
+    drawn = [line for line in said if line.startswith("runs plot")]
+    assert drawn == [f"runs plot {runs} --out runs/sweep-17.png"]
 
 
 @pytest.mark.parametrize("system", ("--pbs", "--lsf"))
 def test_a_timer_ends_with_its_job(system, tmp_path):
     """Its sleep would else keep the log open until the time limit."""
     environment(tmp_path / ".venv", {"mpitrain": "exit 3"})
-    words = [system, "--cores-per-rank", "2", "--", "train"]
-    text = written(words)
-    done = run(["bash", "-c", text], cwd=tmp_path, env=NONE)
-    assert done.returncode == 3
+    text = written([system, "--cores-per-rank", "2", "--", "train"])
+    assert run(["bash", "-c", text], cwd=tmp_path, env=NONE).returncode == 3
 
 
 def test_a_timer_warns_the_run(tmp_path):

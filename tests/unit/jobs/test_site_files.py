@@ -14,10 +14,8 @@ from tests.processes import run
 ROOT = Path(__file__).parents[3]
 SITE = ROOT / "jobs" / "site"
 FILES = sorted(path for path in SITE.rglob("*") if path.is_file() and path.suffix != ".png")
-SPACK, EASYBUILD = (
-    SITE / "spack/py_mpitrain/package.py",
-    SITE / f"mpitrain-{__version__}-foss-2024a.eb",
-)
+SPACK = SITE / "spack/py_mpitrain/package.py"
+EASYBUILD = SITE / f"mpitrain-{__version__}-foss-2024a.eb"
 
 
 def needed():
@@ -91,12 +89,7 @@ def test_the_easybuild_file_has_this_version_and_versions_that_suffice():
 
 def test_the_image_has_the_sections_of_apptainer():
     text = (SITE / "mpitrain.def").read_text()
-    assert re.findall(r"^%(\w+)$", text, re.M) == [
-        "files",
-        "post",
-        "environment",
-        "runscript",
-        "test",
-    ]
+    sections = ["files", "post", "environment", "runscript", "test"]
+    assert re.findall(r"^%(\w+)$", text, re.M) == sections
     for body in re.findall(r"^%(?:post|runscript|test)\n((?: .*\n)+)", text, re.M):
         assert run(["bash", "-n", "-c", body]).returncode == 0

@@ -81,9 +81,8 @@ def test_a_margin_beyond_a_quarter_of_the_time_is_cut_with_a_note(time, margin, 
 
 @pytest.mark.parametrize("out", ("a b", "it's", 'a"b', "$(touch gone)", "`x`", "a\\b"))
 def test_a_script_names_the_run_directory_literally(out):
-    line = next(
-        one for one in written(["--", "train", "--out", out]).splitlines() if one.startswith("run=")
-    )
+    lines = written(["--", "train", "--out", out]).splitlines()
+    line = next(line for line in lines if line.startswith("run="))
     done = subprocess.run(["bash", "-c", f'{line}; echo "$run"'], capture_output=True, text=True)
     assert done.stdout == f"{out}\n"
 
