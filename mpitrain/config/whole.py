@@ -35,7 +35,7 @@ from mpitrain.config.sections import (
     listed,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import contents, reading_of
 from mpitrain.strict_json import parsed
 
 
@@ -284,12 +284,10 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
     inner   1 for a file in a run directory, which is refused if it is a link
     raises  ConfigError if the file cannot be read or is not TOML
     """
+    with reading_of(f"The configuration file {path}", "Name a TOML file."):
+        data = contents(path, inner)
     try:
-        tables = tomllib.loads(contents(path, inner).decode("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(
-            f"The configuration file {path} cannot be read: {error.strerror}.", "Name a TOML file."
-        ) from None
+        tables = tomllib.loads(data.decode("utf-8-sig"))
     except (
         ValueError,
         RecursionError,

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 from mpitrain.data.instructions import is_conversation, not_one, turns_of
 from mpitrain.data.templates import open_template, rendered
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import reading
+from mpitrain.files import reading, reading_of
 from mpitrain.strict_json import parsed
 
 CHUNK = 1 << 20
@@ -89,12 +89,8 @@ class Input(NamedTuple):
 
 
 def opened(path: Path) -> IO[bytes]:
-    try:
+    with reading_of(f"The input {path}", "Name files with text.", DataError):
         return reading(path)
-    except OSError as error:
-        raise DataError(
-            f"The input {path} cannot be read: {error.strerror}.", "Name files with text."
-        ) from None
 
 
 def inputs(paths: Iterable[Path]) -> list[Input]:

@@ -26,7 +26,7 @@ from mpitrain.data.token_files import (
 )
 from mpitrain.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import check_regular, contents
+from mpitrain.files import contents, reading_of
 from mpitrain.strict_json import parsed
 
 if TYPE_CHECKING:
@@ -244,14 +244,8 @@ def encoded(tokenizer: Tokenizer, conversation: Rendered) -> tuple[np.ndarray, n
 def _conversations(path: Path, template: str, tokenizer: Tokenizer, least: int) -> Conversations:
     """Read a file of conversations; DataError if a line is none, or if there are fewer than `least`."""
     write = open_template(template)
-    try:
-        check_regular(path)
+    with reading_of(f"The data file {path}", "Check data.source and data.validation.", DataError):
         lines = contents(path).split(b"\n")
-    except OSError as error:
-        raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.",
-            "Check data.source and data.validation.",
-        ) from None
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
     tokens, marks = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
     for number, line in enumerate(lines, 1):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents, whole
+from mpitrain.files import contents, reading_of, whole
 
 TOKENIZER = "tokenizer.json"
 """The name of a tokenizer's file in a directory of tokens and in a run directory."""
@@ -176,13 +176,9 @@ def read_tokenizer(name: str) -> Tokenizer:
     """Make the tokenizer `bytes`, or the tokenizer of a file."""
     if name == BYTES_NAME:
         return ByteTokenizer()
-    try:
-        return open_tokenizer(contents(Path(name)), name)
-    except OSError as error:
-        raise DataError(
-            f"The tokenizer {name} cannot be read: {error.strerror}.",
-            f"Name a {TOKENIZER}, or {BYTES_NAME}.",
-        ) from None
+    with reading_of(f"The tokenizer {name}", f"Name a {TOKENIZER}, or {BYTES_NAME}.", DataError):
+        data = contents(Path(name))
+    return open_tokenizer(data, name)
 
 
 def digest(data: bytes) -> str:

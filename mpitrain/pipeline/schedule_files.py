@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, write_whole
+from mpitrain.files import contents, reading_of, write_whole
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -54,12 +54,10 @@ def read_plan(path: Path) -> Plan:
 
     raises   ConfigError, before any stage runs, if the plan is incomplete or could deadlock
     """
+    with reading_of(f"The schedule {path}", "Name a file."):
+        data = contents(path)
     try:
-        table = json.loads(contents(path))
-    except OSError as error:
-        raise ConfigError(
-            f"The schedule {path} cannot be read: {error.strerror}.", "Name a file."
-        ) from None
+        table = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"The schedule {path} is no JSON: {error}.", f"Write it like {EXAMPLE}."

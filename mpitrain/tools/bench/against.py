@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import contents, reading_of
 from mpitrain.strict_json import parsed
 from mpitrain.tools.text_table import figure
 
@@ -58,10 +58,10 @@ def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
     """
     law = f"--against names a file of `mpitrain bench ... --json`, but {path}"
     way_out = "Name the file of the same benchmark on the same number of ranks."
+    with reading_of(law, way_out):
+        data = contents(path)
     try:
-        document = parsed(contents(path))
-    except OSError as error:
-        raise ConfigError(f"{law} cannot be read: {error.strerror}.", way_out) from None
+        document = parsed(data)
     except ValueError as error:
         raise ConfigError(f"{law} is not JSON: {error}.", way_out) from None
     header = document.get("header") if isinstance(document, dict) else None
