@@ -129,8 +129,9 @@ def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
             next(part for part in parts if part.start <= entry.start < part.stop)
             for parts in (storage.spans, trainer.replication.reducer.buckets)
         )
+        found = entry, entries, span, bucket, trainer.replication.step_end.optimizer.pieces[0]
         job.close()
-        return entry, entries, span, bucket, trainer.replication.step_end.optimizer.pieces[0]
+        return found
 
     ranks = run_ranks(4, levels)
     entry, entries, span, bucket, first = ranks[0]
