@@ -72,6 +72,12 @@ class Odd(NamedTuple):
     what: str
     usual: float
 
+    @property
+    def value(self) -> tuple[float, str]:
+        """The pair's own best value, and its unit."""
+        is_rate = self.what == "bandwidth"
+        return (self.pair.best_GBs, "GB/s") if is_rate else (self.pair.fastest_us, "us")
+
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
     """Return all pairs of n ranks, in rounds of disjoint pairs.
@@ -109,15 +115,12 @@ def measure(
         measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
         measured_pairs += measured
         yield measured
-    suspects = list(
-        dict.fromkeys(
-            (odd.pair.first, odd.pair.second) for odd in odd_pairs(measured_pairs, places)
-        )
-    )[:AGAIN]
-    yield [
-        _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)[0]._replace(is_alone=True)
-        for pair in suspects
-    ]
+    suspects = dict.fromkeys(odd.pair[:2] for odd in odd_pairs(measured_pairs, places))
+    again = []
+    for pair in [*suspects][:AGAIN]:
+        (one,) = _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)
+        again.append(one._replace(is_alone=True))
+    yield again
 
 
 def merged(pairs: Sequence[Pair]) -> list[Pair]:
@@ -165,16 +168,10 @@ def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd
             continue
         fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
         soon = median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
-        odd += [
-            Odd(pair, "bandwidth", fast)
-            for pair in of_class
-            if pair.best_GBs * ODD["bandwidth"] < fast
-        ]
-        odd += [
-            Odd(pair, "latency", soon)
-            for pair in of_class
-            if pair.fastest_us > ODD["latency"] * soon
-        ]
+        slow = [pair for pair in of_class if pair.best_GBs * ODD["bandwidth"] < fast]
+        late = [pair for pair in of_class if pair.fastest_us > ODD["latency"] * soon]
+        odd += [Odd(pair, "bandwidth", fast) for pair in slow]
+        odd += [Odd(pair, "latency", soon) for pair in late]
     return odd
 
 
@@ -217,20 +214,11 @@ def _round(
     gathered, hosts, measured = transport.gather_text((times, wrong)), transport.hosts, []
     for first, second in pairs:
         (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
-        measured.append(
-            Pair(
-                first,
-                second,
-                hosts[first],
-                hosts[second],
-                ONE_HOST if hosts[first] == hosts[second] else BETWEEN,
-                1e6 * small[0],
-                1e6 * small[1],
-                sizes[1] / large[0] / 1e9,
-                sizes[1] / large[1] / 1e9,
-                missed,
-            )
-        )
+        place = ONE_HOST if hosts[first] == hosts[second] else BETWEEN
+        latencies = 1e6 * small[0], 1e6 * small[1]
+        rates = sizes[1] / large[0] / 1e9, sizes[1] / large[1] / 1e9
+        ends = first, second, hosts[first], hosts[second], place
+        measured.append(Pair(*ends, *latencies, *rates, missed))
     return measured
 
 
@@ -270,9 +258,14 @@ def _there_and_back(
         transport.recv(count, peer, tag)
     incoming[:] = ~coded(peer, rank, nbytes)
     times = [trip() for _ in range(int(count[0]))]
-    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), int(
-        (incoming != coded(peer, rank, nbytes)).sum()
-    )
+    wrong = int((incoming != coded(peer, rank, nbytes)).sum())
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), wrong
+
+
+def hosts_of(pairs: Sequence[Pair]) -> dict[int, str]:
+    """Return {rank: its host}."""
+    hosts = {pair.first: pair.first_host for pair in pairs}
+    return hosts | {pair.second: pair.second_host for pair in pairs}
 
 
 def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) -> list[str]:
@@ -282,11 +275,7 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
     places  classes of pairs in which odd ones are named
     """
     n = max(pair.second for pair in pairs) + 1
-    hosts = {
-        rank: host
-        for pair in pairs
-        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
-    }
+    hosts = hosts_of(pairs)
     lines: list[str] = []
     if 6 + 8 * n <= (width or 200):
         lines += matrix("latency, us, one way", n, pairs, latency)
@@ -366,10 +355,8 @@ def _extremes(values: list[float]) -> str:
 
 
 def sentence(odd: Odd) -> str:
-    pair, what, usual = odd
-    value, unit = (pair.best_GBs, "GB/s") if what == "bandwidth" else (pair.fastest_us, "us")
-    ends = [
-        f"rank {rank} on {host}"
-        for rank, host in ((pair.first, pair.first_host), (pair.second, pair.second_host))
-    ]
-    return f"odd link: {ends[0]} and {ends[1]}: {what} {figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"
+    (pair, what, usual), (value, unit) = odd, odd.value
+    first = f"rank {pair.first} on {pair.first_host}"
+    second = f"rank {pair.second} on {pair.second_host}"
+    rate = f"{figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"
+    return f"odd link: {first} and {second}: {what} {rate}"

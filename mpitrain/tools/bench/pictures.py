@@ -9,13 +9,15 @@ import numpy as np
 
 from mpitrain.plots import look, save, set_byte_ticks, subplots
 from mpitrain.tools.bench.collectives.sweep import CollectiveRow
-from mpitrain.tools.bench.pairs import Pair, bandwidth, latency, odd_pairs
+from mpitrain.tools.bench.pairs import Pair, bandwidth, hosts_of, latency, odd_pairs
 from mpitrain.tools.text_table import figure as rounded
 
 ROOM = 1.2
 """Largest value of an axis, relative to the largest median."""
 FEW = 12
 """Largest number of ranks for which the cells of a heat map show numbers."""
+BOX = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1}
+"""The look of the box behind such a number."""
 
 
 def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> None:
@@ -87,15 +89,8 @@ def _choices(axes: Any, by_bytes: dict[int, list[CollectiveRow]]) -> None:
         chosen = by_bytes[size][0].chosen
         if chosen != before:
             axes.axvline(size, color="black", alpha=0.3, linewidth=1, linestyle="--")
-            axes.text(
-                size,
-                0.99,
-                f" auto: {chosen}",
-                rotation=90,
-                transform=axes.get_xaxis_transform(),
-                verticalalignment="top",
-                fontsize="small",
-            )
+            style = {"rotation": 90, "verticalalignment": "top", "fontsize": "small"}
+            axes.text(size, 0.99, f" auto: {chosen}", transform=axes.get_xaxis_transform(), **style)
         before = chosen
 
 
@@ -110,9 +105,8 @@ def plot_pairs(
     """
     from matplotlib.patches import Rectangle
 
-    hosts = {pair.first: pair.first_host for pair in pairs}
-    hosts |= {pair.second: pair.second_host for pair in pairs}
-    n, odd = len(hosts), odd_pairs(pairs, places)
+    hosts, odd = hosts_of(pairs), odd_pairs(pairs, places)
+    n = len(hosts)
     figure, views = subplots(13, 6, 1, 2)
     for axes, field, title, colours, what, text in (
         (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency", latency),
@@ -124,15 +118,8 @@ def plot_pairs(
             cells[ends], marked[ends] = getattr(pair, field), "~" in text(pair)
         figure.colorbar(axes.imshow(cells, cmap=colours), ax=axes, shrink=0.8)
         for row, column in np.argwhere(np.isfinite(cells)) if n <= FEW else ():
-            axes.text(
-                column,
-                row,
-                rounded(float(cells[row, column])) + "~" * int(marked[row, column]),
-                ha="center",
-                va="center",
-                fontsize="small",
-                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1},
-            )
+            shown = rounded(float(cells[row, column])) + "~" * int(marked[row, column])
+            axes.text(column, row, shown, ha="center", va="center", fontsize="small", bbox=BOX)
         for each in odd:
             for x, y in (each.pair[:2], each.pair[1::-1]) if each.what == what else ():
                 corner = x - 0.5, y - 0.5

@@ -15,12 +15,14 @@ from mpitrain.config.whole import read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import room_for
 from mpitrain.strict_json import complaint
-from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, odd_pairs
+from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, hosts_of, odd_pairs
 from mpitrain.tools.doctor.probes import Problem
 from mpitrain.tools.text_table import figure
 
 RATES = {"gemm": ("matrix products", 1e9, "GFLOP/s"), "memory": ("memory", 1e9, "GB/s")}
 """{field of `Speeds`: (name, unit, name of the unit)}."""
+LISTED = 8
+"""Largest number of ranks that a reason lists."""
 
 
 class Facts(NamedTuple):
@@ -261,22 +263,18 @@ def _different_steps(evidence: Evidence) -> Iterator[tuple[str, str]]:
         counts = Counter(steps[rank][0] for rank in ranks).most_common()
         if len(counts) < 2:
             continue
-        if counts[0][1] == counts[1][1]:
-            yield (
-                "",
-                f"ranks {_listed(ranks)} compute one step with different bits, and no majority agrees",
-            )
+        (usual, most), (_, second), *_ = counts
+        if most == second:
+            bits = "compute one step with different bits, and no majority agrees"
+            yield "", f"ranks {_listed(ranks)} {bits}"
             continue
-        usual = counts[0][0]
         blas = Counter(facts[rank].blas for rank in ranks if steps[rank][0] == usual)
+        other = blas.most_common(1)[0][0]
         for rank in ranks:
             if steps[rank][0] != usual:
-                other = blas.most_common(1)[0][0]
+                bits = f"computes one step with other bits than {most} ranks of {processor}"
                 by = f"; BLAS {facts[rank].blas}, theirs {other}" * (facts[rank].blas != other)
-                yield (
-                    facts[rank].node,
-                    f"rank {rank} computes one step with other bits than {counts[0][1]} ranks of {processor}{by}",
-                )
+                yield facts[rank].node, f"rank {rank} {bits}{by}"
 
 
 def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -287,16 +285,11 @@ def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]
         least = _least(name, limits)
         for rank, (fact, own) in enumerate(zip(evidence.facts, evidence.speeds, strict=True)):
             rate = best(own, name)
+            slow = f"{what} of rank {rank} at {figure(rate / unit)} {units}"
             if not (rate >= limits.ratio * usual[rank]):
-                yield (
-                    fact.node,
-                    f"{what} of rank {rank} at {figure(rate / unit)} {units}, where {figure(usual[rank] / unit)} is usual",
-                )
+                yield fact.node, f"{slow}, where {figure(usual[rank] / unit)} is usual"
             elif not (rate >= least):
-                yield (
-                    fact.node,
-                    f"{what} of rank {rank} at {figure(rate / unit)} {units}, and the limit is {figure(least / unit)}",
-                )
+                yield fact.node, f"{slow}, and the limit is {figure(least / unit)}"
 
 
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -309,17 +302,12 @@ def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     crowded = evidence.crowded
     quiet = [pair for pair in evidence.pairs if not crowded & {pair.first_host, pair.second_host}]
     for odd in odd_pairs(quiet, (BETWEEN,)):
-        value, unit = (
-            (odd.pair.best_GBs, "GB/s") if odd.what == "bandwidth" else (odd.pair.fastest_us, "us")
-        )
+        value, unit = odd.value
         slow[odd.pair[:2]] = (
             f"{odd.what} {figure(value)} {unit}, where {figure(odd.usual)} is usual"
         )
-    slow |= {
-        pair[:2]: reason for pair in evidence.pairs if (reason := _beyond(pair, limits)) is not None
-    }
-    nodes = {pair.first: pair.first_host for pair in evidence.pairs}
-    nodes |= {pair.second: pair.second_host for pair in evidence.pairs}
+    slow |= {pair[:2]: reason for pair in evidence.pairs if (reason := _beyond(pair, limits))}
+    nodes = hosts_of(evidence.pairs)
     guilty = bad_everywhere(evidence.pairs, slow)
     for number in guilty:
         reasons = [reason for pair, reason in slow.items() if number in pair]
@@ -344,21 +332,19 @@ def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if evidence.wrong:
             yield node, f"{len(evidence.wrong)} collectives with it have wrong elements"
     for pair in wrong:
-        if not corrupt & {pair.first_host, pair.second_host}:
-            yield (
-                "",
-                f"{pair.wrong} bytes between {pair.first_host} and {pair.second_host} arrived wrong",
-            )
+        both = pair.first_host, pair.second_host
+        if not corrupt & {*both}:
+            yield "", f"{pair.wrong} bytes between {' and '.join(both)} arrived wrong"
     for row in () if corrupt else evidence.wrong:
         yield "", f"{row.operation} by {row.algorithm} has {row.wrong} wrong elements"
 
 
-def _beyond(pair: Pair, limits: Limits) -> str | None:
+def _beyond(pair: Pair, limits: Limits) -> str:
     if limits.link_GBs and not (pair.best_GBs >= limits.link_GBs):
         return f"bandwidth {figure(pair.best_GBs)} GB/s, and the limit is {limits.link_GBs:g}"
     if limits.link_us and not (pair.fastest_us <= limits.link_us):
         return f"latency {figure(pair.fastest_us)} us, and the limit is {limits.link_us:g}"
-    return None
+    return ""
 
 
 def _failed_runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -376,5 +362,5 @@ def _failed_runs(evidence: Evidence) -> Iterator[tuple[str, str]]:
         yield "", "a training run has other bits when resumed from its checkpoint"
 
 
-def _listed(ranks: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + ", ..." * (len(ranks) > most)
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:LISTED])) + ", ..." * (len(ranks) > LISTED)

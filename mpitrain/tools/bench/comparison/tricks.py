@@ -13,7 +13,7 @@ from mpitrain.run.build import Job, build
 from mpitrain.run.choices import parse
 from mpitrain.run.resolve import Resolved
 from mpitrain.tools.bench.comparison.formulas import predicted
-from mpitrain.tools.bench.training.steps import Ours, alternate
+from mpitrain.tools.bench.training.steps import Ours, alternate, shown
 from mpitrain.tools.bench.turns import ratios, spread, verdict
 from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.agreement import on_all_ranks
@@ -367,11 +367,7 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_toml(value)}" for key, value in values.items()]
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return [f"{key}={shown(value)}" for key, value in values.items()]
 
 
 def names_of(text: str | None) -> list[str]:

@@ -115,9 +115,13 @@ def check_common_steps(config: Config) -> None:
 
 def named(config: Config, settings: Sequence[str]) -> str:
     """Return the name of our side, with the values of the keys in these `section.key=value`."""
-    values = config.flat()
-    shown = {key: json.dumps(values[key]).strip('"') for key in map(key_of, settings)}
-    return " ".join(["mpitrain", *(f"{key}={value}" for key, value in shown.items())])
+    values, keys = config.flat(), dict.fromkeys(map(key_of, settings))
+    return " ".join(["mpitrain", *(f"{key}={shown(values[key])}" for key in keys)])
+
+
+def shown(value: Any) -> str:
+    """Return a value of a key as a user types it."""
+    return json.dumps(value).strip('"')
 
 
 def key_of(setting: str) -> str:
