@@ -192,16 +192,18 @@ class Recovery:
                 known = self._root.gather_text(
                     [self._folder, self._source is not None, self._replicas]
                 )
-                damaged = self._damaged([replicas for *_, replicas in known])
-                if not damaged:
-                    return known, left
-                if len(damaged) == len(known):
-                    break
-                left = max(left, len(damaged))
-                if self._root.rank in damaged:
-                    self._root.leave()
             except PeerLost:
                 continue
+            damaged = self._damaged([replicas for *_, replicas in known])
+            if not damaged:
+                return known, left
+            with suppress(PeerLost):
+                self._root.barrier()  # `abandon` would keep from slower ranks that they leave.
+            if len(damaged) == len(known):
+                break
+            left = max(left, len(damaged))
+            if self._root.rank in damaged:
+                self._root.leave()
         layout = self._config.layout
         raise PeerLost(
             f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "

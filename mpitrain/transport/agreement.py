@@ -6,11 +6,11 @@ Without it, the other ranks would wait for ever for a rank that has stopped.
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from mpitrain import errors
-from mpitrain.errors import MpitrainError, say
+from mpitrain.errors import MpitrainError, PeerLost, say
 from mpitrain.transport.base import Transport
 
 Result = TypeVar("Result")
@@ -127,7 +127,8 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
     try:
         yield
         leaving()
-        transport.barrier()
+        with suppress(*() if transport.needs_all else (PeerLost,)):
+            transport.barrier()  # Where ranks end alone, one may have left it and ended.
     except MpitrainError as error:
         if not error.agreed:
             transport.end_rank(str(error))

@@ -364,10 +364,12 @@ def leave_within(seconds: float) -> None:
     """Limit the time from now to the end of MPI_Finalize, which this process calls when it exits.
 
     After it the process ends with exit code 1, and prints the stack of each thread. mpi4py would
-    call MPI_Finalize after the interpreter, which removes the timer.
+    call MPI_Finalize after the interpreter, which removes the timer. A rank that may have lost
+    another one leaves without MPI_Finalize, which may then hang.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-    atexit.register(_finalize)
+    if not process.outlives_ranks():
+        atexit.register(_finalize)
 
 
 def _finalize() -> None:

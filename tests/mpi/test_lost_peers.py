@@ -52,13 +52,15 @@ os._exit(0)
 """
 
 OUTLIVE = """
-import os, signal, sys
+import atexit, os, signal, sys
 import mpitrain
+from mpitrain.transport.failures import leave_within
 from tests.laws.lost_peers import outlive
 transport = mpitrain.connect()
 first = transport.rank
 seen = outlive(transport, lambda: os.kill(os.getpid(), signal.SIGKILL))
-sys.stdout.write(f"{first}: {seen}\\n")
+atexit.register(lambda: sys.stdout.write(f"{first}: {seen}" + ", finalized" * transport.MPI.Is_finalized() + "\\n"))
+leave_within(60)
 """
 
 

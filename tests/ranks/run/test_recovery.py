@@ -268,6 +268,19 @@ def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
         check(config, ranks)
 
 
+def test_a_rank_revokes_nothing_before_all_know_which_ranks_leave(settings):
+    """Else a fast rank hides from a slow one that it is to leave, for ever."""
+    calls, replicas = [], iter([[[0]] * 2 + [[1]], [[0]] * 2])
+    ranks = SimpleNamespace(needs_all="", size=4, rank=1, hosts="aa")
+    config = parse(with_settings({}, [*settings, "layout.tp=2", "model.heads=2"]))
+    own = Recovery(config, ranks)
+    for name in ("abandon", "survivors", "barrier", "leave"):
+        setattr(ranks, name, lambda name=name: calls.append(name))
+    ranks.gather_text = lambda value: [["", False, [*one]] for one in next(replicas)]
+    assert own._connected()[1] == 1
+    assert calls == ["abandon", "survivors", "barrier", "abandon", "survivors"]
+
+
 def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     said, ended = [], threading.Event()
     ranks = SimpleNamespace(
