@@ -61,4 +61,6 @@ def command(run: Path, out: Path, best: bool, **options: Any) -> None:
             with outputs.to(out), whole(out) as file:
                 np.save(file, y)
             click.echo(f"{visible(str(out))}: {y.dtype} of shape {y.shape}")
+            for number, label in enumerate(getattr(job.data, "labels", ())):
+                click.echo(f"  {number} {visible(label)}: {np.sum(y == number)}")
         on_all_ranks(transport, outputs.settle)

@@ -224,6 +224,9 @@ class Data(Section):
     classes: int = Field(0, ge=0)
     """classes of the labelled texts of {rows}; 0: those of run.init_from, else the largest label +
     1"""
+    labels: list[str] = []
+    """names of these classes, from class 0 on; empty: those of run.init_from, else the names in the
+    texts, sorted"""
     mask: float = Field(0.15, gt=0, le=1)
     """{rows}: part of the tokens to predict. Of these, 80% become the mask token, 10% any token,
     and 10% stay. The mask token is [MASK] of the tokenizer; without one it is added behind all

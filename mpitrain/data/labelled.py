@@ -1,24 +1,24 @@
 """Labelled texts: rows of tokens with one class each, of lines of JSON.
 
-A line is {"text": TEXT, "label": NUMBER}, or also has a "text_pair", a second text. Lines without a
-label are for predictions alone. A tokenizer with these names writes [CLS] text [SEP] text_pair [SEP].
+A line is {"text": TEXT, "label": NUMBER or NAME}, or also has a "text_pair", a second text. Lines
+without a label are for predictions alone. A tokenizer with these names writes [CLS] text [SEP]
+text_pair [SEP].
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from mpitrain.data.samples import SampleSource
 from mpitrain.data.source import IGNORED, PADDING, SECOND, Request
 from mpitrain.data.tokenizer import MASK, ByteTokenizer, Tokenizer, read_tokenizer
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, contents
+from mpitrain.files import contents, reading_of
 from mpitrain.strict_json import validated
 
-Rows = tuple[np.ndarray, np.ndarray]
+Label = int | str | None
 
 
 class _Line(BaseModel):
@@ -26,7 +26,7 @@ class _Line(BaseModel):
 
     text: str
     text_pair: str = ""
-    label: int = Field(IGNORED, ge=0, lt=1 << 31)
+    label: Label = None
 
 
 def open_texts(request: Request) -> SampleSource:
@@ -43,68 +43,82 @@ def open_texts(request: Request) -> SampleSource:
             f"or the model of run.init_from has {given}.",
             "Name the tokenizer of that model with data.tokenizer.",
         )
-    read = partial(_read, tokenizer=tokenizer, context=request.context)
-    if request.validation == request.name:
-        train = test = read(request.place)
-    elif request.other:
-        train, test = _labelled(request.place, read), _labelled(request.other, read)
-    else:
-        train = _labelled(request.place, read)
+    predicts = request.validation == request.name
+    files = [request.place, *([request.other] if request.other and not predicts else [])]
+    texts = [_read(path, tokenizer, request.context) for path in files]
+    named = {label for _, labels in texts for label in labels if isinstance(label, str)}
+    # Classes of a model without names have none.
+    names = [*reading.labels] or ([] if reading.classes else sorted(named))
+    parts = []
+    for path, (inputs, labels) in zip(files, texts, strict=True):
+        targets = _classes(path, labels, names)
+        has = predicts | (targets != IGNORED)
+        if not has.any():
+            raise DataError(f"{path} must have a text with a label, but has none.", "Add labels.")
+        parts.append((inputs[has], targets[has]))
+    train, test = parts[0], parts[-1]
+    if not (predicts or request.other):
         held = np.arange(len(train[1])) % 10 == 9
         held[-1:] |= not held.any()
-        train, test = (train[0][~held], train[1][~held]), (train[0][held], train[1][held])
+        train, test = ((train[0][rows], train[1][rows]) for rows in (~held, held))
     if not len(train[1]):
         raise DataError(
             f"{request.place} must have at least 2 texts, but has {len(test[1])}.", "Add texts."
         )
     largest = max(int(part[1].max()) for part in (train, test))
-    if 0 < reading.classes <= largest:
+    if 0 < (classes := reading.classes or len(names)) <= largest:
         raise DataError(
             f"{request.name} has a text of class {largest}, but data.classes or the model of run.init_from has "
-            f"{reading.classes}.",
+            f"{classes}.",
             "Number the classes from 0 on, or start from a model without classes.",
         )
-    if request.validation != request.name and max(reading.classes, largest + 1) < 2:
+    if not predicts and max(classes, largest + 1) < 2:
         raise DataError(
-            f"{request.name} must have texts of at least 2 classes, but all have label 0.",
+            f"{request.name} must have texts of at least 2 classes, but all have one label.",
             "Add texts of another class, or set data.classes.",
         )
-    return SampleSource(train, test, "texts", entries, reading.classes)
+    return SampleSource(train, test, "texts", entries, classes, names)
 
 
-def _labelled(path: str, read: Callable[[str], Rows]) -> Rows:
-    inputs, labels = read(path)
-    if not (has := labels != IGNORED).any():
-        raise DataError(f"{path} must have a text with a label, but has none.", "Add labels.")
-    return inputs[has], labels[has]
-
-
-def _read(path: str, tokenizer: Tokenizer, context: int) -> Rows:
-    """Return the rows of a file, (N, T) int64, and their classes, (N,) int64."""
-    try:
-        check_regular(Path(path))
+def _read(path: str, tokenizer: Tokenizer, context: int) -> tuple[np.ndarray, list[Label]]:
+    """Return the rows of a file, (N, T) int64, and their labels."""
+    with reading_of(f"The data file {path}", "Check data.source and data.validation.", DataError):
         lines = contents(Path(path)).split(b"\n")
-    except OSError as error:
-        raise DataError(
-            f"The data file {path} cannot be read: {error.strerror}.",
-            "Check data.source and data.validation.",
-        ) from None
-    inputs, labels = list[np.ndarray](), list[int]()
+    inputs, labels = list[np.ndarray](), list[Label]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             found = validated(_Line, line)
+            if isinstance(found.label, int) and not 0 <= found.label < 1 << 31:
+                raise ValueError(f"its label is {found.label}")
         except ValueError as error:
             raise DataError(
                 f"Line {number} of {path} must be a labelled text, but {error}.",
-                'Write {"text": TEXT, "label": 0} on each line, with classes from 0 on.',
+                'Write {"text": TEXT, "label": 0} on each line, with classes from 0 on or names.',
             ) from None
         inputs.append(row_of(tokenizer, found.text, found.text_pair, context))
         labels.append(found.label)
     if not labels:
         raise DataError(f"{path} must have a text, but has none.", "Add texts.")
-    return np.stack(inputs), np.array(labels, np.int64)
+    return np.stack(inputs), labels
+
+
+def _classes(path: str, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+    """Return the class of each label, (N,) int64; IGNORED without one."""
+    if {int, str} <= {*map(type, labels)}:
+        raise DataError(
+            f"The labels of {path} must be all numbers or all names, but it has both.",
+            "Write names on all lines.",
+        )
+    numbers: dict[Label, Label] = {name: number for number, name in enumerate(names)}
+    numbers[None] = IGNORED
+    if strange := [one for one in labels if isinstance(one, str) and one not in numbers]:
+        raise DataError(
+            f"{path} has the label {strange[0]}, but data.labels or the model of run.init_from has {', '.join(names) or 'none'}.",
+            "Use these names, or set data.labels.",
+        )
+    return np.array([numbers.get(one, one) for one in labels], np.int64)
 
 
 def row_of(tokenizer: Tokenizer, text: str, pair: str, context: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import gzip
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ class SampleSource(Shuffled):
     form     None: as the shape of the samples says
     inputs   number of tokens of texts; 0: of features or pixels
     classes  0: as the targets say
+    labels   names of the classes, if they have names
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class SampleSource(Shuffled):
         form: Form | None = None,
         inputs: int = 0,
         classes: int = 0,
+        labels: Sequence[str] = (),
     ):
-        self._parts = train, test
+        self._parts, self.labels = (train, test), labels
         self.samples, *shape = train[0].shape
         self.shape: tuple[int, ...] = tuple(shape)
         self.inputs = inputs or math.prod(shape)

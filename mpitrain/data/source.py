@@ -136,6 +136,7 @@ class Reading(NamedTuple):
                document (document)
     normalise  whether arrays are scaled to mean 0 and deviation 1
     classes    of labelled texts; 0: from the data
+    labels     names of these classes; empty: from the data
     """
 
     dtype: str = "auto"
@@ -148,6 +149,7 @@ class Reading(NamedTuple):
     attend: str = "window"
     normalise: bool = True
     classes: int = 0
+    labels: Sequence[str] = []
 
 
 class Request(NamedTuple):

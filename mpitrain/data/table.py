@@ -141,7 +141,7 @@ SOURCES: Table[str, SourceKind] = Table(
         "conversations, or labelled texts",
         is_text=True,
         can_validate=True,
-        reads=("template", "tokenizer", "packing", "attend", "classes"),
+        reads=("template", "tokenizer", "packing", "attend", "classes", "labels"),
         also=("texts",),
     ),
     mixture=SourceKind(

@@ -5,7 +5,7 @@ gpt2.py, llama.py and bert.py have what differs: names and shapes of tensors, an
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -82,7 +82,7 @@ class Architecture(NamedTuple):
     only          {key of config.json: the only values that our model supports}
     tensors       (section [model]) -> all tensors, in the order of the model
     keys          (config) -> {section.key: value}; raises ValueError for a model that is not ours
-    described     (section [model], classes) -> the keys of config.json that describe a model
+    described     (section [model], names of the classes) -> the keys of config.json that describe a model
     prefix        of names; the folder of a model without a head lacks it
     buffers       pattern of the names, without the prefix, of tensors that are no parameters
     is_transposed  whether folders have the matrices of blocks in reverse order of dims
@@ -97,7 +97,7 @@ class Architecture(NamedTuple):
     only: Mapping[str, tuple[Any, ...]]
     tensors: Callable[[Model], Sequence[TensorRow]]
     keys: Callable[[Any], dict[str, Any]]
-    described: Callable[[Model, int], dict[str, Any]]
+    described: Callable[[Model, Sequence[str]], dict[str, Any]]
     prefix: str
     buffers: str
     is_transposed: bool = False
@@ -130,11 +130,11 @@ class Architecture(NamedTuple):
             yield ours, parts
 
     def facts(
-        self, keys: Model, vocabulary: int, ends: int | None, classes: int = 0
+        self, keys: Model, vocabulary: int, ends: int | None, labels: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return the keys of config.json for a model.    ends: the token that ends a document"""
         sizes = {"vocab_size": vocabulary, "tie_word_embeddings": keys.tied}
-        facts = {**self.described(keys, classes), **sizes}
+        facts = {**self.described(keys, labels), **sizes}
         return {**facts, "bos_token_id": ends, "eos_token_id": ends}
 
     def _rows(self, keys: Model, has: Callable[[TensorRow], bool]) -> Iterator[TensorRow]:
@@ -261,6 +261,11 @@ def _matched(
     return matched
 
 
+def numbered(classes: Sized) -> list[str]:
+    """Return the names that transformers gives to classes without names."""
+    return [f"LABEL_{number}" for number in range(len(classes))]
+
+
 def write(own: Architecture, model: Trained) -> FolderContents:
     keys, tensors = model.config.model, model.tensors
     if keys.kind != own.kind:
@@ -286,7 +291,9 @@ def write(own: Architecture, model: Trained) -> FolderContents:
             "Name another run.",
         )
     ends = model.separator if 0 <= model.separator < vocabulary else None
-    facts = own.facts(keys, vocabulary, ends, classes)
+    labels = model.config.data.labels
+    names = [*labels, *numbered(range(classes))[len(labels) :]][:classes]
+    facts = own.facts(keys, vocabulary, ends, names)
     texts: dict[str, Any] = {CONFIGURATION: {**facts, "dtype": model.dtype}}
     if not own.heads:  # A model with several heads is no model that generates.
         both = {"bos_token_id": ends, "eos_token_id": ends}

@@ -4,6 +4,7 @@ A folder may have each head or none: of masked tokens (cls), the pooler, and of 
 A tied decoder has no tensor of its own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from mpitrain.formats.architecture import (
     check_heads,
     dropout_notes,
     format_of_architecture,
+    numbered,
 )
 from mpitrain.formats.folder import ModelType
 
@@ -93,6 +95,8 @@ def keys(config: BertConfiguration) -> dict[str, Any]:
     check_heads(config, "num_attention_heads", "hidden_size")
     inner = config.intermediate_size
     is_classifier = "BertForSequenceClassification" in (config.architectures or [])
+    names = (is_classifier and config.id2label) or {}
+    labels = [names.get(number, "") for number in map(str, range(len(names)))]
     return {
         "model.kind": "bert",
         "model.layers": config.num_hidden_layers,
@@ -103,14 +107,15 @@ def keys(config: BertConfiguration) -> dict[str, Any]:
         "model.hidden": 0 if inner == 4 * config.hidden_size else inner,
         "model.epsilon": config.layer_norm_eps,
         "data.vocabulary": config.vocab_size,
-        "data.classes": len(config.id2label or {}) if is_classifier else 0,
+        "data.classes": len(labels),
+        "data.labels": [] if labels == numbered(labels) else labels,
     }
 
 
-def described(keys: Model, classes: int) -> dict[str, Any]:
-    labels = {str(number): f"LABEL_{number}" for number in range(classes)}
+def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
+    numbers = {label: number for number, label in enumerate(labels)}
     return {
-        "architectures": ["BertForSequenceClassification" if classes else "BertForMaskedLM"],
+        "architectures": ["BertForSequenceClassification" if labels else "BertForMaskedLM"],
         "model_type": "bert",
         "hidden_size": keys.width,
         "num_hidden_layers": keys.layers,
@@ -122,9 +127,7 @@ def described(keys: Model, classes: int) -> dict[str, Any]:
         "layer_norm_eps": keys.epsilon,
         "hidden_dropout_prob": keys.dropout,
         "attention_probs_dropout_prob": keys.attention_dropout,
-        **(
-            {"id2label": labels, "label2id": {labels[n]: int(n) for n in labels}} if classes else {}
-        ),
+        **({"id2label": dict(enumerate(labels)), "label2id": numbers} if labels else {}),
     }
 
 

@@ -3,6 +3,7 @@
 Matrices of blocks are transposed, (inputs, outputs). A tied head has no tensor of its own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +85,7 @@ def keys(config: Gpt2Configuration) -> dict[str, Any]:
     }
 
 
-def described(keys: Model, classes: int) -> dict[str, Any]:
+def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -4,6 +4,7 @@ model_type is llama (as SmolLM has), mistral or qwen2; the last has biases of qu
 values. A tied head has no tensor of its own.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -137,7 +138,7 @@ def keys(config: LlamaConfiguration) -> dict[str, Any]:
     }
 
 
-def described(keys: Model, classes: int) -> dict[str, Any]:
+def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
     name, model_type = ("Qwen2", "qwen2") if keys.qkv_bias else ("Llama", "llama")
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:

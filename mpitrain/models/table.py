@@ -276,6 +276,7 @@ def check_model(config: Config) -> None:
         ("layout.cp", layout.cp > 1, are_tokens, divides),
         ("data.mask", is_masked, are_tokens and row.hides, f"hides tokens of a {hiders}"),
         ("data.classes", data.classes > 0, are_texts, "is of labelled texts"),
+        ("data.labels", data.labels, are_texts, "is of labelled texts"),
         ("data.packing", data.packing, not are_texts, "is of conversations"),
         ("data.template", data.template, not are_texts, "is of conversations"),
         ("run.sample_prompt", config.run.sample_prompt, row.writes, f"is for a {writers}"),

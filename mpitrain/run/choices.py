@@ -64,6 +64,7 @@ def keys() -> Iterator[ConfigKey]:
         "data.mixture": spellings("order"),
         "data.normalise": spellings("normalise"),
         "data.classes": spellings("classes"),
+        "data.labels": spellings("labels"),
         "data.mask": " or ".join(kinds(lambda row: row.hides)),
         "run.sample": " or ".join(kinds(lambda row: row.writes)),
         "model.kind": ", ".join(f"{kind} {row.help}" for kind, row in MODELS.items()),

@@ -55,6 +55,7 @@ def determined(folder: Path) -> dict[str, Any]:
         "data.vocabulary": data.get("vocabulary", 0),
         "data.template": data.get("template", ""),
         "data.classes": data.get("classes", 0),
+        "data.labels": data.get("labels", []),
         "data.tokenizer": str(folder / TOKENIZER) if TOKENIZER in present else "",
     }
 
@@ -116,8 +117,9 @@ def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     )
     if is_file and not data.get("vocabulary"):
         read["vocabulary"] = keys["data.vocabulary"]
-    if kind.does_read("classes") and keys.get("data.classes") and not data.get("classes"):
-        read["classes"] = keys["data.classes"]
+    for key in ("classes", "labels"):
+        if kind.does_read(key) and keys.get(f"data.{key}") and not data.get(key):
+            read[key] = keys[f"data.{key}"]
     return {**joined, "data": {**data, **read}} if read else joined
 
 

@@ -83,6 +83,8 @@ FIXED = (
     "data.vocabulary",
 )
 """The keys that must not change when a run resumes: other values mean another model."""
+OF_DATA = ("data.vocabulary", "data.classes", "data.labels")
+"""Keys that are taken from the data where they are not set."""
 
 
 def look(config: Config, resume: str, ranks: int) -> RunLocation:
@@ -243,7 +245,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
     ignored += ("data.tokenizer", *(["run.steps"] if new["run.epochs"] else []))
     ignored += tuple(
         key
-        for key in ("data.vocabulary", "data.validation", "data.template", "batch.micro_batches")
+        for key in (*OF_DATA, "data.validation", "data.template", "batch.micro_batches")
         if not new[key]
     )
     for key in ("data.source", "data.validation"):
@@ -541,6 +543,7 @@ def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict
     tables["data"]["mixture"] = _absolute(config.data.mixture)
     if source.form == "texts":
         tables["data"]["classes"] = source.classes
+        tables["data"]["labels"] = [*getattr(source, "labels", config.data.labels)]
     if source.form in ("tokens", "texts") and not (
         source_kind(config.data.source).is_text and not config.data.tokenizer
     ):

@@ -25,7 +25,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "intermediate_size": 40,
     "max_position_embeddings": 16,
-    "num_labels": 3,
+    "id2label": {0: "bad", 1: "mixed", 2: "good"},
     "pad_token_id": None,  # else the embedding of token 0 gets no gradient
 }
 FLAT = ["run.steps=20", "batch.size=8", "device.kind=cpu", "run.eval_every=-1"]
@@ -81,7 +81,8 @@ def given(request, tmp_path_factory):
     with (folder / "train.jsonl").open("w") as file:
         for number in range(60):
             pair = {"text_pair": words(generator)} if number % 2 else {}
-            line = {"text": words(generator), "label": int(generator.integers(3)), **pair}
+            label = SHAPE["id2label"][int(generator.integers(3))]
+            line = {"text": words(generator), "label": label, **pair}
             file.write(json.dumps(line) + "\n")
     return model, folder, [f"data.source=jsonl:{folder / 'train.jsonl'}"]
 
@@ -176,6 +177,9 @@ def test_a_round_trip(given, tmp_path):
     with torch.no_grad():
         difference = again(tokens).logits - model(tokens).logits
     assert float(difference.abs().max()) <= 1e-5
+    if again.config.architectures != ["BertForMaskedLM"]:
+        assert again.config.id2label == model.config.id2label
+        assert again.config.label2id == {"bad": 0, "mixed": 1, "good": 2}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer.mask_token_id == 4 and tokenizer.cls_token == "[CLS]"
     row = row_of(read_tokenizer(str(tmp_path / "back/tokenizer.json")), "w1 w2", "w3", 6)

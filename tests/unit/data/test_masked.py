@@ -86,11 +86,25 @@ def test_padding_is_a_document_of_its_own():
     assert starts.tolist() == [[0, 0, 2, 2]]
 
 
+def test_labels_that_are_names_are_numbered_in_their_order(tmp_path):
+    lines = ['{"text": "a", "label": "c"}', '{"text": "b", "label": null}']
+    (tmp_path / "t.jsonl").write_text("\n".join(lines + ['{"text": "d", "label": "b"}'] * 3))
+    request = Request(f"jsonl:{tmp_path / 't.jsonl'}", 8, "float32", 0, "", None)
+    for known, classes in ((["b", "c"], [1, 0, 0, 0]), (["c", "a", "b"], [0, 2, 2, 2])):
+        labels = known if "a" in known else []
+        source = open_texts(request._replace(reading=request.reading._replace(labels=labels)))
+        targets = [source._rows(part, np.arange(n))[1] for part, n in ((0, 3), (1, 1))]
+        assert np.concatenate(targets).tolist() == classes
+        assert source.labels == known and source.classes == len(known)
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
         ('{"text": "a"\n', "Line 1 of .* must be a labelled text"),
-        ('{"text": "a", "label": "good"}\n', "label"),
+        ('{"text": "a", "label": 1.5}\n', "label"),
+        ('{"text": "a", "label": "good"}\n{"text": "b", "label": 0}\n', "has both"),
+        ('{"text": "a", "label": "good"}\n{"text": "b", "label": "3"}\n', "label good, but .*none"),
         ('{"text": "a", "label": -1}\n', "label"),
         ('{"text": "a", "label": 1, "more": 2}\n', "more"),
         ('{"prompt": "a", "answer": "b"}\n', "text"),
