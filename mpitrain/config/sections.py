@@ -235,7 +235,7 @@ class Data(Section):
     @field_validator("validation", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, float) else value
+        return str(value) if isinstance(value, int | float) else value
 
 
 class Model(Section):

@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import math
+import threading
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -194,11 +195,17 @@ class ConfigKey(NamedTuple):
     is_basic: bool
 
 
+PARSING = threading.Lock()
+"""Ranks may be threads, and in Python 3.11 `ast.parse` of two threads at once raises SystemError."""
+
+
 @cache
 def _help() -> dict[tuple[str, str], str]:
     """Return {(section, key): the string below the key in sections.py, as one line}."""
     texts = {}
-    for section in ast.parse(inspect.getsource(sections)).body:
+    with PARSING:
+        tree = ast.parse(inspect.getsource(sections))
+    for section in tree.body:
         body = section.body if isinstance(section, ast.ClassDef) else []
         for key, text in pairwise(body):
             match key, text:

@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,11 +34,13 @@ class Arrays(NamedTuple):
     name  of their source, for messages
     x     (rows, ...)
     y     (rows, ...), or None where only predictions are wanted
+    names of the columns of x and of y, where the file has them
     """
 
     name: str
     x: Any
     y: Any
+    names: tuple[list[str], list[str]] = ([], [])
 
 
 class Scaling(BaseModel):
@@ -135,7 +138,10 @@ def table(name: str) -> Arrays:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             columns = [column.strip() for column in next(filter(None, csv.reader(file)), [])]
-            cells = np.loadtxt(file, delimiter=",", quotechar='"', comments=None, ndmin=2)
+            cells = np.empty((0, 0))
+            if first := next(filter(str.strip, file), ""):
+                lines = chain([first], file)
+                cells = np.loadtxt(lines, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Name a csv file.") from None
     except (ValueError, csv.Error) as error:
@@ -150,16 +156,18 @@ def table(name: str) -> Arrays:
             f"{path} must have a column {missing[0]}, but has {', '.join(columns) or 'none'}.",
             "Write csv:FILE:TARGET, with a name of the first line.",
         )
-    if len(columns) != (count := cells.shape[1] * bool(len(cells))):
+    if len(columns) != (count := cells.shape[1]):
         raise DataError(
             f"The first line of {path} must name each column below it, but has {len(columns)} names for {count} columns.",
             "Write the names, with commas between, and a row of numbers on each line below.",
         )
     y = cells[:, [columns.index(target) for target in targets]]
     y = y[:, 0] if len(targets) == 1 else y
+    features = [column for column in columns if column not in targets]
     x = cells[:, [column not in targets for column in columns]]
     is_whole = np.all((y == np.round(y)) & (np.abs(y) < 1 << 53))  # They may be classes.
-    return Arrays(name, x, (y.astype(np.int64) if is_whole else y) if targets else None)
+    y = (y.astype(np.int64) if is_whole else y) if targets else None
+    return Arrays(name, x, y, (features, targets))
 
 
 def rows_of(array: Any, numbers: np.ndarray) -> np.ndarray:
@@ -266,20 +274,21 @@ class ArraySource(Shuffled):
                         wrong, law = (y < 0) | (y > 1), "lie in 0..1 with model.loss=bce"
                     else:
                         wrong, law = np.isinf(y), "be finite, or NaN where it does not count"
-                    _check(wrong, y, some, f"y of {arrays.name} must {law}")
+                    _check(wrong, y, some, f"y of {arrays.name} must {law}", arrays.names[1])
                     if self.targets == "numbers":
                         found[1] = moments_of(y)
                 if not index:
                     moments = [sum_of(*pair) for pair in zip(moments, found, strict=True)]
         scaled = self._request.reading.normalise
         scales = scaled, scaled and self.targets == "numbers"
-        return [classes, self._y_shape, [m.tolist() for m in moments], scales]
+        return [classes, self._y_shape, [m.tolist() for m in moments], scales, self._arrays.names]
 
     def _matrix(self, arrays: Arrays, numbers: np.ndarray) -> np.ndarray:
         """Return rows of x as (B, F, 1), or of images (B, C, H W), in float64; all must be finite."""
         shape = len(numbers), self.shape[0], self.inputs // self.shape[0]
         x = np.asarray(rows_of(arrays.x, numbers), np.float64).reshape(shape)
-        _check(~np.isfinite(x), x, numbers, f"x of {arrays.name} must be finite")
+        law = f"x of {arrays.name} must be finite"
+        _check(~np.isfinite(x), x, numbers, law, arrays.names[0])
         return x
 
     def _rows(self, part: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -300,13 +309,23 @@ class ArraySource(Shuffled):
         return y * self.scaling.y_deviation + self.scaling.y_mean
 
 
-def _check(is_wrong: np.ndarray, array: np.ndarray, rows: np.ndarray, law: str) -> None:
-    """Raise DataError at the first wrong number of some rows.    rows: their numbers"""
+def _column(number: int, names: Sequence[str]) -> str:
+    return f"{number} ({names[number]})" if names else f"{number}"
+
+
+def _check(
+    is_wrong: np.ndarray, array: np.ndarray, rows: np.ndarray, law: str, names: Sequence[str]
+) -> None:
+    """Raise DataError at the first wrong number of some rows.
+
+    rows   their numbers
+    names  of the columns, or nothing
+    """
     if is_wrong.any():
         row, *column = np.argwhere(is_wrong)[0].tolist()
         at = np.ravel_multi_index(column, array.shape[1:])
         raise DataError(
-            f"{law}, but row {rows[row]} has {array[(row, *column)]:g} in column {at}; both count from 0.",
+            f"{law}, but row {rows[row]} has {array[(row, *column)]:g} in column {_column(at, names)}; both count from 0.",
             "Correct the number, or leave out the row.",
         )
 
@@ -335,7 +354,7 @@ def joined(parts: Sequence[Any], name: str) -> dict[str, Any]:
     name    of the source
     raises  DataError if a feature or an output is constant in all rows to train on
     """
-    _, y_shape, (_, of_y), is_scaled = parts[0]
+    _, y_shape, (_, of_y), is_scaled, names = parts[0]
     if not of_y[0]:
         raise DataError(
             f"{name} has no targets to train on.",
@@ -344,12 +363,12 @@ def joined(parts: Sequence[Any], name: str) -> dict[str, Any]:
     scaling: dict[str, Any] = {"classes": max(part[0] for part in parts), "y_shape": list(y_shape)}
     for index, what in enumerate(("x", "y")):
         count, mean, squares = reduce(sum_of, [np.array(part[2][index]) for part in parts])
-        deviation = np.sqrt(squares / np.maximum(1, count))
+        mean, deviation = np.where(count, mean, np.nan), np.sqrt(squares / np.maximum(1, count))
         if not is_scaled[index]:
             mean, deviation = np.zeros_like(mean), np.ones_like(mean)
-        if (constant := np.flatnonzero(deviation <= LEAST * np.abs(mean))).size:
+        if (constant := np.flatnonzero(~(deviation > LEAST * np.abs(mean)))).size:
             raise DataError(
-                f"Numbers must vary to be scaled, but column {constant[0]} of {what} of {name} is "
+                f"Numbers must vary to be scaled, but column {_column(constant[0], names[index])} of {what} of {name} is "
                 f"{mean[constant[0]]:g} in all rows to train on; columns count from 0.",
                 "Leave the column out, or set data.normalise=false.",
             )

@@ -383,7 +383,7 @@ def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None 
         targets=LOSSES[config.model.loss].takes,
         scaling=scaling,
     )
-    if not MODELS[config.model.kind].hides or form != "tokens":
+    if not MODELS[config.model.kind].hides or not form == source_kind(data.source).form == "tokens":
         return opened(data.vocabulary)
     from mpitrain.data.masked import masked  # a run of another kind does not need the module
 

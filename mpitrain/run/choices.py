@@ -104,7 +104,8 @@ def _in_brackets(defaults: Mapping[str, float]) -> str:
 
 
 def _phrases(key: str, between: str) -> str:
-    return between.join(row.phrases[key] for row in MODELS.values() if key in row.phrases)
+    phrases = [row.phrases[key] for row in MODELS.values() if key in row.phrases]
+    return between.join(dict.fromkeys(phrases))
 
 
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
@@ -193,11 +194,12 @@ def _check_rules(config: Config, path: Path | None = None) -> None:
     path  the file that the configuration was read from, for messages
     """
     validation = config.data.validation
-    has_part = source_kind(config.data.source).has_arrays and is_fraction(validation)
-    is_named = validation not in ("", TENTH) and not has_part
+    has_arrays = source_kind(config.data.source).has_arrays
+    is_named = validation not in ("", TENTH) and not (has_arrays and is_fraction(validation))
     if is_named and not source_kind(validation).takes_validation:
+        part = "a fraction of the rows between 0 and 1, " * has_arrays
         raise refusal(
-            f"data.validation must be {validating()}, or else tenth or empty, but is {validation!r}.",
+            f"data.validation must be {validating()}, or else {part}tenth or empty, but is {validation!r}.",
             path,
         )
     check_mixture(config.data.source, config.data.mixture)
