@@ -13,6 +13,8 @@ COLOURS = (
     *("#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf"),
 )
 """Colours of curves, which colour-blind readers can distinguish as far as possible."""
+WALL = 12.8, 7.2
+"""Inches of a picture for a wall: 1280 x 720 pixels, 100 of which are an inch."""
 DASHES, MARKS = ("-", "--", "-."), "os^"
 """Dashes and marks of the first, second and third ten curves."""
 
@@ -65,6 +67,13 @@ def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
             figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=dpi)
     finally:
         painter().close(figure)
+
+
+def numbered(path: Path, count: int) -> list[Path]:
+    """Return the files of `count` pictures: the path itself, or NAME-1.png, NAME-2.png and so on."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number + 1}{path.suffix}") for number in range(count)]
 
 
 class Look(NamedTuple):

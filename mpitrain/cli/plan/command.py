@@ -251,8 +251,8 @@ def schedule(
             say([f"written to {json_file}"])
     if plot_file:
         with outputs.to(plot_file):
-            draw(plan, simulation, f"simulated pipeline by {caption}", plot_file, notes)
-            say([f"drawn in {plot_file}"])
+            files = draw(plan, simulation, f"simulated pipeline by {caption}", plot_file, notes)
+            say([f"drawn in {file}" for file in files])
     outputs.settle()
 
 
@@ -413,8 +413,7 @@ def _plan(
         from mpitrain.tools.plan.collective_picture import draw
 
         with outputs.to(plot_file):
-            draw(simulated, plot_file)
-            say([f"drawn in {plot_file}"])
+            say([f"drawn in {file}" for file in draw(simulated, plot_file)])
     outputs.settle()
 
 

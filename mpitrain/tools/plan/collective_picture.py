@@ -1,11 +1,12 @@
 """Picture of a collective, by matplotlib (the extra `report`)."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpitrain.plots import painter, save, subplots
+from mpitrain.plots import WALL, numbered, painter, save, subplots
 from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, Held, complete, contents, meeting
 
@@ -21,6 +22,11 @@ MOST_CELLS = 4000
 STRIP, WITHOUT_ARROWS = 0.62, 0.96
 """Fraction of a column that the chunks take, with arrows in the rest and without arrows."""
 
+BORDER = 2.2
+"""Inches of a picture beside, and above and below, its columns."""
+NARROWEST, CHUNK = 1.1, 0.2
+"""Smallest inches of a column with arrows, and of a chunk with a number in it."""
+
 NUMBERED = 9
 """With at most this number of chunks per rank, each drawn chunk shows the ranks of its sum, or their number.
 """
@@ -33,44 +39,50 @@ SUM = "\N{GREEK CAPITAL LETTER SIGMA}"
 """Stands for the sum over all ranks."""
 
 
-def draw(collective: Collective, path: Path, size: tuple[float, float] | None = None) -> None:
-    """Draw ranks as rows and steps as columns, with arrows for messages.
+def draw(collective: Collective, path: Path) -> list[Path]:
+    """Draw ranks as rows and steps as columns, with arrows for messages, in pictures for a wall.
 
     The colour of a chunk shows how many of its contributions have arrived. If there is room, a
-    chunk has the ranks of its sum: 0 +1 is the sum of what ranks 0 and 1 had.
+    chunk has the ranks of its sum: 0 +1 is the sum of what ranks 0 and 1 had. Steps for which one
+    picture is too narrow are drawn in several; the first column of each is the last one before.
 
-    size  of a picture for a wall, in inches; None: as its contents need
+    returns  the files: the path itself, or NAME-1.png and so on
     """
-    with painter().rc_context({"font.size": 15 if size else 10}):
-        _draw(collective, path, size)
+    steps = len(collective.steps)
+    has_arrows = 0 < sum(map(len, collective.steps)) <= MOST_ARROWS
+    chunks = len(collective.bounds)
+    column = max(NARROWEST, CHUNK * chunks if chunks <= NUMBERED else 0)
+    most = max(1, int((WALL[0] - BORDER) / column) - 1) if has_arrows else max(1, steps)
+    files = numbered(path, -(-max(1, steps) // most))
+    each = -(-steps // len(files))
+    with painter().rc_context({"font.size": 15}):
+        for number, file in enumerate(files):
+            last = min(steps, (number + 1) * each)
+            _draw(collective, file, number * each, last, has_arrows)
+    return files
 
 
-def _draw(collective: Collective, path: Path, size: tuple[float, float] | None) -> None:
+def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows: bool) -> None:
+    """Draw the columns after the steps `first` to `last`, both included."""
     from matplotlib.lines import Line2D
 
-    columns, chunks = len(collective.steps) + 1, len(collective.bounds)
+    columns, chunks = last - first + 1, len(collective.bounds)
     is_mean = columns * chunks > MOST_CELLS
-    filled = _filled(collective)  # (steps + 1, ranks, chunks)
+    filled = _filled(collective)[first : last + 1]  # (columns, ranks, chunks)
     if is_mean:
         filled = filled.mean(axis=2, keepdims=True)
     messages = [
-        (step, message)
-        for step, step_messages in enumerate(collective.steps)
-        for message in step_messages
+        (step, message) for step in range(first, last) for message in collective.steps[step]
     ]
-    has_arrows = 0 < len(messages) <= MOST_ARROWS
     strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
-    wide = min(max(1.1, 0.2 * filled.shape[2]) * columns, 30) if has_arrows or not messages else 12
-    each = 0.15 + 0.15 * collective.ranks if collective.ranks <= NAMED else 0.55
-    tall = min(max(each * collective.ranks, 1.2), 12)
-    figure, axes = subplots(*(size or (max(wide, 5.5) + 2.2, tall + 2.2)))
-    wide, tall = (size[0] - 2.2, size[1] - 2.2) if size else (wide, tall)
+    figure, axes = subplots(*WALL)
     has_numbers = (
         chunks <= NUMBERED
-        and wide * strip > 0.11 * columns * chunks
-        and tall > 0.15 * collective.ranks
+        and (WALL[0] - BORDER) * strip > 0.11 * columns * chunks
+        and WALL[1] - BORDER > 0.15 * collective.ranks
     )
-    for column, (held, chunks_of) in enumerate(zip(filled, contents(collective), strict=True)):
+    held_by_column = islice(contents(collective), first, last + 1)
+    for column, (held, chunks_of) in enumerate(zip(filled, held_by_column, strict=True), first):
         edges = np.linspace(column - strip / 2, column + strip / 2, held.shape[1] + 1)
         mesh = axes.pcolormesh(
             edges,
@@ -99,7 +111,7 @@ def _draw(collective: Collective, path: Path, size: tuple[float, float] | None) 
                 },
             )
     met = meeting(collective)
-    if met:
+    if met and first <= met.step < last:
         axes.axvline(met.step + strip / 2 + 0.02, color="black", linestyle="--", linewidth=1)
         axes.annotate(
             f"{met.first}  |  {met.second}",
@@ -110,14 +122,14 @@ def _draw(collective: Collective, path: Path, size: tuple[float, float] | None) 
             ha="center",
             fontsize="small",
         )
-    ticks = range(0, columns, -(-columns // 24))
+    ticks = range(first, last + 1, -(-columns // 24))
     axes.set_xticks(ticks, [f"{step}" if step else "start" for step in ticks])
-    axes.set_yticks(range(0, collective.ranks, -(-collective.ranks // 32)))
+    axes.set_yticks(range(0, collective.ranks, -(-collective.ranks // 20)))
     axes.set(
         xlabel="step: its messages travel together, then a rank holds what the box shows",
         ylabel="rank",
         ylim=(collective.ranks - 0.5, -0.5),
-        xlim=(-0.5, columns - 0.5),
+        xlim=(first - 0.5, last + 0.5),
     )
     cut = (
         f"each box is the mean of {several(chunks, 'chunk')}"

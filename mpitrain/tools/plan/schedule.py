@@ -24,7 +24,7 @@ from mpitrain.pipeline.simulate import (
     versions,
     weights,
 )
-from mpitrain.plots import save, subplots
+from mpitrain.plots import WALL, numbered, painter, save, subplots
 from mpitrain.tools.plan import MOST_SHOWN, several
 from mpitrain.tools.words import padded, said
 from mpitrain.tools.words import width as width_of
@@ -48,11 +48,14 @@ MEANING = (
 )
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
-FEWEST_INCHES, MOST_INCHES = 8, 40
-CHARACTERS, ENTRY = 11, 2.6
-"""Characters of a title in an inch, and inches of an entry in the legend."""
+MOST_PICTURES = 4
+"""Largest number of pictures; a longer schedule is drawn smaller."""
+ACROSS, DOWN = WALL[0] - 1.4, WALL[1] - 2.2
+"""Inches of the boxes in a picture."""
+TITLE = 80
+"""Characters of a line of the title."""
 CELL = 0.28
-"""Inches of the shortest instruction, if the picture has room."""
+"""Inches of the shortest instruction, if the pictures have room, and of a line in its box."""
 
 
 def chart(
@@ -360,23 +363,51 @@ def stream(
 
 def draw(
     plan: Plan, simulation: Simulation, title: str, path: Path, notes: Sequence[Sequence[str]] = ()
-) -> None:
+) -> list[Path]:
     """Draw a row of boxes for each stage over time in ms; each box has the number of its micro-batch.
 
-    The later chunks of a stage are paler.
+    The later chunks of a stage are paler. A time that one picture for a wall has no room for is
+    drawn in several.
 
-    notes  of an asynchronous pipeline: as `Stream.notes` returns them
+    notes    of an asynchronous pipeline: as `Stream.notes` returns them
+    returns  the files: the path itself, or NAME-1.png and so on
+    """
+    events = [event for stage_events in simulation.timeline for event in stage_events]
+    shortest = min(event.end - event.start for event in events if event.end > event.start)
+    inches = simulation.makespan / shortest * CELL
+    has_room = DOWN / len(plan.by_stage) > CELL * (2 if notes else 1)
+    files = numbered(path, min(math.ceil(inches / ACROSS), MOST_PICTURES) if has_room else 1)
+    each = simulation.makespan / len(files)
+    with painter().rc_context({"font.size": 15}):
+        for number, file in enumerate(files):
+            part = number * each, (number + 1) * each
+            _draw(plan, simulation, title, file, notes, part, has_room)
+    return files
+
+
+def _draw(
+    plan: Plan,
+    simulation: Simulation,
+    title: str,
+    path: Path,
+    notes: Sequence[Sequence[str]],
+    part: tuple[float, float],
+    has_room: bool,
+) -> None:
+    """Draw a part of the time, from its first to its last ms.
+
+    has_room  whether the row of a stage has room for numbers
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    events = [event for stage_events in simulation.timeline for event in stage_events]
-    shortest = min(event.end - event.start for event in events if event.end > event.start)
-    inches = min(max(simulation.makespan / shortest * CELL, FEWEST_INCHES), MOST_INCHES)
-    figure, axes = subplots(inches + 1, 1.6 + 0.4 * len(plan.by_stage))
+    inch = (part[1] - part[0]) / ACROSS
+    figure, axes = subplots(*WALL)
     for stage, stage_events in enumerate(simulation.timeline):
         chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
         for event, (start, end, instruction) in enumerate(stage_events):
+            if end < part[0] or start > part[1]:
+                continue
             axes.barh(
                 stage,
                 end - start,
@@ -387,7 +418,7 @@ def draw(
                 linewidth=0.5,
                 alpha=1 - 0.6 * chunks.index(instruction.chunk) / len(chunks),
             )
-            if (end - start) / simulation.makespan * inches > CELL / 2:
+            if has_room and (end - start) / inch > CELL / 2:
                 version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
                 axes.text(
                     (start + end) / 2,
@@ -395,23 +426,24 @@ def draw(
                     f"{instruction.micro}{version}",
                     ha="center",
                     va="center",
-                    fontsize="x-small",
+                    fontsize=13,
+                    clip_on=True,
                 )
             if notes and notes[stage][event].endswith("*"):
-                axes.plot(
-                    end, stage + 0.45, "^", color="black", markersize=4, clip_on=False, zorder=3
-                )
+                axes.plot(end, stage + 0.45, "^", color="black", markersize=6, zorder=3)
     has_micros = any(text.get_text() for text in axes.texts)
     axes.set(
         xlabel="time, ms" + "; in each box its micro-batch" * has_micros,
-        xlim=(0, simulation.makespan),
-        yticks=range(len(plan.by_stage)),
-        yticklabels=[f"stage {stage}" for stage in range(len(plan.by_stage))],
+        xlim=part,
+        yticks=(shown := range(0, len(plan.by_stage), -(-len(plan.by_stage) // 20))),
+        yticklabels=[f"stage {stage}" for stage in shown],
     )
-    axes.set_title(textwrap.fill(title, int(inches * CHARACTERS)), fontsize="medium")
+    axes.set_title(textwrap.fill(title, TITLE), fontsize="medium")
     axes.invert_yaxis()
-    kinds = dict.fromkeys(LETTERS[type(event.instruction)] for event in events)
-    handles: list[Any] = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    kinds = {LETTERS[type(event.instruction)] for row in simulation.timeline for event in row}
+    handles: list[Any] = [
+        Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds
+    ]
     if notes:
         handles.append(
             Line2D(
@@ -420,18 +452,13 @@ def draw(
                 color="black",
                 marker="^",
                 linestyle="",
-                markersize=4,
-                label="update: makes the next version of the stage's weights (v)",
+                markersize=6,
+                label="update: makes the next version (v)",
             )
         )
     if len(plan.stage_of) > len(plan.by_stage):
         handles.append(
             Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")
         )
-    figure.legend(
-        handles=handles,
-        loc="outside lower right",
-        ncols=max(1, int(inches / ENTRY)),
-        fontsize="small",
-    )
-    save(figure, path, 110)
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, fontsize="small")
+    save(figure, path, 100)

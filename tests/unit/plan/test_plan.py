@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import struct
 import sys
 from itertools import product
 from pathlib import Path
@@ -383,12 +384,16 @@ def test_a_chart_needs_neither_numpy_nor_mpi_nor_the_validation_library():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("v-half", "--weight-ms", 0), ("async",)])
-def test_a_chart_is_drawn(words, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [(("v-half", "--weight-ms", 0), 2), (("async", "--stages", 2, "--micro-batches", 2), 1)],
+)
+def test_a_chart_is_drawn_for_a_wall(words, count, tmp_path):
     pytest.importorskip("matplotlib")
     picture = "--plot", tmp_path / "chart.png"
     assert "drawn in" in shown("schedule", "--schedule", *words, *picture)
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [file.read_bytes()[16:24] for file in tmp_path.glob("chart*.png")]
+    assert drawn == [struct.pack(">2I", 1280, 720)] * count
     done = CliRunner().invoke(
         commands, ["plan", "schedule", "--plot", str(tmp_path / "chart.bogus")]
     )

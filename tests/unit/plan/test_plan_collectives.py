@@ -1,6 +1,7 @@
 """`mpitrain plan allreduce`, `reduce-scatter` and `all-gather`: steps, contents, totals, files."""
 
 import json
+import struct
 from fractions import Fraction
 
 import pytest
@@ -221,18 +222,20 @@ def test_the_json_has_every_message_and_what_it_changes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    ("words", "count"),
     [
-        ("allreduce", "--ranks", 1),
-        ("allreduce", "--ranks", 6, "--hosts", 2, "--algorithm", "hierarchical"),
-        ("allreduce", "--ranks", 64),
-        ("all-gather", "--ranks", 3),
+        (("allreduce", "--ranks", 1), 1),
+        (("allreduce", "--ranks", 6, "--hosts", 2, "--algorithm", "hierarchical"), 1),
+        (("allreduce", "--ranks", 8, "--algorithm", "ring"), 3),
+        (("allreduce", "--ranks", 64), 1),
+        (("all-gather", "--ranks", 3), 1),
     ],
 )
-def test_a_collective_is_drawn(words, tmp_path):
+def test_a_collective_is_drawn_for_a_wall(words, count, tmp_path):
     pytest.importorskip("matplotlib")
     assert "drawn in" in shown(*words, "--plot", tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [file.read_bytes()[16:24] for file in tmp_path.glob("steps*.png")]
+    assert drawn == [struct.pack(">2I", 1280, 720)] * count
 
 
 def test_ranks_are_listed_in_runs():

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.plots import painter, save
+from mpitrain.plots import WALL, painter, save
 from mpitrain.tools.plan.collective_picture import draw as draw_collective
 from mpitrain.tools.textbook.explain.explanation import CutMatrix, Explanation, Frame
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title
@@ -33,8 +33,6 @@ READABLE, MOST = 165, 240
 """Scales in %: from the first on, all texts of a picture for a wall have 13 points or more; the
 second is the largest.
 """
-WALL = 12.8, 7.2
-"""Size of a picture for a wall, in inches at a scale of 100%."""
 WIDEST = 13.0
 """Largest width of a picture, in inches."""
 LABEL = 12
@@ -191,8 +189,8 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
         with page() as axes:
             _product(axes, text(title, language), matrices, language)
     if explanation.plan:
-        files.append(path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}"))
-        draw_collective(explanation.plan, files[-1], WALL)
+        file = path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}")
+        files += draw_collective(explanation.plan, file)
     for number, frame in explanation.drawn:
         for percent, layout in fitted(explanation, language, number):
             with page(percent) as axes:
