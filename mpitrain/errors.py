@@ -59,9 +59,22 @@ class Sentence(str):
     values: dict[str, object]
 
     def __new__(cls, law: str, **values: object) -> "Sentence":
-        sentence = super().__new__(cls, law.format(**{k: joined(v) for k, v in values.items()}))
+        filled = law.format(**{k: joined(v) for k, v in values.items()})
+        sentence = super().__new__(cls, in_singular(filled))
         sentence.law, sentence.values = law, values
         return sentence
+
+
+ONE = re.compile(
+    r"(?<!rank )(?<!stage )(?<!step )(?<!worker )(?<![\w.,=-])"
+    r"(1 (?:other )?(?:chunk|element|layer|micro-batch|rank|row|stage|step|unit|update|worker))e?s\b"
+)
+"""A number of one with a noun in the plural."""
+
+
+def in_singular(english: str) -> str:
+    """Return a filled text with its nouns in the singular behind a number of one."""
+    return ONE.sub(r"\1", english)
 
 
 def joined(value: object) -> object:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from mpitrain.cli.session import MOST
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write
 from mpitrain.machine.process import KINDS
-from mpitrain.tools.words import LANGUAGES, language_of, said, width, wrapped
+from mpitrain.tools.words import LANGUAGES, language_of, said, to_fit
 
 KEYS = {
     "data": "data.source",
@@ -268,11 +267,7 @@ def in_words(lines: Iterable[str], columns: int = 0) -> str:
     """
     language, shown = spoken(), list[str]()
     for line in (said(part, language) for each in lines for part in each.split("\n")):
-        if 0 < columns < width(line):
-            indent = re.match(r"(?:\S+ )*\S+  +|", line)
-            shown += wrapped(line, columns, (indent and width(indent[0])) or 2)
-        else:
-            shown.append(line)
+        shown += to_fit(line, columns)
     return "\n".join(shown)
 
 

@@ -1,23 +1,34 @@
 """`mpitrain learn`: its commands `explain`, `claims`, `exercise` and `check`."""
 
 import json
+import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from mpitrain.cli.job_options import Outputs, check_files, language_option, output_option
-from mpitrain.cli.terminal.output import columns
+from mpitrain.cli.terminal.output import columns, output_columns
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import check_writable, write_whole
 from mpitrain.machine import process
-from mpitrain.tools.words import text
+from mpitrain.tools.words import text, to_fit
 
 LANGUAGE = language_option(is_passed=True)
 
 NARROWEST = 80
 """Minimum width of a table, in columns."""
+TYPED = re.compile(r"[$:] mpitrain ")
+"""A command, which stays whole, so that it can be copied."""
+
+
+def _show(lines: Iterable[str]) -> None:
+    """Print lines; a terminal gets sentences that are wrapped between words."""
+    room = output_columns()
+    for line in lines:
+        click.echo("\n".join([line] if TYPED.search(line) else to_fit(line, room)))
 
 
 @click.command("explain")
@@ -97,7 +108,7 @@ def explain(
         check_drawable(png_file, "--png")
     explanation = row.explained(setting)
     if not (png_file or html_file) or waits:
-        click.echo("\n".join(terminal.heading(explanation, language)))
+        _show(terminal.heading(explanation, language))
         shown = terminal.frames(explanation, language, max(NARROWEST, columns(1)))
         for number, lines in enumerate(shown):
             if number and waits and sys.stdin.isatty():
@@ -105,7 +116,7 @@ def explain(
                 click.echo(text("Press Enter for the next step.", language), nl=False)
                 sys.stdin.readline()
             click.echo("\n".join(lines))
-        click.echo("\n".join(terminal.ending(explanation, language)))
+        _show(terminal.ending(explanation, language))
     outputs = Outputs()
     if png_file:
         from mpitrain.tools.textbook.explain.picture import NO_HANGUL, draw_for_a_wall
@@ -190,7 +201,7 @@ def claims(
             reason = visible(f"{type(error).__name__}: {error}")
             click.echo(text("not measured: {name}: {reason}", language, name=name, reason=reason))
             continue
-        click.echo("\n".join([*lines(judged[-1], language), ""]))
+        _show([*lines(judged[-1], language), ""])
     click.echo(summary(judged, language))
     if missing:
         click.echo(text("left out without g++ or zig: {names}", language, names=", ".join(missing)))
@@ -275,7 +286,7 @@ def check(path: Path, csv_file: Path | None, language: str) -> int:
                 "Leave out --csv, or name the folder.",
             )
         checked = check_file(path)
-        click.echo("\n".join(lines(str(path), checked, language)))
+        _show(lines(str(path), checked, language))
         return 0 if checked.is_right else 1
     files = sorted(path.glob("*.py"))
     if not files:

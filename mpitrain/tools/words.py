@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from mpitrain.errors import ConfigError, Sentence, joined
+from mpitrain.errors import ConfigError, Sentence, in_singular, joined
 
 LANGUAGES = ("en", "ko")
 
@@ -59,7 +59,7 @@ def text(english: str, language: str, **values: object) -> str:
     template = korean()[english] if language == "ko" else english
     inner = {name: joined(_into(value, language)) for name, value in values.items()}
     filled = template.format(**inner) if values else template
-    return PARTICLE.sub(_fitted, filled) if language == "ko" else filled
+    return PARTICLE.sub(_fitted, filled) if language == "ko" else in_singular(filled)
 
 
 def _fitted(particle: re.Match[str]) -> str:
@@ -168,6 +168,17 @@ def wrapped(line: str, columns: int, indent: int = 0) -> list[str]:
         part.replace("\0", "")
         for part in textwrap.wrap(marked, columns, subsequent_indent=" " * indent)
     ]
+
+
+def to_fit(line: str, columns: int) -> list[str]:
+    """Return a line as it is, or wrapped if it is wider; the rest begins below its second cell.
+
+    columns  of the terminal; 0: nothing is wrapped
+    """
+    if not 0 < columns < width(line):
+        return [line]
+    cell = re.match(r" *(?:\S+ )*\S+  +", line)
+    return wrapped(line, columns, width(cell[0]) if cell else len(line) - len(line.lstrip()) + 2)
 
 
 def padded(line: str, columns: int) -> str:

@@ -61,7 +61,7 @@ class ShownSchedule(NamedTuple):
     sentences  the idea, a sentence each
     rule       the function that orders the instructions, shown as source
     words      fraction of idle slots, as a formula in words
-    idle       fraction of idle slots, as a function of (stages, micro-batches)
+    idle       fraction of idle slots, as a function of (stages, micro-batches of all steps)
     saved      most micro-batches saved on stage 0: formula in words, and as a function of (p, m)
     steps      number of training steps
     is_whole   whether a backward is one instruction, as in textbooks; `train` cuts it where the
@@ -94,8 +94,9 @@ class _Stage(NamedTuple):
 
 
 def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
-    p, m = setting.ranks, _micro_batches(shown, setting.ranks)
-    plan = find_plan(shown.schedule, p, shown.steps * m, 1)
+    p, each = setting.ranks, _micro_batches(shown, setting.ranks)
+    m = shown.steps * each
+    plan = find_plan(shown.schedule, p, m, 1)
     plan = with_whole_backwards(plan) if shown.is_whole else plan
     with tempfile.TemporaryDirectory() as folder:
         name = shown.schedule
@@ -117,7 +118,7 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
             "bytes of activations and gradients between stages",
             sum(stage.nbytes for stage in stages),
             "2 (p-1) m A",
-            2 * (p - 1) * shown.steps * m * row,
+            2 * (p - 1) * m * row,
         ),
         CountedFormula(
             "most micro-batches saved on stage 0",
@@ -155,7 +156,7 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
         frames,
         formulas,
         [SourceLines.of(shown.rule), SourceLines.of(execute)],
-        f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {m}"
+        f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {each}"
         + " --whole-backward" * shown.is_whole,
         ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
         pictured=(slots // 2, slots),
@@ -379,8 +380,8 @@ TOPICS = {
                 "Idle slots are only at the start and at the end of training.",
             ),
             pipedream,
-            "2 (p-1) / (6m + 2 (p-1))",
-            lambda p, m: 2 * (p - 1) / (6 * m + 2 * (p - 1)),
+            "2 (p-1) / (3m + 2 (p-1))",
+            lambda p, m: 2 * (p - 1) / (3 * m + 2 * (p - 1)),
             steps=2,
         ),
     ),
