@@ -30,46 +30,55 @@ class Trick(NamedTuple):
     on      (job) -> {key: value} that turn the trick on
     off     {key: value} that turn it off
     reason  (job) -> why the trick does not apply to the job; empty if it may apply
-    is_on   (job) -> whether the job has the trick; None: the job has it if it has all values of
-            `on`
     said    whether it makes training faster, and smaller, according to the table in HuggingFace's guide
             to efficient training on one GPU; empty: the table does not have it
+    is_on   (job) -> whether the job has the trick; None: the job has it unless its values are `off`
     """
 
     on: Callable[[Resolved], Settings]
     off: Settings
     reason: Callable[[Resolved], str]
-    is_on: Callable[[Resolved], bool] | None = None
     said: str = ""
+    is_on: Callable[[Resolved], bool] | None = None
 
     def is_used(self, job: Resolved) -> bool:
         if self.is_on:
             return self.is_on(job)
         values = job.config.flat()
-        return all(values[key] == value for key, value in self.on(job).items())
+        return any(values[key] != value for key, value in self.off.items())
 
 
-def row(on: Settings, off: Settings, *reasons: Callable[[Resolved], str], **more: Any) -> Trick:
-    return Trick(lambda job: on, off, first_of(*reasons), **more)
+Reason = Callable[[Resolved], str]
 
 
-def first_of(*reasons: Callable[[Resolved], str]) -> Callable[[Resolved], str]:
+def of_key(
+    key: str,
+    on: Any,
+    off: Any,
+    *reasons: Reason,
+    said: str = "",
+    is_on: Callable[[Resolved], bool] | None = None,
+) -> Trick:
+    """Return the trick that one key turns on and off."""
+    return Trick(lambda job: {key: on}, {key: off}, first_of(*reasons), said, is_on)
+
+
+def first_of(*reasons: Reason) -> Reason:
     return lambda job: next(filter(None, (reason(job) for reason in reasons)), "")
 
 
-def unless(holds: Callable[[Resolved], bool], text: str) -> Callable[[Resolved], str]:
+def unless(holds: Callable[[Resolved], bool], text: str) -> Reason:
     return lambda job: "" if holds(job) else text
+
+
+def is_one_of(key: str, *values: Any, text: str = "") -> Reason:
+    """Return the reason against a job whose key has another value than these."""
+    other = text or f"{key} is not {values[0]}"
+    return unless(lambda job: job.config.flat()[key] in values, other)
 
 
 def _replica_rows(job: Resolved) -> int:
     return job.config.batch.size // job.axes.dp
-
-
-def _at_most(stage: int) -> Callable[[Resolved], str]:
-    return unless(
-        lambda job: job.config.replication.zero <= stage,
-        "replication.zero is higher: the job shards more already",
-    )
 
 
 def _divides(job: Resolved) -> str:
@@ -82,137 +91,77 @@ def _divides(job: Resolved) -> str:
     return ""
 
 
-def _in_place_of_adamw(name: str) -> Callable[[Resolved], str]:
-    return unless(
-        lambda job: job.config.optimizer.name in ("adamw", name), "optimizer.name is not adamw"
-    )
+def _zero(stage: int) -> Trick:
+    higher = "replication.zero is higher: the job shards more already"
+    reasons = REPLICAS, ALL_REDUCE, is_one_of("replication.zero", *range(stage + 1), text=higher)
+    is_on = lambda job: job.config.replication.zero == stage  # noqa: E731
+    return of_key("replication.zero", stage, 0, *reasons, said="no, yes", is_on=is_on)
+
+
+def _optimizer(name: str) -> Trick:
+    usual = is_one_of("optimizer.name", "adamw", name)
+    return of_key("optimizer.name", name, "adamw", usual, said="yes, yes")
 
 
 REPLICAS = unless(lambda job: job.axes.dp > 1, "there is one replica")
-ALL_REDUCE = unless(
-    lambda job: job.config.replication.mode == "all-reduce", "replication.mode is not all-reduce"
-)
-ON_CPU = unless(lambda job: job.config.device.kind == "cpu", "device.kind is not cpu")
+COPIES = unless(lambda job: job.axes.copies > 1, "there is one replica")
+ALL_REDUCE = is_one_of("replication.mode", "all-reduce")
+ON_CPU = is_one_of("device.kind", "cpu")
 TOKENS = unless(
     lambda job: "tokens" in MODELS[job.config.model.kind].takes, "model.kind takes no tokens"
 )
+NOT_FLOAT64 = unless(lambda job: job.config.precision.compute != "float64", "the job is in float64")
+ONE_STAGE = unless(lambda job: job.axes.pp == 1, "a pipeline needs its micro-batches")
+SEVERAL_ROWS = unless(lambda job: _replica_rows(job) > 1, "a replica has one row a step")
+SLICES = unless(lambda job: job.axes.tp > 1, "layout.tp is 1")
+EXACT = is_one_of("replication.wire", "none", "int8", text="replication.wire is another format")
+
+
+def _is_tiled(job: Resolved) -> bool:
+    wanted, context = job.config.memory.attention, job.config.model.context
+    return wanted == "tiled" or (wanted == "auto" and context >= TILED_FROM)
+
 
 TRICKS: dict[str, Trick] = {
-    "mixed precision": row(
-        {"precision.compute": "bfloat16"},
-        {"precision.compute": "float32"},
-        unless(lambda job: job.config.precision.compute != "float64", "the job is in float64"),
-        is_on=lambda job: job.config.precision.is_half,
-        said="yes, maybe",
+    "mixed precision": of_key(
+        "precision.compute", "bfloat16", "float32", NOT_FLOAT64, said="yes, maybe"
     ),
     "gradient accumulation": Trick(
         lambda job: {"batch.micro_batches": min(LARGEST, _replica_rows(job))},
         {"batch.micro_batches": 1},
-        first_of(
-            unless(lambda job: job.axes.pp == 1, "a pipeline needs its micro-batches"),
-            unless(lambda job: _replica_rows(job) > 1, "a replica has one row a step"),
-        ),
-        lambda job: job.config.batch.micro_batches > 1,
+        first_of(ONE_STAGE, SEVERAL_ROWS),
         "no, yes",
     ),
-    "recomputation": row(
-        {"memory.recompute": "unit"},
-        {"memory.recompute": "none"},
-        is_on=lambda job: job.config.memory.recompute != "none",
-        said="no, yes",
+    "recomputation": of_key("memory.recompute", "unit", "none", said="no, yes"),
+    "attention in tiles": of_key(
+        "memory.attention", "tiled", "whole", TOKENS, ON_CPU, is_on=_is_tiled
     ),
-    "attention in tiles": row(
-        {"memory.attention": "tiled"},
-        {"memory.attention": "whole"},
-        TOKENS,
-        ON_CPU,
-        is_on=lambda job: (
-            job.config.memory.attention == "tiled"
-            or (job.config.memory.attention == "auto" and job.config.model.context >= TILED_FROM)
-        ),
-    ),
-    "logits in slices": row(
-        {"memory.logit_chunks": LARGEST},
-        {"memory.logit_chunks": 1},
-        is_on=lambda job: job.config.memory.logit_chunks > 1,
-    ),
-    **{
-        f"ZeRO {stage}": row(
-            {"replication.zero": stage},
-            {"replication.zero": 0},
-            REPLICAS,
-            ALL_REDUCE,
-            _at_most(stage),
-            said="no, yes",
-        )
-        for stage in (1, 2, 3)
-    },
-    "sequence parallelism": row(
-        {"layout.sequence_parallel": True},
-        {"layout.sequence_parallel": False},
-        unless(lambda job: job.axes.tp > 1, "layout.tp is 1"),
-    ),
+    "logits in slices": of_key("memory.logit_chunks", LARGEST, 1),
+    **{f"ZeRO {stage}": _zero(stage) for stage in (1, 2, 3)},
+    "sequence parallelism": of_key("layout.sequence_parallel", True, False, SLICES),
     "context parallelism": Trick(
         lambda job: {"layout.cp": job.axes.copies, "layout.dp": 1},
         {"layout.cp": 1, "layout.dp": 0},
-        first_of(
-            unless(lambda job: job.axes.copies > 1, "there is one replica"), ALL_REDUCE, _divides
-        ),
-        lambda job: job.axes.cp > 1,
+        first_of(COPIES, ALL_REDUCE, _divides),
+        is_on=lambda job: job.axes.cp > 1,
     ),
-    "LoRA": row(
-        {"lora.rank": 8},
-        {"lora.rank": 0},
-        TOKENS,
-        is_on=lambda job: job.config.lora.rank > 0,
-        said="no, yes",
-    ),
-    "emptied memory": row(
-        {"memory.release_every": 1},
-        {"memory.release_every": 0},
-        is_on=lambda job: job.config.memory.release_every > 0,
-        said="no, yes",
-    ),
+    "LoRA": of_key("lora.rank", 8, 0, TOKENS, said="no, yes"),
+    "emptied memory": of_key("memory.release_every", 1, 0, said="no, yes"),
     "larger batch": Trick(
-        lambda job: {"batch.size": 2 * job.config.batch.size},
-        {},
-        lambda job: "",
-        lambda job: False,
-        "yes, yes",
+        lambda job: {"batch.size": 2 * job.config.batch.size}, {}, lambda job: "", "yes, yes"
     ),
-    "another optimizer": row(
-        {"optimizer.name": "adafactor"},
-        {"optimizer.name": "adamw"},
-        _in_place_of_adamw("adafactor"),
-        said="yes, yes",
-    ),
-    "8-bit optimizer": row(
-        {"optimizer.name": "adamw8bit"},
-        {"optimizer.name": "adamw"},
-        _in_place_of_adamw("adamw8bit"),
-        said="yes, yes",
-    ),
-    "overlap": row(
-        {"replication.overlap": True}, {"replication.overlap": False}, REPLICAS, ALL_REDUCE
-    ),
-    "prefetch": row(
-        {"data.prefetch": 2},
-        {"data.prefetch": 0},
-        is_on=lambda job: job.config.data.prefetch > 0,
+    "another optimizer": _optimizer("adafactor"),
+    "8-bit optimizer": _optimizer("adamw8bit"),
+    "overlap": of_key("replication.overlap", True, False, REPLICAS, ALL_REDUCE),
+    "prefetch": of_key("data.prefetch", 2, 0, said="yes, no"),
+    "wire int8": of_key("replication.wire", "int8", "none", REPLICAS, ALL_REDUCE, EXACT),
+    "compiled passes": of_key(
+        "device.passes",
+        "compiled",
+        "numpy",
+        ON_CPU,
         said="yes, no",
-    ),
-    "wire int8": row(
-        {"replication.wire": "int8"},
-        {"replication.wire": "none"},
-        REPLICAS,
-        ALL_REDUCE,
-        unless(
-            lambda job: job.config.replication.wire in ("none", "int8"),
-            "replication.wire is another format",
-        ),
-    ),
-    "compiled passes": row(
-        {"device.passes": "compiled"}, {"device.passes": "numpy"}, ON_CPU, said="yes, no"
+        is_on=lambda job: job.config.device.passes == "compiled",
     ),
 }
 """Tricks by name, in the order of the table."""
