@@ -86,6 +86,11 @@ class OpenWait(NamedTuple):
         """Return whether the rank is in a collective call."""
         return self.message is None and not self.is_any
 
+    @property
+    def call(self) -> tuple[str, int, tuple[int, ...]]:
+        """Return the same value for all ranks in one collective call."""
+        return self.name, self.ordinal, self.ranks
+
 
 class RankState(NamedTuple):
     """State of a rank.
@@ -149,17 +154,14 @@ def _messages(
     trace: Trace, records: np.ndarray, started: Counter[tuple]
 ) -> Iterator[tuple[Any, OpenMessage]]:
     """Yield the record of each message with a known peer, and the message, which `started` counts."""
+    rank = trace.facts["rank"]
     for record in records[np.isin(records["kind"], (SEND, RECEIVE)) & (records["peer"] >= 0)]:
-        yield record, _message(trace, record, started)
-
-
-def _message(trace: Trace, record: Any, started: Counter[tuple]) -> OpenMessage:
-    rank, peer, is_sent = trace.facts["rank"], int(record["peer"]), record["kind"] == SEND
-    sender, receiver = (rank, peer) if is_sent else (peer, rank)
-    (what, ranks), tag = _call(trace, record["what"]), int(record["tag"])
-    started[(what, sender, receiver, tag), is_sent] += 1
-    ordinal = started[(what, sender, receiver, tag), is_sent]
-    return OpenMessage(what, int(record["micro"]), sender, receiver, tag, is_sent, ordinal, ranks)
+        peer, is_sent, micro = int(record["peer"]), record["kind"] == SEND, int(record["micro"])
+        sender, receiver = (rank, peer) if is_sent else (peer, rank)
+        (what, ranks), tag = _call(trace, record["what"]), int(record["tag"])
+        key = (what, sender, receiver, tag), is_sent
+        started[key] += 1
+        yield record, OpenMessage(what, micro, sender, receiver, tag, is_sent, started[key], ranks)
 
 
 def _call(trace: Trace, what: int) -> Call:
@@ -338,14 +340,9 @@ def _is_in_call(state: RankState) -> bool:
 
 def _is_in_call_of(other: RankState, state: RankState) -> bool:
     wait, other_wait = state.wait, other.wait
-    return bool(
-        wait
-        and other_wait
-        and other_wait.is_call
-        and (other_wait.name, other_wait.ranks, other_wait.ordinal)
-        == (wait.name, wait.ranks, wait.ordinal)
-        and other.step == state.step
-    )
+    if not (wait and other_wait and other_wait.is_call and other.step == state.step):
+        return False
+    return other_wait.call == wait.call
 
 
 def _circles(
@@ -430,12 +427,12 @@ def _sides(states: Sequence[RankState], by_rank: Mapping[int, RankState]) -> dic
     different groups.
     """
     waits = [state.wait for state in states if state.wait]
-    calls = [(wait.name, wait.ordinal, wait.ranks) for wait in waits]
+    calls = [wait.call for wait in waits]
     is_repeated = len({name for name, *_ in calls}) < len(set(calls))
     sides: dict[str, list[int]] = {}
     for state in by_rank.values():
         wait = state.wait
-        if wait and wait.is_call and (wait.name, wait.ordinal, wait.ranks) in calls:
+        if wait and wait.is_call and wait.call in calls:
             name = f"{wait.name}, call {wait.ordinal} of its step" if is_repeated else wait.name
             sides.setdefault(name, []).append(state.rank)
     return sides
@@ -477,10 +474,8 @@ def described_finding(
     by_rank = {state.rank: state for state in states}
     if finding.kind == MOVING:
         newest = max(states, key=lambda state: state.since)
-        return (
-            f"No rank is to blame: rank {newest.rank} moved {now - newest.since:.1f} s ago "
-            f"({newest.action})."
-        )
+        moved = f"rank {newest.rank} moved {now - newest.since:.1f} s ago"
+        return f"No rank is to blame: {moved} ({newest.action})."
     if finding.kind in (SILENT, *ENDS):
         state = by_rank[finding.culprits[0]]
         seconds = now - state.since
@@ -489,7 +484,9 @@ def described_finding(
         else:
             ends = ENDS[finding.kind].format(process=processes.get(state.rank, "PID"))
             clause = f"{named(state)} {ends}; its last sign was {seconds:.0f} s ago: {state.action}"
-        return clause + _waiter(finding, by_rank, now) + "."
+        if finding.waiter is not None:
+            clause += f"; {_waits(by_rank[finding.waiter], now)}"
+        return f"{clause}."
     if finding.kind == CIRCLE:
         waits = "; ".join(
             _waits(by_rank[rank], now, finding.culprits[(at + 1) % len(finding.culprits)])
@@ -510,29 +507,19 @@ def described_finding(
         sides = "; ".join(
             f"{_ranks(ranks)} in {call}" for call, ranks in sorted(finding.sides.items())
         )
-        states_of = [by_rank[rank] for rank in finding.culprits]
         if finding.absent:
             has = "has" if len(finding.absent) == 1 else "have"
             sides += f", which {_ranks(finding.absent)} {has} not entered"
-        return (
-            f"Ranks are in different calls: {sides} "
-            f"({'; '.join(f'{named(state)}: {state.action}' for state in states_of[:2])})."
-        )
+        first_two = [by_rank[rank] for rank in finding.culprits[:2]]
+        actions = "; ".join(f"{named(state)}: {state.action}" for state in first_two)
+        return f"Ranks are in different calls: {sides} ({actions})."
     state = min(states, key=lambda state: state.since)
-    return (
-        f"All ranks wait, and their traces name no culprit; {named(state)} has been silent longest, "
-        f"for {now - state.since:.0f} s: {state.action}."
-    )
+    silent = f"{named(state)} has been silent longest, for {now - state.since:.0f} s"
+    return f"All ranks wait, and their traces name no culprit; {silent}: {state.action}."
 
 
 def named(state: RankState) -> str:
     return f"rank {state.rank} on {state.host}"
-
-
-def _waiter(finding: Finding, by_rank: Mapping[int, RankState], now: float) -> str:
-    if finding.waiter is None:
-        return ""
-    return f"; {_waits(by_rank[finding.waiter], now)}"
 
 
 def _waits(state: RankState, now: float, awaited: int | None = None) -> str:

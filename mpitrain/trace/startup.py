@@ -33,15 +33,9 @@ def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
     The ranks of a host share the folder of their parent process. A process without a launcher has
     its own, because a shell may start several.
     """
-    recorder = Recorder()
-    recorder.facts(
-        rank=rank,
-        ranks=ranks,
-        local_ranks=local_ranks,
-        host=socket.gethostname(),
-        process=os.getpid(),
-        time=time.time(),
-    )
+    recorder, host = Recorder(), socket.gethostname()
+    recorder.facts(rank=rank, ranks=ranks, local_ranks=local_ranks, host=host)
+    recorder.facts(process=os.getpid(), time=time.time())
     with contextlib.suppress(OSError):  # The run continues without a trace file.
         with opened(_home().parent) as temporary, contextlib.suppress(FileExistsError):
             os.mkdir(_home().name, 0o700, dir_fd=temporary.descriptor)
@@ -104,12 +98,8 @@ def _sweep(home: Directory) -> None:
     for name in filter(START.fullmatch, home.names()):
         with contextlib.suppress(OSError), home.subdirectory(name) as folder:
             facts, names = os.fstat(folder.descriptor), folder.names()
-            is_old = time.time() - facts.st_mtime > DAY
-            if (
-                is_old
-                and facts.st_uid == os.getuid()
-                and all(_is_trace(folder, each) for each in names)
-            ):
+            is_old = time.time() - facts.st_mtime > DAY and facts.st_uid == os.getuid()
+            if is_old and all(_is_trace(folder, each) for each in names):
                 for each in names:
                     folder.remove(each)
                 home.remove_empty(name)

@@ -162,16 +162,7 @@ class Timeline(NamedTuple):
         """
         if self.missing or not self.traces:
             return range(0)
-        common: set[int] = set.intersection(
-            *(
-                {
-                    int(record["step"])
-                    for record in trace.records
-                    if record["kind"] == STEP and record["end"]
-                }
-                for trace in self.traces
-            )
-        )
+        common = set.intersection(*map(_finished, self.traces))
         if not common:
             return range(0)
         last = first = max(common)
@@ -189,17 +180,24 @@ class Timeline(NamedTuple):
 
     def window(self, rank: int, steps: range) -> tuple[float, float]:
         """Return when a rank began the first of these steps, and when it ended the last."""
-        records = self.traces[rank].records
-        of_steps = records[
-            (records["kind"] == STEP)
-            & (records["step"] >= steps.start)
-            & (records["step"] < steps.stop)
-        ]
-        return float(of_steps["start"].min()), float(of_steps["end"].max())
+        spans = _spans(self.traces[rank], steps)
+        return float(spans["start"].min()), float(spans["end"].max())
 
     def end(self) -> float:
         """Return the time of the last record of any rank."""
-        return max((last_sign(trace) for trace in self.traces), default=0.0)
+        return max(map(last_sign, self.traces), default=0.0)
+
+
+def _finished(trace: Trace) -> set[int]:
+    """Return the numbers of the steps that a rank has finished and has in its trace."""
+    spans = trace.records[(trace.records["kind"] == STEP) & (trace.records["end"] > 0)]
+    return set(spans["step"].tolist())
+
+
+def _spans(trace: Trace, steps: range) -> np.ndarray:
+    """Return the records of these steps themselves."""
+    spans = trace.records[trace.records["kind"] == STEP]
+    return spans[(spans["step"] >= steps.start) & (spans["step"] < steps.stop)]
 
 
 def named_steps(steps: range) -> str:
@@ -215,11 +213,7 @@ def within(trace: Trace, steps: range, records: np.ndarray | None = None) -> np.
     steps    steps that the rank has finished
     records  the records to choose from; None: all of the trace
     """
-    records, steps_of = (
-        trace.records if records is None else records,
-        trace.records[trace.records["kind"] == STEP],
-    )
-    spans = steps_of[(steps_of["step"] >= steps.start) & (steps_of["step"] < steps.stop)]
+    records, spans = trace.records if records is None else records, _spans(trace, steps)
     at = np.searchsorted(spans["start"], records["start"], side="right") - 1
     return records[(at >= 0) & (records["start"] <= spans["end"][at])]
 
@@ -249,23 +243,19 @@ def read_timeline(folder: Path) -> Timeline:
             f"There is no trace of a run in {folder}.",
             "Name the directory of a run that was trained with run.trace, which is the default.",
         )
-    whose = Counter((trace.facts.get("run"), trace.facts["ranks"]) for trace in traces.values())
-    for rank, trace in list(traces.items()):
-        if (run := (trace.facts.get("run"), trace.facts["ranks"])) != (
-            most := whose.most_common(1)[0][0]
-        ):
+    runs = {rank: (each.facts.get("run"), each.facts["ranks"]) for rank, each in traces.items()}
+    most = Counter(runs.values()).most_common(1)[0][0] if runs else (None, 0)
+    for rank, run in runs.items():
+        if run != most:
             size = f", of {run[1]} ranks" if run[1] != most[1] else ""
             name = where / trace_file(folder, rank).name
             missing[rank] = f"The trace {name} is of another run{size}."
             del traces[rank]
-    for rank in range(max((trace.facts["ranks"] for trace in traces.values()), default=0)):
-        if rank not in traces:
-            missing.setdefault(
-                rank, f"There is no trace of rank {rank} in {where}; every rank writes its own."
-            )
-    return Timeline(
-        [_on_one_clock(traces[rank]) for rank in sorted(traces)], dict(sorted(missing.items()))
-    )
+    for rank in {*range(most[1])} - traces.keys():
+        law = f"There is no trace of rank {rank} in {where}; every rank writes its own."
+        missing.setdefault(rank, law)
+    ordered = [_on_one_clock(traces[rank]) for rank in sorted(traces)]
+    return Timeline(ordered, dict(sorted(missing.items())))
 
 
 def trace_file(folder: Path, rank: int) -> Path:
