@@ -92,33 +92,19 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
         yield "", f"kernels: {kernels}"
     yield "compiler", _compiler()
     usable = extras()
-    yield (
-        "extras",
-        ", ".join(f"{module} ({use})" for module, use in uses().items() if module in usable)
-        or "none",
-    )
-    yield (
-        "not here",
-        ", ".join(f"{module} ({use})" for module, use in uses().items() if module not in usable)
-        or "nothing",
-    )
-    yield (
-        "ranks",
-        f"{len(everyone)} on {len({r.host for r in everyone})} host(s), "
-        + (
-            f"{started.size} started by {started.launcher}"
-            if started.launcher != "none"
-            else "started by hand"
-        ),
-    )
-    for host, ranks in _by_host(everyone).items():
-        yield (
-            "host",
-            (
-                f"{host}: {len(ranks)} rank(s), {share_of_cores([rank.cores for rank in ranks])}; free: "
-                f"{ranks[0].memory / 1e9:.1f} GB of memory, {ranks[0].shared / 1e9:.1f} GB in /dev/shm"
-            ),
-        )
+    listed = {module: f"{module} ({use})" for module, use in uses().items()}
+    absent = [text for module, text in listed.items() if module not in usable]
+    yield "extras", ", ".join(listed[module] for module in listed if module in usable) or "none"
+    yield "not here", ", ".join(absent) or "nothing"
+    by = f"{started.size} started by {started.launcher}"
+    by = "started by hand" if started.launcher == "none" else by
+    hosts = _by_host(everyone)
+    yield "ranks", f"{len(everyone)} on {len(hosts)} host(s), {by}"
+    for host, ranks in hosts.items():
+        shares = f"{len(ranks)} rank(s), {share_of_cores([rank.cores for rank in ranks])}"
+        memory, shared = ranks[0].memory / 1e9, ranks[0].shared / 1e9
+        free = f"{memory:.1f} GB of memory, {shared:.1f} GB in /dev/shm"
+        yield "host", f"{host}: {shares}; free: {free}"
 
 
 def uses() -> dict[str, str]:
@@ -262,9 +248,7 @@ def _blas() -> tuple[str, int]:
     import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
     from threadpoolctl import threadpool_info
 
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return (
-        (f"{pools[0]['internal_api']} {pools[0]['version']}", pools[0]["num_threads"])
-        if pools
-        else ("unknown", 1)
-    )
+    for pool in threadpool_info():
+        if pool["user_api"] == "blas":
+            return f"{pool['internal_api']} {pool['version']}", pool["num_threads"]
+    return "unknown", 1

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from mpitrain.errors import visible
 from mpitrain.files import contents, write_whole
 from mpitrain.plots import add_legend, legible, look, save, subplots, titled
-from mpitrain.run.metrics import is_number
+from mpitrain.tools.bench.plot_loss import points
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -100,33 +100,18 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
                 edgecolors="black" if is_wait else "none",
             )
         spans = records[records["kind"] == (DEVICE if has_device else COMPUTE)]
+        style = {"fontsize": "xx-small", "va": "center", "zorder": 3}
         for record in spans[(spans["phase"] == FORWARD) & (spans["unit"] == 0)]:
-            axes.text(
-                1e3 * (record["start"] - zero),
-                rank,
-                f" {record['micro']}",
-                fontsize="xx-small",
-                va="center",
-                zorder=3,
-            )
-    axes.set(
-        xlabel="ms",
-        yticks=range(ranks),
-        yticklabels=[_row_name(trace) for trace in timeline.traces],
-        xlim=(0, 1e3 * (last - zero)),
-        ylim=(ranks - 0.45, -0.5),
-    )
+            axes.text(1e3 * (record["start"] - zero), rank, f" {record['micro']}", **style)
+    axes.set(xlabel="ms", xlim=(0, 1e3 * (last - zero)), ylim=(ranks - 0.45, -0.5))
+    axes.set_yticks(range(ranks), labels=[_row_name(trace) for trace in timeline.traces])
     axes.set_title(f"{legible(name)}, {named_steps(shown)}", fontsize="medium", parse_math=False)
-    figure.legend(
-        handles=[
-            Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
-            for what, fill in (FILLS | BENEATH).items()
-            if fill in drawn
-        ],
-        loc="outside lower center",
-        ncols=9,
-        fontsize="small",
-    )
+    patches = [
+        Patch(facecolor=fill, edgecolor="black", linewidth=0.4, label=what)
+        for what, fill in (FILLS | BENEATH).items()
+        if fill in drawn
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=9, fontsize="small")
     save(figure, path, 120, inner=2)
 
 
@@ -166,33 +151,20 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
             colour, dash, mark = look(number)
-            shown = [record for record in records if is_number(record.get("step"))]
-            for field in (
-                fields[:1]
-                if any(is_number(record.get(fields[0])) for record in shown)
-                else fields[1:]
-            ):
-                points = [
-                    (float(record["step"]), float(record[field]) / (1e6 if "bytes" in field else 1))
-                    for record in shown
-                    if is_number(record.get(field)) and "event" not in record
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True),
-                        color=colour,
-                        linestyle=dash,
-                        label=legible(name),
-                    )
-            points = [
-                (float(record["step"]), float(record[field]))
-                for field in fields
-                if field == "val_loss"
-                for record in shown
-                if is_number(record.get(field))
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), mark, color=colour, markeredgecolor="black")
+            logged = [record for record in records if "event" not in record]
+            drawn = next(filter(None, (points(logged, field, "steps") for field in fields)), [])
+            unit = 1e6 if "bytes" in fields[0] else 1
+            axes.plot(
+                [step for step, _ in drawn],
+                [value / unit for _, value in drawn],
+                color=colour,
+                linestyle=dash,
+                label=legible(name) if drawn else None,
+            )
+            validated = points(records, "val_loss", "steps") if title == "loss" else []
+            if validated:
+                marks = zip(*validated, strict=True)
+                axes.plot(*marks, mark, color=colour, markeredgecolor="black")
                 has_validation = True
         axes.set(title=title, xlabel="step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -212,34 +184,21 @@ THREADS = ("host", "device")
 
 def write_perfetto(path: Path, timeline: Timeline) -> None:
     """Write all records of all ranks: each rank is a process, its host and its device are threads."""
-    text = json.dumps(
-        {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}, allow_nan=False
-    )
-    write_whole(path, text, inner=2)
+    trace = {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}
+    write_whole(path, json.dumps(trace, allow_nan=False), inner=2)
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    start = min(
-        (float(trace.records["start"].min()) for trace in timeline.traces if len(trace.records)),
-        default=0.0,
-    )
+    starts = [trace.records["start"] for trace in timeline.traces if len(trace.records)]
+    start = min((float(times.min()) for times in starts), default=0.0)
     end = timeline.end()
     for trace in timeline.traces:
         rank = trace.facts["rank"]
-        yield {
-            "ph": "M",
-            "pid": rank,
-            "name": "process_name",
-            "args": {"name": f"rank {rank} on {trace.facts['host']}"},
-        }
+        named = {"name": f"rank {rank} on {trace.facts['host']}"}
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": named}
         for thread, name in enumerate(THREADS):
-            yield {
-                "ph": "M",
-                "pid": rank,
-                "tid": thread,
-                "name": "thread_name",
-                "args": {"name": name},
-            }
+            about = {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name"}
+            yield {**about, "args": {"name": name}}
         for record in trace.records:
             kind, last = int(record["kind"]), float(record["end"] or end)
             name = f"step {record['step'] + 1}" if kind == STEP else described(trace, record)
