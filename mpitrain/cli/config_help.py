@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from itertools import groupby
-from textwrap import fill
+from textwrap import TextWrapper, fill
 
 import click
 
@@ -43,13 +43,8 @@ def print_keys(section: str) -> None:
             param_hint="--help-config",
         )
     width = min(130, shutil.get_terminal_size((100, 24)).columns)
-    click.echo(
-        fill(
-            "Every path in a configuration file counts from the folder of that file; behind --set, from the current "
-            "directory.",
-            width,
-        )
-    )
+    paths = "Every path in a configuration file counts from the folder of that file; behind --set,"
+    click.echo(fill(f"{paths} from the current directory.", width))
     listed = {key.name: key for key in keys() if section in ("all", key.name.partition(".")[0])}
     expert = {name for names in EXPERT.values() for name in names}
     usual = [key for key in listed.values() if key.name not in expert]
@@ -72,12 +67,5 @@ def _print_group(title: str, keys: Iterable[ConfigKey], width: int) -> None:
         law = f"{key.type}, {key.range}" if key.range else key.type
         head = f"  {f'{key.name} = {json.dumps(key.default)}':<40} {law}"
         for text, first, rest in ((head, "", " " * 43), (key.help, " " * 6, " " * 6)):
-            click.echo(
-                fill(
-                    text,
-                    width,
-                    initial_indent=first,
-                    subsequent_indent=rest,
-                    break_on_hyphens=False,
-                )
-            )
+            wrap = TextWrapper(width, first, rest, break_on_hyphens=False)
+            click.echo(wrap.fill(text))

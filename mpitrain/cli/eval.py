@@ -97,11 +97,9 @@ def _held_out(
         numbers["perplexity"] = perplexity_of(loss)
         perplexity = f", perplexity {numbers['perplexity']:.4g}"
     numbers |= {"bits_per_byte": bits, **found, "rows": rows, "held_out_rows": job.data.held_out}
-    line = (
-        f"{visible(str(run))} at step {job.step} on {visible(where)}: "
-        f"validation loss {unit}{perplexity}, {shown} "
-        f"({rows} of {job.data.held_out} held-out rows)"
-    )
+    of_rows = f"({rows} of {job.data.held_out} held-out rows)"
+    at = f"{visible(str(run))} at step {job.step} on {visible(where)}"
+    line = f"{at}: validation loss {unit}{perplexity}, {shown} {of_rows}"
     return line, numbers, math.isfinite(loss)
 
 
@@ -145,24 +143,12 @@ def _tasks(
     scores = score(
         job.trainer, tasks, on_all_ranks(transport, tokenizer_of_tasks), job.source.inputs
     )
-    numbers = {
-        "run": str(run),
-        "step": job.step,
-        "tasks": str(tasks_file),
-        "count": len(tasks),
-        "acc": scores.acc.mean,
-        "acc_stderr": scores.acc.stderr,
-        "acc_norm": scores.acc_norm.mean,
-        "acc_norm_stderr": scores.acc_norm.stderr,
-        "log_likelihoods": scores.log_likelihoods,
-    }
-    line = (
-        f"{visible(str(run))} at step {job.step} on {len(tasks)} task(s) of {visible(str(tasks_file))}: "
-        f"acc {_with_error(scores.acc)}, acc_norm {_with_error(scores.acc_norm)}"
-    )
-    return line, numbers, True
-
-
-def _with_error(accuracy: Any) -> str:
-    error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
-    return f"{accuracy.mean:.1%}{error}"
+    numbers = {"run": str(run), "step": job.step, "tasks": str(tasks_file), "count": len(tasks)}
+    shown = []
+    for name, accuracy in (("acc", scores.acc), ("acc_norm", scores.acc_norm)):
+        numbers |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr}
+        error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
+        shown.append(f"{name} {accuracy.mean:.1%}{error}")
+    numbers["log_likelihoods"] = scores.log_likelihoods
+    at = f"{visible(str(run))} at step {job.step} on {len(tasks)} task(s)"
+    return f"{at} of {visible(str(tasks_file))}: {', '.join(shown)}", numbers, True

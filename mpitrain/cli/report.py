@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 
     Drawn = tuple[Timeline, range | None]
 
-FOLDER, PAGE, TIMELINE, METRICS_PICTURE, PERFETTO = (
-    "report",
-    "report.html",
-    "timeline.png",
-    "metrics.png",
-    "perfetto.json",
-)
+FOLDER, PAGE, PERFETTO = "report", "report.html", "perfetto.json"
+TIMELINE, METRICS_PICTURE = "timeline.png", "metrics.png"
 
 
 @click.command(cls=RootCommand)
@@ -87,10 +82,9 @@ def _write_page(
     from mpitrain.tools.report.pictures import draw_metrics, write_page
 
     folder = runs[0] / FOLDER
+    metrics = {str(run): read_metrics(run / METRICS) for run in runs}
     with outputs.to(folder):
-        draw_metrics(
-            {str(run): read_metrics(run / METRICS) for run in runs}, folder / METRICS_PICTURE
-        )
+        draw_metrics(metrics, folder / METRICS_PICTURE)
         write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
         say([f"{folder / PAGE} has all of it, with pictures"])
 
@@ -119,15 +113,9 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     records = read_metrics(run / METRICS)
     if not records and not is_early and CONFIG not in names and TRACE not in names:
         starts = ", ".join(map(str, left()[-3:]))
-        raise ConfigError(
-            f"There is no run in {run}.",
-            "Name the directory of a run"
-            + (
-                f". Starts on this host that failed before they had one left traces in {starts}."
-                if starts
-                else "."
-            ),
-        )
+        traces = f" Starts on this host that failed before they had one left traces in {starts}."
+        way_out = "Name the directory of a run." + traces * bool(starts)
+        raise ConfigError(f"There is no run in {run}.", way_out)
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
     lines += goodput(records)
     drawn: Drawn | None = None

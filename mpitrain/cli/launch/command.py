@@ -69,14 +69,10 @@ def library() -> Mpi:
     """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
     asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
     version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
-    for family, sign in (
-        ("Open MPI", "Open MPI"),
-        ("MPICH", "MPICH"),
-        ("MPICH", "Intel(R) MPI"),
-        ("MPICH", "MVAPICH"),
-    ):
-        if sign in version:
-            return Mpi(family, version)
+    if "Open MPI" in version:
+        return Mpi("Open MPI", version)
+    if any(sign in version for sign in ("MPICH", "Intel(R) MPI", "MVAPICH")):
+        return Mpi("MPICH", version)
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
         raise ConfigError(
@@ -106,16 +102,12 @@ def launcher(name: str, sign: str, version: str = "") -> str:
         if sign in asked.stdout:
             if not wanted or first_number(asked.stdout) in ("", wanted):
                 return path
-            complaints.append(
-                f"{path} is of {asked.stdout.splitlines()[0].strip()}, but mpi4py loads {version}"
-            )
+            other = asked.stdout.splitlines()[0].strip()
+            complaints.append(f"{path} is of {other}, but mpi4py loads {version}")
         elif asked.returncode:
-            lines = [
-                line for line in (asked.stderr + asked.stdout).splitlines() if line.strip("- ")
-            ] or ["nothing"]
-            complaints.append(
-                f"{path} --version ended with {asked.returncode} and said: {lines[0]}"
-            )
+            lines = (asked.stderr + asked.stdout).splitlines()
+            said = next((line for line in lines if line.strip("- ")), "nothing")
+            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said}")
     if complaints:
         raise ConfigError(
             "\n".join(complaints), "Load the launcher of that MPI, or start the ranks by hand."
@@ -246,9 +238,7 @@ def command(
         print(dim(description), file=sys.stderr, flush=True)
     requests.leave_if_asked()
     if not dry_run:
-        asks = any(
-            word in ("-h", "--help") or word.startswith("--help-config") for word in target.words
-        )
+        asks = any(word == "-h" or word.startswith("--help") for word in target.words)
         is_training = target.command == "train" and not asks
         last_line = EXIT if target.command == "chat" else ""
         restarts = Restarts(places, ranks, partial(answers, line[0], words))
@@ -263,11 +253,8 @@ def command(
             again = restarts.after(output, code) if can_restart else None
             if not again:
                 sys.exit(code)
-            on = f" of {', '.join(again.hosts)}" if again.hosts else ""
-            say(
-                Screen(),
-                f"starting it again from its newest checkpoint, on {again.ranks} ranks{on}",
-            )
+            on = f"{again.ranks} ranks" + (f" of {', '.join(again.hosts)}" if again.hosts else "")
+            say(Screen(), f"starting it again from its newest checkpoint, on {on}")
             program_words = [*target.words, *again.words]
             placed = placed._replace(hosts=again.hosts)
             line, settings = command_line(again.ranks, words, program_words, by or "", placed, True)
@@ -319,10 +306,8 @@ def command_line(
             "Start fewer ranks, or use --bind none.",
         )
     if mpi.family == "MPICH":
-        options = ["-n", str(ranks), *mpich_options(placed, cores)]
-        return [launcher("mpiexec", "HYDRA"), *options, *extra, *program], _settings(
-            mpi, is_crowded
-        )
+        line = [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *mpich_options(placed, cores)]
+        return [*line, *extra, *program], _settings(mpi, is_crowded)
     options = open_mpi_options(placed, os.environ, cores) + ULFM * fault_tolerant
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
@@ -340,14 +325,8 @@ def command_line(
         # They cannot transfer GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
-    return [
-        launcher("mpirun", "Open MPI", mpi.version),
-        "-n",
-        str(ranks),
-        *options,
-        *extra,
-        *program,
-    ], {}
+    mpirun = launcher("mpirun", "Open MPI", mpi.version)
+    return [mpirun, "-n", str(ranks), *options, *extra, *program], {}
 
 
 def check_fault_tolerant(mpi: Mpi, by: str) -> None:

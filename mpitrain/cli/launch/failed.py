@@ -121,10 +121,11 @@ class Killed(NamedTuple):
         return self.rank.isdigit() or not self.rank
 
     def has(self, rank: int) -> bool:
-        ends = [
-            [int(end) for end in listed.split("-")] for listed in self.rank.split(",") if listed
-        ]
-        return any(first <= rank <= last for first, *_, last in ([*pair, *pair] for pair in ends))
+        for listed in filter(None, self.rank.split(",")):
+            first, _, last = listed.partition("-")
+            if int(first) <= rank <= int(last or first):
+                return True
+        return False
 
     def __str__(self) -> str:
         if not self.is_one:
@@ -170,12 +171,9 @@ class KilledRanks:
         left = LEFT.search(text)
         for pattern in KILLED if not self._has_left else ():
             for match in pattern.finditer(text, 0, left.start() if left else len(text)):
-                killed = Killed(
-                    **{
-                        name: " ".join(value.decode(errors="replace").split())
-                        for name, value in match.groupdict().items()
-                    }
-                )
+                found = match.groupdict().items()
+                words = {name: value.decode(errors="replace").split() for name, value in found}
+                killed = Killed(**{name: " ".join(each) for name, each in words.items()})
                 if not self._killed:
                     self._is_aborted = bool(ABORTED.search(text, 0, match.start()))
                 if killed not in self._killed:

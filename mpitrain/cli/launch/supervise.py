@@ -344,29 +344,19 @@ def run(
     if "--with-ft" in line and words.end in ("ended", "stopped"):
         killed, code = None, STOPPED if words.end == "stopped" else 0  # The others went on.
     if killed and passed < 2 and (words.began or not passed):
-        which = (
-            f". `mpitrain runs report {shlex.quote(words.run)}` says which one fell silent first"
-        )
-        say(
-            screen,
-            f"{killed}"
-            + (which if words.began and not killed.is_one else "")
-            + (
-                ". With --resume=auto the run goes on from its last checkpoint, if it has one"
-                if words.began
-                else ""
-            ),
-        )
+        text = str(killed)
+        if words.began and not killed.is_one:
+            report = f"mpitrain runs report {shlex.quote(words.run)}"
+            text += f". `{report}` says which one fell silent first"
+        if words.began:
+            text += ". With --resume=auto the run goes on from its last checkpoint, if it has one"
+        say(screen, text)
     if is_training:
         return training_code(screen, words, code, passed, process.pid)
-    if passages[0].lost is None:
-        return _positive(code)
-    if passages[0].lost.errno != errno.EPIPE:
-        say(
-            screen,
-            f"standard output takes no more, and the result is lost: {passages[0].lost.strerror}",
-        )
-    return _positive(code) or 1
+    lost = passages[0].lost
+    if lost and lost.errno != errno.EPIPE:
+        say(screen, f"standard output takes no more, and the result is lost: {lost.strerror}")
+    return _positive(code) or int(lost is not None)
 
 
 def say(screen: Screen, text: str) -> None:
@@ -381,12 +371,8 @@ def say(screen: Screen, text: str) -> None:
 
 def _pass_request(screen: Screen, process: subprocess.Popen, which: int, has_begun: bool) -> None:
     if which == 1:
-        say(
-            screen,
-            "asked to stop; the run "
-            + ("ends after a step and a checkpoint" if has_begun else "has not begun")
-            + ". Ask again to end it at once",
-        )
+        does = "ends after a step and a checkpoint" if has_begun else "has not begun"
+        say(screen, f"asked to stop; the run {does}. Ask again to end it at once")
         # Launchers forward USR1 to the ranks, but end them at TERM.
         process.send_signal(signal.SIGUSR1)
     elif which == 2:
@@ -440,15 +426,14 @@ def training_code(
     if requests == 1 and not words.began and code not in (0, USAGE):
         say(screen, NOT_BEGUN)
         return STOPPED
+    line = ""
     if code == 0:
-        say(
-            screen,
-            "the launcher returned 0, but rank 0 did not say that the run ended: a rank may have left, or a host may be lost",
+        line = (
+            "the launcher returned 0, but rank 0 did not say that the run ended: a rank may have "
+            "left, or a host may be lost"
         )
-    elif (
-        code != USAGE
-        and not (requests or words.killed.first())
-        and (line := words.failure.last_line(_positive(code), words.run, folder_of(launcher)))
-    ):
+    elif code != USAGE and not (requests or words.killed.first()):
+        line = words.failure.last_line(_positive(code), words.run, folder_of(launcher))
+    if line:
         say(screen, line)
     return _positive(code) or 1

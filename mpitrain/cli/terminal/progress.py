@@ -111,21 +111,17 @@ class Progress(Watcher):
             f"{visible(c.data.source)}; {record['ranks']} rank(s), {way(c)}; run directory {run_dir}",
             flush=True,
         )
-        if sizes := amounts(c, record):
-            print(sizes, flush=True)
-        if advice := slow_heads(c):
-            print(advice, flush=True)
-        if record["event"] == "start" and (advice := slow_products(c)):
-            print(advice, flush=True)
+        lines = [amounts(c, record), slow_heads(c)]
+        lines += [slow_products(c)] if record["event"] == "start" else []
+        for line in filter(None, lines):
+            print(line, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
             does_decay = key in ("run.steps", "run.epochs") and c.optimizer.schedule != "constant"
             follows = "; the learning rate follows the new total" * does_decay
             print(f"changed since it was last run: {key} {then!r} -> {now!r}{follows}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
-            print(
-                f"all {c.run.steps} steps were done before; to train on, set run.steps to more",
-                flush=True,
-            )
+            done = f"all {c.run.steps} steps were done before"
+            print(f"{done}; to train on, set run.steps to more", flush=True)
         self._has_tokens = "conversations" in record or "tokens" in record
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         if self._bar is not None:
@@ -147,10 +143,9 @@ class Progress(Watcher):
         slow = f"  {slow_rank(record)}" if "slow_rank" in record else ""
         why = next((f"  skipped: {why}" for key, why in SKIPPED.items() if record.get(key)), "")
         if self._has_bar:
-            self._bar.set_postfix_str(
-                f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{(used + slow).replace('  ', ', ')}",
-                refresh=False,
-            )
+            more = (used + slow).replace("  ", ", ")
+            text = f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{more}"
+            self._bar.set_postfix_str(text, refresh=False)
         if self._has_lines or why:
             self._bar.say(
                 f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
@@ -179,31 +174,24 @@ class Progress(Watcher):
             is_equal = record["replicas_equal"]
             peaks = record["peak_activation_bytes_of_ranks"]
             if step < self._steps:
-                print(
-                    f"ended at step {step} of {self._steps}: the validation loss did not improve any more (run.patience)",
-                    flush=True,
-                )
+                why = "the validation loss did not improve any more (run.patience)"
+                print(f"ended at step {step} of {self._steps}: {why}")
             if line := predicted(self._logged, record):
-                print(line, flush=True)
-            print(
-                f"{status('ended') if is_equal else ''}done: parameters bitwise "
-                f"{'equal' if is_equal else 'NOT equal'} on all ranks, "
-                f"peak activations {max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}",
-                flush=True,
-            )
+                print(line)
+            are = f"bitwise {'equal' if is_equal else 'NOT equal'} on all ranks"
+            most = f"{max(peaks) / 1e6:.1f} MB on rank {peaks.index(max(peaks))}"
+            ended = status("ended") if is_equal else ""
+            print(f"{ended}done: parameters {are}, peak activations {most}", flush=True)
+        elif event == "stopped":
+            where = f"stopped at step {step}{_limit(record)}"
+            self._say_last(f"{status('stopped')}{where}; --resume goes on from there")
         else:
-            line = (
-                f"{status('stopped')}stopped at step {step}{_limit(record)}; --resume goes on from there"
-                if event == "stopped"
-                else f"{event} at step {step}"
-            )
-            self._say_last(line)
+            self._say_last(f"{event} at step {step}")
 
     def _left(self, step: int) -> str:
-        seconds = (
-            (time.perf_counter() - self._start) / max(1, step - self._first) * (self._steps - step)
-        )
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        step_s = (time.perf_counter() - self._start) / max(1, step - self._first)
+        minutes, seconds = divmod(int(step_s * (self._steps - step)), 60)
+        return f"{minutes}:{seconds:02d}"
 
 
 def predicted(logged: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
@@ -226,10 +214,8 @@ def predicted(logged: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
 
 
 def slow_rank(record: dict[str, Any]) -> str:
-    return (
-        f"rank {record['slow_rank']} on {record['slow_host']}: {record['slow_times']:.1f} times the median "
-        f"since step {record['slow_since']}"
-    )
+    times = f"{record['slow_times']:.1f} times the median since step {record['slow_since']}"
+    return f"rank {record['slow_rank']} on {record['slow_host']}: {times}"
 
 
 def _limit(record: dict[str, Any]) -> str:
@@ -302,15 +288,13 @@ def way(config: Config) -> str:
     parts = []
     if layout.tp > 1:
         rows = ", rows of norms divided" if layout.sequence_parallel else ""
-        parts.append(
-            f"{layout.tp} of them share layers by {shown(layout.algorithm)} all-reduce{rows}"
-        )
+        by = f"{shown(layout.algorithm)} all-reduce{rows}"
+        parts.append(f"{layout.tp} of them share layers by {by}")
     if layout.cp > 1:
         parts.append(f"{layout.cp} of them share rows by {layout.cp_mode}")
     if layout.pp > 1:
-        parts.append(
-            f"{layout.pp} stages by {config.pipeline.schedule}, {config.batch.micro_batches} micro-batches"
-        )
-    return ", ".join(
-        parts if layout.tp > 1 else [*parts, f"{shown(replication.algorithm)} all-reduce"]
-    )
+        parts.append(f"{layout.pp} stages by {config.pipeline.schedule}")
+        parts.append(f"{config.batch.micro_batches} micro-batches")
+    if layout.tp == 1:
+        parts.append(f"{shown(replication.algorithm)} all-reduce")
+    return ", ".join(parts)
