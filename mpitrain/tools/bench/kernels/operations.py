@@ -96,9 +96,8 @@ def count_wrong(result: np.ndarray, truth: np.ndarray, tolerance: float = WRONG)
 
     NaN counts as wrong.
     """
-    return int(
-        (~(np.abs(result - truth) <= tolerance * max(np.abs(truth).max(initial=0), 1e-3))).sum()
-    )
+    most = tolerance * max(np.abs(truth).max(initial=0), 1e-3)
+    return int((~(np.abs(result - truth) <= most)).sum())
 
 
 def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
@@ -116,13 +115,10 @@ def seconds(device: Device, *runs: Callable[[], Any]) -> list[float]:
     if device.kind != "cuda-sim":
         expected = sum(spent * count for spent, count in zip(once, counts, strict=True))
         turns = max(FEWEST, min(MOST, int(BUDGET / expected)))
-    sides = [
-        lambda _, run=run, count=count: _turn(device, run, count)
-        for run, count in zip(runs, counts, strict=True)
-    ]
-    return [
-        median(spent) / count for spent, count in zip(take_turns(sides, turns), counts, strict=True)
-    ]
+    timed = zip(runs, counts, strict=True)
+    sides = [lambda _, side=side: _turn(device, *side) for side in timed]
+    spent = zip(take_turns(sides, turns), counts, strict=True)
+    return [median(each) / count for each, count in spent]
 
 
 def _turn(device: Device, run: Callable[[], Any], count: int) -> float:
@@ -175,10 +171,10 @@ class Calls:
         """
         row, latest = OPERATIONS[name], list[Any]()
         line = operands(row.operands)
-        arguments = self._on_device(name) | {
-            key: self._put(value) if hasattr(value, "nbytes") else value
-            for key, value in changed.items()
-        }
+        arrays = {key: value for key, value in changed.items() if hasattr(value, "nbytes")}
+        placed = {key: self._put(array) for key, array in arrays.items()}
+        arguments = self._on_device(name) | changed | placed
+        nbytes = row.nbytes(**self._sizes) + sum(array.nbytes for array in arrays.values())
 
         def call(ops: Ops, arguments: dict[str, Any]) -> Any:
             result, output = getattr(ops, name)(**arguments), line.gives[0].name
@@ -193,9 +189,7 @@ class Calls:
             run,
             lambda: latest[0],
             lambda: call(self._reference, self._on_host(name) | changed),
-            flops
-            or row.nbytes(**self._sizes)
-            + sum(getattr(value, "nbytes", 0) for value in changed.values()),
+            flops or nbytes,
             "GFLOP/s" if row.products else "GB/s",
             peer=partial(peer, arguments) if peer else None,
         )
@@ -272,16 +266,12 @@ def works(
     # The host backend multiplies its saved factors in place, so repeated runs would let them grow.
     if device.kernels is not None:
         z = device.backend.from_host(numbers(rows, width))
-        yield calls.work(
-            "linear input x gelu'",
-            "gelu_linear_backward_input",
-            size,
-            lambda of: ops.gelu_backward(
-                ops.linear_backward_input(of["dy"], of["w"], of["saved"], of["arena"])[0],
-                z,
-                of["arena"],
-            ),
-        )
+
+        def apart(of: dict[str, Any]) -> None:
+            dx, *_ = ops.linear_backward_input(of["dy"], of["w"], of["saved"], of["arena"])
+            ops.gelu_backward(dx, z, of["arena"])
+
+        yield calls.work("linear input x gelu'", "gelu_linear_backward_input", size, apart)
     calls = Calls(device, M=many_rows, C=width, N=width, L=many_rows * width)
     yield calls.work("layer_norm", "layer_norm")
     yield calls.work("layer_norm input", "layer_norm_backward_input")
@@ -312,6 +302,10 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
     rng = np.random.default_rng(1)
     qkv, dy = (rng.standard_normal((batch, tokens, parts * width), np.float32) for parts in (3, 1))
     compared = slice(2)  # only two sequences are compared, because the reference is slow
+
+    def attended(x: np.ndarray) -> tuple[np.ndarray, Any]:
+        return reference.attention(x[..., :width], x[..., width:], heads, None)
+
     for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
         packed, pull = (backend.from_host(array.astype(dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
@@ -326,46 +320,27 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
             dq, dkv = dqkv[..., :width], dqkv[..., width:]
             ops.attention_backward(pull, kept["saved"], dq, dkv, arena)
 
-        true_qkv, true_dy = (
-            array[compared].astype(dtype).astype(np.float32) for array in (qkv, dy)
-        )
+        x, pulled = (array[compared].astype(dtype).astype(np.float32) for array in (qkv, dy))
 
         def got(name: str, kept=kept) -> np.ndarray:
             return backend.to_host(kept[name][compared]).astype(np.float32)
 
-        def true_y(x=true_qkv) -> np.ndarray:
-            return reference.attention(x[..., :width], x[..., width:], heads, None)[0]
+        def true_y(x=x) -> np.ndarray:
+            return attended(x)[0]
 
-        def truth(x=true_qkv, dy=true_dy) -> np.ndarray:
-            (_, saved), found = (
-                reference.attention(x[..., :width], x[..., width:], heads, None),
-                np.empty_like(x),
-            )
-            reference.attention_backward(dy, saved, found[..., :width], found[..., width:], None)
+        def true_dqkv(x=x, dy=pulled) -> np.ndarray:
+            found = np.empty_like(x)
+            dq, dkv = found[..., :width], found[..., width:]
+            reference.attention_backward(dy, attended(x)[1], dq, dkv, None)
             return found
 
-        tolerance = {"float32": WRONG, "bfloat16": 2e-2}[dtype]
-        yield OperationCall(
-            f"attention {dtype}",
-            forward,
-            partial(got, "y"),
-            true_y,
-            pairs,
-            "GFLOP/s",
-            tolerance,
-            theirs.forward if theirs else None,
-        )
+        label, result = f"attention {dtype}", partial(got, "y")
+        law = "GFLOP/s", {"float32": WRONG, "bfloat16": 2e-2}[dtype]
+        yield OperationCall(label, forward, result, true_y, pairs, *law, theirs and theirs.forward)
         if device.kernels is not None:  # the host backend overwrites its saved arrays in backward
-            yield OperationCall(
-                f"attention back {dtype}",
-                backward,
-                partial(got, "dqkv"),
-                truth,
-                2.5 * pairs,
-                "GFLOP/s",
-                tolerance,
-                theirs.backward if theirs else None,
-            )
+            label, result = f"attention back {dtype}", partial(got, "dqkv")
+            other = theirs and theirs.backward
+            yield OperationCall(label, backward, result, true_dqkv, 2.5 * pairs, *law, other)
 
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[OperationCall]:
