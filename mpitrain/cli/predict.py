@@ -34,7 +34,7 @@ def command(run: Path, out: Path, best: bool, **options: Any) -> None:
 
         from mpitrain.data import targets_of
         from mpitrain.files import whole
-        from mpitrain.models.table import form_for
+        from mpitrain.models.table import MODELS, form_for
         from mpitrain.run.build import open_run
         from mpitrain.run.predictions import predicted
         from mpitrain.transport.agreement import on_all_ranks
@@ -46,7 +46,9 @@ def command(run: Path, out: Path, best: bool, **options: Any) -> None:
                 raise ConfigError(
                     f"`predict` is for samples, images and labelled texts, but a {config.model.kind} reads "
                     f"{config.data.source} as tokens.",
-                    "Use `mpitrain generate`, or fine-tune a bert with labelled texts.",
+                    "Use `mpitrain generate`."
+                    if MODELS[config.model.kind].writes
+                    else "Fine-tune it with labelled texts, and predict with that run.",
                 )
 
         on_all_ranks(transport, check)

@@ -116,3 +116,10 @@ def test_settings_unfit_for_async_stages_are_refused_early(settings, law, way_ou
     with pytest.raises(ConfigError) as caught:
         parse(with_settings({}, ["pipeline.schedule=async", "layout.pp=2", *settings]))
     assert law in caught.value.law and way_out in caught.value.way_out
+
+
+def test_a_head_of_classes_has_no_tie_that_async_stages_would_refuse():
+    own = ["pipeline.schedule=async", "layout.pp=2", "model.tied=true", "model.kind=bert"]
+    parse(with_settings({}, [*own, "data.source=jsonl:texts.jsonl"]))
+    with pytest.raises(ConfigError, match="tied"):
+        parse(with_settings({}, own))
