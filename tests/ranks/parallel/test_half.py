@@ -219,6 +219,8 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
         "replication.mode=server",
         "replication.wire=fp16",
         "replication.wire=int8",
+        "layout.tp=2",
+        "layout.pp=2 batch.micro_batches=2",
     ],
 )
 def test_an_overflow_on_one_rank_halves_the_scale_of_all(settings):
@@ -230,7 +232,7 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(settings):
     ]  # the update of AdamW has no scale
     with np.errstate(all="ignore"):
         (alone,) = run_ranks(1, steps, configured(*base), 6, None, (0, 3))
-        everyone = run_ranks(4, steps, configured(*base, settings), 6, None, (2, 3))
+        everyone = run_ranks(4, steps, configured(*base, *settings.split()), 6, None, (2, 3))
     for outcomes in everyone:
         assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
         assert [outcome.loss_scale for outcome in outcomes] == [2.0**16] * 4 + [2.0**15] * 2

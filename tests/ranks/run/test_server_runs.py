@@ -46,12 +46,13 @@ def test_a_run_logs_evaluates_and_ends_with_equal_replicas(update, settings, tmp
 
 
 @each_update
-@pytest.mark.parametrize("asked", (0, 3))
+@pytest.mark.parametrize("asked", (1, 3))
 def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(
     update, asked, settings, tmp_path
 ):
     assert go(4, [*settings, *update, "run.steps=400"], stop=lambda rank: rank == asked)
-    assert records(tmp_path)[-1]["event"] == "stopped"
+    last = records(tmp_path)[-1]
+    assert last["event"] == "stopped" and (update != UPDATES[0] or last["step"] == 1), last
 
 
 @each_update
