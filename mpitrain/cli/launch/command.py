@@ -68,7 +68,7 @@ class Mpi(NamedTuple):
 def library() -> Mpi:
     """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
     asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
-    version = asked.stdout.strip().splitlines()[0] if asked.stdout.strip() else ""
+    version = " ".join(asked.stdout.strip().partition("\n")[0].split())
     if "Open MPI" in version:
         return Mpi("Open MPI", version)
     if any(sign in version for sign in ("MPICH", "Intel(R) MPI", "MVAPICH")):
