@@ -20,11 +20,15 @@ SHORT = 12
 """Characters of the words of a template; a shorter one describes only a few printed words."""
 FORMS = {
     **dict.fromkeys(("rank", "host", "other", "where", "seconds", "time", "process"), r"\S+"),
+    **dict.fromkeys(("lead", "condition"), ".+?"),  # formulas
     "what": "[^;]+?",
 }
 """{field of sentences about ranks that wait: what it may contain}; such sentences follow each other."""
 WIDE = 24
 """Longest cell that is aligned to the right in a row of a table."""
+
+PLURAL = re.compile(r"^(\\ (?:chunk|host|message|micro\\-batch|rank|stage|step|update))e?s\b")
+"""A noun behind a field, in an escaped template: a printed text may have it in the singular."""
 
 PARTICLE = re.compile(r"(?<=([0-9가-힣]))([은이을과])\(([는가를와])\)")
 """A particle in both of its forms, behind a number or a Korean word: after a consonant, after a vowel."""
@@ -92,7 +96,9 @@ def _patterns() -> Sequence[tuple[re.Pattern[str], str]]:
             forms = dict.fromkeys(names, r"\S+(?: \S+)?" if is_short else ".+?")
             forms |= FORMS
             fields = (
-                f"(?P<{piece}>{forms[piece]})" if at % 2 else re.escape(piece)
+                f"(?P<{piece}>{forms[piece]})"
+                if at % 2
+                else PLURAL.sub(r"\1(?:e?s)?", re.escape(piece))
                 for at, piece in enumerate(pieces)
             )
             template = re.sub(

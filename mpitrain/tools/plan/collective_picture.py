@@ -13,6 +13,8 @@ from mpitrain.tools.plan.collective import Collective, Held, complete, contents,
 ADDED, COPIED = "#d55e00", "#0072b2"
 """Colours of arrows, for messages that are added and for messages that replace."""
 
+ARROW = {"arrowstyle": "-|>", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
+
 MOST_ARROWS = 600
 """Largest number of messages drawn as arrows; more would hide each other."""
 
@@ -64,8 +66,6 @@ def draw(collective: Collective, path: Path) -> list[Path]:
 
 def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows: bool) -> None:
     """Draw the columns after the steps `first` to `last`, both included."""
-    from matplotlib.lines import Line2D
-
     columns, chunks = last - first + 1, len(collective.bounds)
     is_mean = columns * chunks > MOST_CELLS
     filled = _filled(collective)[first : last + 1]  # (columns, ranks, chunks)
@@ -102,13 +102,7 @@ def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows:
                 "",
                 (step + 1 - strip / 2, m.target),
                 (step + strip / 2, m.source),
-                arrowprops={
-                    "arrowstyle": "-|>",
-                    "color": ADDED if m.combine else COPIED,
-                    "linewidth": 0.9,
-                    "shrinkA": 0,
-                    "shrinkB": 0,
-                },
+                arrowprops=ARROW | {"color": ADDED if m.combine else COPIED},
             )
     met = meeting(collective)
     if met and first <= met.step < last:
@@ -145,23 +139,15 @@ def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows:
         f"{collective.title}, {several(len(collective.steps), 'step')}\n{cut}{hidden}\n",
         fontsize="medium",
     )
-    label = (
-        "chunk is there"
-        if collective.operation == "all-gather"
-        else f"ranks whose data a chunk holds, of {collective.ranks}"
-    )
+    n = collective.ranks
+    label, shares = f"ranks whose data a chunk holds, of {n}", sorted({1, -(-n // 2), n})
+    if collective.operation == "all-gather":
+        label, shares = "chunk is there", [0, 1]
     bar = figure.colorbar(mesh, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=12)
-    shares = (
-        [0, 1]
-        if collective.operation == "all-gather"
-        else sorted({1, -(-collective.ranks // 2), collective.ranks})
-    )
-    bar.set_ticks(
-        [share / max(shares) for share in shares], labels=[f"{share}" for share in shares]
-    )
+    bar.set_ticks([share / max(shares) for share in shares], labels=[*map(str, shares)])
     kinds = {m.combine for _, m in messages} if has_arrows else set()
     lines = [
-        Line2D([], [], color=colour, label=text, marker=">", markersize=5)
+        axes.plot([], [], color=colour, label=text, marker=">", markersize=5)[0]
         for is_added, colour, text in (
             (True, ADDED, "message that is added"),
             (False, COPIED, "message that replaces"),

@@ -398,7 +398,6 @@ def _draw(
 
     has_room  whether the row of a stage has room for numbers
     """
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     inch = (part[1] - part[0]) / ACROSS
@@ -445,17 +444,7 @@ def _draw(
         Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds
     ]
     if notes:
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color="black",
-                marker="^",
-                linestyle="",
-                markersize=6,
-                label="update: makes the next version (v)",
-            )
-        )
+        handles += axes.plot([], [], "k^", label="update: makes the next version (v)")
     if len(plan.stage_of) > len(plan.by_stage):
         handles.append(
             Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")

@@ -295,6 +295,12 @@ def test_the_pages_of_all_topics_have_an_index(tmp_path):
     assert [*page.write_all(tmp_path, "en")] == [*TOPICS]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"index.html", *(f"{name}.html" for name in TOPICS)}
+    lines = re.findall(
+        r"<h2>(.*?)</h2>|<a href=.*>(.*?)</a>", (tmp_path / "index.html").read_text()
+    )
+    assert [each for pair in lines for each in pair if each] == [
+        each for part, topics in PARTS.items() for each in (part, *topics)
+    ]
 
 
 @pytest.mark.slow

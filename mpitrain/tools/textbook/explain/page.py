@@ -16,7 +16,7 @@ from mpitrain.files import write_whole
 from mpitrain.tools.textbook.explain.explanation import Explanation
 from mpitrain.tools.textbook.explain.picture import colour, summands
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title, source_text
-from mpitrain.tools.textbook.explain.topics import TOPICS
+from mpitrain.tools.textbook.explain.topics import PARTS, TOPICS
 from mpitrain.tools.words import text
 
 ROOM = "mpitrain.tools.textbook.explain"
@@ -25,11 +25,20 @@ PICTURES = "mpitrain/tools/textbook/pictures"
 FRAMES = "frames.json"
 """The file with the digest of the frames in each picture."""
 COLUMNS = 130
+INDEX = (
+    '<!DOCTYPE html>\n<html lang="{}"><meta charset="utf-8"><title>{}</title><style>body {{ font: '
+    "17px/1.6 sans-serif; margin: 20px auto; max-width: 1000px }} p {{ margin: 0 }}</style>\n"
+)
+"""Head of the index, with places for its language and its title."""
 
 
 def whole(explanation: Explanation, language: str) -> str:
-    title = text(explanation.title, language)
-    return _filled("page.html", language, title, data(explanation, language))
+    page = resources.files(ROOM).joinpath("page.html").read_text(encoding="utf-8")
+    title = html.escape(text(explanation.title, language))
+    # No text can end the script element that holds the contents.
+    contents = json.dumps(data(explanation, language), ensure_ascii=False).replace("<", "\\u003c")
+    page = page.replace("{language}", language).replace("{title}", title)
+    return page.replace("{contents}", contents)
 
 
 def write(explanation: Explanation, path: Path, language: str) -> None:
@@ -47,10 +56,13 @@ def write_all(folder: Path, language: str) -> Iterator[str]:
         write(topic.explained(topic.setting(name)), folder / f"{name}.html", language)
         yield name
     title = text("How distributed training works: {n} topics", language, n=len(recorded))
-    topics = [
-        {"name": name, "title": text(topic.title, language)} for name, topic in recorded.items()
-    ]
-    write_whole(folder / "index.html", _filled("index.html", language, title, {"topics": topics}))
+    lines = [f"<h1>{html.escape(title)}</h1>"]
+    for part, names in PARTS.items():
+        lines.append(f"<h2>{html.escape(text(part, language))}</h2>")
+        for name in filter(recorded.get, names):
+            said = html.escape(text(recorded[name].title, language))
+            lines.append(f'<p><a href="{name}.html">{name}</a> {said}</p>')
+    write_whole(folder / "index.html", INDEX.format(language, title) + "\n".join(lines) + "\n")
 
 
 def data(explanation: Explanation, language: str) -> dict[str, Any]:
@@ -96,17 +108,6 @@ def data(explanation: Explanation, language: str) -> dict[str, Any]:
             "stop": text("stop", language),
         },
     }
-
-
-def _filled(template: str, language: str, title: str, contents: dict[str, Any]) -> str:
-    """Return a template with its title and contents.
-
-    The contents are inside a script element, which no text in them can end.
-    """
-    page = resources.files(ROOM).joinpath(template).read_text(encoding="utf-8")
-    filled = json.dumps(contents, ensure_ascii=False).replace("<", "\\u003c")
-    page = page.replace("{language}", language).replace("{title}", html.escape(title))
-    return page.replace("{contents}", filled)
 
 
 def systems(explanations: Mapping[str, Explanation]) -> str:

@@ -182,6 +182,7 @@ def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tupl
         most = int((100 * WALL[1] / percent - HEAD) / LINE - 0.8)
         if len(notes) <= most:
             break
+    most = -(-len(notes) // -(-len(notes) // most))  # Several pages are equally full.
     for at in range(0, len(notes), most):
         with page(percent) as axes:
             _notes(axes, notes[at : at + most], HEAD)
