@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.errors import ConfigError
-from mpitrain.tools.words import korean, language_of, padded, said, text, width
+from mpitrain.errors import ConfigError, Sentence
+from mpitrain.tools.words import korean, language_of, padded, said, text, to_fit, width
 
 PACKAGE = Path(__file__).parents[2] / "mpitrain"
 SAID = [
@@ -126,6 +126,26 @@ def test_an_unknown_language_is_refused():
 )
 def test_the_locale_chooses_the_language(locale, language):
     assert language_of(locale) == language
+
+
+@pytest.mark.parametrize(
+    ("law", "n", "words"),
+    [
+        ("{n} ranks, {n} micro-batches", 1, "1 rank, 1 micro-batch"),
+        ("worker 0: {n} other updates", 1, "worker 0: 1 other update"),
+        ("{n} ranks", 11, "11 ranks"),
+        ("rank {n} updates at 0.{n} steps", 1, "rank 1 updates at 0.1 steps"),
+    ],
+)
+def test_a_noun_behind_one_is_singular(law, n, words):
+    assert text(law, "en", n=n) == str(Sentence(law, n=n)) == words
+
+
+def test_a_line_too_wide_for_a_terminal_is_wrapped_below_its_second_cell():
+    line = "    2 ranks  0.5  true   bytes of the ring 32"
+    assert to_fit(line, 0) == to_fit(line, len(line)) == [line]
+    assert to_fit(line, 40) == ["    2 ranks  0.5  true   bytes of the", 13 * " " + "ring 32"]
+    assert to_fit("  published in: a b", 17) == ["  published in: a", "    b"]
 
 
 def test_hangul_takes_two_columns_and_padded_lines_align():
