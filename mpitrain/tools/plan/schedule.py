@@ -407,27 +407,14 @@ def _draw(
         for event, (start, end, instruction) in enumerate(stage_events):
             if end < part[0] or start > part[1]:
                 continue
-            axes.barh(
-                stage,
-                end - start,
-                0.9,
-                start,
-                color=COLOURS[LETTERS[type(instruction)]],
-                edgecolor="white",
-                linewidth=0.5,
-                alpha=1 - 0.6 * chunks.index(instruction.chunk) / len(chunks),
-            )
+            colour = COLOURS[LETTERS[type(instruction)]]
+            alpha = 1 - 0.6 * chunks.index(instruction.chunk) / len(chunks)
+            box = {"color": colour, "alpha": alpha, "edgecolor": "white", "linewidth": 0.5}
+            axes.barh(stage, end - start, 0.9, start, **box)
             if has_room and (end - start) / inch > CELL / 2:
                 version = f"\nv{notes[stage][event].rstrip('*')}" if notes else ""
-                axes.text(
-                    (start + end) / 2,
-                    stage,
-                    f"{instruction.micro}{version}",
-                    ha="center",
-                    va="center",
-                    fontsize=13,
-                    clip_on=True,
-                )
+                place = {"ha": "center", "va": "center", "fontsize": 13, "clip_on": True}
+                axes.text((start + end) / 2, stage, f"{instruction.micro}{version}", **place)
             if notes and notes[stage][event].endswith("*"):
                 axes.plot(end, stage + 0.45, "^", color="black", markersize=6, zorder=3)
     has_micros = any(text.get_text() for text in axes.texts)

@@ -103,9 +103,7 @@ def data(explanation: Explanation, language: str) -> dict[str, Any]:
             [text("tests", language), ", ".join(explanation.laws)],
         ],
         "words": {
-            "sent": text("bytes sent", language),
-            "play": text("play", language),
-            "stop": text("stop", language),
+            word.split()[-1]: text(word, language) for word in ("bytes sent", "play", "stop")
         },
     }
 
@@ -121,7 +119,8 @@ def systems(explanations: Mapping[str, Explanation]) -> str:
         fill(
             "`python jobs/prove/textbook.py` has written this page and its pictures from recordings of the code. A cell "
             "with an orange frame has changed in that step; the greener a cell, the more summands it has. "
-            "[The textbook](../README.md) explains the cells.",
+            "[The textbook](../README.md) explains the cells. `mpitrain learn explain NAME` shows "
+            "all steps of a section. The command in it shows the same in a real run.",
             COLUMNS,
         ),
         "",
@@ -147,7 +146,6 @@ def _section(name: str, explanation: Explanation) -> list[str]:
         fill(" ".join(explanation.sentences), COLUMNS),
         "",
         "```bash",
-        f"mpitrain learn explain {name}",
         explanation.command,
         "```",
         "",
@@ -166,17 +164,9 @@ def digests(explanations: Mapping[str, Explanation]) -> str:
 
     A picture is current if the digest that was stored with it is the same.
     """
-    return (
-        json.dumps(
-            {
-                name: hashlib.sha256(
-                    json.dumps(
-                        [[frame.title, frame.cells] for _, frame in explanation.drawn]
-                    ).encode()
-                ).hexdigest()
-                for name, explanation in explanations.items()
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    drawn = {
+        name: json.dumps([[frame.title, frame.cells] for _, frame in explanation.drawn])
+        for name, explanation in explanations.items()
+    }
+    digest = {name: hashlib.sha256(each.encode()).hexdigest() for name, each in drawn.items()}
+    return json.dumps(digest, indent=1) + "\n"

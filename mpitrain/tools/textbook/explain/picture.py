@@ -364,17 +364,11 @@ def _panel(
                 for row, cells in enumerate(frame.cells):
                     y = top + LINE * (row + 2.9)
                     is_changed = (row, column) in changed
-                    axes.add_patch(
-                        Rectangle(
-                            (x + 0.01, y + 0.01),
-                            wide - 0.02,
-                            LINE - 0.02,
-                            facecolor=colour(cells[column], most),
-                            edgecolor=CHANGED if is_changed else "#c8c8c8",
-                            linewidth=1.8 if is_changed else 0.6,
-                            zorder=3 if is_changed else 2,
-                        )
-                    )
+                    edge, line, order = (CHANGED, 1.8, 3) if is_changed else ("#c8c8c8", 0.6, 2)
+                    look: dict[str, Any] = {"edgecolor": edge, "linewidth": line, "zorder": order}
+                    box = Rectangle((x + 0.01, y + 0.01), wide - 0.02, LINE - 0.02, **look)
+                    box.set_facecolor(colour(cells[column], most))
+                    axes.add_patch(box)
                     style = {"family": "DejaVu Sans Mono", "color": TEXT, "zorder": 4}
                     axes.text(y=y + LINE / 2, s=cells[column], fontsize=8.5, **style, **middle)
                 x += wide
@@ -392,14 +386,6 @@ def _panel(
         end, above = places[column]
         rows = [above + LINE * (row + 3.4) for row in (source, target)]
         bend = min(0.6, 0.7 / abs(rows[1] - rows[0])) * (0.3 if column >= 0 else 1)
-        axes.add_patch(
-            FancyArrowPatch(
-                (end, rows[0]),
-                (end, rows[1]),
-                connectionstyle=f"arc3,rad={-bend if target > source else bend}",
-                arrowstyle="-|>",
-                mutation_scale=9,
-                color=CHANGED,
-                zorder=5,
-            )
-        )
+        look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": CHANGED, "zorder": 5}
+        look["connectionstyle"] = f"arc3,rad={-bend if target > source else bend}"
+        axes.add_patch(FancyArrowPatch((end, rows[0]), (end, rows[1]), **look))
