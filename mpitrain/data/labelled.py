@@ -106,17 +106,12 @@ def _read(path: str, tokenizer: Tokenizer, context: int) -> tuple[np.ndarray, li
 
 def _classes(path: str, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
     """Return the class of each label, (N,) int64; IGNORED without one."""
-    if {int, str} <= {*map(type, labels)}:
+    numbers: dict[Label, Label] = {None: IGNORED, **{n: k for k, n in enumerate(names)}}
+    are_names = any(isinstance(one, str) for one in labels)
+    if are_names and (strange := [one for one in labels if one not in numbers]):
         raise DataError(
-            f"The labels of {path} must be all numbers or all names, but it has both.",
-            "Write names on all lines.",
-        )
-    numbers: dict[Label, Label] = {name: number for number, name in enumerate(names)}
-    numbers[None] = IGNORED
-    if strange := [one for one in labels if isinstance(one, str) and one not in numbers]:
-        raise DataError(
-            f"{path} has the label {strange[0]}, but data.labels or the model of run.init_from has {', '.join(names) or 'none'}.",
-            "Use these names, or set data.labels.",
+            f"{path} has the label {strange[0]}, but the names of classes are {', '.join(names) or 'not known'}.",
+            "Use these names on all lines, or set data.labels.",
         )
     return np.array([numbers.get(one, one) for one in labels], np.int64)
 

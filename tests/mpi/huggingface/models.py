@@ -58,10 +58,7 @@ def loaded(folder, dtype="float32"):
 
 def logits(model, tokens):
     """Return the logits (B, T, vocabulary) of tokens (B, T)."""
-    import torch
-
-    with torch.inference_mode():
-        return model(torch.from_numpy(tokens)).logits.numpy()
+    return output(model, tokens).detach().numpy()
 
 
 def output(model, inputs):
@@ -83,21 +80,24 @@ def loss_of(logits, targets):
     )
 
 
+def named(tensors, own, keys):
+    """Tensors of an architecture `own` under our names and in our shapes, as arrays."""
+    return {
+        name: np.concatenate(
+            [tensors[p.name].T if p.is_transposed else tensors[p.name] for p in parts]
+        )
+        for name, parts in own.counterparts(keys, 0, 0, lambda row: row.theirs in tensors)
+    }
+
+
 def loss_and_gradients(model, inputs, targets, own, keys):
-    """The mean loss, and the gradients under our names and in our shapes, of an architecture `own`."""
+    """The mean loss, and the gradients under our names and in our shapes."""
     loss = loss_of(output(model, inputs), targets)
     model.zero_grad()
     loss.backward()
-    theirs = {
-        name: parameter.grad.numpy()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.grad is not None
-    }
-    gradients = {}
-    for name, parts in own.counterparts(keys, 0, 0, lambda row: row.theirs in theirs):
-        found = [theirs[part.name].T if part.is_transposed else theirs[part.name] for part in parts]
-        gradients[name] = np.concatenate(found)
-    return loss.item(), gradients
+    parameters = model.named_parameters(remove_duplicate=False)
+    gradients = {name: p.grad.numpy() for name, p in parameters if p.grad is not None}
+    return loss.item(), named(gradients, own, keys)
 
 
 def rows(count, seed=0, length=16):

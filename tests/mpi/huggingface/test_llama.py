@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import MpitrainError
-from mpitrain.run.build import build, open_run
-from mpitrain.run.build import configured as reopened
+from mpitrain.run.build import build
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama
+from tests.mpi.huggingface.models import llama, logits
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
@@ -19,11 +18,6 @@ transformers = pytest.importorskip("transformers")
 
 FLAT = ["run.steps=2", "batch.size=4", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]
 FLAT += ["optimizer.warmup=0"]
-
-
-def theirs(model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.numpy()
 
 
 def ours(transport, *settings):
@@ -34,12 +28,12 @@ def ours(transport, *settings):
 
 def assert_one_function(model, folder, ranks, *settings):
     found = run_ranks(ranks, ours, f"run.init_from={folder}", *settings)
-    assert any(logits is not None for _, logits in found)
-    for tokens, logits in found:
-        if logits is None:  # of a stage before the last
+    assert any(own is not None for _, own in found)
+    for tokens, own in found:
+        if own is None:  # of a stage before the last
             continue
-        truth = theirs(model, tokens)
-        assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max()
+        truth = logits(model, tokens)
+        assert np.abs(own - truth).max() <= 1e-4 * np.abs(truth).max()
 
 
 LLAMA3 = {
@@ -80,26 +74,6 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         abs(a - b).max() for a, b in zip(again.parameters(), model.parameters(), strict=True)
     ]
     assert max(trained) > 0, "the steps must move the parameters"
-
-
-def test_merged_adapters_are_the_function_of_the_run(tmp_path):
-    llama().save_pretrained(tmp_path / "theirs")
-    adapters = ["lora.rank=2", "lora.targets=q,v,gate", "optimizer.lr=0.1"]
-    run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
-    config = configured(*FLAT, *run, *adapters)
-    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
-    export(tmp_path / "run", "llama", tmp_path / "back", "float32", 10**9, [], merge=True)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-
-    def logits(transport):
-        job = open_run(transport, tmp_path / "run", lambda: reopened(tmp_path / "run", []))
-        trainer, source = job.trainer, job.source
-        tokens, _ = source.batch(0, 0, 4, range(4))
-        return tokens, trainer.logits(tokens)
-
-    ((tokens, found),) = run_ranks(1, logits)
-    truth = theirs(again, tokens)
-    assert np.abs(found - truth).max() <= 1e-4 * np.abs(truth).max()
 
 
 @pytest.mark.parametrize(

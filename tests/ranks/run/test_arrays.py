@@ -112,7 +112,7 @@ def test_a_run_keeps_its_scaling_and_evaluates_and_predicts_in_the_unit_of_the_d
     assert json.loads((folder / "run/scaling.json").read_text()) == scaling
     with pytest.raises(MpitrainError, match=r"4 features .* and 2 numbers of y .* has 4 and 1"):
         run_ranks(2, reopened, "data.source=npy:x.npy,classes.npy")
-    changed("x.npy", 41, 2, np.nan)  # Nothing scans the rows again.
+    changed("x.npy", "x.npy", 41, 2, np.nan)  # Nothing scans the rows again.
     with pytest.raises(MpitrainError, match="row 41 has nan in column 2"):
         run_ranks(1, reopened, "data.source=npy:x.npy")
 
@@ -127,102 +127,47 @@ def test_csv_files_may_have_quotes_a_byte_order_mark_and_blank_lines(tmp_path):
     assert table(f"csv:{path}:y").y.tolist() == [2, np.inf]
 
 
-def changed(name, row, column, value):
+def changed(name, other, row, column, value):
     array = np.load(name).astype(float)
     array[row, column] = value
-    np.save(name, array)
+    np.save(other, array)
 
 
-@pytest.mark.parametrize(
-    ("source", "settings", "spoil", "words"),
-    [
-        (
-            "npy:x.npy,y.npy",
-            [],
-            lambda: np.save("y.npy", np.ones(49)),
-            "equally many rows, but have 50 and 49",
-        ),
-        (
-            "npy:x.npy,y.npy",
-            [],
-            lambda: changed("x.npy", 41, 2, np.nan),
-            "row 41 has nan in column 2",
-        ),
-        (
-            "npy:x.npy,y.npy",
-            [],
-            lambda: changed("y.npy", 7, 1, np.inf),
-            "row 7 has inf in column 1",
-        ),
-        (
-            "npy:x.npy,y.npy",
-            [],
-            lambda: changed("x.npy", slice(None), 3, 0.1),
-            "column 3 of x of .* is 0.1",
-        ),
-        (
-            "npy:x.npy,y.npy",
-            ["model.loss=bce"],
-            lambda: None,
-            "must lie in 0..1 with model.loss=bce",
-        ),
-        (
-            "npy:x.npy,y.npy",
-            ["model.loss=cross-entropy"],
-            lambda: None,
-            "takes classes as targets, but .* has numbers",
-        ),
-        ("npy:x.npy", [], lambda: None, "has no targets to train on"),
-        ("npy:x.npy,gone.npy", [], lambda: None, "gone.npy cannot be read"),
-        (
-            "npy:x.npy,y.npy",
-            ["data.validation=npy:y.npy,y.npy"],
-            lambda: None,
-            "must have one shape",
-        ),
-        ("npy:x.npy,y.npy", ["data.validation=1"], lambda: None, "a fraction .* but is '1'"),
-        ("npy:x.npy,y.npy", ["model.kind=bert"], lambda: None, "is mlp or cnn, but .* says bert"),
-        (
-            "npy:x.npy,y.npy",
-            [],
-            lambda: changed("y.npy", slice(None), 1, np.nan),
-            "column 1 of y of .* is nan",
-        ),
-        ("hdf5:d.h5:/x,/z", [], lambda: None, "must have the dataset /z, but has x, y"),
-        ("hdf5:x.npy:/x,/z", [], lambda: None, "x.npy cannot be read as HDF5"),
-        ("csv:d.csv:w", [], lambda: None, "must have a column w, but has u, v, a, b, c, d"),
-        (
-            "csv:t.csv:u",
-            [],
-            lambda: Path("t.csv").write_text("u,v\n1,2\n3,red\n"),
-            "'red' to float64 at row 1, column 2; rows count from 0, columns from 1",
-        ),
-        (
-            "csv:t.csv:u",
-            [],
-            lambda: Path("t.csv").write_text("u,v,w\n" + "1,2,3\n" * 9),
-            r"column 0 \(v\) of x of .* is 2",
-        ),
-        ("csv:t.csv:u", [], lambda: Path("t.csv").write_text("u\n1\n"), "must have features"),
-        ("csv:t.csv:u", [], lambda: Path("t.csv").write_text("u,v\n"), "2 names for 0 columns"),
-        (
-            "pydocs",
-            ["data.normalise=false", "model.loss=cross-entropy"],
-            lambda: None,
-            "data.normalise is of data.source",
-        ),
-    ],
-)
-def test_bad_arrays_are_one_message_on_every_rank(folder, source, settings, spoil, words):
+XY = "npy:x.npy,y.npy"
+BAD = [
+    ("npy:x.npy,short.npy", "", "equally many rows, but have 50 and 49"),
+    ("npy:nan.npy,y.npy", "", "row 41 has nan in column 2"),
+    ("npy:x.npy,inf.npy", "", "row 7 has inf in column 1"),
+    ("npy:constant.npy,y.npy", "", "column 3 of x of .* is 0.1"),
+    (XY, "model.loss=bce", "must lie in 0..1 with model.loss=bce"),
+    (XY, "model.loss=cross-entropy", "takes classes as targets, but .* has numbers"),
+    ("npy:x.npy", "", "has no targets to train on"),
+    ("npy:x.npy,gone.npy", "", "gone.npy cannot be read"),
+    (XY, "data.validation=npy:y.npy,y.npy", "must have one shape"),
+    (XY, "data.validation=1.5", "data.validation must be"),
+    ("hdf5:d.h5:/x,/z", "", "must have the dataset /z, but has x, y"),
+    ("hdf5:x.npy:/x,/z", "", "x.npy cannot be read as HDF5"),
+    ("csv:d.csv:w", "", "must have a column w, but has u, v, a, b, c, d"),
+    ("csv:red.csv:u", "", "'red' to float64 at row 1, column 2; rows count from 0, columns from 1"),
+    ("csv:alone.csv:u", "", "must have features"),
+    ("csv:empty.csv:u", "", "2 names for 0 columns"),
+    ("pydocs", "data.normalise=false model.loss=cross-entropy", "data.normalise is of data.source"),
+]
+
+
+@pytest.mark.parametrize(("source", "settings", "words"), BAD)
+def test_bad_arrays_are_one_message_on_every_rank(folder, source, settings, words):
     if "hdf5" in source:
         pytest.importorskip("h5py")
-    spoil()
-    every = [
-        "model.loss=mse",
-        *(MLP if source != "pydocs" else []),
-        f"data.source={source}",
-        *settings,
-    ]
+    np.save("short.npy", np.ones(49))
+    changed("x.npy", "nan.npy", 41, 2, np.nan)
+    changed("y.npy", "inf.npy", 7, 1, np.inf)
+    changed("x.npy", "constant.npy", slice(None), 3, 0.1)
+    Path("red.csv").write_text("u,v\n1,2\n3,red\n")
+    Path("alone.csv").write_text("u\n1\n")
+    Path("empty.csv").write_text("u,v\n")
+    own = MLP if source != "pydocs" else []
+    every = ["model.loss=mse", *own, f"data.source={source}", *settings.split()]
     with pytest.raises(MpitrainError, match=words):
         run_ranks(3, lambda transport: build(transport, configured(*every)))
 

@@ -103,8 +103,11 @@ def test_labels_that_are_names_are_numbered_in_their_order(tmp_path):
     [
         ('{"text": "a"\n', "Line 1 of .* must be a labelled text"),
         ('{"text": "a", "label": 1.5}\n', "label"),
-        ('{"text": "a", "label": "good"}\n{"text": "b", "label": 0}\n', "has both"),
-        ('{"text": "a", "label": "good"}\n{"text": "b", "label": "3"}\n', "label good, but .*none"),
+        ('{"text": "a", "label": "good"}\n{"text": "b", "label": 0}\n', "label 0, but .* are good"),
+        (
+            '{"text": "a", "label": "good"}\n{"text": "b", "label": "3"}\n',
+            "label good, but .*not known",
+        ),
         ('{"text": "a", "label": -1}\n', "label"),
         ('{"text": "a", "label": 1, "more": 2}\n', "more"),
         ('{"prompt": "a", "answer": "b"}\n', "text"),
