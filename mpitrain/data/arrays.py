@@ -166,8 +166,8 @@ def table(name: str) -> Arrays:
     features = [column for column in columns if column not in targets]
     x = cells[:, [column not in targets for column in columns]]
     is_whole = np.all((y == np.round(y)) & (np.abs(y) < 1 << 53))  # They may be classes.
-    y = (y.astype(np.int64) if is_whole else y) if targets else None
-    return Arrays(name, x, y, (features, targets))
+    numbers = y.astype(np.int64) if is_whole else y
+    return Arrays(name, x, numbers if targets else None, (features, targets))
 
 
 def rows_of(array: Any, numbers: np.ndarray) -> np.ndarray:

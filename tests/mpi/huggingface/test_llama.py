@@ -87,11 +87,7 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("model_type", "mistral", "sliding_window 4096"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
-        (
-            "model_type",
-            "qwen3",
-            'model_type "qwen3", but mpitrain has gpt2, llama, mistral, qwen2, bert',
-        ),
+        ("model_type", "qwen3", "but mpitrain has gpt2, llama, mistral, qwen2, bert"),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):

@@ -53,19 +53,6 @@ def computed(transport, config, inputs, targets):
     return found, loss, gradients
 
 
-def their_loss(model):
-    inputs, targets = rows(8)
-    return loss_of(output(model, inputs), targets).item()
-
-
-def first_loss(transport, config):
-    """Return the loss of the first step, on rows that transformers also gets."""
-    trainer = build(transport, config).trainer
-    inputs, targets = rows(8)
-    own = trainer.share()
-    return trainer.step(0, inputs[own.start : own.stop], targets[own.start : own.stop]).loss
-
-
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, variant, dtype):
@@ -84,23 +71,17 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(tmp_path, variant
         assert np.abs(gradient - wanted[name]).max() <= NEAR[dtype] * largest, name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_sharded_folders_of_other_dtypes_are_read_and_computed_with(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "float32"])
+def test_sharded_folders_of_any_dtype_and_without_a_prefix_are_read(tmp_path, dtype):
     model = made(dtype)
-    model.save_pretrained(tmp_path / "gpt2", max_shard_size="40KB")
+    saved = model.transformer if dtype == "float32" else model  # a GPT2Model has no prefix
+    saved.save_pretrained(tmp_path / "gpt2", max_shard_size="40KB")
     assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
-    right = their_loss(model.float())
+    (inputs, targets), model = rows(8), model.float()
+    right = loss_of(output(model, inputs), targets).item()
     config = configured(*FLAT, f"run.init_from={tmp_path / 'gpt2'}", f"precision.compute={dtype}")
-    (loss,) = run_ranks(1, first_loss, config)
+    ((_, loss, _),) = run_ranks(1, computed, config, inputs, targets)
     assert abs(loss - right) <= (2e-3 if config.precision.is_half else 1e-5) * right
-
-
-def test_a_gpt2model_without_prefix_is_read(tmp_path):
-    model = made()
-    model.transformer.save_pretrained(tmp_path / "bare")
-    right = their_loss(model)
-    (loss,) = run_ranks(1, first_loss, configured(*FLAT, f"run.init_from={tmp_path / 'bare'}"))
-    assert abs(loss - right) <= 1e-5 * right
 
 
 @pytest.mark.parametrize(

@@ -63,23 +63,19 @@ def losses_of(transport, *settings):
 
 
 SERVER = ["replication.mode=server", "replication.update=sync"]
+LOCAL = ["replication.mode=local"]
+IN_PARTS = [*LOCAL, "batch.micro_batches=3", "memory.recompute=unit"]
+SINGLE = ["precision.compute=float32"]
+HALF = ["precision.compute=float16", "layout.tp=2"]
+ALIKE = {
+    "servers": ((1, []), 3, SERVER, 1e-9),
+    "averages": ((2, LOCAL), 2, IN_PARTS, 1e-9),
+    "bfloat16": ((1, SINGLE), 1, ["precision.compute=bfloat16"], 0.03),
+    "float16, tp 2": ((1, SINGLE), 2, HALF, 0.01),
+}
 
 
-@pytest.mark.parametrize(
-    ("own", "ranks", "other", "tolerance"),
-    [
-        ((1, []), 3, SERVER, 1e-9),
-        (
-            (2, ["replication.mode=local"]),
-            2,
-            ["replication.mode=local", "batch.micro_batches=3", "memory.recompute=unit"],
-            1e-9,
-        ),
-        ((1, ["precision.compute=float32"]), 1, ["precision.compute=bfloat16"], 0.03),
-        ((1, ["precision.compute=float32"]), 2, ["precision.compute=float16", "layout.tp=2"], 0.01),
-    ],
-    ids=["servers", "averages", "bfloat16", "float16, tp 2"],
-)
+@pytest.mark.parametrize(("own", "ranks", "other", "tolerance"), ALIKE.values(), ids=ALIKE)
 def test_modes_and_precisions_train_alike(own, ranks, other, tolerance):
     alone = run_ranks(own[0], losses_of, *DROPS, *own[1])
     for n, found in enumerate(run_ranks(ranks, losses_of, *DROPS, *other)):
