@@ -260,9 +260,8 @@ def _page(
 ) -> Iterator[Any]:
     """Yield the axes of a picture with its title, in inches from the top left corner; then save it."""
     pyplot, title = painter(), text(explanation.title, language)
-    with pyplot.rc_context(
-        {"font.family": [(language == "ko" and hangul_font()) or "DejaVu Sans"]}
-    ):
+    fonts = [(language == "ko" and hangul_font()) or "DejaVu Sans", "DejaVu Sans"]
+    with pyplot.rc_context({"font.family": fonts}):  # A font with Hangul may lack signs.
         figure = pyplot.figure(figsize=size)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
