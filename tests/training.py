@@ -1,5 +1,7 @@
 """Small jobs, and the losses, norms and parameters that training them gives."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from mpitrain.config import with_settings
@@ -7,6 +9,7 @@ from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.replicas import replicas_equal
+from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 
 STEPS = 12
@@ -90,6 +93,41 @@ def assert_parts(found, whole, where=None):
         right = parameter.part_of(whole[name][1])
         assert values.shape == right.shape, (where, name)
         assert np.all(np.abs(values - right) <= 1e-9), (where, name)
+
+
+class Trained(NamedTuple):
+    """What a rank is told of steps and of an evaluation, its part of every tensor, and the number of parameters in all."""
+
+    told: np.ndarray
+    tensors: dict[str, tuple]
+    count: int
+
+
+def trained(transport, config, steps, source=None, units=None):
+    """Train the model of a configuration, or of these units; buffers of the first step serve all."""
+    if units is None:
+        trainer, source, _ = build(transport, config, source=source)
+    else:
+        trainer = Trainer(transport, units, config)
+    told, allocations = [], set()
+    for index in range(steps):
+        (result,) = stepped(trainer, source, [index])
+        told.append((result.loss, result.grad_norm))
+        allocations.add(trainer.arena.allocations)
+    assert len(allocations) == 1 or config.memory.release_every
+    assert trainer.arena.live == 0
+    trainer.sync_parameters()
+    assert replicas_equal(trainer)
+    told.append(trainer.evaluate(source))
+    return Trained(np.array(told), held(trainer), trainer.parameter_count)
+
+
+def assert_alike(alone, together, where=None):
+    """Assert that ranks are told what one rank is, which learns, and hold parts of its tensors, within 1e-9."""
+    assert np.ptp(alone.told[:-1, 0]) > 1e-3, "the loss must move, or equality says nothing"
+    for found in together:
+        assert near(alone.told, found.told) and found.count == alone.count, where
+        assert_parts(found.tensors, alone.tensors, where)
 
 
 def by_hand(name, entry, gradient, value, state, lr, step):

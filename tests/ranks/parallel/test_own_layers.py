@@ -9,11 +9,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Now
 from mpitrain.layers.plain import Plain
 from mpitrain.ops.device import ops_for
-from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.cases.own_layers import units
-from tests.training import assert_parts, configured, held
+from tests.training import assert_alike, configured, trained
 
 MODEL = {"vocab": 11, "context": 6, "width": 24, "heads": 6, "kv_heads": 3, "depth": 2}
 STEPS, ROWS, HELD_OUT = 3, 7, 5
@@ -35,33 +34,18 @@ class Tokens:
 
     held_out = HELD_OUT
 
-    def batch(self, step):
-        return np.random.default_rng([3, step]).integers(11, size=(ROWS, MODEL["context"] + 1))
+    def batch(self, seed, step, size, rows, before=None):
+        drawn = np.random.default_rng([3, step]).integers(11, size=(size, MODEL["context"] + 1))
+        return drawn[rows.start : rows.stop, :-1], drawn[rows.start : rows.stop, 1:]
 
     def held_out_rows(self, rows):
         found = np.random.default_rng(9).integers(11, size=(HELD_OUT, MODEL["context"] + 1))
         return found[list(rows), :-1], found[list(rows), 1:]
 
 
-def trained(transport, drops, settings):
-    """Losses and norms, an evaluation, and {name: (description, this rank's region)}."""
-    trainer = Trainer(transport, partial(units, drops=drops, **MODEL), configured(*BASE, *settings))
-    source, losses = Tokens(), []
-    for step in range(STEPS):
-        mine = trainer.share()
-        rows = source.batch(step)[mine.start : mine.stop]
-        outcome = trainer.step(step, rows[:, :-1], rows[:, 1:])
-        losses.append((outcome.loss, outcome.grad_norm))
-    losses.append(trainer.evaluate(source))
-    assert losses[-1] == trainer.evaluate(source) and replicas_equal(trainer)
-    return np.array(losses), held(trainer)
-
-
-def check_as_one_rank(ranks, drops, *settings):
-    ((truth, whole),) = run_ranks(1, trained, drops, [])
-    for losses, tensors in run_ranks(ranks, trained, drops, settings):
-        assert np.all(np.abs(losses - truth) <= 1e-9 * (1 + np.abs(truth))), losses - truth
-        assert_parts(tensors, whole)
+def on(ranks, drops, settings):
+    model = partial(units, drops=drops, **MODEL)
+    return run_ranks(ranks, trained, configured(*BASE, *settings), STEPS, Tokens(), model)
 
 
 LAYOUTS = {
@@ -81,22 +65,23 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layer_with_random_numbers_trains_in_any_layout_as_on_one_rank(name):
     ranks, settings = LAYOUTS[name]
-    check_as_one_rank(ranks, True, *settings)
+    (alone,) = on(1, True, [])
+    assert_alike(alone, on(ranks, True, settings))
 
 
 def test_dropout_changes_training_and_leaves_evaluation_without_it():
-    ((dropped, _),) = run_ranks(1, trained, True, [])
-    ((whole, _),) = run_ranks(1, trained, False, [])
+    ((dropped, *_),) = on(1, True, [])
+    ((whole, *_),) = on(1, False, [])
     assert np.all(dropped[:STEPS, 0] != whole[:STEPS, 0])
-    ((still, _),) = run_ranks(1, trained, True, ["optimizer.lr=1e-30"])
-    ((as_still, _),) = run_ranks(1, trained, False, ["optimizer.lr=1e-30"])
+    ((still, *_),) = on(1, True, ["optimizer.lr=1e-30"])
+    ((as_still, *_),) = on(1, False, ["optimizer.lr=1e-30"])
     assert np.array_equal(still[-1], as_still[-1])
 
 
 @pytest.mark.parametrize("name", ["async", "async-2bw"])
 def test_backward_sees_the_rows_of_its_forward_while_steps_overlap(name):
     settings = [f"pipeline.schedule={name}", "layout.pp=2", "batch.micro_batches=3"]
-    first, second = run_ranks(2, trained, True, settings)
+    first, second = on(2, True, settings)
     assert np.isfinite(first[0][1:]).all()  # the loss of a step is known one step later
     assert np.array_equal(first[0], second[0], equal_nan=True)
 
@@ -154,9 +139,9 @@ def test_rows_that_no_pipeline_has_set_are_refused():
 @pytest.mark.parametrize("name", ["micro-batches", "rows divided", "interleaved halves"])
 def test_random_numbers_of_a_recomputed_layer_are_those_of_its_forward(name):
     ranks, settings = LAYOUTS[name]
-    plain = run_ranks(ranks, trained, True, settings)
+    plain = on(ranks, True, settings)
     for mode in ("attention", "unit", "2", "3"):
-        found = run_ranks(ranks, trained, True, [*settings, f"memory.recompute={mode}"])
-        for (truth, whole), (losses, tensors) in zip(plain, found, strict=True):
+        found = on(ranks, True, [*settings, f"memory.recompute={mode}"])
+        for (truth, whole, _), (losses, tensors, _) in zip(plain, found, strict=True):
             assert np.array_equal(truth, losses), mode
             assert all(np.array_equal(whole[key][1], tensors[key][1]) for key in whole), mode

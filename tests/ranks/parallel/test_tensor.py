@@ -19,7 +19,7 @@ from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.generation import tokens
-from tests.training import configured, held, stepped
+from tests.training import assert_alike, configured, trained
 
 pytestmark = pytest.mark.slow
 
@@ -88,20 +88,7 @@ def source_of(config):
 
 
 def curve(transport, config, steps=STEPS):
-    """What a rank is told of every step and of an evaluation, its part of every tensor, and the number of parameters."""
-    source = source_of(config)
-    job = build(transport, config, source=source)
-    trainer = job.trainer
-    told, allocations = [], set()
-    for step in range(steps):
-        outcome = trainer.step(step, *trainer.replication.rows.batch(source, step))
-        told.append((outcome.loss, outcome.grad_norm))
-        allocations.add(trainer.arena.allocations)
-    is_steady = len(allocations) == 1 or config.memory.release_every
-    assert is_steady and trainer.arena.live == 0, "what the first step has taken serves all"
-    assert replicas_equal(trainer)
-    told.append(trainer.evaluate(source))
-    return np.array(told), held(trainer), trainer.parameter_count
+    return trained(transport, config, steps, source_of(config))
 
 
 ROUNDED = {"fp16": (2**-11, 2**-39), "int8": (0.0, 0.5 / 127)}
@@ -152,16 +139,6 @@ def rounded(transport, config, steps=STEPS):
     assert replicas_equal(trainer) and trainer.arena.live == 0
 
 
-def check_equal(alone, together, tolerance=1e-9, steps=STEPS):
-    ((told, whole, count),) = alone
-    for others, tensors, counted in together:
-        assert counted == count and np.ptp(told[:steps, 0]) > 1e-3
-        assert np.all(np.abs(others - told) <= tolerance + tolerance * np.abs(told)), others - told
-        for name, (parameter, values) in tensors.items():
-            truth = parameter.part_of(whole[name][1])
-            assert values.shape == truth.shape and np.all(np.abs(values - truth) <= tolerance), name
-
-
 ONE = [*GPT, "model.layers=1"]
 HALVES = [*ONE, "precision.compute=float32", "layout.tp=2"]
 WIDE = ["model.width=64", "model.heads=8"]
@@ -182,10 +159,10 @@ KEPT = "layout.keep_gathered=true"
     ids=["gpt", "tied", "wide", "zero 2", "zero 3", "mlp 2", "mlp 3"],
 )
 def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
-    alone = run_ranks(1, curve, configured(*ONE, *settings))
+    (alone,) = run_ranks(1, curve, configured(*ONE, *settings))
     for dp, tp, pp in layouts:
         config = configured(*ONE, *settings, f"layout.tp={tp}", f"layout.pp={pp}")
-        check_equal(alone, run_ranks(dp * tp * pp, curve, config))
+        assert_alike(alone, run_ranks(dp * tp * pp, curve, config))
 
 
 @pytest.mark.parametrize(
@@ -202,10 +179,10 @@ def test_ranks_that_share_layers_train_as_one_rank_does(settings, layouts):
     ids=["tied, odd context", "wide, kept", "uneven shares", "context that does not divide"],
 )
 def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts):
-    alone = run_ranks(1, curve, configured(*ONE, *settings))
+    (alone,) = run_ranks(1, curve, configured(*ONE, *settings))
     for dp, tp, pp in layouts:
         layout = [f"layout.tp={tp}", f"layout.pp={pp}", "layout.sequence_parallel=true"]
-        check_equal(alone, run_ranks(dp * tp * pp, curve, configured(*ONE, *settings, *layout)))
+        assert_alike(alone, run_ranks(dp * tp * pp, curve, configured(*ONE, *settings, *layout)))
 
 
 @pytest.mark.parametrize(
@@ -226,11 +203,11 @@ def test_ranks_that_divide_rows_as_well_train_as_one_rank_does(settings, layouts
 )
 def test_ranks_that_divide_tokens_train_as_one_rank_does(settings, layouts):
     steps, settings = 8, [*ONE, *settings, "run.steps=8", "model.width=24", "batch.size=6"]
-    alone = run_ranks(1, curve, configured(*settings), steps)
+    (alone,) = run_ranks(1, curve, configured(*settings), steps)
     for dp, cp, tp, pp, more in layouts:
         layout = [f"layout.cp={cp}", f"layout.tp={tp}", f"layout.pp={pp}", *more]
         found = run_ranks(dp * cp * tp * pp, curve, configured(*settings, *layout), steps)
-        check_equal(alone, found, steps=steps)
+        assert_alike(alone, found)
 
 
 @pytest.mark.parametrize(
@@ -332,26 +309,12 @@ def test_a_users_list_of_layers_gathers_and_splits():
             )
         ]
 
-    def trained(transport, units, tp):
-        config = configured(
-            "model.kind=mlp",
-            "model.width=12",
-            "batch.size=9",
-            "optimizer.lr=0.01",
-            f"run.steps={STEPS}",
-            "optimizer.warmup=0",
-            "precision.compute=float64",
-            f"layout.tp={tp}",
-        )
-        trainer, source = Trainer(transport, units, config), Points(10)
-        told = [result[:2] for result in stepped(trainer, source, range(STEPS))]
-        assert replicas_equal(trainer) and trainer.arena.live == 0
-        told.append(trainer.evaluate(source))
-        return np.array(told), held(trainer), trainer.parameter_count
-
-    alone = run_ranks(1, trained, plain, 1)
+    settings = ["model.kind=mlp", "model.width=12", "batch.size=9", "optimizer.lr=0.01"]
+    settings += [f"run.steps={STEPS}", "optimizer.warmup=0", "precision.compute=float64"]
+    (alone,) = run_ranks(1, trained, configured(*settings), STEPS, Points(10), plain)
     for dp, tp in ((1, 2), (2, 3)):
-        check_equal(alone, run_ranks(dp * tp, trained, units, tp))
+        config = configured(*settings, f"layout.tp={tp}")
+        assert_alike(alone, run_ranks(dp * tp, trained, config, STEPS, Points(10), units))
 
 
 @pytest.mark.parametrize(

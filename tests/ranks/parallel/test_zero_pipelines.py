@@ -16,7 +16,7 @@ from tests.ranks.pipeline.test_pipelines import (
     WIDTH,
     assert_equal_to_one_rank,
     layout,
-    trained,
+    one_rank,
 )
 from tests.training import configured
 
@@ -27,7 +27,7 @@ STAGES = pytest.mark.parametrize("zero", (2, 3))
 
 @pytest.fixture(scope="module")
 def alone():
-    return {tied: run_ranks(1, trained, [tied])[0] for tied in (TIED, UNTIED)}
+    return {tied: one_rank(tied) for tied in (TIED, UNTIED)}
 
 
 @STAGES

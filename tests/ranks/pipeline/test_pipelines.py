@@ -20,7 +20,7 @@ from mpitrain.tools.bench.training.steps import STAGES, stage_rows
 from mpitrain.tools.plan.stages import end_s, measure
 from mpitrain.transport.base import FIRST_CLAIMED_TAG
 from mpitrain.transport.threads import ThreadTransport, run_ranks
-from tests.training import configured
+from tests.training import assert_alike, configured, trained
 
 pytestmark = pytest.mark.slow
 STEPS, ROWS = 3, 13  # ragged, whatever it is divided by
@@ -50,43 +50,19 @@ def layout(dp, pp, name, micro_batches=0, *settings):
     ]
 
 
-def trained(transport, settings):
-    """Losses and norms of every step, what an evaluation says, {name: (description, values)} of this rank's parameters, their
-    number in all.
-    """
-    trainer, source, _ = build(transport, configured(*SMALL, *settings))
-    found, counts = [], []
-    for index in range(STEPS):
-        outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
-        found.append((outcome.loss, outcome.grad_norm))
-        counts.append(trainer.arena.allocations)
-        assert trainer.arena.live == 0
-    assert len(set(counts)) == 1, "buffers are used again"
-    found.append(trainer.evaluate(source))
-    assert replicas_equal(trainer)
-    tensors = trainer.tensors()
-    return (
-        np.array(found),
-        {e.name: (e.parameter, tensors[e.name]) for e in trainer.storage.entries},
-        trainer.parameter_count,
-    )
+def one_rank(*settings):
+    return run_ranks(1, trained, configured(*SMALL, *settings), STEPS)[0]
 
 
-def assert_equal_to_one_rank(truth, ranks, settings):
-    numbers, tensors, count = truth
-    names = set()
-    for found, mine, counted in run_ranks(ranks, trained, settings):
-        assert np.all(np.abs(found - numbers) <= 1e-9 + 1e-9 * np.abs(numbers)) and counted == count
-        names |= mine.keys()
-        for name, (parameter, values) in mine.items():
-            right = parameter.part_of(tensors[name][1])
-            assert np.all(np.abs(values - right) <= 1e-9 + 1e-9 * np.abs(right)), name
-    assert names == tensors.keys()
+def assert_equal_to_one_rank(alone, ranks, settings):
+    together = run_ranks(ranks, trained, configured(*SMALL, *settings), STEPS)
+    assert_alike(alone, together)
+    assert set().union(*(found.tensors for found in together)) == {*alone.tensors}
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return {tied: run_ranks(1, trained, [f"model.tied={tied}"])[0] for tied in ("true", "false")}
+    return {tied: one_rank(f"model.tied={tied}") for tied in ("true", "false")}
 
 
 def layouts():
@@ -177,10 +153,12 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
     settings = layout(
         2, 2, "1f1b", 3, "precision.compute=float32", f"replication.wire={wire}", "model.tied=true"
     )
-    whole, *_ = run_ranks(4, trained, [*settings[:-2], "model.tied=true"])
-    for found, *_ in run_ranks(4, trained, settings):
-        assert np.all(np.abs(found[:, 0] / whole[0][:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1))
-        assert not np.array_equal(found, whole[0])
+    whole, *_ = run_ranks(4, trained, configured(*SMALL, *settings[:-2], "model.tied=true"), STEPS)
+    for found, *_ in run_ranks(4, trained, configured(*SMALL, *settings), STEPS):
+        assert np.all(
+            np.abs(found[:, 0] / whole.told[:, 0] - 1) <= (1e-3 if wire == "fp16" else 0.1)
+        )
+        assert not np.array_equal(found, whole.told)
 
 
 def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
