@@ -5,13 +5,8 @@ import shutil
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mpitrain.config import parse, with_settings
-from mpitrain.ops.device import device_for
-from mpitrain.run.build import build
-from mpitrain.transport.mpi import connect
 from tests.mpi.test_commands import TINY, losses
 from tests.processes import SECONDS, calls_of_one_start, mpitrain, sets
 
@@ -75,60 +70,18 @@ def test_the_simulator_trains_as_the_cpu_and_a_run_may_change_device(tmp_path):
     resume = ["train", "--out", "cuda-sim", "--resume", "--device", "cpu", *sets(run__steps=7)]
     calls = [
         *(["train", "--device", kind, "--out", kind, *few] for kind in ("cpu", "cuda-sim")),
+        ["train", "--device", "cuda-sim", "--gemm", "library", "--out", "library", *FEW],
         ["eval", "cpu", "--rows", "20"],
         ["eval", "cpu", "--device", "auto", "--rows", "20"],
     ]
-    _, (_, _, own, auto) = calls_of_one_start(3, calls, tmp_path, code=0)
+    _, (*_, own, auto) = calls_of_one_start(3, calls, tmp_path, code=0)
     one, other = losses(tmp_path / "cpu"), losses(tmp_path / "cuda-sim")
     assert one.keys() == other.keys() == set(range(1, 6))
     assert all(abs(other[step][0] / one[step][0] - 1) <= 1e-4 for step in one)
     assert one[5][0] < one[1][0]
-    assert (
-        tomllib.loads((tmp_path / "cuda-sim/config.toml").read_text())["device"]["kind"]
-        == "cuda-sim"
-    )
+    for run, gemm in (("cuda-sim", "tiled"), ("library", "library")):
+        device = tomllib.loads((tmp_path / run / "config.toml").read_text())["device"]
+        assert (device["kind"], device["gemm"]) == ("cuda-sim", gemm)
     assert own == auto and "validation loss" in own
     went_on = mpitrain(*resume, cwd=tmp_path)
     assert went_on.returncode == 0, went_on.stderr
-
-
-@pytest.mark.parametrize("mpi_ranks", [3])
-@pytest.mark.parametrize(
-    "wire, adds, encodes", [("none", "add_into", set()), ("fp16", "decode_fp16", {"encode_fp16"})]
-)
-@pytest.mark.compile
-def test_it_is_our_kernels_that_reduce_the_gradients(wire, adds, encodes, mpi_ranks, monkeypatch):
-    settings = [word for word in TINY if word != "--set"]
-    config = parse(
-        with_settings(
-            {},
-            [
-                *settings,
-                "device.kind=cuda-sim",
-                "replication.algorithm=ring",
-                f"replication.wire={wire}",
-            ],
-        )
-    )
-    trainer = build(connect(), config).trainer
-    kernels, launched = device_for("cuda-sim").kernels, []
-    launch_one = kernels.launch
-    monkeypatch.setattr(
-        kernels,
-        "launch",
-        lambda name, *rest, **more: launched.append(name) or launch_one(name, *rest, **more),
-    )
-    trainer.gradients[:] = 1 + trainer.grid.copies.rank
-    trainer.replication.reducer.run()
-    assert np.all(trainer.gradients == 6)
-    assert set(launched) == {adds, *encodes}
-    assert launched.count(adds) >= 2, "what comes in each of two steps of a ring is added"
-
-
-@pytest.mark.compile
-def test_the_library_multiplies_where_train_is_told_so(tmp_path):
-    done = mpitrain(
-        "train", "--device", "cuda-sim", "--gemm", "library", "--out", "run", *FEW, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]["gemm"] == "library"

@@ -49,8 +49,8 @@ def logged(server):
     return log
 
 
-def late(transport, config, delay=0.0, step=None):
-    """Every step's outcome, the settled parameters by name, and a server's log. step: in the place of the trainer's."""
+def late(transport, config, delay=0.0):
+    """Every step's outcome, the settled parameters by name, and a server's log."""
     trainer, source, _ = build(transport, config)
     replication, chance = trainer.replication, random.Random(transport.rank)
     outcomes, log = [], logged(replication.step_end) if trainer.grid.is_server else None
@@ -58,12 +58,8 @@ def late(transport, config, delay=0.0, step=None):
         own = None
         for number in replication.step_end.steps(index, lambda: False):
             time.sleep(delay * chance.random())
-            own = (step or type(trainer).step)(
-                trainer, number, *replication.rows.batch(source, number)
-            )
+            own = trainer.step(number, *replication.rows.batch(source, number))
         outcomes.append(replication.step_end.outcome(index, own)._replace(comm_s=0.0))
-        if not outcomes[-1].updated:
-            break
     assert replicas_equal(trainer) and trainer.evaluate(source)
     if trainer.grid.is_server:
         held = {kept.name: len(kept.array) for kept in replication.kept()}
@@ -226,51 +222,6 @@ def test_async_workers_equal_a_serial_emulation_of_the_log(update, workers, serv
     wanted = emulated(config, workers, servers, logs)
     for name, value in parameters.items():
         assert np.all(np.abs(value - wanted[name]) <= 1e-9 + 1e-9 * np.abs(wanted[name])), name
-
-
-@pytest.mark.parametrize("update", ("async", "bounded"))
-def test_a_stop_of_any_rank_ends_all_after_one_step_and_a_nan_is_no_update(update):
-    config = configured(*SERVER, f"replication.update={update}")
-
-    def stops(transport, asked):
-        trainer, source, _ = build(transport, config)
-        replication = trainer.replication
-        for index in range(STEPS):
-            own = None
-            for number in replication.step_end.steps(index, lambda: transport.rank == asked):
-                own = trainer.step(
-                    number,
-                    *replication.rows.batch(source, number),
-                    stop_requested=lambda: transport.rank == asked,
-                )
-            if replication.step_end.outcome(index, own).stop:
-                replication.step_end.sync()
-                return index
-        return None
-
-    for asked in (0, 2, 3):
-        ended = run_ranks(4, stops, asked)
-        assert ended[0] in (0, 1, 2) and len(set(ended)) == 1
-
-    def poisoned(trainer, number, inputs, targets):
-        if (
-            number == 1 and trainer.replication.rows.share(6).start == 2
-        ):  # of step 1, the second share
-            trainer.replication.store.open(0, 0)["tokens"][:] = np.nan
-        return trainer.step(number, inputs, targets)
-
-    every = run_ranks(4, late, config, 0.0, poisoned)
-    outcomes = every[0][0]
-    assert all(
-        [o._replace(loss=0, grad_norm=0) for o in other[0]]
-        == [o._replace(loss=0, grad_norm=0) for o in outcomes]
-        for other in every
-    )
-    assert [o.updated for o in outcomes] == [True, False] and outcomes[1].nonfinite > 0
-    assert all(np.isfinite(value).all() for value in every[0][1].values())
-    assert len({applied.ticket for applied in every[3][2]}) == len(every[3][2]) and 4 not in {
-        a.ticket for a in every[3][2]
-    }
 
 
 def test_bounded_by_nothing_is_the_synchronous_code():

@@ -1,7 +1,6 @@
 """Modes local and gossip: an emulation on one rank says what workers that train apart must find."""
 
 import math
-from collections import Counter
 from functools import partial
 from itertools import islice
 
@@ -176,15 +175,6 @@ def test_an_outer_momentum_equals_a_serial_emulation():
     assert_emulated(3, [*BASE, LOCAL, *outer], 2, local(2, 0.7, 0.9), by_rows)
 
 
-@pytest.mark.parametrize("ranks, optimizer", [(1, "momentum"), (3, "momentum"), (5, "sgd")])
-def test_local_in_periods_of_one_step_is_one_rank(ranks, optimizer):
-    settings = [*BASE, f"optimizer.name={optimizer}", "optimizer.clip=0"]
-    ((alone, parameters),) = run_ranks(1, trained, settings)
-    for facts, found in run_ranks(ranks, trained, [*settings, LOCAL, "replication.period=1"]):
-        assert np.all(np.abs(facts[:, 0] - alone[:, 0]) <= 1e-9)
-        assert np.all(np.abs(found - parameters) <= 1e-9 + 1e-9 * np.abs(parameters))
-
-
 MODES = [
     [LOCAL, "replication.period=3"],
     [LOCAL, "replication.period=3", "replication.outer_momentum=0.5"],
@@ -282,26 +272,6 @@ def facts(folder, apart=()):
         for record in records(folder)
         if ("loss" in record and record["step"] not in apart) or "val_loss" in record
     ]
-
-
-@pytest.mark.parametrize("mode", (MASTER, LOCAL, GOSSIP))
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(mode, book, tmp_path):
-    asked = Counter()
-
-    def stop(rank):
-        asked[rank] += 1
-        return rank == 1 and asked[rank] == 5  # within a period of three steps
-
-    def run(folder, *more):
-        out = f"run.out={tmp_path / folder / 'run'}"
-        return go(3, [*book, "run.steps=9", mode, "replication.period=3", out], *more)
-
-    assert not run("whole") and run("parts", "no", stop)
-    last = newest(tmp_path / "parts/run/checkpoints")
-    assert last.name == ("step-00000005" if mode == MASTER else "step-00000006")
-    assert not run("parts", "yes")
-    whole = facts(tmp_path / "whole")
-    assert facts(tmp_path / "parts") == whole and len(whole) == 9 + 1
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,10 @@ from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.weightless import has_memory
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_tensor import ONE as GPT
 from tests.ranks.parallel.test_tensor import curve, source_of
-from tests.saving import load, save
 from tests.training import assert_parts, configured, near
 
 STEPS = 2
@@ -149,27 +147,6 @@ def test_other_modes_and_overlapping_steps_have_the_masks_of_one_rank(settings, 
     base = [*GPT, *DROPS, f"run.steps={STEPS}"]
     masks, _ = trained(2, [*base, *settings], monkeypatch, 12 * 24, losses)
     assert_same_masks(alone(12 * 24, *base)[0], masks)
-
-
-def test_a_resumed_run_repeats_the_uninterrupted_one_bitwise(tmp_path):
-    config = configured(*GPT, *DROPS)
-    source = source_of(config)
-
-    def run(transport, first, path):
-        trainer = build(transport, config, source=source).trainer
-        if path:
-            load(path, trainer)
-        losses, saved = [], None
-        for step in range(first, 4):
-            if step == 2 and not path:
-                saved = save(tmp_path, trainer, Done(2, 24, "run"), keep=1)
-            losses.append(trainer.step(step, *trainer.replication.rows.batch(source, step)).loss)
-        return losses, trainer.tensors(), saved
-
-    ((losses, tensors, saved),) = run_ranks(1, run, 0, None)
-    ((again, found, _),) = run_ranks(1, run, 2, saved)
-    assert losses[2:] == again
-    assert all(np.array_equal(value, found[name]) for name, value in tensors.items())
 
 
 def test_evaluations_have_no_dropout():

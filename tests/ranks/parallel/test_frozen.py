@@ -217,19 +217,6 @@ def test_a_checkpoint_has_each_tensor_once_and_loads_in_any_layout(compute, kind
                 assert np.array_equal(region.part_of(first[name][1]), value), (settings, name)
 
 
-def test_a_resumed_run_with_frozen_tensors_goes_on_bitwise(tmp_path):
-    for number, settings in enumerate(
-        ([], ["replication.zero=3"], ["replication.mode=local"], ["layout.pp=2"])
-    ):
-        base = [*TINY, frozen(FREEZE["units before"]), "precision.compute=bfloat16", *settings]
-        folder = tmp_path / str(number)
-        whole = run_ranks(2, steps, base, 0, 4)
-        run_ranks(2, steps, base, 0, 2, None, folder)
-        rest = run_ranks(2, steps, base, 2, 2, newest(folder))
-        for one, other in zip(whole, rest, strict=True):
-            assert all(np.array_equal(one[name][1], other[name][1]) for name in one), settings
-
-
 @pytest.mark.slow
 @pytest.mark.compile
 def test_the_kernels_of_the_simulator_train_the_rest_as_the_host_does():

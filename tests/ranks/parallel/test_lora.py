@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers import adapted
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
@@ -79,24 +78,6 @@ def test_every_layout_trains_adapters_as_one_rank_does(targets, tied):
 
 def drawn(transport, settings):
     return held(build(transport, configured(*EXACT, *settings)).trainer)
-
-
-@pytest.mark.parametrize("kind", ("lora_A", "lora_B"))
-@pytest.mark.parametrize("sequence", (False, True))
-def test_without_the_sum_of_a_partial_gradient_tp_is_wrong(kind, sequence, monkeypatch):
-    chosen = [*lora(ALL), "optimizer.lr=0.05", "optimizer.clip=0.0"]
-    alone = run_ranks(1, trained, chosen)[0]
-    described = adapted.described
-
-    def forgets(*arguments):
-        return [
-            p._replace(partial=False) if p.name.endswith(kind) else p for p in described(*arguments)
-        ]
-
-    layout = ["layout.tp=2", f"layout.sequence_parallel={str(sequence).lower()}"]
-    assert worst(alone, run_ranks(2, losses, [*layout, *chosen])) <= 1e-9
-    monkeypatch.setattr(adapted, "described", forgets)
-    assert not worst(alone, run_ranks(2, losses, [*layout, *chosen])) <= 1e-6
 
 
 def losses(transport, settings):

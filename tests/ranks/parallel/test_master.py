@@ -1,11 +1,10 @@
 """Mode master: the curve of one rank, whatever rank 0 alone does, for the bytes that the formulas say."""
 
-import numpy as np
 import pytest
 
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import EXACT, TINY, configured
+from tests.training import EXACT, TINY, assert_alike, configured, trained
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -14,31 +13,9 @@ BASE = [*TINY, "precision.compute=float64", f"run.steps={STEPS}", "model.layers=
 UNEVEN = [*BASE, "batch.size=32"]
 
 
-def everything(transport, settings):
-    """What training by this mode's batches, evaluation and logits say."""
-    trainer, source, _ = build(transport, configured(*settings))
-    outcomes = [
-        trainer.step(index, *trainer.replication.rows.batch(source, index))
-        for index in range(STEPS)
-    ]
-    assert trainer.arena.live == 0
-    source.held_out = 7
-    evaluated = trainer.evaluate(source)
-    used = np.concatenate([e.view(trainer.parameters).ravel() for e in trainer.storage.entries])
-    return (
-        np.array([(o.loss, o.grad_norm) for o in outcomes]),
-        np.array(evaluated),
-        trainer.logits(source.held_out_rows([0, 1])[0]).copy(),
-        used,
-    )
-
-
 def assert_equal_to_one_rank(ranks, settings, *more):
-    (alone,) = run_ranks(1, everything, settings)
-    assert np.ptp(alone[0][:, 0]) > 0.05, "the loss must move, or equality says nothing"
-    for found in run_ranks(ranks, everything, [*settings, *more]):
-        for one, other in zip(alone, found, strict=True):
-            assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+    (alone,) = run_ranks(1, trained, configured(*settings), STEPS)
+    assert_alike(alone, run_ranks(ranks, trained, configured(*settings, *more), STEPS))
 
 
 @pytest.mark.parametrize("optimizer", EXACT)

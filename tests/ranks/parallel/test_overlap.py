@@ -12,18 +12,14 @@ from mpitrain.parallel.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
+from tests.ranks.run.test_same_launches import SETTINGS as ONE_LAYER
 
 pytestmark = pytest.mark.compile
 
 SETTINGS = [
+    *ONE_LAYER,
     "model.layers=2",
-    "model.width=16",
-    "model.heads=2",
-    "model.context=8",
-    "batch.size=4",
-    "run.steps=3",
-    "device.kind=cuda",
-    "device.cuda_aware=no",
+    "batch.micro_batches=1",
     "replication.algorithm=shared",
     "replication.bucket_mb=0.000001",
 ]

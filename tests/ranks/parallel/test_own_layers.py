@@ -69,15 +69,6 @@ def test_a_layer_with_random_numbers_trains_in_any_layout_as_on_one_rank(name):
     assert_alike(alone, on(ranks, True, settings))
 
 
-def test_dropout_changes_training_and_leaves_evaluation_without_it():
-    ((dropped, *_),) = on(1, True, [])
-    ((whole, *_),) = on(1, False, [])
-    assert np.all(dropped[:STEPS, 0] != whole[:STEPS, 0])
-    ((still, *_),) = on(1, True, ["optimizer.lr=1e-30"])
-    ((as_still, *_),) = on(1, False, ["optimizer.lr=1e-30"])
-    assert np.array_equal(still[-1], as_still[-1])
-
-
 @pytest.mark.parametrize("name", ["async", "async-2bw"])
 def test_backward_sees_the_rows_of_its_forward_while_steps_overlap(name):
     settings = [f"pipeline.schedule={name}", "layout.pp=2", "batch.micro_batches=3"]

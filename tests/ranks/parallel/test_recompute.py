@@ -104,27 +104,28 @@ def test_no_row_and_no_parameter_is_gathered_once_more(layout):
             assert run_ranks(ranks, sent, config) == plain, mode
 
 
+def live_at_the_loss(transport, config):
+    """The bytes that a rank holds when its first loss begins."""
+    trainer, source, _ = build(transport, config, source=source_of(config))
+    loss, found = trainer.replication.rows.loss, []
+
+    def counted(*arguments):
+        found.append(trainer.arena.live)
+        return loss(*arguments)
+
+    trainer.replication.rows.loss = counted
+    stepped(trainer, source, [0])
+    return found[0]
+
+
 def test_a_unit_saves_its_input_and_two_save_one_input():
     """In numbers, when the loss begins; the embedding's output is the first input."""
     rows, width, vocabulary, layers = 12 * 24, 48, 251, 2
-
-    def held(transport, config):
-        trainer, source, _ = build(transport, config, source=source_of(config))
-        loss, found = trainer.replication.rows.loss, []
-
-        def counted(*arguments):
-            found.append(trainer.arena.live)
-            return loss(*arguments)
-
-        trainer.replication.rows.loss = counted
-        stepped(trainer, source, [0])
-        return found[0] // 8
-
     head = 2 * rows * width + rows + rows * vocabulary
     for mode, inputs in (("unit", 2 * layers), ("2", layers)):
         config = configured(*GPT, f"memory.recompute={mode}")
         # The head does not use its input in its backward.
-        assert run_ranks(1, held, config) == [inputs * rows * width + head], mode
+        assert run_ranks(1, live_at_the_loss, config) == [8 * (inputs * rows * width + head)], mode
 
 
 def test_a_segment_that_zero_3_would_gather_again_is_refused_on_all_ranks():

@@ -87,33 +87,6 @@ def test_buckets_are_reduced_while_the_backward_pass_computes():
     assert first == 0 and third > 0, "the first bucket has parameters 5 to 3"
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
-def test_training_equals_one_process_with_the_whole_batch(ranks):
-    rng = np.random.default_rng(3)
-    x, y = rng.standard_normal((10, 12, 6)), rng.standard_normal((10, 12, 2))
-
-    def train(transport):
-        w, b = np.full((6, 2), 0.1 * transport.rank), np.zeros(2)
-        average = Replicated(transport, [w, b])
-        rows = slice(transport.rank * 12 // ranks, (transport.rank + 1) * 12 // ranks)
-        for inputs, targets in zip(x[:, rows], y[:, rows], strict=True):
-            error = (inputs @ w + b - targets) / len(inputs)
-            db, dw = error.sum(0), inputs.T @ error
-            average.ready(1, db)
-            average.ready(0, dw)
-            average.wait()
-            w -= 0.1 * dw
-            b -= 0.1 * db
-        return w, b
-
-    w, b = np.zeros((6, 2)), np.zeros(2)
-    for inputs, targets in zip(x, y, strict=True):
-        error = (inputs @ w + b - targets) / 12
-        w, b = w - 0.1 * inputs.T @ error, b - 0.1 * error.sum(0)
-    for found in run_ranks(ranks, train):
-        assert np.abs(found[0] - w).max() < 1e-12 and np.abs(found[1] - b).max() < 1e-12
-
-
 @pytest.mark.parametrize("wire, nearly", [("bf16", 2e-2), ("int8", 3e-2)])
 def test_a_wire_format_gives_all_ranks_the_same_bits(wire, nearly):
     def train(transport):

@@ -5,8 +5,6 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Span, dealt
-from mpitrain.parallel.grid import axes
-from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.servers import header
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
@@ -154,23 +152,6 @@ def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
         assert names == ["parameters", "first_moment", "second_moment"]
     assert sum(found[1] for found in every[workers:]) == whole
     assert max(found[1] for found in every[workers:]) < 0.75 * whole or servers == 1
-
-
-@pytest.mark.parametrize(
-    "settings, ranks, words",
-    [
-        (
-            ["replication.servers=2", "layout.dp=2"],
-            3,
-            "dp 2 x tp 1 x pp 1 + servers 2 needs 4 ranks, but 3 were started.",
-        ),
-        ([], 1, "dp 1 x tp 1 x pp 1 + servers 1 needs 2 ranks, but 1 were started."),
-    ],
-)
-def test_ranks_are_workers_and_servers(settings, ranks, words):
-    with pytest.raises(ConfigError) as caught:
-        axes(config := configured(SERVER, *settings), ranks, servers_of(config))
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("setting", ["replication.wire=int8", "replication.zero=1"])

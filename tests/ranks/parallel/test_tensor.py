@@ -255,37 +255,6 @@ def test_replicated_tensors_have_equal_bits_on_any_hosts():
     run_ranks(6, curve, configured(*HALVES, "replication.wire=int8"), 2, hosts="aaabbb")
 
 
-@pytest.mark.parametrize(
-    "own_rows, name", [("false", "qkv.weight"), ("true", "qkv.weight"), ("true", "norm.gain")]
-)
-def test_a_number_that_is_not_finite_on_one_rank_is_no_update_on_any(own_rows, name):
-    """A norm's gradient, too, of which each rank has only a part."""
-
-    def told(transport):
-        config = configured(*ONE, "layout.tp=2", f"layout.sequence_parallel={own_rows}")
-        trainer, source, _ = build(transport, config, source=source_of(config))
-        entry, ready = (
-            next(e for e in trainer.storage.entries if e.name.endswith(name)),
-            trainer.replication.reducer.ready,
-        )
-
-        def spoiled(unit, is_last):
-            if transport.rank == 3 and entry.name.startswith(f"{trainer.units[unit].name}."):
-                trainer.gradients[entry.start] = np.nan
-            ready(unit, is_last)
-
-        trainer.replication.reducer.ready, before = spoiled, trainer.parameters.copy()
-        outcome = trainer.step(0, *trainer.replication.rows.batch(source, 0))
-        return (
-            outcome.updated,
-            outcome.nonfinite > 0,
-            np.isfinite(outcome.loss),
-            np.array_equal(before, trainer.parameters),
-        )
-
-    assert run_ranks(4, told) == [(False, True, True, True)] * 4
-
-
 def test_a_users_list_of_layers_gathers_and_splits():
     def units(layers):
         draw = normal(0.3)

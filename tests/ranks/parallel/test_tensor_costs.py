@@ -9,6 +9,7 @@ from mpitrain.parallel.grid import share
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.exchange import Counted
+from tests.ranks.parallel.test_recompute import live_at_the_loss, sent
 from tests.ranks.parallel.test_tensor import GPT, source_of
 from tests.training import configured
 
@@ -29,13 +30,6 @@ def built(transport, config):
 
 def test_a_step_sends_the_bytes_of_its_formula():
     """In sum over the ranks, by rings: 2 (n - 1) S for each all-reduce of S bytes."""
-
-    def sent(transport, config):
-        trainer, source, _ = build(transport, config, source=source_of(config))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
-        before = transport.traffic.nbytes
-        trainer.step(1, *trainer.replication.rows.batch(source, 1))
-        return transport.traffic.nbytes - before
 
     n, layers, rows, width = 3, 2, 12 * 24, 48
     # gain and bias of a norm, of 48 elements, begin at multiples of 32
@@ -63,18 +57,6 @@ def test_activations_kept_for_the_backward_are_those_of_the_formula(way):
     batch, length, width, heads, vocabulary, layers = 12, 24, 48, 6, 251, 2
     rows = batch * length
 
-    def held(transport, config):
-        trainer, step = built(transport, config)
-        loss, found = trainer.replication.rows.loss, []
-
-        def counted(*arguments):
-            found.append(trainer.arena.live)
-            return loss(*arguments)
-
-        trainer.replication.rows.loss = counted
-        step(0)
-        return found[0]
-
     for n in (1, 2, 3):
         own = 1 if way == "whole rows" else n
         again = (
@@ -91,9 +73,8 @@ def test_activations_kept_for_the_backward_are_those_of_the_formula(way):
         scores = (
             batch * heads // n * length * (length + 1)
         )  # one block of queries; and 1 / their sums
-        for rank, found in enumerate(
-            run_ranks(n, held, configured(*GPT, f"layout.tp={n}", *WAYS[way]))
-        ):
+        config = configured(*GPT, f"layout.tp={n}", *WAYS[way])
+        for rank, found in enumerate(run_ranks(n, live_at_the_loss, config)):
             logits = rows * len(share(vocabulary, rank, n))
             assert found == 8 * (layers * (2 * norm + within + scores) + norm + logits), (n, rank)
 

@@ -10,7 +10,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.training import MLP, STEPS, TINY, by_hand, configured, curve, curves, near, same
+from tests.training import MLP, STEPS, TINY, configured, curve, curves, near, same
 
 pytestmark = pytest.mark.slow
 
@@ -147,86 +147,6 @@ def test_compiled_passes_train_as_numpy_does_on_every_layout():
 def test_a_run_repeats_bitwise(algorithm):
     settings = [*TINY, f"replication.algorithm={algorithm}"]
     assert same(*(curves(3, *settings, steps=SHORT) for _ in range(2)))
-
-
-def test_clipping_bounds_the_update():
-    def norm_of_update(transport, clip):
-        config = configured(
-            *TINY,
-            "optimizer.name=sgd",
-            "optimizer.weight_decay=0",
-            f"optimizer.clip={clip}",
-            "optimizer.warmup=0",
-            "optimizer.schedule=constant",
-            "precision.compute=float64",
-        )
-        trainer, source, _ = build(transport, config)
-        before = trainer.parameters.copy()
-        outcome = trainer.step(0, *source.batch(0, 0, 12, trainer.share()))
-        return np.linalg.norm(trainer.parameters - before) / config.optimizer.lr, outcome.grad_norm
-
-    for moved, norm in run_ranks(2, norm_of_update, 0.01):
-        assert norm > 0.01 and abs(moved - 0.01) <= 1e-9
-    for moved, norm in run_ranks(2, norm_of_update, 0):
-        assert abs(moved - norm) <= 1e-9 * norm
-
-
-def test_a_stop_asked_of_one_rank_reaches_all():
-    def run(transport):
-        trainer, source, _ = build(transport, configured(*TINY))
-        data = source.batch(0, 0, 12, trainer.share())
-        return [
-            trainer.step(0, *data).stop,
-            trainer.step(1, *data, stop_requested=lambda: transport.rank == 1).stop,
-        ]
-
-    assert run_ranks(3, run) == [[False, True]] * 3
-
-
-@pytest.mark.parametrize("optimizer", ("sgd", "momentum", "adamw"))
-def test_updates_follow_rule_schedule_and_decay_mask_tensor_by_tensor(optimizer):
-    def run(transport):
-        config = configured(
-            *TINY,
-            f"optimizer.name={optimizer}",
-            "optimizer.clip=0",
-            "precision.compute=float64",
-            "optimizer.schedule=linear",
-            "optimizer.warmup=2",
-            "run.steps=5",
-        )
-        trainer, source, _ = build(transport, config)
-        states = {entry.name: {} for entry in trainer.storage.entries}
-        for index, lr in enumerate(
-            [0.005, 0.01, 0.01, 0.007, 0.004]
-        ):  # 2 steps up to 0.01, then down to a tenth at step 5
-            before = trainer.parameters.copy()
-            outcome = trainer.step(index, *source.batch(0, index, 12, trainer.share()))
-            assert abs(outcome.lr - lr) < 1e-15
-            for entry in trainer.storage.entries:
-                gradient, value = entry.view(trainer.gradients), entry.view(before)
-                wanted = by_hand(
-                    optimizer, entry, gradient, value, states[entry.name], lr, index + 1
-                )
-                assert np.all(np.abs(entry.view(trainer.parameters) - wanted) <= 1e-12), entry.name
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("ranks", (1, 3, 5))
-def test_the_validation_loss_is_the_plain_mean_over_all_held_out_rows(ranks):
-    def run(transport):
-        trainer, source, _ = build(transport, configured(*MLP, "precision.compute=float64"))
-        source.held_out = 4  # fewer than the ranks, and not a multiple of them
-        loss, accuracy = trainer.evaluate(source)
-        inputs, targets = source.held_out_rows(range(4))
-        logits = trainer.logits(inputs)
-        chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        assert abs(loss + np.log(chances[np.arange(4), targets]).mean()) < 1e-12
-        assert accuracy == (logits.argmax(1) == targets).mean()
-
-    pytest.importorskip("sklearn")
-    run_ranks(ranks, run)
 
 
 def test_replicas_that_differ_in_one_bit_are_noticed():

@@ -97,7 +97,7 @@ def strict(replica):
     return mode
 
 
-@pytest.mark.parametrize("mode", (ZERO[2].make, ZERO[3].make, strict))
+@pytest.mark.parametrize("mode", (ZERO[2].make, ZERO[3].make, strict, MODES["master"].make))
 def test_evaluation_logits_and_text_are_those_of_one_rank(mode):
     settings = [TIED, "batch.micro_batches=2"]
     (one,) = run_ranks(1, everything, settings)

@@ -380,19 +380,11 @@ def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
         ),
         (
             2,
-            layout(1, 2, "1f1b", 4, "pipeline.partition=3,4"),
-            "but '3,4' is 2 that add up to 7.",
-            "Write 4,4, for example.",
-            [(2, "pipeline.partition=4,4")],
-        ),
-        (
-            2,
             layout(1, 2, "1f1b", 4, "pipeline.chunks=2"),
             "Schedule 1f1b has 1 chunk(s) a stage, but 2 were asked for.",
             "Leave the number of chunks out, or take one of interleaved, zb-v, v-half, breadth-first.",
             [(2, "pipeline.chunks=0"), (2, "pipeline.schedule=zb-v")],
         ),
-        (2, layout(1, 2, "2f2b", 4), "'2f2b' is neither.", "", [(2, "pipeline.schedule=v-half")]),
     ],
 )
 def test_unsupported_pipelines_are_refused_with_supported_ones(

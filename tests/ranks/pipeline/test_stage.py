@@ -1,7 +1,6 @@
-"""Stages and their executor: any cut of a model, in any order a schedule gives, computes what the whole computes."""
+"""Stages: how often a step reads the device, which halves of a layer run, and what is held meanwhile."""
 
 import weakref
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +13,9 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
-from mpitrain.parallel.grid import share
-from mpitrain.pipeline.execute import Channel, execute
-from mpitrain.pipeline.instructions import with_messages
-from mpitrain.pipeline.partition import balanced
-from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
-from tests.ranks.parallel.test_replication import slots
 from tests.training import configured
 from tests.unit.placing import place
 
@@ -38,62 +31,6 @@ SMALL = [
 GPT = {"vocab": 11, "context": 16, "width": 12, "heads": 3, "depth": 2}
 TOKENS = np.random.default_rng(0).integers(11, size=(8, 17))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
-
-
-def small(transport, tied=True, loss=None):
-    return Trainer(transport, gpt(Plain(host), **GPT, tied=tied), configured(*SMALL), loss)
-
-
-def carried_out(trainer, name):
-    """The gradients after a schedule for one stage, whose parts are as many as it has chunks."""
-    plan, transport = plan_of(name, 1, MICRO_BATCHES), trainer.grid.pp.transport
-    parts, units = len(plan.stage_of), trainer.units
-    bounds = np.cumsum([0, *balanced([1.0] * len(units), parts)])
-    stages = {
-        chunk: Stage(units[start:stop], trainer.replication, trainer.arena, int(start))
-        for chunk, (start, stop) in enumerate(pairwise(bounds))
-    }
-    inputs, targets = (
-        np.split(rows, [share(8, micro, MICRO_BATCHES).start for micro in range(1, MICRO_BATCHES)])
-        for rows in BATCH
-    )
-
-    def loss(micro, logits):
-        right = targets[micro].reshape(-1)
-        return trainer.replication.rows.loss(logits.reshape(len(right), -1), right, 1 / 128)[
-            1
-        ].reshape(logits.shape)
-
-    trainer.replication.step_end.begin(0)
-    for stage in stages.values():
-        stage.begin(MICRO_BATCHES)
-    channel = Channel(transport, trainer.arena, np.float32)  # nothing is sent
-    execute(with_messages(plan)[0], stages, parts, inputs.__getitem__, loss, channel)
-    assert trainer.arena.live == 0
-    return trainer.gradients.copy()
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
-def test_any_partition_and_order_has_the_same_gradients_bitwise(name):
-    def run(transport):
-        trainer = small(
-            transport, tied=SCHEDULES[name].chunks == 1
-        )  # chunks may add to a tied gradient in another order
-        return carried_out(trainer, "naive"), carried_out(trainer, name)
-
-    ((whole, cut),) = run_ranks(1, run)
-    assert np.abs(whole).max() > 0 and np.array_equal(whole, cut)
-
-
-def test_half_mirrors_are_used_only_between_open_and_poll():
-    def run(transport):
-        trainer = small(transport)
-        whole = carried_out(trainer, "zero-bubble")
-        trainer.replication = slots(trainer.replication.replica)
-        return whole, carried_out(trainer, "zero-bubble")
-
-    ((whole, strict),) = run_ranks(1, run)
-    assert np.all(np.abs(whole - strict) <= 1e-6 * np.abs(whole).max())
 
 
 class Later:
@@ -130,7 +67,8 @@ class Held:
 
 def test_the_loss_is_handed_in_and_read_from_the_device_once_a_step():
     def run(transport, loss):
-        trainer, reads = small(transport, loss=loss), []
+        units = gpt(Plain(host), **GPT, tied=True)
+        trainer, reads = Trainer(transport, units, configured(*SMALL), loss), []
         evaluated, accuracy = trainer.evaluate(Held())
         assert 0 <= accuracy <= 1
         to_host = trainer.backend.to_host

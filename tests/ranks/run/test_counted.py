@@ -8,7 +8,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import MLP, TINY, configured
+from tests.training import MLP, TINY, configured, stepped
 
 pytestmark = pytest.mark.counted
 
@@ -93,39 +93,34 @@ SIMULATED = {
 def peaks(transport, settings):
     """Counted and measured bytes of this rank, after three steps."""
     trainer, source, _ = build(transport, configured(*settings))
-    for index in range(3):
-        trainer.step(index, *trainer.replication.rows.batch(source, index))
+    stepped(trainer, source, range(3))
     return trainer.counted.peak, trainer.pipe.peak_bytes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_counted_peak_of_a_gpt_is_the_measured_one(layout):
-    ranks, settings = LAYOUTS[layout]
-    for counted, measured in run_ranks(ranks, peaks, [*TINY, *settings]):
+def assert_counted(ranks, settings):
+    for counted, measured in run_ranks(ranks, peaks, settings):
         assert counted == measured > 0
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.compile) for name in SIMULATED)]
+)
+def test_the_counted_peak_of_a_layout_is_the_measured_one(layout):
+    ranks, settings = (LAYOUTS | SIMULATED)[layout]
+    on_kernels = ["model.layers=1", "device.kind=cuda-sim"] if layout in SIMULATED else []
+    assert_counted(ranks, [*TINY, *on_kernels, *settings])
 
 
 @pytest.mark.parametrize("layout", ["one rank", "micro-batches", "dp", "tp", "pp"])
 def test_the_counted_peak_of_an_mlp_is_the_measured_one(layout):
     ranks, settings = LAYOUTS[layout]
-    for counted, measured in run_ranks(ranks, peaks, [*MLP, *settings]):
-        assert counted == measured > 0
-
-
-@pytest.mark.parametrize("layout", SIMULATED)
-@pytest.mark.compile
-def test_the_counted_peak_on_kernels_is_the_measured_one(layout):
-    ranks, settings = SIMULATED[layout]
-    settings = [*TINY, "model.layers=1", "device.kind=cuda-sim", *settings]
-    for counted, measured in run_ranks(ranks, peaks, settings):
-        assert counted == measured > 0
+    assert_counted(ranks, [*MLP, *settings])
 
 
 def test_a_partition_by_time_is_counted_as_it_is_cut(monkeypatch):
     monkeypatch.setattr("mpitrain.pipeline.partition.by_time", lambda *given: [4, 2])
-    settings = [*TINY, "layout.pp=2", "pipeline.partition=time", "memory.recompute=2"]
-    for counted, measured in run_ranks(2, peaks, settings):
-        assert counted == measured > 0
+    cut = ["layout.pp=2", "pipeline.partition=time", "memory.recompute=2"]
+    assert_counted(2, [*TINY, *cut])
 
 
 def leaves(monkeypatch, built, nbytes):

@@ -154,10 +154,7 @@ def test_residuals_work_in_the_simulator_and_not_on_a_gpu(wire, tmp_path, monkey
 def by_mode(transport, settings):
     """Losses and norms, an evaluation and the settled parameters of a run by replication.mode."""
     trainer, source, _ = build(PointerThreads(transport), configured(*TINY, *settings))
-    outcomes = [
-        trainer.step(index, *trainer.replication.rows.batch(source, index))
-        for index in range(STEPS)
-    ]
+    outcomes = stepped(trainer, source, range(STEPS))
     loss, accuracy = trainer.evaluate(_few(source))
     assert replicas_equal(trainer) and trainer.arena.live == 0
     return (

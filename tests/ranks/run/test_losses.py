@@ -11,7 +11,8 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import configured, near, stepped
+from tests import training
+from tests.training import TINY, assert_alike, configured, near, stepped
 
 SETTINGS = [
     "model.kind=mlp",
@@ -81,28 +82,11 @@ def test_every_layout_equals_one_rank(loss):
 
 
 def test_smoothing_of_a_divided_vocabulary_equals_one_rank():
-    every = [
-        "data.source=pydocs",
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=2",
-        "model.context=8",
-    ]
-    every += [
-        "batch.size=4",
-        "precision.compute=float64",
-        "model.label_smoothing=0.2",
-        "run.eval_rows=3",
-    ]
-
-    def losses(transport, *layout):
-        job = build(transport, configured(*every, *layout))
-        results = stepped(job.trainer, job.source, range(3))
-        return [np.array([r.loss for r in results]), np.array(job.trainer.evaluate(job.data)[0])]
-
-    truth = run_ranks(1, losses)[0]
+    every = [*TINY, "precision.compute=float64", "model.label_smoothing=0.2"]
+    (alone,) = run_ranks(1, training.trained, configured(*every), 3)
     for layout in (["layout.tp=2"], ["layout.tp=2", "memory.logit_chunks=3"]):
-        assert near(truth, run_ranks(2, losses, *layout)[1])
+        config = configured(*every, *layout)
+        assert_alike(alone, run_ranks(2, training.trained, config, 3))
 
 
 def test_half_precision_and_averaging_train_on_numbers():

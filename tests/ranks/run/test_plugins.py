@@ -25,7 +25,7 @@ from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
 from tests.rows import added_rows
 from tests.runs import go
-from tests.training import TINY, configured, curve, curves
+from tests.training import TINY, configured, curve, curves, near
 from tests.unit.machine.test_memory import check_held
 from tests.unit.pipeline import test_schedules as schedules
 
@@ -68,8 +68,7 @@ def test_training_has_the_curve_of_one_rank(settings):
     small = [*TINY, "precision.compute=float64"]
     alone = curves(1, *small)[:2]  # losses and norms: a stage has tensors of its own
     for found in run_ranks(3, curve, configured(*small, *settings)):
-        for one, other in zip(alone, found[:2], strict=True):
-            assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+        assert near(alone, found[:2])
 
 
 def test_a_model_learns_from_a_source():
@@ -85,8 +84,7 @@ def test_an_operation_is_the_base_of_an_optimizer():
     small = [*TINY, "precision.compute=float64", "optimizer.lr=0.01"]
     others = ["optimizer.name=sgd", "optimizer.weight_decay=0", "optimizer.lr=0.005"]
     halved = curves(2, *small, "optimizer.name=toy-sgd", "replication.zero=1")
-    for one, other in zip(curves(1, *small, *others), halved, strict=True):
-        assert np.all(np.abs(one - other) <= 1e-9 + 1e-9 * np.abs(one))
+    assert near(curves(1, *small, *others), halved)
 
 
 def test_a_mode_holds_what_its_row_says_and_is_compared():

@@ -5,9 +5,6 @@ import pytest
 
 from mpitrain.errors import TrainingError
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.threads import run_ranks
-from tests.generation import tokens
-from tests.ranks.parallel.test_async_servers import build, configured
 from tests.runs import TEXT, TINY, go, records, validated
 
 UPDATES = [
@@ -52,7 +49,7 @@ def test_a_stop_asked_of_a_worker_or_of_a_server_ends_the_run_on_all(
 ):
     assert go(4, [*settings, *update, "run.steps=400"], stop=lambda rank: rank == asked)
     last = records(tmp_path)[-1]
-    assert last["event"] == "stopped" and (update != UPDATES[0] or last["step"] == 1), last
+    assert last["event"] == "stopped" and last["step"] <= (1 if update == UPDATES[0] else 3), last
 
 
 @each_update
@@ -72,30 +69,6 @@ def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     failed = [record for record in records(tmp_path) if record.get("skipped")]
     assert [record["step"] for record in failed] == [3]
     go(5, [*settings, *update, "run.on_nonfinite=skip", f"run.out={tmp_path / 'other'}"])
-
-
-@each_update
-def test_text_is_drawn_with_servers_that_compute_none(update):
-    def run(transport):
-        trainer, *_ = build(transport, configured(*settings_of(update)))
-        return [
-            token for token, _ in zip(tokens(trainer, [65], 0.8, 40, 0), range(4), strict=False)
-        ]
-
-    every = run_ranks(4, run)
-    assert len(every[0]) == 4 and all(other == every[0] for other in every)
-
-
-def settings_of(update):
-    return [
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-        "model.context=8",
-        "batch.size=6",
-        "replication.mode=server",
-        *update,
-    ]
 
 
 def test_a_run_moves_from_servers_to_all_reduce_and_back(tmp_path):

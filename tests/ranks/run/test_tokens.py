@@ -11,17 +11,8 @@ from mpitrain.data import largest_token
 from mpitrain.errors import DataError
 from mpitrain.run import build as build_module
 from mpitrain.run.build import build, configured, open_run
-from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-
-TINY = [
-    "model.layers=1",
-    "model.width=8",
-    "model.heads=1",
-    "model.context=8",
-    "batch.size=6",
-    "device.kind=cpu",
-]
+from tests.runs import TINY, go
 
 
 @pytest.fixture
@@ -46,17 +37,12 @@ def settings(tmp_path):
     return [*TINY, f"data.source=tokens:{tmp_path / 'tokens'}", f"run.out={tmp_path / 'run'}"]
 
 
-def go(ranks, settings, steps, resume="no"):
-    config = parse(with_settings({}, [*settings, f"run.steps={steps}"]))
-    run_ranks(ranks, lambda transport: train(transport, lambda: config, resume, lambda: False))
-
-
 def test_each_rank_scans_its_tokens_once_per_version_of_the_file(settings, scans, tmp_path):
-    go(3, settings, 2)
+    go(3, [*settings, "run.steps=2"])
     assert sorted(scans) == [(0, 3), (1, 3), (2, 3)]
     assert json.loads((tmp_path / "run/tokens.json").read_text())["largest"] == 901
     scans.clear()
-    go(2, settings, 4, "yes")
+    go(2, [*settings, "run.steps=4"], "yes")
     job = run_ranks(
         2,
         lambda transport: open_run(
@@ -65,11 +51,11 @@ def test_each_rank_scans_its_tokens_once_per_version_of_the_file(settings, scans
     )[0]
     assert scans == [] and job.source.inputs == 902
     os.utime(tmp_path / "tokens", ns=(1, 1))
-    go(2, settings, 6, "yes")
+    go(2, [*settings, "run.steps=6"], "yes")
     assert sorted(scans) == [(0, 2), (1, 2)]
     scans.clear()
     (tmp_path / "run/tokens.json").write_text("{")
-    go(2, settings, 8, "yes")
+    go(2, [*settings, "run.steps=8"], "yes")
     assert sorted(scans) == [(0, 2), (1, 2)]
 
 

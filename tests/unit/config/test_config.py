@@ -325,16 +325,10 @@ def test_every_key_has_help():
 @pytest.mark.parametrize(
     "settings, ranks, complaint",
     [
-        (["layout.dp=2"], 3, "dp 2 x tp 1 x pp 1 needs 2 ranks, but 3 were started."),
         (
-            ["batch.size=3"],
-            4,
-            "Each of dp 4 x micro-batches 1 = 4 shares needs a sequence, but batch.size is 3.",
-        ),
-        (
-            ["batch.size=7", "batch.micro_batches=4"],
-            2,
-            "Each of dp 2 x micro-batches 4 = 8 shares needs a sequence",
+            ["replication.mode=server", "replication.servers=2", "layout.dp=2"],
+            3,
+            "dp 2 x tp 1 x pp 1 + servers 2 needs 4 ranks, but 3 were started.",
         ),
         (
             ["run.delay=1:5,3:5"],

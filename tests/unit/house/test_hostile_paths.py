@@ -10,25 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.config import parse, with_settings
 from mpitrain.errors import MpitrainError
 from mpitrain.files import Directory, opened
-from mpitrain.run.loop import train
-from mpitrain.run.run_dir import configuration
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.startup import begun, left
-from mpitrain.transport.threads import run_ranks
+from tests.unit.run.test_run_dir import trained
 
-TINY = [
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.context=16",
-    "batch.size=4",
-    "run.steps=2",
-    "run.eval_every=-1",
-    "device.kind=cpu",
-]
 LONG_AGO = time.time() - 10 * 86_400
 
 
@@ -123,26 +110,11 @@ def test_of_old_start_up_traces_only_ours_are_removed(victim, temporary):
     ]
 
 
-def trained(folder, resume="auto", *settings):
-    tables = (
-        configuration(folder).model_dump()
-        if (folder / "config.toml").exists()
-        else with_settings({}, TINY)
-    )
-    run_ranks(
-        1,
-        train,
-        lambda: parse(with_settings(tables, [*settings, f'run.out="{folder}"'])),
-        resume,
-        lambda: False,
-    )
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of two steps."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    trained(folder)
+    trained(folder, "run.steps=2")
     return folder
 
 
@@ -176,7 +148,7 @@ def test_links_at_written_names_are_replaced_and_not_followed(handed, victim):
     for name in LEFT_OVERS:
         (handed / name).symlink_to(victim if ".step" in name else victim / "file")
     before = listed(victim)
-    trained(handed, "yes", "run.steps=3")
+    trained(handed, "run.steps=3", resume="yes")
     shown = CliRunner().invoke(commands, ["report", str(handed)])
     assert shown.exit_code == 0, shown.output
     assert listed(victim) == before
@@ -218,7 +190,7 @@ def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(
     before = listed(tmp_path / "elsewhere")
     if command == "train":
         with pytest.raises(MpitrainError) as raised:
-            trained(handed, "yes", "run.steps=3")
+            trained(handed, "run.steps=3", resume="yes")
         said, code = str(raised.value), raised.value.exit_code
     else:
         words = ["--out", str(tmp_path / "curves.png")] if command == "plot" else []
@@ -240,7 +212,7 @@ def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(
 def test_a_run_directory_that_is_named_by_a_link_works(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "link").symlink_to("run")
-    trained(tmp_path / "link", "yes", "run.steps=3")
+    trained(tmp_path / "link", "run.steps=3", resume="yes")
     assert (tmp_path / "run/checkpoints/step-00000003").is_dir()
     assert CliRunner().invoke(commands, ["report", str(tmp_path / "link")]).exit_code == 0
     assert (tmp_path / "run/report/perfetto.json").is_file()
@@ -255,7 +227,7 @@ def test_a_lock_is_not_cut_off_before_it_is_held(handed):
         with pytest.raises(
             MpitrainError, match=r"A run is going on in .* \(process 1 on somewhere\)"
         ):
-            trained(handed, "yes", "run.steps=3")
+            trained(handed, "run.steps=3", resume="yes")
         os.close(held)
     assert (handed / "lock").read_text() == "process 1 on somewhere"
 
@@ -266,11 +238,11 @@ def test_a_lock_is_not_cut_off_before_it_is_held(handed):
 def test_what_is_in_the_way_is_named_and_nobody_is_told_to_make_room(name, handed):
     if name.startswith("checkpoints"):
         (handed / name).touch()  # a leftover that is swept, whatever it is
-        trained(handed, "yes", "run.steps=3")
+        trained(handed, "run.steps=3", resume="yes")
         return
     (handed / name).mkdir()
     with pytest.raises(MpitrainError) as raised:
-        trained(handed, "yes", "run.steps=3")
+        trained(handed, "run.steps=3", resume="yes")
     assert f"directory named {name}" in str(raised.value)
     assert f"Remove {handed / name}" in str(raised.value) and "oom" not in str(raised.value)
 
@@ -281,7 +253,7 @@ def test_a_checkpoint_that_was_half_dropped_is_swept_at_the_next_start(handed):
     shutil.copytree(
         handed / "checkpoints/step-00000002", handed / "checkpoints/.step-00000002.replaced"
     )
-    trained(handed, "yes")
+    trained(handed, resume="yes")
     assert [path.name for path in (handed / "checkpoints").iterdir()] == ["step-00000002"]
 
 

@@ -242,13 +242,6 @@ def test_the_bubble_is_what_is_not_busy():
     assert (found.makespan, found.busy, found.bubble) == (30, 96, pytest.approx(0.2, abs=1e-15))
 
 
-def test_sending_gradients_early_saves_a_third_of_the_bubble():
-    for p, m, _ in points("1f1b"):
-        found = simulate(with_messages(fused(planned("1f1b", p, m, 1))), [Cost()] * p)
-        assert share(found, p) == Fraction(p - 1, m + p - 1)
-        assert 3 * (simulated("1f1b", p, m, 1).makespan - 3 * m) == 2 * (found.makespan - 3 * m)
-
-
 LIVE = {
     "naive": lambda s, p, m, v: 1,
     "gpipe": lambda s, p, m, v: m,
@@ -337,15 +330,6 @@ def test_zero_gathers_as_often_as_the_formula_says(name):
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_what_is_freed_after_each_use_is_gathered_twice_a_micro_batch(name):
-    for p, m, v in points(name):
-        assert all(
-            sum(not isinstance(i, BackwardWeight) for i in mine) == 2 * m
-            for mine in planned(name, p, m, v).by_stage
-        )
-
-
 def test_two_schedules_alone_are_breadth_first():
     for name in SCHEDULES:
         found = {
@@ -354,13 +338,6 @@ def test_two_schedules_alone_are_breadth_first():
             if p > 1 and 1 < m < 7
         }
         assert found == {name in ("gpipe", "breadth-first")}, name
-
-
-def test_interleaved_gathers_more_and_breadth_first_reduces_once():
-    assert [turns(mine) for mine in planned("interleaved", 4, 8, 2).by_stage] == [11, 19, 13, 5]
-    for p, m, v in points("breadth-first"):
-        for mine in planned("breadth-first", p, m, v).by_stage:
-            assert turns([i for i in mine if isinstance(i, Backward)]) == v
 
 
 # What a message that travels beside computing adds to the makespan, in units of its time, for p >= 2 and times up to half a
@@ -399,14 +376,6 @@ def test_a_transfer_costs_what_the_formula_says(name):
     )
 
 
-def test_1f1b_pays_a_transfer_per_micro_batch_with_whole_backwards():
-    for p, m, _ in points("1f1b"):
-        assert p == 1 or added(fused(planned("1f1b", p, m, 1))) == 2 * (m + p - 2 + (1 - m) // p), (
-            p,
-            m,
-        )
-
-
 @pytest.mark.parametrize(
     "name, ratio",
     [("fused", 1.438), ("1f1b", 1.335), ("zero-bubble", 1.233), ("zb-v", 1.095), ("v-half", 1.349)],
@@ -431,27 +400,6 @@ def blocking(plan):
     )
 
 
-PASSING = {
-    "naive": 128,
-    "gpipe": 128,
-    "1f1b": 23,
-    "zero-bubble": 23,
-    "zb-v": 23,
-    "v-half": 23,
-    "interleaved": 48,
-    "breadth-first": 128 + 2 * 44,
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_sends_that_block_deadlock_all_but_the_simplest_schedules(name):
-    plans = [planned(name, *point) for point in points(name)]
-    assert (
-        sum(not simulate(blocking(plan), [Cost()] * len(plan.stage_of)).waits for plan in plans)
-        == PASSING[name]
-    )
-
-
 def test_a_deadlock_names_where_every_stage_waits():
     assert simulate(blocking(plan_of("1f1b", 3, 4)), [Cost()] * 3).waits == (
         "stage 0 waits until stage 1 receives the activation of micro-batch 2 for chunk 1",
@@ -468,31 +416,6 @@ def test_a_deadlock_names_where_every_stage_waits():
     assert simulate(with_messages(crossed), [Cost()] * 2).waits == (
         "stage 0 waits for the gradient of micro-batch 0 for chunk 0, from stage 1",
         "stage 1 waits for the activation of micro-batch 1 for chunk 1, from stage 0",
-    )
-
-
-def one_slot(plan):
-    """As `blocking`, but a send waits for the one before it only."""
-    stages = []
-    for mine in with_messages(plan, ahead=0):
-        program, last = [], None
-        for i in (i for i in mine if not isinstance(i, Complete)):
-            if isinstance(i, Send):
-                program += [Complete(*last)] if last else []
-                last = i
-            program.append(i)
-        stages.append(tuple(program))
-    return tuple(stages)
-
-
-@pytest.mark.parametrize(
-    "name, v, passing", [("zb-v", 2, 51), ("interleaved", 2, 23), ("breadth-first", 2, 79)]
-)
-def test_waiting_for_old_sends_deadlocks_schedules_with_chunks(name, v, passing):
-    plans = [planned(name, *point) for point in points(name) if point[2] == v]
-    assert (
-        sum(not simulate(one_slot(plan), [Cost()] * len(plan.stage_of)).waits for plan in plans)
-        == passing
     )
 
 
@@ -543,16 +466,6 @@ def test_eager_messages_are_never_later_and_free_ones_are_as_fast(name):
                 for is_eager in (True, False)
             )
             assert eager == other if transfer == 0 else eager <= other, (point, transfer)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_eager_sends_hide_the_deadlocks_of_sends_that_block(name):
-    """Why a schedule is proven free of deadlock by rendezvous."""
-    for point in points(name):
-        plan = planned(name, *point)
-        assert not simulate(blocking(plan), [Cost()] * len(plan.stage_of), is_eager=True).waits, (
-            point
-        )
 
 
 def test_host_overhead_precedes_each_instruction_and_is_not_compute():
