@@ -17,8 +17,8 @@ Gradients of earlier micro-batches are added to the buffer; the last micro-batch
 reductions. A bucket with a tied tensor also waits for the other units that use this tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,20 @@ calls for many bytes, and each call costs a latency.
 """
 
 
-def bucket_bytes(replica: ReplicationContext) -> float:
-    """Return the bytes of a bucket: as configured, or the best size for the replicas' hosts."""
-    if replica.config.replication.bucket_mb:
-        return 1e6 * replica.config.replication.bucket_mb
-    group, storage = replica.grid.copies, replica.storage
-    hosts = group.transport.hosts
+def bucket_bytes(
+    bucket_mb: float, hosts: Sequence[str], is_on_device: bool, best: Callable[[], float]
+) -> float:
+    """Return the bytes of a bucket.
+
+    bucket_mb  as configured; 0: chosen here
+    hosts      of the ranks that reduce
+    best       () -> the best size between hosts, as `part_bytes`
+    """
+    if bucket_mb:
+        return 1e6 * bucket_mb
     if len(set(hosts)) == 1:
-        return ON_GPUS if group.transport.allocates_on_device else WITHIN_A_HOST
-    return part_bytes(group.tuning, group.algorithm, hosts, storage.length, storage.dtype.itemsize)
+        return ON_GPUS if is_on_device else WITHIN_A_HOST
+    return best()
 
 
 def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
@@ -71,8 +76,15 @@ def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> l
 
     firsts  units at which a bucket must start
     """
-    sizes = replica.grid.tp.transport.gather_text(bucket_bytes(replica))
-    return replica.storage.buckets(max(sizes), firsts)
+    group, storage = replica.grid.copies, replica.storage
+    ends, count, itemsize = group.transport, storage.length, storage.dtype.itemsize
+    nbytes = bucket_bytes(
+        replica.config.replication.bucket_mb,
+        ends.hosts,
+        ends.allocates_on_device,
+        lambda: part_bytes(group.tuning, group.algorithm, ends.hosts, count, itemsize),
+    )
+    return storage.buckets(max(replica.grid.tp.transport.gather_text(nbytes)), firsts)
 
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
@@ -97,11 +109,40 @@ def users(storage: Storage, buckets: Sequence[Bucket]) -> dict[Bucket, set[int]]
     }
 
 
-def shared_by_ties(storage: Storage, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return the buckets with tensors that units of other buckets use as well."""
-    return [
-        bucket for bucket, units in users(storage, buckets).items() if not units <= {*bucket.units}
+def kept_apart(storage: Storage, buckets: Sequence[Bucket], most: int = -1) -> list[Bucket]:
+    """Return the buckets with a slot of their own: those with tensors that units of other buckets use
+    as well, and those of at most `most` elements.
+    """
+    shared = [
+        bucket for bucket, units in users(storage, buckets).items() if units - {*bucket.units}
     ]
+    return [
+        bucket
+        for bucket in buckets
+        if bucket in shared or sum(e.stop - e.start for e in storage.within(bucket)) <= most
+    ]
+
+
+def slots_of(
+    buckets: Collection[Bucket], alone: Collection[Bucket], chunks: Sequence[range]
+) -> tuple[dict[Bucket, int], list[int]]:
+    """Return {bucket: number of its full-size buffer}, and the elements of each such buffer.
+
+    The rules are those of `UnshardedBuffers`, whose parameters these are.
+    """
+    numbers: dict[Any, int] = {}
+    turns: dict[Any, count] = {}
+    slots: dict[Bucket, int] = {}
+    for bucket in sorted({*buckets} - {*alone}):
+        chunk = next((n for n, units in enumerate(chunks) if bucket.units[0] in units), None)
+        kind = bucket.holders, bucket.partial, bucket.frozen
+        turn = next(turns.setdefault((kind, chunk), count()))
+        slots[bucket] = numbers.setdefault((kind, turn if chunks else turn % TURNS), len(numbers))
+    slots |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
+    lengths = [0] * (len(numbers) + len(alone))
+    for bucket, slot in slots.items():
+        lengths[slot] = max(lengths[slot], bucket.stop - bucket.start)
+    return slots, lengths
 
 
 def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]]) -> list[Reduction]:

@@ -1,6 +1,6 @@
 """The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isclose
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from mpitrain.models.table import adapted, units_of
 from mpitrain.ops.device import Device
 from mpitrain.optim import RULES, state_bytes
 from mpitrain.optim.rule import BlockWise
+from mpitrain.parallel.buckets import kept_apart, slots_of
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
@@ -110,7 +111,6 @@ def sizes(
     master = np.dtype(config.precision.stored).itemsize
     name = config.optimizer.name
     state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
-    half = device.half.itemsize if device.half else master
     return Sizes(
         config.replication,
         axes,
@@ -118,7 +118,7 @@ def sizes(
         length / axes.pp,
         length / chunks if chunks > 1 else largest,
         master,
-        half if config.precision.is_half else 0,
+        _mirror(config, device),
         state / length if length else 0,
     ), count
 
@@ -152,6 +152,54 @@ def frozen_sizes(
         frozen=frozen / axes.pp,
         slot=frozen / chunks if chunks > 1 else storage.frozen.largest,
     )
+
+
+def stage_sizes(
+    config: Config,
+    axes: Axes,
+    storage: Storage,
+    chunks: Sequence[range],
+    device: Device,
+    shards: int,
+    bucket: Callable[[Storage], float],
+) -> Sizes:
+    """Return the arguments of a mode's memory formula for the ranks of one pipeline stage, exactly.
+
+    `largest` and `slot` have the elements of all full-size buffers of ZeRO 2 and 3.
+
+    storage  of the units of the stage
+    chunks   as in `ReplicationContext`
+    shards   ranks of ZeRO's sharding group
+    bucket   (storage) -> bytes of a bucket of ZeRO 2
+    """
+    replication, largest, slot = config.replication, 0, 0
+    if replication.zero > 1:
+        firsts = [own.start for own in chunks]
+        buckets = storage.buckets(*((bucket(storage), firsts) if replication.zero == 2 else (0,)))
+        largest = sum(slots_of(buckets, kept_apart(storage, buckets), chunks)[1])
+        buckets += storage.frozen_buckets()
+        alone = kept_apart(storage, buckets, replication.zero_keep)
+        slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
+    itemsize, state = storage.dtype.itemsize, state_bytes(config.optimizer.name, storage)
+    return Sizes(
+        replication,
+        axes,
+        shards,
+        storage.length,
+        largest,
+        itemsize,
+        _mirror(config, device),
+        state / storage.length if storage.length else 0,
+        storage.frozen.length,
+        slot,
+    )
+
+
+def _mirror(config: Config, device: Device) -> int:
+    """Return the bytes of the rounded copy of a parameter; 0 in full precision."""
+    if not config.precision.is_half:
+        return 0
+    return (device.half or np.dtype(config.precision.stored)).itemsize
 
 
 def kept_bytes(config: Config, sizes: Sizes) -> float:

@@ -39,7 +39,6 @@ source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Tril
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -50,13 +49,13 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.engine.progress import ProgressEngine, mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradient, Gradients, Weights
-from mpitrain.layers.flat import Bucket, Entry, Storage, shard
+from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.parallel.buckets import (
-    TURNS,
     Buckets,
     buckets_used,
     common_buckets,
-    shared_by_ties,
+    kept_apart,
+    slots_of,
     tied_sums,
     users,
 )
@@ -106,23 +105,7 @@ class UnshardedBuffers:
         chunks  as in `ReplicationContext`; no bucket has units of two chunks
         dtype   dtype of the slots; None: the dtype of the storage
         """
-        numbers: dict[Any, int] = {}
-        turns: dict[Any, count] = {}
-        self.slot: dict[Bucket, int] = {}
-        for bucket in sorted(set(buckets) - set(alone)):
-            chunk = next(
-                (number for number, units in enumerate(chunks) if bucket.units[0] in units), None
-            )
-            kind = bucket.holders, bucket.partial, bucket.frozen
-            turn = next(turns.setdefault((kind, chunk), count()))
-            self.slot[bucket] = numbers.setdefault(
-                (kind, turn if chunks else turn % TURNS), len(numbers)
-            )
-        self.slot |= {bucket: number for number, bucket in enumerate(sorted(alone), len(numbers))}
-        lengths = [
-            max(b.stop - b.start for b, slot in self.slot.items() if slot == number)
-            for number in range(len(numbers) + len(alone))
-        ]
+        self.slot, lengths = slots_of(buckets, alone, chunks)
         self.flat = flat = transport.allocate(sum(lengths), dtype or storage.dtype)
         self.views = {}
         self.tensors: dict[str, Any] = {}
@@ -232,7 +215,7 @@ class ShardedGradients(GradientReducer):
         self.slots = slots = UnshardedBuffers(
             storage,
             buckets,
-            shared_by_ties(storage, buckets),
+            kept_apart(storage, buckets),
             shards.dividing.transport,
             replica.chunks,
         )
@@ -384,12 +367,13 @@ class GatheredOnUse(ParameterStore):
         pieces = shard(frozen, dividing.rank, dividing.size)
         self.frozen = FrozenParameters(replica, pieces)
         buckets = [*shards.pieces, *frozen]
-        tied = shared_by_ties(storage, buckets)
-        alone = [
-            b for b in buckets if b in tied or _elements(storage.within(b)) <= config.zero_keep
-        ]
         self.slots = UnshardedBuffers(
-            storage, buckets, alone, dividing.transport, replica.chunks, replica.computed
+            storage,
+            buckets,
+            kept_apart(storage, buckets, config.zero_keep),
+            dividing.transport,
+            replica.chunks,
+            replica.computed,
         )
         self.arrays = [self.parameters, self.frozen.flat, self.slots.flat]
         self._weights = storage.nested(self.slots.tensors)
@@ -490,10 +474,6 @@ class GatheredOnUse(ParameterStore):
         self.sync()
         own = StateBuffer("parameters", self.parameters, list(self.owned))
         return [own, *self.frozen.state()]
-
-
-def _elements(entries: Sequence[Entry]) -> int:
-    return sum(entry.stop - entry.start for entry in entries)
 
 
 class GatheredAfterUpdate(ParameterStore):

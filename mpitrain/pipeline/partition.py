@@ -42,6 +42,16 @@ class Chunks(NamedTuple):
     chunks: list[list[Unit]]
     tied: dict[str, list[int]]
 
+    def of_stage(self, stage_of: Sequence[int], stage: int) -> tuple[list[Unit], list[range]]:
+        """Return the units of a stage, and the units of each of its chunks, numbered as in this list;
+        no chunks if the model is not cut.
+        """
+        own = [self.chunks[chunk] for chunk, at in enumerate(stage_of) if at == stage]
+        firsts = [0, *accumulate(map(len, own))] if len(self.chunks) > 1 else []
+        return [unit for chunk in own for unit in chunk], [
+            range(first, end) for first, end in pairwise(firsts)
+        ]
+
     def first(self, units: Sequence[Unit]) -> int:
         """Return how many of a stage's units, the first ones, are frozen and run no backward."""
         before = {unit.name for unit in self.model[: forward_only(self.model)]}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
 from mpitrain.errors import Sentence
 from mpitrain.pipeline.instructions import (
     Backward,
@@ -280,6 +282,79 @@ def peak(instructions: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
             max(most.nbytes, nbytes, during),
         )
     return most
+
+
+HELD = ("saved", "output", "input", "gradient", "sent", "pending")
+"""What a stage has in memory of a chunk, for micro-batches: what a forward saves, beside it the output;
+posted or arrived inputs and gradients of outputs; gradients of inputs; what waits for a weight half."""
+RUNNING = (Forward, Backward, BackwardInput, BackwardWeight)
+
+
+def held(
+    program: Sequence[Instruction], own: Sequence[int], chunks: int, sizes: Sequence[int]
+) -> np.ndarray:
+    """Return everything that a stage has in memory together, in the course of its program.
+
+    program  of the stage, with messages
+    own      the chunks of the stage, of so many in all
+    sizes    number of the size of each micro-batch, from 0
+    returns  (cases, own chunks x different sizes x (HELD + RUNNING)): how many of each, and which instruction
+             runs. An array is released when its instruction begins, or when its send is complete.
+    """
+    wide, different = len(HELD) + len(RUNNING), 1 + max(sizes)
+    place = {chunk: row * different * wide for row, chunk in enumerate(own)}
+    now, cases, arrived = (
+        [0] * (len(own) * different * wide),
+        set[tuple[int, ...]](),
+        set[Message](),
+    )
+    saved, output, given, gradient, sent, pending = range(len(HELD))
+
+    def add(what: int, chunk: int, micro: int, number: int) -> None:
+        now[place[chunk] + sizes[micro] * wide + what] += number
+
+    def release(what: str, chunk: int, micro: int) -> None:
+        """Release what another chunk, on this stage or sent, has given to this one."""
+        is_input = what == "activation"
+        add(output if is_input else sent, chunk - 1 if is_input else chunk + 1, micro, -1)
+
+    def take(what: str, chunk: int, micro: int, is_end: bool) -> None:
+        """Take the input of a chunk, or the gradient of its output; an end of the model has none."""
+        if (what, chunk, micro) in arrived:
+            add(given if what == "activation" else gradient, chunk, micro, -1)
+        elif not is_end:
+            release(what, chunk, micro)
+
+    for each in program:
+        match each:
+            case Receive(what, chunk, micro):
+                arrived.add((what, chunk, micro))
+                add(given if what == "activation" else gradient, chunk, micro, 1)
+            case Complete(what, chunk, micro):
+                release(what, chunk, micro)
+            case Forward(chunk, micro):
+                take("activation", chunk, micro, chunk == 0)
+            case Backward(chunk, micro) | BackwardInput(chunk, micro):
+                take("gradient", chunk, micro, chunk == chunks - 1)
+                add(saved, chunk, micro, -1)
+            case BackwardWeight(chunk, micro):
+                add(pending, chunk, micro, -1)
+            case _:
+                continue
+        if isinstance(each, RUNNING):
+            chunk, micro = each
+            running = len(HELD) + RUNNING.index(type(each))
+            add(running, chunk, micro, 1)
+            cases.add(tuple(now))
+            add(running, chunk, micro, -1)
+            if isinstance(each, Forward):
+                add(saved, chunk, micro, 1)
+                add(output, chunk, micro, chunk < chunks - 1)
+            elif not isinstance(each, BackwardWeight):
+                add(sent, chunk, micro, chunk > 0)
+                add(pending, chunk, micro, isinstance(each, BackwardInput))
+        cases.add(tuple(now))
+    return np.array(sorted(cases))
 
 
 class Weights(NamedTuple):

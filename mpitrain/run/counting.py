@@ -7,7 +7,7 @@ rank can count the step of any other rank.
 
 import math
 from collections import Counter as Numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -91,17 +91,28 @@ class UnitCount(NamedTuple):
     pending  what the input half of the backward keeps for the weight half, if these are apart
     peak     the most on the rank during the unit's forward and backward; the last unit's includes
              the loss
+    working  the most during the forward, the backward and its two halves, each beside what was on the
+             rank before the forward; in the halves, beside what other units keep pending
     flops    floating-point operations of matrix products, forward and backward
     sums     {(axis, operation, bytes of the array): times} of its collectives over tp and cp, forward
              and backward
+    loss     of the model's last unit: what the gradient of the loss adds, less the output
     """
 
     name: str
     saved: int
     pending: int
     peak: int
+    working: tuple[int, int, int, int]
     flops: int
     sums: Mapping[tuple[str, str, int], int]
+    loss: int = 0
+
+    def with_input(self, nbytes: int) -> "UnitCount":
+        """Return these counts if the forward adds also its input, of so many bytes."""
+        forward, backward, half, weight = self.working
+        working = forward + nbytes, backward + nbytes, half + nbytes, weight
+        return self._replace(saved=self.saved + nbytes, working=working)
 
 
 class Fitting(NamedTuple):
@@ -200,7 +211,8 @@ class Body:
 class Replica:
     """A `Replication` whose arrays have no memory, with the parts that a pipeline calls."""
 
-    def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int):
+    def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int, adds: bool = False):
+        """adds: whether backwards add to gradients, as those of all micro-batches but the first do."""
         # A pipeline reads of a context only the first unit with a backward.
         self.replica = SimpleNamespace(first=first)
         self.store = self.reducer = self.step_end = self
@@ -214,7 +226,7 @@ class Replica:
         self._loss, self._arena = loss, body.arena
         for unit in self._stored:
             for leaf in unit:
-                leaf.filled = False
+                leaf.filled = adds
 
     def open(self, unit: int, micro: int) -> Weights:
         return self._weights[unit]
@@ -246,20 +258,26 @@ class _Phases(Silent):
         self._count.is_backward = False
 
 
+PHASES = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+
+
 class UnitCounter(Silent):
     """Counts the activations and FLOPs of each unit of a chunk, as the recorder of its `Stage`.
 
     units    the units of the chunk
     replica  their parameters and gradients
+    begun    bytes on the rank when the first forward begins: those of its input
     """
 
     def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
         super().__init__()
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.replica.first
-        self._peaks, self._flops = [0] * len(units), [0] * len(units)
+        self._peaks: list[dict[int, int]] = [dict.fromkeys(PHASES, 0) for _ in units]
+        self._flops = [0] * len(units)
         self._saved, self._sums = [0] * len(units), [Sums() for _ in units]
         self._live, self._pending = [0] * len(units), [0] * len(units)
+        self._loss = self.begun = 0
         self._unit = self._before = 0
 
     def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
@@ -281,15 +299,39 @@ class UnitCounter(Silent):
         else:
             stage.backward(0, gradient())
         # The halves run forwards again.
-        peaks, flops, sums = [*self._peaks], [*self._flops], [dict(each) for each in self._sums]
+        flops, sums = [*self._flops], [dict(each) for each in self._sums]
         if self._lowest < len(self._units):
             stage.backward_input(0, gradient())
             stage.backward_weight(0)
-        names = [unit.name for unit in self._units]
-        return [*map(UnitCount, names, self._saved, self._pending, peaks, flops, sums)]
+        names, pending = [unit.name for unit in self._units], self._pending
+        peaks = [max(most[FORWARD], most[BACKWARD]) for most in self._peaks]
+        working = [
+            (
+                most[FORWARD] - live,
+                most[BACKWARD] - live,
+                most[BACKWARD_INPUT] - live - sum(pending[unit + 1 :]),
+                most[BACKWARD_WEIGHT] - sum(pending[:unit]),
+            )
+            for unit, (most, live) in enumerate(zip(self._peaks, self._live, strict=True))
+        ]
+        counts = [*map(UnitCount, names, self._saved, pending, peaks, working, flops, sums)]
+        return [*counts[:-1], counts[-1]._replace(loss=self._loss)]
+
+    def keeps(self, x: Any) -> Iterator[tuple[bool, bool]]:
+        """Yield for each unit whether what its forward saves has its input, and its output."""
+        arena, replica = self._body.arena, self._replica
+        for number, unit in enumerate(self._units):
+            stage = Stage([unit], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
+            y = stage.forward(0, x)
+            live, x = arena.live, None
+            has_input, is_last = arena.live == live, number == len(self._units) - 1
+            x = None if is_last else arena.take(y.shape, y.dtype)
+            live, y = arena.live, None
+            yield has_input, arena.live == live
 
     def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
         y = stage.forward(0, x())
+        self.begun = self._live[0]
         live = [*self._live, self._body.arena.live]
         self._saved = [after - before for before, after in pairwise(live)]
         return y
@@ -301,8 +343,10 @@ class UnitCounter(Silent):
         self._begin(len(self._units) - 1)
         right = targets().reshape(-1)
         _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
-        self.end(0)
-        return dy.reshape(y.shape)
+        self.end(FORWARD)
+        dy, y = dy.reshape(y.shape), None
+        self._loss = self._body.arena.live - self._live[-1] - self._saved[-1]
+        return dy
 
     def _begin(self, unit: int) -> None:
         self._unit, self._before = unit, self._body.count.flops
@@ -322,7 +366,7 @@ class UnitCounter(Silent):
     def end(self, span: int) -> None:
         """End the forward or backward that `compute` began.    span: the result of `compute`"""
         arena, unit = self._body.arena, self._unit
-        self._peaks[unit] = max(self._peaks[unit], arena.peak)
+        self._peaks[unit][span] = max(self._peaks[unit][span], arena.peak)
         self._flops[unit] += self._body.count.flops - self._before
         self._sums[unit] += self._body.sums
         if span == BACKWARD_WEIGHT:
@@ -359,13 +403,19 @@ class Counter:
         )
         self.model = self._chunks.model
 
+    def storage(self, pp: int) -> tuple[Storage, list[range]]:
+        """Return the layout of the tensors of pipeline stage `pp`, and `ReplicationContext.chunks`."""
+        job = self._job
+        units, numbers = self._chunks.of_stage(job.plan.stage_of, pp)
+        return Storage(units, job.config.precision.stored, job.axes.copies), numbers
+
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of pipeline stage `pp` in replica `dp`."""
         job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
         body, chunks = self._body, self._chunks.chunks
-        units = [unit for chunk in own(plan.stage_of, pp) for unit in chunks[chunk]]
-        storage = Storage(units, config.precision.stored, axes.copies)
-        replica: Any = Replica(storage, body, loss_for(body.layers), self._chunks.first(units))
+        storage, _ = self.storage(pp)
+        first = self._chunks.first(storage.units)
+        replica: Any = Replica(storage, body, loss_for(body.layers), first)
         endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
@@ -404,31 +454,42 @@ class Counter:
 
     def units(self, pp: int) -> list[UnitCount]:
         """Count each unit of pipeline stage `pp`, for the largest micro-batch of replica 0."""
+        last, counts = len(self._chunks.chunks) - 1, list[UnitCount]()
+        for chunk in own(self._job.plan.stage_of, pp):
+            counter, first, targets = self._of_chunk(chunk)
+            of_chunk = counter.count(first, targets if chunk == last else None)
+            if chunk == 0:  # Tokens on a device are what its first forward adds.
+                of_chunk[0] = of_chunk[0].with_input(counter.begun)
+            counts += of_chunk
+        return counts
+
+    def keeps(self) -> list[tuple[bool, bool]]:
+        """Return, for each unit of the first chunk, the result of `UnitCounter.keeps`."""
+        counter, first, _ = self._of_chunk(0)
+        return [*counter.keeps(first())]
+
+    def _of_chunk(self, chunk: int) -> tuple[UnitCounter, Callable[[], Any], Callable[[], Any]]:
+        """Return the counter of a chunk; () -> its input, in the largest micro-batch; () -> targets."""
         job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
-        body, chunks, counts = self._body, self._chunks.chunks, list[UnitCount]()
+        body, chunks = self._body, self._chunks.chunks
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         share = body.layers.now.tokens
         places = places_of(share, inputs.shape, None, body.placed)
         inputs, targets = share.cut(inputs), share.cut(targets)
-        for chunk in own(plan.stage_of, pp):
-            storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
-            replica = Replica(
-                storage, body, loss_for(body.layers), self._chunks.first(chunks[chunk])
-            )
-            computed = job.device.half or storage.dtype
+        storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
+        lowest = self._chunks.first(chunks[chunk])
+        replica = Replica(storage, body, loss_for(body.layers), lowest, plan.micro_batches > 1)
+        computed = job.device.half or storage.dtype
 
-            def first(chunk: int = chunk, computed: Any = computed) -> Any:
-                body.layers.now.set(0, 0, rows, True, places)
-                if chunk == 0:
-                    return body.placed(inputs)
-                return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
+        def first() -> Any:
+            body.layers.now.set(0, 0, rows, True, places)
+            if chunk == 0:
+                return body.placed(inputs)
+            return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
-            last = (
-                (lambda: body.taken(targets, targets.dtype)) if chunk == len(chunks) - 1 else None
-            )
-            counts += UnitCounter(body, chunks[chunk], replica).count(first, last)
-        return counts
+        counter = UnitCounter(body, chunks[chunk], replica)
+        return counter, first, lambda: body.taken(targets, targets.dtype)
 
 
 def _is_serial(plan: Plan) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations  # help() prints signatures as they are writt
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
-from mpitrain.pipeline.pipeline import own
 from mpitrain.run.counting import StepCounts
 from mpitrain.run.inference import Indices, Inference, Reader
 from mpitrain.run.resolve import Resolved, resolve
@@ -159,9 +157,7 @@ class Trainer:
         grid.place_model(stage_of, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
-        own_chunks = [chunks[chunk] for chunk in own(stage_of, grid.coords.pp)]
-        self.units = [unit for chunk in own_chunks for unit in chunk]
-        firsts = [0, *accumulate(map(len, own_chunks))] if len(chunks) > 1 else []
+        self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.copies)
         self.replication = replication_for(
@@ -173,7 +169,7 @@ class Trainer:
                 resolved.device,
                 self.arena,
                 self._loss,
-                [range(first, end) for first, end in pairwise(firsts)],
+                numbers,
                 cut.first(self.units),
             )
         )

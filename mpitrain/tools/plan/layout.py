@@ -11,45 +11,51 @@ optimizer is not counted.
 """
 
 import math
+from collections import Counter as Numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import Tuning, candidates, level_of, predict
+from mpitrain.collectives.selection.cost_model import (
+    Tuning,
+    candidates,
+    level_of,
+    plans_of,
+    predict,
+)
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.collectives.selection.tuning import foreign
 from mpitrain.config import Config, with_settings
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Unit
+from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.models.table import check_model
-from mpitrain.parallel.grid import Axes
-from mpitrain.parallel.memory import sizes
-from mpitrain.parallel.mode import Sizes
+from mpitrain.parallel.buckets import bucket_bytes
+from mpitrain.parallel.grid import Axes, divisor, share
+from mpitrain.parallel.memory import stage_sizes
 from mpitrain.parallel.modes import mode_of
-from mpitrain.pipeline.instructions import (
-    BackwardInput,
-    Plan,
-    Program,
-    fused_at_the_input,
-    training_program,
-)
-from mpitrain.pipeline.partition import balanced, check_enough
+from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
+from mpitrain.pipeline.partition import cut
+from mpitrain.pipeline.pipeline import own
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.pipeline.simulate import Cost, peak, simulate
+from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, save, subplots
 from mpitrain.run.build import alone, model
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
 from mpitrain.run.resolve import Given, RunLocation, resolve_here
+from mpitrain.tools.bench.comparison.formulas import of_control, of_gradients
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -132,34 +138,75 @@ class CountedUnit(NamedTuple):
     """A unit of a rank, in one micro-batch.
 
     repeated  of its FLOPs, those of recomputed forwards
-    working   bytes of activations at its peak, without what units before it have saved
-    elements  its parameters
     output    elements of its output for one row
+    keeps     whether what it saves has its input, and its output
     """
 
     counted: UnitCount
     repeated: int
-    working: int
-    elements: int
     output: int
+    keeps: tuple[bool, bool]
+
+
+class Chunk(NamedTuple):
+    """Bytes of a chunk of the model in one micro-batch, named as in `pipeline.simulate.held`."""
+
+    saved: int
+    output: int
+    input: int
+    gradient: int
+    sent: int
+    pending: int
+    forward: int
+    backward: int
+    input_half: int
+    weight_half: int
+
+    @classmethod
+    def of(cls, units: Sequence[CountedUnit], start: int, stop: int, boundary: int) -> "Chunk":
+        """Return those of units [start, stop) of a model.
+
+        boundary  bytes of an activation between chunks
+        """
+        own, is_last = units[start:stop], stop == len(units)
+        given, left = boundary * (start > 0), boundary * (not is_last)
+        # In the whole model the unit before keeps this chunk's input.
+        absent = given * (start > 0 and units[start - 1].keeps[1] and not own[0].keeps[0])
+        live = [*accumulate((each.counted.saved for each in own), initial=given)]
+        pending = [each.counted.pending for each in own]
+        working = [each.counted.working for each in own]
+        kept = left * own[-1].keeps[1]
+        return cls(
+            live[-1] - absent - left + kept + own[-1].counted.loss * is_last,
+            left - kept,
+            given,
+            left,
+            given,
+            sum(pending),
+            max(
+                at + w[0] - absent * (n > 0)
+                for n, (at, w) in enumerate(zip(live, working, strict=False))
+            ),
+            max(at + w[1] for at, w in zip(live, working, strict=False)) - absent,
+            max(
+                at + w[2] + sum(pending[n + 1 :])
+                for n, (at, w) in enumerate(zip(live, working, strict=False))
+            )
+            - absent,
+            max(sum(pending[:n]) + w[3] for n, w in enumerate(working)),
+        )
 
 
 class Simulated(NamedTuple):
     """A simulated pipeline: seconds of `computing` and `tensors` are those of the slowest stage.
 
     backward     seconds of one micro-batch, on the slowest stage
-    activations  bytes on the fullest stage
-    elements     parameters of the largest stage
-    units        of a stage
     """
 
     makespan: float
     computing: float
     tensors: float
     backward: float
-    activations: float
-    elements: float
-    units: float
 
 
 class MessageTimes:
@@ -169,7 +216,7 @@ class MessageTimes:
     """
 
     def __init__(self, tuning: Tuning, hosts: Sequence[str], is_on_device: bool):
-        self._hosts, self._is_on_device = hosts, is_on_device
+        self._hosts, self.is_on_device, self._tuning = hosts, is_on_device, tuning
         # Consecutive ranks of a host share a socket, if the tuning is of a host with several.
         on_host, sockets = hosts.count(hosts[0]), tuning.machine.get("sockets", 1)
         self._sockets = [
@@ -198,7 +245,7 @@ class MessageTimes:
         operation = operation.replace("all-reduce", "allreduce")
         names = [MESSAGES.get(operation, algorithm)]
         if operation in TABLES and algorithm not in TABLES[operation]:
-            names = candidates(Topology(hosts, is_on_device=self._is_on_device), operation)
+            names = candidates(Topology(hosts, is_on_device=self.is_on_device), operation)
         # Between powers of four the model is nearly linear, and long plans take seconds to make.
         low = min(4 ** int(math.log(elements, 4)), LINEAR)
         times = [
@@ -214,9 +261,19 @@ class MessageTimes:
             if not math.isnan(least)
         )
 
+    def part_bytes(self, members: range, storage: Storage) -> float:
+        """Return the bytes of a bucket between hosts, as `cost_model.part_bytes`."""
+        whole, itemsize = storage.length * storage.dtype.itemsize, storage.dtype.itemsize
+
+        def seconds(parts: int) -> float:
+            each = self.seconds("all-reduce", members, whole / parts, itemsize, "ring")
+            return (parts + 1) * each
+
+        return whole / min((2**power for power in range(9)), key=seconds)
+
     def can_hide(self, members: range) -> bool:
         """Return whether messages take no time of computing: within a host the same cores copy."""
-        return self._is_on_device or len({self._hosts[rank] for rank in members}) > 1
+        return self.is_on_device or len({self._hosts[rank] for rank in members}) > 1
 
 
 class Planner:
@@ -236,7 +293,9 @@ class Planner:
         limit: float = 0,
     ):
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
-        self._job, self._source, self._units = alone(alone_config, hosts[:1])
+        self._job, self._source, units = alone(alone_config, hosts[:1])
+        assert callable(units)
+        self._whole = units(described(self._job.device.ops, self._job.config.layout))
         self._config, self._hosts, self.ranks = self._job.config, hosts, len(hosts)
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
@@ -259,13 +318,16 @@ class Planner:
         self._messages = MessageTimes(self._job.tuning, hosts, is_on_device)
         self._computed = device.itemsize(self._config.precision.stored)
         self._stored = np.dtype(self._config.precision.stored).itemsize
-        self._counted, self._simulated = cache(self._count), cache(self._simulate)
-        self._sizes, self._planned = cache(self._size), cache(self._plan)
-        self._balanced, self._three = cache(balanced), cache(self._count_three)
+        self._counts, self._simulated = cache(self._count), cache(self._simulate)
+        self._planned = cache(self._plan)
+        self._two, self._kept = cache(self._count_two), cache(self._count_kept)
+        self._stages, self._state = cache(self._count_stages), cache(self._count_state)
+        self._held, self._cut = cache(self._count_held), cache(self._count_cut)
+        self._activations = cache(self._count_activations)
 
     def _check_kinds(self, times: UnitTimes) -> None:
         timed = times.points()
-        units, _ = self._count_three(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
+        units, _ = self._count_two(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
         if missing := [kind for unit in units if (kind := kind_of(unit.name)) not in timed]:
             raise ConfigError(
                 f"The timed units are {', '.join(timed)}, but the model has units {missing[0]}.",
@@ -274,7 +336,7 @@ class Planner:
 
     def _beyond(self) -> list[str]:
         """Return the kinds of units of which one row takes more FLOPs than any that was timed."""
-        units, counts = self._count_three(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
+        units, counts = self._two(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
         sizes = {kind_of(u.name): c.flops for u, c in zip(units, counts, strict=True)}
         return [kind for kind, flops in sizes.items() if flops > self._points[kind][-1][0]]
 
@@ -352,17 +414,46 @@ class Planner:
             computing=part * step.computing,
             tensors=part * step.tensors,
         )
-        state = self._sizes(axes.tp, axes.pp)._replace(
-            axes=axes, shards=axes.copies, settings=config.replication
-        )
         return Prediction(
             layout,
             step.computing,
             step.tensors,
             max(0.0, step.makespan - step.computing - step.tensors),
             self._exposed(layout, step),
-            mode_of(config).memory(state) + step.activations,
+            max(self._activations(axes, m, layout.recompute) + self._state(axes, layout.zero)),
         )
+
+    def sent(self, layout: ParallelLayout) -> float:
+        """Return the bytes that the busiest rank sends in a step, if all collectives are rings.
+
+        NaN if they are not known, as with replication.zero_keep.
+        """
+        axes, m, config = layout.axes, layout.micro_batches, layout.of(self._config)
+        plan, program = self._planned(axes.pp, m)
+        bounds = [0, *accumulate(self._cut(len(plan.stage_of)))]
+
+        @cache
+        def of_passes(tp: int, cp: int, pp: int, own_rows: int) -> int:
+            of_micro = [len(share(own_rows, micro, m)) for micro in range(m)]
+            sends = Numbers(of_micro[each.micro] for each in program[pp] if isinstance(each, Send))
+            total = 0
+            for rows, times in Numbers(of_micro).items():
+                units = self._counted(axes, m, rows, layout.recompute)
+                total += sends[rows] * self._boundary(axes, units, rows)
+                chunks = [units[slice(*bounds[c : c + 2])] for c in own(plan.stage_of, pp)]
+                sums = (sum for chunk in chunks for u in chunk for sum in u.counted.sums.items())
+                for (axis, operation, nbytes), again in sums:
+                    index, ranks = (tp, axes.tp) if axis == "tp" else (cp, axes.cp)
+                    elements = _in_ring(operation, index, ranks, nbytes // self._computed)
+                    total += times * again * self._computed * elements
+            return total
+
+        def of_rank(rank: int) -> float:
+            tp, dp, pp, cp = axes.coords(rank)
+            between = _of_replicas(config, axes, rank, self._hosts, *self._stages(axes)[pp])
+            return between + of_passes(tp, cp, pp, len(share(config.batch.size, dp, axes.dp)))
+
+        return max(map(of_rank, range(axes.ranks)))
 
     def savings(self, given: Config, smallest: Prediction) -> list[tuple[str, float]]:
         """Return the settings that lower the memory of a layout, and their bytes, the least first."""
@@ -376,9 +467,37 @@ class Planner:
             (each for each in found if each[1] < LESS * smallest.nbytes), key=lambda each: each[1]
         )
 
-    def _size(self, tp: int, pp: int) -> Sizes:
-        config = ParallelLayout(1, tp, pp, 0, 1, "none").of(self._config)
-        return sizes(config, self._source, Axes(tp, 1, pp), pp, self._job.device, 1)[0]
+    def _count_stages(self, axes: Axes) -> list[tuple[Storage, list[range]]]:
+        """Return the layout of the tensors of each stage, as `Counter.storage`."""
+        plan, _ = self._planned(axes.pp, axes.pp)
+        counts = self._cut(len(plan.stage_of))
+        config = self._config.changed(
+            {"layout.tp": axes.tp, "pipeline.partition": ",".join(map(str, counts))}
+        )
+        job = self._job._replace(config=config, axes=axes, plan=plan)
+        counter = Counter(job, self._source, lambda made: model(config, self._source, made))
+        return [*map(counter.storage, range(axes.pp))]
+
+    def _count_state(self, axes: Axes, zero: int) -> np.ndarray:
+        """Return the bytes of parameters, gradients and optimizer state on each stage."""
+        config = self._config.changed({"replication.zero": zero})
+        replication, nbytes = config.replication, []
+        members = range(0, axes.tp * axes.copies, axes.tp)
+        hosts = [self._hosts[rank] for rank in members]
+        shards = divisor(axes, self._hosts, replication.shard)
+
+        def bucket(storage: Storage) -> float:
+            return bucket_bytes(
+                replication.bucket_mb,
+                hosts,
+                self._messages.is_on_device,
+                lambda: self._messages.part_bytes(members, storage),
+            )
+
+        for storage, chunks in self._stages(axes):
+            stage = stage_sizes(config, axes, storage, chunks, self._job.device, shards, bucket)
+            nbytes.append(mode_of(config).memory(stage))
+        return np.array(nbytes)
 
     def _exposed(self, layout: ParallelLayout, step: Simulated) -> float:
         """Return the seconds of messages between replicas that no computing hides.
@@ -387,10 +506,11 @@ class Planner:
         """
         zero, members = layout.zero, range(0, layout.tp * layout.axes.copies, layout.tp)
         replication = self._config.replication
+        longest, _ = max(self._stages(layout.axes), key=lambda stage: stage[0].length)
 
         def seconds(operation: str) -> float:
             itemsize = self._computed if operation == "all-gather" else self._stored
-            nbytes, algorithm = step.elements * itemsize, replication.algorithm
+            nbytes, algorithm = longest.length * itemsize, replication.algorithm
             return self._messages.seconds(operation, members, nbytes, itemsize, algorithm)
 
         total = sum(map(seconds, OF_STEP.get(zero, ())))
@@ -398,7 +518,7 @@ class Planner:
         if not replication.overlap or not self._messages.can_hide(members):
             return total
         hidden = step.computing if zero > 1 else step.backward
-        return max(total - hidden, total / step.units)
+        return max(total - hidden, total / len(longest.units))
 
     def _of_activations(self, unit: CountedUnit, axes: Axes, computing: float) -> float:
         """Return the seconds of a unit's collectives over tp and cp, beside those of its computing.
@@ -416,39 +536,51 @@ class Planner:
         hidden *= 1 - 1 / axes.cp  # During the last part nothing travels.
         return seconds[""] + max(0.0, seconds["shift"] - hidden)
 
-    def _count(self, tp: int, cp: int, rows: int, recompute: str) -> list[CountedUnit]:
-        """Count all units. Those of model.layers after the third repeat the third."""
-        layout = ParallelLayout(1, tp, 1, 0, 1, recompute, cp)
+    def _counted(self, axes: Axes, m: int, rows: int, recompute: str) -> list[CountedUnit]:
+        return self._counts(Axes(axes.tp, cp=axes.cp), min(m, 2), rows, recompute)
+
+    def _count(self, axes: Axes, m: int, rows: int, recompute: str) -> list[CountedUnit]:
+        """Count all units. Those of model.layers after the second repeat the second.
+
+        m  1, or 2 for several micro-batches: all but the first add to gradients
+        """
+        tp, cp = axes.tp, axes.cp
+        layout = ParallelLayout(1, tp, 1, 0, m, recompute, cp)
         check_model(layout.of(self._config))
         deep, plain = self._config.model.layers, layout._replace(recompute="none")
-        two, (three, counts) = (
-            self._counter(min(deep, 2), layout, rows).model,
-            self._three(layout, rows),
-        )
+        (two, counts), keeps = self._two(layout, rows), self._kept(layout._replace(micro_batches=1))
         tokens, *rest = self._source.shape
-        units, shape, saved = list[CountedUnit](), (1, tokens // cp, *rest), 0
-        for counted, once, unit in zip(counts, self._three(plain, rows)[1], three, strict=True):
+        units, shape = list[CountedUnit](), (1, tokens // cp, *rest)
+        for counted, once, unit, kept in zip(
+            counts, self._two(plain, rows)[1], two, keeps, strict=True
+        ):
             shape = unit.layer.output_shape(shape)
-            elements = sum(math.prod(p.local_shape) for p in unit.layer.parameters())
-            again, working = counted.flops - once.flops, counted.peak - saved
-            units.append(CountedUnit(counted, again, working, elements, math.prod(shape)))
-            saved += counted.saved
-        layer = len(three) - len(two)
-        pairs = enumerate(zip(two, three, strict=False))
-        end = next((n for n, (one, other) in pairs if one.name != other.name), 0) + layer
-        return units[:end] + units[end - layer : end] * max(0, deep - 3) + units[end:]
+            units.append(CountedUnit(counted, counted.flops - once.flops, math.prod(shape), kept))
+        one = self._counter(1, plain, 1).model
+        of_layer, names = len(two) - len(one), zip(one, two, strict=False)
+        end = next((n for n, (a, b) in enumerate(names) if a.name != b.name), 0) + of_layer
+        return units[:end] + units[end - of_layer : end] * max(0, deep - 2) + units[end:]
 
-    def _count_three(
+    def _count_kept(self, layout: ParallelLayout) -> list[tuple[bool, bool]]:
+        return self._counter(min(self._config.model.layers, 2), layout, 1).keeps()
+
+    def _count_two(
         self, layout: ParallelLayout, rows: int
     ) -> tuple[Sequence[Unit], list[UnitCount]]:
-        counter = self._counter(min(self._config.model.layers, 3), layout, rows)
+        counter = self._counter(min(self._config.model.layers, 2), layout, rows)
         return counter.model, counter.units(0)
 
     def _counter(self, layers: int, layout: ParallelLayout, rows: int) -> Counter:
         config = self._config.changed(
-            layout.settings | {"model.layers": layers, "batch.size": rows}
+            layout.settings
+            | {
+                "model.layers": layers,
+                "batch.size": rows * layout.micro_batches,
+                "pipeline.partition": "",
+            }
         )
-        job = self._job._replace(config=config, axes=layout.axes, plan=plan_of(SERIAL, 1, 1))
+        plan = plan_of(SERIAL, 1, layout.micro_batches)
+        job = self._job._replace(config=config, axes=layout.axes, plan=plan)
         return Counter(job, self._source, lambda made: model(config, self._source, made))
 
     def _plan(self, pp: int, m: int) -> tuple[Plan, Program]:
@@ -459,62 +591,120 @@ class Planner:
 
     def _simulate(self, axes: Axes, m: int, rows: int, recompute: str) -> Simulated:
         """Simulate the pipeline of a replica with m micro-batches of so many rows."""
-        pp, units = axes.pp, self._counted(axes.tp, axes.cp, rows, recompute)
-        check_enough(len(units), pp)
+        pp, units = axes.pp, self._counted(axes, m, rows, recompute)
         plan, program = self._planned(pp, m)
         # What a stage receives, for each micro-batch.
-        received = rows * units[0].output * self._computed
-        received //= axes.tp if self._config.layout.sequence_parallel else 1
-        counts = self._balanced(tuple(unit.elements for unit in units), len(plan.stage_of))
-        bounds = [0, *accumulate(counts)]
+        received = self._boundary(axes, units, rows)
+        bounds = [0, *accumulate(self._cut(len(plan.stage_of)))]
         chunks = [units[start:stop] for start, stop in pairwise(bounds)]
-        in_halves = {
-            each.chunk for own in plan.by_stage for each in own if isinstance(each, BackwardInput)
-        }
         seconds = {
             id(unit): (*of_computing, self._of_activations(unit, axes, sum(of_computing)))
             for unit in {id(unit): unit for unit in units}.values()
             for of_computing in [self._of_computing(unit, rows)]
         }
         costs, computing, tensors = [], [0.0] * pp, [0.0] * pp
-        for number, (chunk, stage) in enumerate(zip(chunks, plan.stage_of, strict=True)):
+        for chunk, stage in zip(chunks, plan.stage_of, strict=True):
             once, again, sums = map(sum, zip(*(seconds[id(unit)] for unit in chunk), strict=True))
-            first = received if number else 0
-            saved = [*accumulate((unit.counted.saved for unit in chunk), initial=first)]
-            pending = sum(unit.counted.pending for unit in chunk)
-            # Where halves are apart, later units have left what their weight halves need.
-            left = [*accumulate((-unit.counted.pending for unit in chunk), initial=pending)][1:]
-            peaks = [
-                before + unit.working + (after if number in in_halves else 0)
-                for before, unit, after in zip(saved, chunk, left, strict=False)
-            ]
-            costs.append(
-                Cost(
-                    once / 3 + sums / 2,
-                    once / 3 + again + sums / 2,
-                    once / 3,
-                    saved[-1],
-                    pending,
-                    input_bytes=max(peaks),
-                )
-            )
+            costs.append(Cost(once / 3 + sums / 2, once / 3 + again + sums / 2, once / 3))
             computing[stage] += m * (once + again)
             tensors[stage] += m * sums
         ranks = axes.tp * axes.copies
         neighbours = range(0, 2 * ranks, ranks) if pp > 1 else range(1)
         transfer = self._messages.seconds("sendrecv", neighbours, received, self._computed)
         slowest = max(range(pp), key=lambda stage: computing[stage] + tensors[stage])
-        of_stage = [[c for c, at in enumerate(plan.stage_of) if at == stage] for stage in range(pp)]
         return Simulated(
             simulate(program, costs, transfer).makespan,
             computing[slowest],
             tensors[slowest],
-            max(sum(sum(costs[c][1:3]) for c in own) for own in of_stage),
-            # A receive is posted before its array is needed.
-            max(peak(own, costs).nbytes for own in plan.by_stage) + received * (pp > 1),
-            max(sum(unit.elements for c in own for unit in chunks[c]) for own in of_stage),
-            len(units) / pp,
+            max(sum(sum(costs[c][1:3]) for c in own(plan.stage_of, stage)) for stage in range(pp)),
         )
+
+    def _count_activations(self, axes: Axes, m: int, recompute: str) -> np.ndarray:
+        """Return the bytes of activations on each stage of the largest replica."""
+        pp, most = axes.pp, -(-self._config.batch.size // axes.dp)
+        of_micro = [len(share(most, micro, m)) for micro in range(m)]
+        kinds = sorted({*of_micro})
+        plan, _ = self._planned(pp, min(m, 3 * pp))
+        bounds, sizes = [0, *accumulate(self._cut(len(plan.stage_of)))], list[list[Chunk]]()
+        for each in kinds:
+            units = self._counted(axes, m, each, recompute)
+            boundary = self._boundary(axes, units, each)
+            sizes.append([Chunk.of(units, *ends, boundary) for ends in pairwise(bounds)])
+        held = self._held(pp, tuple(map(kinds.index, of_micro)))
+        return np.array(
+            [
+                max(cases @ [n for c in own(plan.stage_of, stage) for of in sizes for n in of[c]])
+                for stage, cases in enumerate(held)
+            ]
+        )
+
+    def _boundary(self, axes: Axes, units: Sequence[CountedUnit], rows: int) -> int:
+        """Return the bytes that a stage receives for a micro-batch."""
+        of_rows = axes.tp if self._config.layout.sequence_parallel else 1
+        return rows * units[0].output * self._computed // of_rows
+
+    def _count_held(self, pp: int, sizes: tuple[int, ...]) -> Sequence[np.ndarray]:
+        """Return, for each stage, what it has in memory together, as `held`.
+
+        sizes  0 or 1: the smaller or larger size of each micro-batch; all 0 if they are equal
+        """
+        m = len(sizes)
+        if m > 3 * pp and not any(sizes):
+            # In most schedules a full pipeline holds no more for more micro-batches.
+            low, high = (self._held(pp, (0,) * n * pp) for n in (2, 3))
+            if all(map(np.array_equal, low, high)):
+                return high
+        plan, program = self._planned(pp, m)
+        return [
+            held(of_stage, own(plan.stage_of, stage), len(plan.stage_of), sizes)
+            for stage, of_stage in enumerate(program)
+        ]
+
+    def _count_cut(self, chunks: int) -> list[int]:
+        return cut(self._whole, chunks, self._config.pipeline.partition)
+
+
+@cache
+def _in_ring(operation: str, rank: int, ranks: int, count: int) -> int:
+    """Return the elements that a rank sends in a collective, as in UnitCount.sums, of so many."""
+    algorithm = MESSAGES.get(operation, "ring")
+    plans = plans_of(
+        operation.replace("all-reduce", "allreduce"), algorithm, rank, ("",) * ranks, count
+    )
+    return sum(
+        stop - start
+        for plan in plans
+        for step in plan.steps
+        for peer, start, stop in step.sends
+        if peer != rank
+    )
+
+
+def _of_replicas(
+    config: Config, axes: Axes, rank: int, hosts: Sequence[str], storage: Storage, chunks: Any
+) -> float:
+    """Return the bytes that a rank sends to other replicas in a step, and in the control message."""
+    at, computed = axes.coords(rank), np.dtype(config.precision.stored)
+    grid = SimpleNamespace(
+        axes=axes,
+        coords=at,
+        copies=SimpleNamespace(rank=at.dp * axes.cp + at.cp, size=axes.copies),
+        world=SimpleNamespace(rank=rank, transport=SimpleNamespace(hosts=hosts)),
+    )
+    replica = SimpleNamespace(
+        config=config,
+        grid=grid,
+        storage=storage,
+        chunks=chunks,
+        first=0,
+        computed=computed,
+        wire=SimpleNamespace(name="none"),
+    )
+    replication = SimpleNamespace(replica=replica, step_end=None)
+    trainer = SimpleNamespace(grid=grid, config=config, storage=storage, replication=replication)
+    job: Any = SimpleNamespace(trainer=trainer)
+    gradients = of_gradients(job)
+    return math.nan if gradients is None else gradients + of_control(job)
 
 
 def _divisors(number: int) -> list[int]:
@@ -672,6 +862,9 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     ]
     if lean := [each for each in ranking.front if each not in ranking.best]:
         lines += ["", "Slower, with less memory than every faster one:", *columns.lines(lean)[2:]]
+    sent = planner.sent(ranking.best[0].layout) / 1e6
+    if not math.isnan(sent):
+        lines += ["", f"By rings the busiest rank of the fastest sends {sent:,.3f} MB in a step."]
     lines += ["", "Next to the best:", *(f"  {text}" for text in ranking.closest)]
     settings = ranking.best[0].layout.settings
     words = " ".join(f"--set {key}={value}" for key, value in settings.items())

@@ -1,16 +1,19 @@
 """`plan memory`: activations and FLOPs of a job, unit by unit, counted in one process before it is launched."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import NamedTuple
 
 from mpitrain.config import Config
-from mpitrain.models.table import adapted
+from mpitrain.layers.flat import Storage
+from mpitrain.machine.backend import DeviceBackend
+from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import copied_bytes, frozen_sizes, kept_bytes, sizes
+from mpitrain.parallel.memory import copied_bytes, kept_bytes, stage_sizes
+from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
-from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.run.build import alone, model
+from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
 from mpitrain.run.resolve import slow_heads
@@ -58,24 +61,36 @@ def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
     ranks = ranks_of(unresolved)
     job, source, units = alone(unresolved, ("",) * ranks)
-    config, axes, plan, device = job.config, job.axes, job.plan, job.device
-    shards = divisor(axes, ("",) * ranks, config.replication.shard)
-    state_sizes, parameters = sizes(config, source, axes, len(plan.stage_of), device, shards)
-    if config.model.freeze or config.lora.rank:
-        state_sizes = frozen_sizes(state_sizes, config, source, axes, len(plan.stage_of), device)
-        layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
-        parameters = parameter_count(adapted(model(config, source, layers), config.lora, layers))
-    counter = Counter(job, source, units)
+    config, axes, plan = job.config, job.axes, job.plan
+    counter, fixed = (
+        Counter(job, source, units),
+        divisor(axes, ("",) * ranks, config.replication.shard),
+    )
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
-    state, copies = mode_of(config).memory(state_sizes), {}
+    is_on_device = isinstance(job.device.backend, DeviceBackend)
+
+    def bucket(_: Storage) -> float:
+        return bucket_bytes(config.replication.bucket_mb, ("",), is_on_device, lambda: 0)
+
+    every = [
+        stage_sizes(config, axes, *counter.storage(pp), job.device, fixed, bucket)
+        for pp in range(axes.pp)
+    ]
+
+    def mean(nbytes: Callable[[Sizes], float]) -> float:
+        return fmean(map(nbytes, every))
+
+    copies = {}
     if is_synchronous(config) and config.checkpoint.background:
-        whole = (state_sizes.master + state_sizes.state) * state_sizes.length
+        whole = mean(lambda stage: (stage.master + stage.state) * stage.length)
         copies["copies of a checkpoint"] = whole * axes.tp * axes.pp / axes.ranks
     if config.run.on_spike == "back":
-        copies["two snapshots"] = KEPT * kept_bytes(config, state_sizes)
+        copies["two snapshots"] = KEPT * mean(lambda stage: kept_bytes(config, stage))
     if config.run.copies_every:
-        copies["two copies, also of a neighbour's"] = KEPT * copied_bytes(config, state_sizes)
+        copied = mean(lambda stage: copied_bytes(config, stage))
+        copies["two copies, also of a neighbour's"] = KEPT * copied
+    state, parameters = mean(mode_of(config).memory), parameter_count(counter.model)
     return Counted(config, axes, parameters, state, copies, rows, stages)
 
 

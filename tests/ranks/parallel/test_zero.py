@@ -9,8 +9,9 @@ import pytest
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
+from mpitrain.parallel.buckets import TURNS
 from mpitrain.parallel.modes import MODES, ZERO
-from mpitrain.parallel.zero import TURNS, GatheredOnUse, zero_3
+from mpitrain.parallel.zero import GatheredOnUse, zero_3
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks

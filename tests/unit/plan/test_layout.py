@@ -10,6 +10,7 @@ from mpitrain.collectives.selection.cost_model import KNOTS, Level, Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.parallel.grid import Axes
 from mpitrain.tools.bench.results import write_json
 from mpitrain.tools.plan.layout import MessageTimes, ParallelLayout, Planner, rank, report
 from mpitrain.tools.plan.memory import count
@@ -44,15 +45,17 @@ def test_memory_and_flops_are_those_that_a_job_counts(layout, kind):
     plan, given = planner(["a"] * 4, "model.layers=5", f"model.kind={kind}")
     predicted, counted = plan.predict(layout), count(layout.of(given))
     stages = [stage.step for stage in counted.stages]
-    peak = counted.state + max(step.peak for step in stages)
-    assert predicted.nbytes == pytest.approx(peak, rel=0.03)
+    state = plan._state(layout.axes, layout.zero)
+    peak = max(step.peak + own for step, own in zip(stages, state, strict=True))
+    assert counted.state == pytest.approx(sum(state) / len(state), rel=1e-12)
+    assert predicted.nbytes == peak
     assert predicted.computing == pytest.approx(max(step.flops for step in stages) / RATE)
 
 
 def test_the_sums_of_a_tensor_parallel_step_are_those_of_the_formula():
     plan, _ = planner(["a"] * 2, "model.layers=5", "model.width=64", "model.context=32")
     rows, tokens, width, layers = 4, 32, 64, 5
-    every = [unit.counted.sums for unit in plan._counted(2, 1, rows, "none")]
+    every = [unit.counted.sums for unit in plan._counted(Axes(2), 1, rows, "none")]
     nbytes = sum(size * times for sums in every for (*_, size), times in sums.items())
     assert nbytes == 4 * ((4 * layers + 2) * rows * tokens * width + 3 * rows * tokens)
 
@@ -238,7 +241,8 @@ def test_messages_between_replicas_hide_behind_a_slow_backward_but_for_the_last_
         planner(hosts, "replication.algorithm=ring", rate=rate)[0].predict(layout).replicas
         for rate in (1e6, 1e18)
     )
-    nbytes = 4 * sum(unit.elements for unit in planner(hosts)[0]._counted(1, 1, 8, "none"))
+    ((stored, _),) = planner(hosts)[0]._stages(layout.axes)
+    nbytes = 4 * stored.length
     whole = MessageTimes(DEFAULT, hosts, False).seconds("all-reduce", range(2), nbytes, 4, "ring")
     assert exposed == pytest.approx(whole, rel=1e-5) and 0 < hidden < exposed / 5
     sharded = planner(hosts, rate=1e18)[0].predict(layout._replace(zero=3, micro_batches=4))

@@ -160,14 +160,18 @@ def of_layout(job: Job) -> float | None:
 
     None if the bytes of its gradients are not known.
     """
-    trainer = job.trainer
-    grid, config = trainer.grid, trainer.config
-    messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
-    control = messages * sent_in_ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
     gradients = of_gradients(job)
     if gradients is None:
         return None
-    return gradients + control + _between_stages(job) + _within_layers(job) + _within_rows(job)
+    of_others = _between_stages(job) + _within_layers(job) + _within_rows(job)
+    return gradients + of_control(job) + of_others
+
+
+def of_control(job: Job) -> int:
+    """Return the bytes that this rank sends in a step for all ranks to agree on its end."""
+    grid, config = job.trainer.grid, job.trainer.config
+    messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
+    return messages * sent_in_ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
 
 
 def of_gradients(job: Job) -> float | None:

@@ -1,0 +1,49 @@
+"""`plan layout` counts what real ranks hold and send, in every kind of layout."""
+
+import pytest
+
+from mpitrain.run.build import build
+from mpitrain.tools.plan.layout import ParallelLayout, Planner
+from mpitrain.transport.threads import run_ranks
+from tests.training import configured
+
+JOB = ["layers=3", "width=48", "heads=6", "context=16"]
+RINGS = ["replication.algorithm=ring", "layout.algorithm=ring", "device.kind=cpu", "run.steps=2"]
+
+
+def held_and_sent(transport, config):
+    trainer, source, _ = build(transport, config)
+    for step in range(2):
+        before = transport.traffic.nbytes
+        trainer.step(step, *trainer.replication.rows.batch(source, step))
+    trainer.replication.step_end.sync()
+    sent, held = transport.traffic.nbytes - before, trainer.replication.held_by_kind()
+    return sum(held.values()) - held["scratch"] + trainer.pipe.peak_bytes, sent
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ((1, 1, 1, 0, 3, "unit"), []),
+        ((2, 1, 1, 0, 1, "none"), []),
+        ((2, 1, 1, 2, 2, "none"), []),
+        ((2, 1, 1, 3, 2, "unit"), []),
+        ((1, 1, 1, 1, 2, "none", 2), []),
+        ((1, 1, 1, 0, 2, "none", 2), ["layout.cp_mode=ring"]),
+        ((1, 2, 1, 0, 2, "unit"), ["layout.sequence_parallel=true"]),
+        ((1, 2, 1, 0, 2, "none"), ["model.kind=llama"]),
+        ((1, 1, 2, 0, 5, "none"), []),
+        ((1, 1, 2, 0, 4, "none"), ["pipeline.schedule=zero-bubble"]),
+        ((1, 1, 2, 0, 4, "none"), ["pipeline.schedule=interleaved"]),
+        ((2, 1, 2, 3, 4, "unit"), ["pipeline.schedule=gpipe"]),
+        ((1, 2, 2, 0, 2, "none"), []),
+    ],
+)
+def test_bytes_of_the_fullest_and_the_busiest_rank_are_those_of_real_ones(layout, settings):
+    chosen = ParallelLayout(*layout)
+    ranks, words = chosen.axes.ranks, [*(f"model.{key}" for key in JOB), *RINGS, *settings]
+    given = configured("batch.size=16", *words)
+    plan = Planner(given, ["a"] * ranks, 1e9, 1e9)
+    held, sent = zip(*run_ranks(ranks, held_and_sent, chosen.of(given)), strict=True)
+    assert plan.predict(chosen).nbytes == max(held)
+    assert plan.sent(chosen) == max(sent)
