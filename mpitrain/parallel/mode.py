@@ -279,6 +279,32 @@ def sharded(replica: ReplicationContext, travelled: Travelled) -> float | None:
     ) / s + between * storage.dtype.itemsize
 
 
+def of_partial_sums(replica: ReplicationContext) -> int:
+    """Return the bytes that a rank sends over tp: gradients of replicated tensors are partial sums."""
+    grid, storage = replica.grid, replica.storage
+    partial = sum(span.stop - span.start for span in storage.spans if span.partial)
+    if replica.config.replication.zero > 1:
+        hosts, shard = grid.world.transport.hosts, replica.config.replication.shard
+        partial //= divisor(grid.axes, hosts, shard)
+    return sent_in_ring(grid.coords.tp, grid.axes.tp, partial) * storage.dtype.itemsize
+
+
+def of_replicas(replica: ReplicationContext) -> float | None:
+    """Return the bytes that a rank sends in a step to sum gradients over the replicas, and with ZeRO to
+    gather parameters; None if they are not known.
+    """
+    grid, storage, zero = replica.grid, replica.storage, replica.config.replication.zero
+    if zero:
+        return sharded(replica, {1: once, 2: by_micro_batch, 3: by_use}[zero])
+    count = sent_in_ring(grid.copies.rank, grid.axes.copies, storage.length)
+    return count * storage.dtype.itemsize
+
+
+def sent_to_agree(rank: int, ranks: int) -> int:
+    """Return the bytes that a rank sends for all ranks to agree on the end of a step."""
+    return sent_in_ring(rank, ranks, CONTROL) * CONTROL_ITEM
+
+
 def once(replica: ReplicationContext) -> tuple[float, float]:
     """Return the elements that ZeRO stage 1 reduces and gathers: all of them, once a step."""
     return replica.storage.length, replica.storage.length

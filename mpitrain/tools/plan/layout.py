@@ -42,6 +42,7 @@ from mpitrain.models.table import check_model
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor, share
 from mpitrain.parallel.memory import stage_sizes
+from mpitrain.parallel.mode import of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
@@ -55,7 +56,6 @@ from mpitrain.run.build import alone, model
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
 from mpitrain.run.resolve import Given, RunLocation, resolve_here
-from mpitrain.tools.bench.comparison.formulas import of_control, of_gradients
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -432,6 +432,8 @@ class Planner:
         plan, program = self._planned(axes.pp, m)
         bounds = [0, *accumulate(self._cut(len(plan.stage_of)))]
 
+        computed = self._job.device.half or np.dtype(config.precision.stored)
+
         @cache
         def of_passes(tp: int, cp: int, pp: int, own_rows: int) -> int:
             of_micro = [len(share(own_rows, micro, m)) for micro in range(m)]
@@ -450,7 +452,9 @@ class Planner:
 
         def of_rank(rank: int) -> float:
             tp, dp, pp, cp = axes.coords(rank)
-            between = _of_replicas(config, axes, rank, self._hosts, *self._stages(axes)[pp])
+            between = _of_replicas(
+                config, axes, rank, self._hosts, *self._stages(axes)[pp], computed
+            )
             return between + of_passes(tp, cp, pp, len(share(config.batch.size, dp, axes.dp)))
 
         return max(map(of_rank, range(axes.ranks)))
@@ -681,30 +685,29 @@ def _in_ring(operation: str, rank: int, ranks: int, count: int) -> int:
 
 
 def _of_replicas(
-    config: Config, axes: Axes, rank: int, hosts: Sequence[str], storage: Storage, chunks: Any
+    config: Config,
+    axes: Axes,
+    rank: int,
+    hosts: Sequence[str],
+    storage: Storage,
+    chunks: Any,
+    computed: Any,
 ) -> float:
     """Return the bytes that a rank sends to other replicas in a step, and in the control message."""
-    at, computed = axes.coords(rank), np.dtype(config.precision.stored)
+    at = axes.coords(rank)
     grid = SimpleNamespace(
         axes=axes,
         coords=at,
         copies=SimpleNamespace(rank=at.dp * axes.cp + at.cp, size=axes.copies),
         world=SimpleNamespace(rank=rank, transport=SimpleNamespace(hosts=hosts)),
     )
-    replica = SimpleNamespace(
-        config=config,
-        grid=grid,
-        storage=storage,
-        chunks=chunks,
-        first=0,
-        computed=computed,
-        wire=SimpleNamespace(name="none"),
+    replica: Any = SimpleNamespace(
+        config=config, grid=grid, storage=storage, chunks=chunks, first=0, computed=computed
     )
-    replication = SimpleNamespace(replica=replica, step_end=None)
-    trainer = SimpleNamespace(grid=grid, config=config, storage=storage, replication=replication)
-    job: Any = SimpleNamespace(trainer=trainer)
-    gradients = of_gradients(job)
-    return math.nan if gradients is None else gradients + of_control(job)
+    between = of_replicas(replica)
+    if between is None:
+        return math.nan
+    return between + of_partial_sums(replica) + sent_to_agree(rank, axes.ranks)
 
 
 def _divisors(number: int) -> list[int]:

@@ -19,19 +19,8 @@ from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.buckets import Buckets
-from mpitrain.parallel.grid import divisor, share
-from mpitrain.parallel.mode import (
-    CONTROL,
-    CONTROL_ITEM,
-    LETTERS,
-    Sample,
-    Travelled,
-    by_micro_batch,
-    by_use,
-    once,
-    sent_in_ring,
-    sharded,
-)
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.mode import LETTERS, Sample, sent_in_ring
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
@@ -68,8 +57,6 @@ BACKWARD = {"attention": 1, "mlp": 1, "head": 1}
 """{kind of unit: number of its all-reduces of B T C elements over tp}, forward and backward."""
 COLUMN_PARALLEL = ("attention", "mlp", "head")
 """Kinds of units with a column-parallel layer."""
-TRAVELLED: dict[int, Travelled] = {1: once, 2: by_micro_batch, 3: by_use}
-"""{stage of ZeRO: function that counts the elements that it moves}."""
 
 
 def words_of(config: Config, workers: int) -> str:
@@ -163,15 +150,10 @@ def of_layout(job: Job) -> float | None:
     gradients = of_gradients(job)
     if gradients is None:
         return None
-    of_others = _between_stages(job) + _within_layers(job) + _within_rows(job)
-    return gradients + of_control(job) + of_others
-
-
-def of_control(job: Job) -> int:
-    """Return the bytes that this rank sends in a step for all ranks to agree on its end."""
     grid, config = job.trainer.grid, job.trainer.config
     messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
-    return messages * sent_in_ring(grid.world.rank, grid.axes.ranks, CONTROL) * CONTROL_ITEM
+    control = messages * sent_to_agree(grid.world.rank, grid.axes.ranks)
+    return gradients + control + _between_stages(job) + _within_layers(job) + _within_rows(job)
 
 
 def of_gradients(job: Job) -> float | None:
@@ -181,20 +163,11 @@ def of_gradients(job: Job) -> float | None:
     """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
-    storage, replica = trainer.storage, trainer.replication.replica
-    d, tp, stage = grid.axes.copies, grid.axes.tp, config.replication.zero
-    # Gradients of replicated tensors are partial sums: tensor-parallel ranks add them up.
-    partial = sum(span.stop - span.start for span in storage.spans if span.partial)
-    if stage > 1:
-        partial //= divisor(grid.axes, grid.world.transport.hosts, config.replication.shard)
-    summed = sent_in_ring(grid.coords.tp, tp, partial) * storage.dtype.itemsize
-    if replica.wire.name != "none":
-        moved = _compressed(job)
-    elif stage:
-        of_shards = sharded(replica, TRAVELLED[stage])
-        return None if of_shards is None else of_shards + summed
-    else:
-        moved = sent_in_ring(grid.copies.rank, d, storage.length) * storage.dtype.itemsize
+    d, tp, replica = grid.axes.copies, grid.axes.tp, trainer.replication.replica
+    summed = of_partial_sums(replica)
+    moved = _compressed(job) if replica.wire.name != "none" else of_replicas(replica)
+    if moved is None:
+        return None
     end = trainer.replication.step_end
     if not isinstance(end, StageUpdate):
         return moved + summed
