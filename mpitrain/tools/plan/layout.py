@@ -148,7 +148,7 @@ class CountedUnit(NamedTuple):
     keeps: tuple[bool, bool]
 
 
-class Chunk(NamedTuple):
+class ChunkBytes(NamedTuple):
     """Bytes of a chunk of the model in one micro-batch, named as in `pipeline.simulate.held`."""
 
     saved: int
@@ -163,7 +163,7 @@ class Chunk(NamedTuple):
     weight_half: int
 
     @classmethod
-    def of(cls, units: Sequence[CountedUnit], start: int, stop: int, boundary: int) -> "Chunk":
+    def of(cls, units: Sequence[CountedUnit], start: int, stop: int, boundary: int) -> "ChunkBytes":
         """Return those of units [start, stop) of a model.
 
         boundary  bytes of an activation between chunks
@@ -629,11 +629,11 @@ class Planner:
         of_micro = [len(share(most, micro, m)) for micro in range(m)]
         kinds = sorted({*of_micro})
         plan, _ = self._planned(pp, min(m, 3 * pp))
-        bounds, sizes = [0, *accumulate(self._cut(len(plan.stage_of)))], list[list[Chunk]]()
+        bounds, sizes = [0, *accumulate(self._cut(len(plan.stage_of)))], list[list[ChunkBytes]]()
         for each in kinds:
             units = self._counted(axes, m, each, recompute)
             boundary = self._boundary(axes, units, each)
-            sizes.append([Chunk.of(units, *ends, boundary) for ends in pairwise(bounds)])
+            sizes.append([ChunkBytes.of(units, *ends, boundary) for ends in pairwise(bounds)])
         held = self._held(pp, tuple(map(kinds.index, of_micro)))
         return np.array(
             [

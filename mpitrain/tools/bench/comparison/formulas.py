@@ -20,7 +20,14 @@ from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.mode import LETTERS, Sample, sent_in_ring
+from mpitrain.parallel.mode import (
+    LETTERS,
+    Sample,
+    of_partial_sums,
+    of_replicas,
+    sent_in_ring,
+    sent_to_agree,
+)
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
