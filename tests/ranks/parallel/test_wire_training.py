@@ -106,9 +106,9 @@ def by_tensor(trainer):
     return found
 
 
-def train_and_save(transport, folder, wire, first, last, load):
+def train_and_save(transport, folder, wire, first, last, load, *settings):
     """Steps first..last of a run, from a checkpoint or from the start; saved at the end. Losses and residuals."""
-    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=0")
+    config = configured(*TINY, f"replication.wire={wire}", "replication.dense_steps=0", *settings)
     trainer, source, done = build(transport, config, newest(folder) if load else None)
     assert done.step == first
     losses = [result.loss for result in stepped(trainer, source, range(first, last))]
@@ -133,12 +133,13 @@ def test_a_resumed_run_goes_on_bitwise_with_its_residuals(wire, tmp_path):
 
 
 @pytest.mark.parametrize("wire", RESIDUAL)
-@pytest.mark.parametrize("ranks", (1, 2, 4))
+@pytest.mark.parametrize("ranks, settings", [(1, []), (2, []), (4, ["layout.cp=2"])], ids=str)
 def test_the_sum_of_the_residuals_is_kept_when_the_number_of_ranks_changes(
-    wire, ranks, tmp_path, capsys
+    wire, ranks, settings, tmp_path, capsys
 ):
     saved = [before for _, before in run_ranks(3, train_and_save, tmp_path, wire, 0, 3, False)]
-    loaded = [before for _, before in run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True)]
+    again = run_ranks(ranks, train_and_save, tmp_path, wire, 3, 3, True, *settings)
+    loaded = [before for _, before in again]
     said = "starts anew: it is bound to the ranks of dp 3, pp 1, servers 0, tp 1"
     assert capsys.readouterr().err.count(said) == (wire == "powersgd:2")
     assert any(rank[name].any() for rank in saved for name in rank if name[0] == "own")

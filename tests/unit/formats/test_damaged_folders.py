@@ -111,7 +111,8 @@ def damages_of_shards():
     yield "index a list", replaced(INDEX, b"[]"), INDEX
     yield "index of numbers", replaced(INDEX, b'{"weight_map": {"a": 1}}'), INDEX
     yield "index of nothing", replaced(INDEX, b'{"weight_map": {}}'), "tensor"
-    for place in ("../model.safetensors", "/etc/passwd", "config.json", "", "no.safetensors"):
+    yield "index names a shard outside", outside, f"../{SHARD}"
+    for place in ("/etc/passwd", "config.json", "", "no.safetensors"):
         yield f"index names {place}", indexed(FIRST, place), f"{place or INDEX}|{FIRST}"
     yield "tensor not in its file", indexed(FIRST, "model-00001-of-00003.safetensors"), FIRST
     yield "tensor in no file", indexed("transformer.ghost", SHARD), "ghost"
@@ -133,6 +134,11 @@ def changed(key, value):
 
 def replaced(file, data):
     return lambda folder: (folder / file).write_bytes(data)
+
+
+def outside(folder):
+    (folder / SHARD).rename(folder.parent / SHARD)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(SHARD, f"../{SHARD}"))
 
 
 def linked(file):
