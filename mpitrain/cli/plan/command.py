@@ -301,6 +301,8 @@ def checkpoints(days: float, ranks: int, pause: float, restart: float, step: flo
 
 MOST_ON_HOST = 64
 """Ranks of a host in a large job: the cost model makes the plans of all ranks of some hosts."""
+USUAL_ON_HOST = 8
+"""Ranks of a host in a large job without --hosts."""
 USUAL_BYTES = 1 << 26
 """Bytes of the array of a large job without --bytes."""
 
@@ -321,7 +323,11 @@ options = with_options(
         "--algorithm", default="ring", show_default=True, help="Any algorithm that sends messages."
     ),
     counted("--ranks", 1, 4, "Ranks of the collective.", most=16384),
-    counted("--hosts", 1, 1, "Hosts; consecutive ranks share a host.", most=16384),
+    click.option(
+        "--hosts",
+        type=click.IntRange(1, 16384),
+        help="Hosts; consecutive ranks share a host (default: 1; of more than 256 ranks one for each 8).",
+    ),
     click.option(
         "--bytes",
         "nbytes",
@@ -364,7 +370,7 @@ def _plan(
     operation: str,
     algorithm: str,
     ranks: int,
-    hosts: int,
+    hosts: int | None,
     nbytes: int | None,
     json_file: Path | None,
     plot_file: Path | None,
@@ -377,6 +383,7 @@ def _plan(
     from mpitrain.tools.plan.collective_text import printed
     from mpitrain.tools.plan.traffic import amounts, of_many, times
 
+    hosts = hosts or (1 if ranks <= MOST_SHOWN else -(-ranks // USUAL_ON_HOST))
     if hosts > ranks:
         raise ConfigError(
             f"Every host has a rank, but there are {ranks} ranks on {hosts} hosts.",

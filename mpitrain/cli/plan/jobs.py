@@ -29,6 +29,7 @@ from mpitrain.cli.job_options import (
     counted,
     measured,
     output_option,
+    path_option,
     say,
 )
 from mpitrain.cli.session import mpi_session
@@ -88,6 +89,7 @@ def memory(
     metavar="GB",
     help="Memory of a rank (default: memory.limit_gb, or what is free here).",
 )
+@path_option("--tuning", "Constants of the cost model, from `bench fit`: replication.tuning.")
 @output_option("--json", "Write all layouts to this file.")
 @output_option("--plot", "Draw step time over memory to this file (needs mpitrain[report]).")
 def layout(
@@ -99,6 +101,7 @@ def layout(
     rate: float | None,
     units_file: Path | None,
     memory: float | None,
+    tuning: Path | None,
     json_file: Path | None,
     plot_file: Path | None,
     **options: Any,
@@ -107,7 +110,7 @@ def layout(
 
     One process, without MPI, tries every dp x cp x tp x pp, stage of ZeRO, number of micro-batches,
     and recomputation. It predicts step time and memory of each. A layout key that differs from its
-    default stays as it is. Set replication.tuning to the file of `bench fit` on the hosts.
+    default stays as it is.
     """
     if process.launched().rank > 0:
         return  # only rank 0 prints
@@ -129,6 +132,8 @@ def layout(
             f"Take {multiples_near(ranks, hosts)} ranks.",
         )
     check_files(0, [json_file], plot_file)
+    if tuning:
+        settings = (*settings, f"replication.tuning={tuning}")
     given = configured(config_file, changes(settings, **options), preset)
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
     work = read_units(units_file) if units_file else 1e9 * rate if rate else None

@@ -67,16 +67,15 @@ def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
     A rank received the segment that it sends `segments` steps earlier. Hence at most `segments`
     steps may be in flight at once.
     """
-    chunks, per_round = chunk_bounds(count, n), segments(n, count)
+    per_round = segments(n, count)
+    cut = [pieces(*chunk, per_round) for chunk in chunk_bounds(count, n)]
     after, before = (rank + 1) % n, (rank - 1) % n
     return Plan(
         tuple(
             Step((Transfer(after, *outgoing),), (Transfer(before, *incoming),), combine)
             for step in range(n - 1)
             for outgoing, incoming in zip(
-                pieces(*chunks[(first - step) % n], per_round),
-                pieces(*chunks[(first - step - 1) % n], per_round),
-                strict=True,
+                cut[(first - step) % n], cut[(first - step - 1) % n], strict=True
             )
         ),
         depth=min(DEPTH, per_round),

@@ -231,8 +231,12 @@ def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
     larger = [*words, "--set", "model.width=512"]
     done = mpitrain("plan", "layout", *larger, cwd=tmp_path)
     assert "units of a smaller model were timed: those of attention, mlp" in done.stdout
-    refused = mpitrain("plan", "layout", "--ranks", "4", "--hosts", "3", cwd=tmp_path)
-    assert refused.returncode == 2 and "3 hosts do not divide 4 ranks" in refused.stderr
+    for bad, said in (
+        (["--ranks", "4", "--hosts", "3"], "3 hosts do not divide 4 ranks"),
+        (["--ranks", "4", "--tuning", "units.json"], "units.json is no tuning file"),
+    ):
+        refused = mpitrain("plan", "layout", *bad, cwd=tmp_path)
+        assert refused.returncode == 2 and said in refused.stderr
 
 
 def test_messages_between_replicas_hide_behind_a_slow_backward_but_for_the_last_bucket():

@@ -270,7 +270,7 @@ def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
             "allreduce algorithm must be one of ring, halving-doubling, recursive-doubling, tree, star, hierarchical, "
             "but it is 'rnig'.",
         ),
-        (["--ranks", "257"], "Take at least --hosts 5."),
+        (["--ranks", "257", "--hosts", "1"], "Take at least --hosts 5."),
         (["--ranks", "257", "--hosts", "9", "--json", "a"], "257 are too many"),
         (["--ranks", "257", "--hosts", "9", "--algorithm", "rnig"], "must be one of ring, "),
         (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),

@@ -3,6 +3,7 @@
 import csv
 import re
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,6 +204,9 @@ def test_a_skeleton_never_replaces_a_file(tmp_path):
 
 
 def test_a_notebook_shows_a_page_and_an_exercise_its_verdict(monkeypatch):
+    assert import_module("mpitrain.learn") is learn
+    with pytest.raises(ConfigError, match="1 to 8 ranks"):
+        learn.explain("ring", ranks="3")
     ring, claim = learn.explain("ring", ranks=3), learn.claims("gpipe-bubble")
     assert "a0+a1+a2" in repr(ring) and "holds: 1" in repr(claim)
     assert all("<iframe srcdoc=" in each._repr_html_() for each in (ring, claim))

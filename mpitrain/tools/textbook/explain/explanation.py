@@ -193,7 +193,7 @@ class Topic(NamedTuple):
         raises  ConfigError if the topic cannot be recorded on so many
         """
         count = self.ranks if ranks is None else ranks
-        if not self.least <= count <= self.most:
+        if count not in range(self.least, self.most + 1):
             raise ConfigError(
                 f"{name} has {self.least} to {self.most} ranks, but --ranks is {count}.",
                 f"Set --ranks to {self.ranks}.",
