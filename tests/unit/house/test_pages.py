@@ -39,7 +39,7 @@ every_page = pytest.mark.parametrize(
 
 def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
     engine, tools = (re.findall(r"^ (\w+)  +\w", picture, re.M) for picture in pictures())
-    assert ([*reversed(engine)], [*reversed(tools)]) == (ENGINE, [*TOOLS, "cli"])
+    assert ([*reversed(engine)], [*reversed(tools)]) == (ENGINE, [*TOOLS, "learn", "cli"])
 
 
 def pictures():
