@@ -324,7 +324,7 @@ CLAIMS = {
         "memory with ZeRO on 4 ranks / without, times 4",
         ("<=", 1.1),
         zero_memory,
-        (usual("{layers} layers", layers=16), other("{layers} layers", layers=1)),
+        (usual("{layers} layers", layers=32), other("{layers} layers", layers=1)),
         "mpitrain plan memory --dp 4 --set replication.zero=3",
     ),
     "adam-state": Claim(
