@@ -1,5 +1,6 @@
 """`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
+import gc
 import json
 import os
 import sys
@@ -138,10 +139,17 @@ def layout(
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
     work = read_units(units_file) if units_file else 1e9 * rate if rate else None
     planner = Planner(given, names, work, 1e9 * (memory or 0))
-    with click.progressbar(
-        [*planner.layouts(given)], label="layouts", file=sys.stderr, hidden=not sys.stderr.isatty()
-    ) as layouts:
-        ranking = rank(planner, given, layouts)
+    gc.disable()  # Programs of pipelines live to the end, and collections would walk them all.
+    try:
+        with click.progressbar(
+            [*planner.layouts(given)],
+            label="layouts",
+            file=sys.stderr,
+            hidden=not sys.stderr.isatty(),
+        ) as layouts:
+            ranking = rank(planner, given, layouts)
+    finally:
+        gc.enable()
     say(report(ranking, planner, names))
     outputs = Outputs()
     if json_file:
