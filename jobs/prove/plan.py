@@ -31,10 +31,11 @@ from mpitrain.transport.threads import run_ranks
 RATE = 7.5e7
 """FLOP/s of a sleeping rank: a step of one rank takes about 7 s."""
 WARM_UP, STEPS = 1, 3
-MOST_BYTES = 0.0
+MOST_BYTES = 0.01
 """Largest median error of the predicted memory: of parameters, gradients, optimizer state and activations.
 
-Only the buckets of ZeRO 2 between hosts are estimated.
+Layers that sleep keep their arguments a little longer, and the buckets of ZeRO 2 between hosts are estimated.
+Layers that do not sleep need the predicted bytes: tests/ranks/plan/test_layout_counts.py.
 """
 SMALL = "batch.size=16 model.layers=3 model.width=64 model.heads=8 model.context=32 device.kind=cpu"
 LARGE = "batch.size=16 model.layers=4 model.width=256 model.context=256 device.kind=cpu"

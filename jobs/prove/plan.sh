@@ -2,7 +2,7 @@
 # Claim: of 24 layouts on 1 to 8 ranks `plan layout` predicts the step within 20% (median); the best predicted takes at most 1.1
 # times as long as the best measured one of these ranks; and Kendall's tau is at least 0.7. Layers sleep (plan.py), messages are
 # real: within one host, between 2 hosts, and between 4, which are network namespaces joined by links of RATE Mbit/s and DELAY_US
-# one way, measured by `bench fit` first. Errors are printed by part. The memory of the fullest rank is equal (median). About
+# one way, measured by `bench fit` first. Errors are printed by part. The memory of the fullest rank is within 1% (median). About
 # 10 minutes; needs root and a C compiler. On a busy machine sleepers wake late, and messages take longer than predicted.
 #     bash jobs/prove/plan.sh [PYTHON] [FILE]
 # On a machine without other work, five layouts of a GPT that computes, on 2 ranks:
