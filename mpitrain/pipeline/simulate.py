@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from mpitrain.errors import Sentence
 from mpitrain.pipeline.instructions import (
     Backward,
@@ -292,13 +290,13 @@ RUNNING = (Forward, Backward, BackwardInput, BackwardWeight)
 
 def held(
     program: Sequence[Instruction], own: Sequence[int], chunks: int, sizes: Sequence[int]
-) -> np.ndarray:
+) -> list[tuple[int, ...]]:
     """Return everything that a stage has in memory together, in the course of its program.
 
     program  of the stage, with messages
     own      the chunks of the stage, of so many in all
     sizes    number of the size of each micro-batch, from 0
-    returns  (cases, own chunks x different sizes x (HELD + RUNNING)): how many of each, and which instruction
+    returns  cases, of own chunks x different sizes x (HELD + RUNNING): how many of each, and which instruction
              runs. An array is released when its instruction begins, or when its send is complete.
     """
     wide, different = len(HELD) + len(RUNNING), 1 + max(sizes)
@@ -354,7 +352,7 @@ def held(
                 add(sent, chunk, micro, chunk > 0)
                 add(pending, chunk, micro, isinstance(each, BackwardInput))
         cases.add(tuple(now))
-    return np.array(sorted(cases))
+    return sorted(cases)
 
 
 class Weights(NamedTuple):

@@ -1,6 +1,5 @@
 """`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
 
-import gc
 import json
 import os
 import sys
@@ -119,6 +118,7 @@ def layout(
         os.environ.setdefault(name, str(max(1, process.cores() * hosts // ranks)))
     from mpitrain.errors import ConfigError
     from mpitrain.files import write_whole
+    from mpitrain.tools.plan import uncollected
     from mpitrain.tools.plan.layout import Planner, draw, rank, report
     from mpitrain.tools.plan.units import read_units
 
@@ -139,17 +139,16 @@ def layout(
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
     work = read_units(units_file) if units_file else 1e9 * rate if rate else None
     planner = Planner(given, names, work, 1e9 * (memory or 0))
-    gc.disable()  # Programs of pipelines live to the end, and collections would walk them all.
-    try:
-        with click.progressbar(
+    with (
+        uncollected(),
+        click.progressbar(
             [*planner.layouts(given)],
             label="layouts",
             file=sys.stderr,
             hidden=not sys.stderr.isatty(),
-        ) as layouts:
-            ranking = rank(planner, given, layouts)
-    finally:
-        gc.enable()
+        ) as layouts,
+    ):
+        ranking = rank(planner, given, layouts)
     say(report(ranking, planner, names))
     outputs = Outputs()
     if json_file:

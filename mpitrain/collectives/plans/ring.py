@@ -20,6 +20,8 @@ The drawing shows 3 ranks; each step of it is one round. A cell names the ranks 
 source   Patarasuk & Yuan 2009, J. Parallel Distrib. Comput. 69(2)
 """
 
+from functools import lru_cache
+
 from mpitrain.collectives.plans.steps import (
     DEPTH,
     Plan,
@@ -67,8 +69,7 @@ def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
     A rank received the segment that it sends `segments` steps earlier. Hence at most `segments`
     steps may be in flight at once.
     """
-    per_round = segments(n, count)
-    cut = [pieces(*chunk, per_round) for chunk in chunk_bounds(count, n)]
+    cut = _segments(n, count)
     after, before = (rank + 1) % n, (rank - 1) % n
     return Plan(
         tuple(
@@ -78,5 +79,12 @@ def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:
                 cut[(first - step) % n], cut[(first - step - 1) % n], strict=True
             )
         ),
-        depth=min(DEPTH, per_round),
+        depth=min(DEPTH, len(cut[0])),
     )
+
+
+@lru_cache(1)
+def _segments(n: int, count: int) -> list[list[tuple[int, int]]]:
+    """Return (start, stop) of the segments of each chunk, which all ranks share."""
+    per_round = segments(n, count)
+    return [pieces(*chunk, per_round) for chunk in chunk_bounds(count, n)]

@@ -22,7 +22,6 @@ source   Hockney 1994, Parallel Computing 20(3);
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mpitrain.collectives.plans.steps import DEPTH, Plan, Step, Transfer
@@ -153,11 +152,10 @@ def work(
         [*distinct[:ENDS], *distinct[-ENDS:], max(distinct, key=hosts.count)]
     ):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        plans = [plans_of(operation, algorithm, rank, hosts, short) for rank in ranks]
-        works = [
-            _of_rank(rank_plans, rank, hosts, itemsize * longer, times)
-            for rank_plans, rank in zip(plans, ranks, strict=True)
-        ]
+        works, moved = [], list[tuple[int, int]]()
+        for rank in ranks:  # One rank's plans at a time: those of all ranks would fill the memory.
+            plans = plans_of(operation, algorithm, rank, hosts, short)
+            works.append(_of_rank(plans, rank, hosts, itemsize * longer, times, moved))
         own = max(
             works, key=lambda w: (w.host_bytes, w.reduced_bytes, w.net_messages + w.host_messages)
         )
@@ -167,17 +165,7 @@ def work(
                 for amount, *amounts in zip(own, *works, strict=True)
             )
         )
-        steps = [[step for plan in rank_plans for step in plan.steps] for rank_plans in plans]
-        shared = sum(
-            max(
-                _moved(way, hosts, host)
-                for way in (
-                    [t for s in level if s for t in s.sends],
-                    [t for s in level if s for t in s.receives],
-                )
-            )
-            for level in zip_longest(*steps)
-        )
+        shared = sum(map(max, moved))
         own = own._replace(net_bytes=itemsize * longer * shared)
         busiest = max(
             busiest,
@@ -226,7 +214,12 @@ def is_whole(operation: str, algorithm: str) -> bool:
 
 
 def _of_rank(
-    plans: Sequence[Plan], rank: int, hosts: Sequence[str], width: float, times: int
+    plans: Sequence[Plan],
+    rank: int,
+    hosts: Sequence[str],
+    width: float,
+    times: int,
+    far: list[tuple[int, int]],
 ) -> Work:
     """Return the work of one rank: the sum over the steps of its plans.
 
@@ -238,30 +231,33 @@ def _of_rank(
            and the first and the last move all segments at once
     width  bytes of the array for each element of the segment
     times  number of segments
+    far    receives for each step the elements sent to and received from other hosts, in addition
     """
     host_messages = host_long = host_bytes = net_messages = reduced = 0.0
-    here = hosts[rank]
+    here, level = hosts[rank], 0
+    far += [(0, 0)] * (sum(len(plan.steps) for plan in plans) - len(far))
     for place, plan in enumerate(plans):
         again = 1 if len(plans) == 3 and place != 1 else times
         depth = plan.depth if again == 1 else min(DEPTH, again)
         for step in plan.steps:
-            moved, far = [0, 0], [0, 0]
+            near, messages, elements = [0, 0], [0, 0], [0, 0]
             for way, transfers in enumerate((step.sends, step.receives)):
                 for peer, start, stop in transfers:
                     if hosts[peer] != here:
-                        far[way] += 1
+                        messages[way] += 1
+                        elements[way] += stop - start
                     elif peer != rank:
                         host_messages += again
                         host_long += again * (width * (stop - start) > EAGER * again)
-                        moved[way] += stop - start
-            host_bytes += width * max(moved)
-            net_messages += again * max(far) / depth
-            reduced += step.combine * width * sum(t.stop - t.start for t in step.receives)
+                        near[way] += stop - start
+                    if way and step.combine:
+                        reduced += width * (stop - start)
+            host_bytes += width * max(near)
+            net_messages += again * max(messages) / depth
+            if messages != [0, 0]:
+                far[level] = far[level][0] + elements[0], far[level][1] + elements[1]
+            level += 1
     return Work(host_messages, host_long, host_bytes, net_messages, 0, reduced)
-
-
-def _moved(transfers: Sequence[Transfer], hosts: Sequence[str], host: str) -> int:
-    return sum(t.stop - t.start for t in transfers if hosts[t.peer] != host)
 
 
 def predict(

@@ -664,7 +664,7 @@ class Planner:
                 return high
         plan, program = self._planned(pp, m)
         return [
-            held(of_stage, own(plan.stage_of, stage), len(plan.stage_of), sizes)
+            np.array(held(of_stage, own(plan.stage_of, stage), len(plan.stage_of), sizes))
             for stage, of_stage in enumerate(program)
         ]
 

@@ -21,7 +21,7 @@ from mpitrain.collectives.selection.algorithm import Topology, is_file, shown
 from mpitrain.collectives.selection.cost_model import predict
 from mpitrain.collectives.selection.table import TABLES, title
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.tools.plan import MOST_SHOWN, several
+from mpitrain.tools.plan import MOST_SHOWN, several, uncollected
 from mpitrain.tools.plan.collective import Collective, listed, plans_of
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -232,6 +232,7 @@ def amount(number: float | Fraction) -> str:
     return f"{int(number)}" if number == int(number) else f"{float(number):.4g}"
 
 
+@uncollected()
 def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
     """Return a table of the times that the cost model predicts for algorithms with plans, below a title."""
     seconds = {
