@@ -105,8 +105,8 @@ def test_a_row_of_a_printed_table_keeps_its_columns():
     heading, row = (said(each, "ko") for each in rows)
     assert row == rows[1] and [each for each in rows if said(each, "en") == each] == rows
     assert [width(heading[: at.end()]) for at in re.finditer("커|ms|/s", heading)] == [17, 27, 37]
-    heading = said("recompute      step computing", "ko")
-    assert [width(heading[: at.end()]) for at in re.finditer("단계|계산$", heading)] == [19, 29]
+    heading = said("recompute step time computing", "ko")
+    assert [width(heading[: at.end()]) for at in re.finditer("시간|계산$", heading)] == [19, 29]
     lines = [said(f"{mode:10} sends (n-1) S", "ko") for mode in ("star", "gossip")]
     assert {line.index(":") for line in lines} == {13}
     waits = "rank 0 on a has waited for rank 1 for 3 s"

@@ -855,7 +855,7 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
             *(TextColumn(key, "4", _field(key)) for key in ("dp", "cp", "tp", "pp", "zero")),
             TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
             TextColumn("recompute", "9", _field("recompute")),
-            TextColumn("step", "9.1f", lambda each: 1e3 * each.step_s, unit="ms"),
+            TextColumn("step time", "9.1f", lambda each: 1e3 * each.step_s, unit="ms"),
             *(TextColumn(part, "9.1f", _ms(part), unit="ms") for part in PARTS),
             TextColumn("memory", "8.3g", lambda each: each.nbytes / 1e9, unit="GB"),
         ]

@@ -35,14 +35,26 @@ def words(mode):
 
 
 def row(mode, **changes):
-    curve = [(0.5, 2.0), (1.0, 1.7)]
-    sent, held = ([1000.0, 3000.0], 3000), [4_000_000, 2_000_000]
-    memory = [dict.fromkeys(KINDS, 1_000_000), dict.fromkeys(KINDS, 500_000)]
-    formula = words(mode) if mode in settings_by_mode() else ""
-    losses = 0, 0, 1.5, curve, 2.0, [0.25, 0.5], 0.125
-    return ModeRow(mode, 2, 0.25, 16.0, 0.05, *sent, held, *losses, memory, formula)._replace(
-        **changes
+    measured = ModeRow(
+        mode,
+        workers=2,
+        step_s=0.25,
+        samples_per_s=16.0,
+        comm_s=0.05,
+        sent_bytes=[1000.0, 3000.0],
+        formula_bytes=3000,
+        held_bytes=[4_000_000, 2_000_000],
+        staleness=0,
+        lead=0,
+        val_loss=1.5,
+        curve=[(0.5, 2.0), (1.0, 1.7)],
+        evaluated_s=2.0,
+        blocks=[0.25, 0.5],
+        idle=0.125,
+        memory=[dict.fromkeys(KINDS, 1_000_000), dict.fromkeys(KINDS, 500_000)],
+        formula=words(mode) if mode in settings_by_mode() else "",
     )
+    return measured._replace(**changes)
 
 
 @pytest.mark.parametrize(

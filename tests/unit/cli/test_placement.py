@@ -78,10 +78,10 @@ def test_hosts_come_from_a_regular_file_of_at_most_a_mebibyte(kind, tmp_path):
         nodes({"PBS_NODEFILE": str(path)})
 
 
-WRONG = "n[3-1]|n[1|n[]|a slots=4 max_slots=2|a:0|a:00|a:9999999999|-v|a b c|-o x|a:x|a;b| ||a,"
+WRONG = "n[3-1]|n[1|n[]|a slots=4 max_slots=2|a:0|a:00|a:9999999999|-v|a b c|-o x|a:x|a;b|a,"
 
 
-@pytest.mark.parametrize("text", WRONG.split("|"))
+@pytest.mark.parametrize("text", [*WRONG.split("|"), " ", ""])
 def test_a_wrong_host_is_refused(text, tmp_path):
     with pytest.raises(ConfigError):
         placement(text, None, 0, "")
