@@ -14,7 +14,7 @@ from tests.training import assert_alike, configured, stepped, trained
 pytestmark = pytest.mark.slow
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 12}
-BERT = ["model.kind=bert", "precision.compute=float64", "batch.size=12"]
+BERT = ["model.kind=bert", "precision.compute=float64", "batch.size=12", "run.eval_rows=20"]
 BERT += ["optimizer.lr=0.01", "optimizer.warmup=2"]
 BERT += [f"model.{key}={value}" for key, value in SHAPE.items()]
 DROPS = ["model.dropout=0.1", "model.attention_dropout=0.2"]
@@ -52,7 +52,7 @@ def test_every_layout_equals_one_rank(layout, tmp_path, monkeypatch):
 
 def losses_of(transport, *settings):
     """The losses of 4 steps in any mode, and an evaluation."""
-    trainer, source, _ = build(transport, configured(*BERT, "run.eval_rows=8", *settings))
+    trainer, source, _ = build(transport, configured(*BERT, *settings))
     losses = [result.loss for result in stepped(trainer, source, range(4))]
     trainer.sync_parameters()
     return np.array([*losses, *trainer.evaluate(source)])

@@ -16,7 +16,13 @@ pytestmark = pytest.mark.slow
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 48, "context": 12}
 LLAMA = ["model.kind=llama", "precision.compute=float64"]
 LLAMA += [f"model.{key}={value}" for key, value in SHAPE.items()]
-LLAMA += ["batch.size=12", "optimizer.lr=0.01", "optimizer.warmup=2", "model.theta=50.0"]
+LLAMA += [
+    "batch.size=12",
+    "run.eval_rows=20",
+    "optimizer.lr=0.01",
+    "optimizer.warmup=2",
+    "model.theta=50.0",
+]
 THETA = 50.0
 
 

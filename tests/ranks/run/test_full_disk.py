@@ -160,8 +160,8 @@ def test_products_are_printed_although_they_cannot_be_written(fills, tmp_path, c
     row = type("Row", (), {"wrong": 0, "_asdict": lambda self: {"a": 1.0}})()
     table = TextTable([TextColumn("rows", "<", lambda row: "a row")])
     with pytest.raises(ConfigError, match="No space left"):
-        print_rows([row], table, {"json_file": tmp_path / "a.json"}, {})
-    assert capsys.readouterr().out == "rows\na row\n" and not list(tmp_path.iterdir())
+        print_rows([row], table, {"json_file": tmp_path / "a.json"}, "a GPU")
+    assert capsys.readouterr().out == "# a GPU\nrows\na row\n" and not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_seen_before_anything_is_measured(fills, tmp_path):
