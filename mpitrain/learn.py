@@ -1,4 +1,4 @@
-"""`import mpitrain.learn` gives the module that `mpitrain.learn` is."""
+"""Lets `import mpitrain.learn` find the module that `mpitrain.learn` already names as an attribute."""
 
 import sys
 

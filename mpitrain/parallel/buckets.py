@@ -77,12 +77,12 @@ def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> l
     firsts  units at which a bucket must start
     """
     group, storage = replica.grid.copies, replica.storage
-    ends, count, itemsize = group.transport, storage.length, storage.dtype.itemsize
+    ends, length, itemsize = group.transport, storage.length, storage.dtype.itemsize
     nbytes = bucket_bytes(
         replica.config.replication.bucket_mb,
         ends.hosts,
         ends.allocates_on_device,
-        lambda: part_bytes(group.tuning, group.algorithm, ends.hosts, count, itemsize),
+        lambda: part_bytes(group.tuning, group.algorithm, ends.hosts, length, itemsize),
     )
     return storage.buckets(max(replica.grid.tp.transport.gather_text(nbytes)), firsts)
 

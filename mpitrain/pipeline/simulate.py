@@ -283,8 +283,15 @@ def peak(instructions: Sequence[Compute], costs: Sequence[Cost]) -> Peak:
 
 
 HELD = ("saved", "output", "input", "gradient", "sent", "pending")
-"""What a stage has in memory of a chunk, for micro-batches: what a forward saves, beside it the output;
-posted or arrived inputs and gradients of outputs; gradients of inputs; what waits for a weight half."""
+"""Arrays of a chunk that a stage has in memory, for each micro-batch.
+
+saved     what the forward keeps for the backward
+output    of the forward, until the next chunk has taken it or its send is complete
+input     received from another stage, or a receive that is posted
+gradient  of the output, received from another stage, or a receive that is posted
+sent      the gradient of the input, until the chunk before has taken it or its send is complete
+pending   what the input half of a backward keeps for its weight half
+"""
 RUNNING = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
@@ -312,7 +319,7 @@ def held(
         now[place[chunk] + sizes[micro] * wide + what] += number
 
     def release(what: str, chunk: int, micro: int) -> None:
-        """Release what another chunk, on this stage or sent, has given to this one."""
+        """Release the array that the neighbouring chunk made for this one."""
         is_input = what == "activation"
         add(output if is_input else sent, chunk - 1 if is_input else chunk + 1, micro, -1)
 

@@ -127,8 +127,9 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
     try:
         yield
         leaving()
-        with suppress(*() if transport.needs_all else (PeerLost,)):
-            transport.barrier()  # Where ranks end alone, one may have left it and ended.
+        # Where a job outlives its ranks, one that has passed this barrier may end before the others do.
+        with suppress(*(() if transport.needs_all else (PeerLost,))):
+            transport.barrier()
     except MpitrainError as error:
         if not error.agreed:
             transport.end_rank(str(error))
