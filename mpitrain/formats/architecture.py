@@ -78,7 +78,7 @@ class Architecture(NamedTuple):
 
     kind          model.kind here
     noun          of such a model, for messages
-    config        the keys of config.json that determine the model
+    configs       {model_type: the keys of config.json that determine such a model}
     only          {key of config.json: the only values that our model supports}
     tensors       (section [model]) -> all tensors, in the order of the model
     keys          (config) -> {section.key: value}; raises ValueError for a model that is not ours
@@ -93,7 +93,7 @@ class Architecture(NamedTuple):
 
     kind: str
     noun: str
-    config: type[ModelType]
+    configs: Mapping[str, type[ModelType]]
     only: Mapping[str, tuple[Any, ...]]
     tensors: Callable[[Model], Sequence[TensorRow]]
     keys: Callable[[Any], dict[str, Any]]
@@ -173,10 +173,10 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return names.get(name.replace(f".{block}.", ".#.", 1), "").replace("#", block)
 
 
-def format_of_architecture(help: str, own: Architecture, models: tuple[str, ...]) -> Format:
-    """Return the row of FORMATS for folders of an architecture, with these values of model_type."""
+def format_of_architecture(help: str, own: Architecture) -> Format:
+    """Return the row of FORMATS for folders of an architecture."""
     reading, keys, writing = partial(read, own), partial(keys_of, own), partial(write, own)
-    return Format(help, WEIGHTS, CONFIGURATION, keys, reading, writing, models)
+    return Format(help, WEIGHTS, CONFIGURATION, keys, reading, writing, tuple(own.configs))
 
 
 def keys_of(own: Architecture, folder: Path) -> dict[str, Any]:
@@ -185,9 +185,11 @@ def keys_of(own: Architecture, folder: Path) -> dict[str, Any]:
 
 
 def _configuration(own: Architecture, folder: Path) -> Any:
-    config = configuration(folder, CONFIGURATION, own.config)
+    model_type = configuration(folder, CONFIGURATION, ModelType).model_type
+    config = configuration(folder, CONFIGURATION, own.configs[model_type])
     for key, values in own.only.items():
-        check_only(key, getattr(config, key), values)
+        if hasattr(config, key):  # Types of one architecture read different keys.
+            check_only(key, getattr(config, key), values)
     return config
 
 

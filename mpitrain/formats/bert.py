@@ -138,7 +138,7 @@ def notes(config: BertConfiguration, folder: Path) -> list[str]:
 BERT = Architecture(
     kind="bert",
     noun="BERT",
-    config=BertConfiguration,
+    configs={"bert": BertConfiguration},
     only={
         "hidden_act": ("gelu",),
         "type_vocab_size": (2,),
@@ -157,4 +157,4 @@ BERT = Architecture(
     heads=("cls.", "bert.pooler.", "classifier."),
     earlier={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
-FORMAT = format_of_architecture("a BERT of HuggingFace's transformers", BERT, ("bert",))
+FORMAT = format_of_architecture("a BERT of HuggingFace's transformers", BERT)

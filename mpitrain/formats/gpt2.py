@@ -109,7 +109,7 @@ def notes(config: Gpt2Configuration, folder: Path) -> list[str]:
 GPT2 = Architecture(
     kind="gpt",
     noun="GPT-2",
-    config=Gpt2Configuration,
+    configs={"gpt2": Gpt2Configuration},
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -126,4 +126,4 @@ GPT2 = Architecture(
     is_transposed=True,
     notes=notes,
 )
-FORMAT = format_of_architecture("a GPT-2 of HuggingFace's transformers", GPT2, ("gpt2",))
+FORMAT = format_of_architecture("a GPT-2 of HuggingFace's transformers", GPT2)

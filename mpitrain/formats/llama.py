@@ -4,8 +4,9 @@ model_type is llama (as SmolLM has), mistral or qwen2; the last has biases of qu
 values. A tied head has no tensor of its own.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,20 +23,8 @@ from mpitrain.formats.architecture import (
 )
 from mpitrain.formats.folder import CONFIGURATION, ModelType
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32_768,
-        "use_sliding_window": False,
-    },
-}
-"""{model_type: defaults of its configuration in transformers that differ from LlamaConfig's}."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The names in layer_types of a layer without a window, and with one."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of scaled positions, in the order of model.rope_scaling."""
 
@@ -66,8 +55,8 @@ class Rope(BaseModel):
         return [float(value) for value in values] if kind == "llama3" else []
 
 
-class LlamaConfiguration(ModelType):
-    """The keys of config.json that determine the model; the defaults are those of LlamaConfig."""
+class _Configuration(ModelType):
+    """The keys of config.json that the classes of all types read."""
 
     vocab_size: Size
     hidden_size: Size
@@ -76,18 +65,45 @@ class LlamaConfiguration(ModelType):
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
-    max_position_embeddings: Size = 2048
+    max_position_embeddings: Size
     rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-6
     rope_theta: Annotated[float, Field(gt=1)] | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
+    quantization_config: Any = None
+
+
+class LlamaConfiguration(_Configuration):
+    """The keys that LlamaConfig reads, with its defaults; it has no window."""
+
+    max_position_embeddings: Size = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
-    use_sliding_window: bool = True
-    quantization_config: Any = None
+
+
+class MistralConfiguration(_Configuration):
+    """The keys that MistralConfig reads, with its defaults; its window needs no switch.
+
+    With layer_types transformers reads it as a Ministral.
+    """
+
+    num_key_value_heads: Size | None = 8
+    max_position_embeddings: Size = 131_072
+    sliding_window: Size | None = 4096
+    layer_types: list[str] | None = None
+
+
+class Qwen2Configuration(_Configuration):
+    """The keys that Qwen2Config reads, with its defaults."""
+
+    num_key_value_heads: Size | None = 32
+    max_position_embeddings: Size = 32_768
+    use_sliding_window: bool = False
+    sliding_window: Size | None = 4096
+    max_window_layers: Annotated[int, Field(ge=0)] = 28
+    layer_types: list[str] | None = None
 
 
 TENSORS = (
@@ -109,12 +125,44 @@ TENSORS = (
 )
 
 
-def keys(config: LlamaConfiguration) -> dict[str, Any]:
-    own = FAMILIES[config.model_type].items()
-    missing = {key: value for key, value in own if key not in config.model_fields_set}
-    config = config.model_copy(update=missing)
-    window = config.sliding_window if config.use_sliding_window else None
-    check_only("sliding_window", window, [None])
+class Window(NamedTuple):
+    """Which earlier tokens attention sees.
+
+    tokens  a token sees itself and the `tokens - 1` before it; 0: all before it
+    first   the first layer with this limit; earlier layers see all tokens
+    """
+
+    tokens: int
+    first: int
+
+
+def window_of(config: _Configuration) -> Window:
+    """Return the window that the model of a folder has in transformers; ValueError if ours has not."""
+    tokens, first, layers = None, 0, config.num_hidden_layers
+    types = None
+    if isinstance(config, MistralConfiguration):
+        tokens, types = config.sliding_window, config.layer_types
+    elif isinstance(config, Qwen2Configuration):
+        tokens = config.sliding_window if config.use_sliding_window else None
+        first, types = config.max_window_layers, config.layer_types
+    if types is not None:
+        first = types.index(SLIDING) if SLIDING in types else layers
+        if len(types) != layers or {*types[:first]} - {FULL} or {*types[first:]} - {SLIDING}:
+            raise ValueError(
+                f"{CONFIGURATION} says layer_types {json.dumps(types)[:80]}, but mpitrain has {FULL} in "
+                f"the first of num_hidden_layers {layers}, and {SLIDING} in the others"
+            )
+        if first < layers and not tokens:
+            raise ValueError(
+                f"{CONFIGURATION} has {SLIDING} in layer_types, but no sliding_window in use"
+            )
+    return Window(tokens, first) if tokens and first < layers else Window(0, 0)
+
+
+def keys(config: _Configuration) -> dict[str, Any]:
+    window = window_of(config)
+    if 0 < window.tokens < config.max_position_embeddings:
+        check_only("sliding_window", window.tokens, [None])
     check_heads(config, "num_attention_heads", "hidden_size")
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     each = config.hidden_size // heads
@@ -165,7 +213,11 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
 LLAMA = Architecture(
     kind="llama",
     noun="Llama",
-    config=LlamaConfiguration,
+    configs={
+        "llama": LlamaConfiguration,
+        "mistral": MistralConfiguration,
+        "qwen2": Qwen2Configuration,
+    },
     only={
         "hidden_act": ("silu",),
         "attention_bias": (False,),
@@ -178,4 +230,4 @@ LLAMA = Architecture(
     prefix="model.",
     buffers=r".*rotary_emb\.inv_freq",
 )
-FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA, tuple(FAMILIES))
+FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA)

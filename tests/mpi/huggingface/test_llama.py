@@ -10,7 +10,7 @@ from mpitrain.run.build import build
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama, logits
+from tests.mpi.huggingface.models import llama, loaded, logits
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
@@ -82,10 +82,8 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("hidden_act", "gelu", 'hidden_act "gelu"'),
         ("attention_bias", True, "attention_bias true"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_type "yarn"'),
-        ("sliding_window", 8, "sliding_window 8"),
         ("head_dim", 8, "head_dim 8"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
-        ("model_type", "mistral", "sliding_window 4096"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
         ("model_type", "qwen3", "but mpitrain has gpt2, llama, mistral, qwen2, bert"),
     ],
@@ -94,5 +92,52 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(MpitrainError, match=says):
+        run_ranks(1, ours, f"run.init_from={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("Llama", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}),
+        ("Llama", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}),
+        ("Llama", {"model_type": "mistral"}),
+        ("Mistral", {"sliding_window": None, "use_sliding_window": True, "mlp_bias": True}),
+        ("Mistral", {"sliding_window": 32, "attention_bias": True}),
+        ("Mistral", {"sliding_window": 4, "layer_types": ["full_attention"] * 2}),
+        ("Qwen2", {"sliding_window": 4, "max_window_layers": 0}),
+        ("Qwen2", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}),
+        ("Qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ],
+)
+def test_a_key_means_what_the_class_of_its_type_reads(kind, keys, tmp_path):
+    llama(
+        f"{kind}ForCausalLM", **({"sliding_window": None} if kind == "Mistral" else {})
+    ).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_window_layers": 2, **keys}))
+    assert_one_function(loaded(tmp_path), tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "says"),
+    [
+        ("Mistral", {"sliding_window": 4, "use_sliding_window": False}, "sliding_window 4"),
+        (
+            "Qwen2",
+            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
+            "sliding_window 4",
+        ),
+        ("Qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),
+    ],
+)
+def test_a_window_in_use_is_refused(kind, keys, says, tmp_path):
+    llama(f"{kind}ForCausalLM").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
     with pytest.raises(MpitrainError, match=says):
         run_ranks(1, ours, f"run.init_from={tmp_path}")
