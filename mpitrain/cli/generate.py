@@ -118,7 +118,12 @@ def command(
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False, best=best)
         config = trainer.config
-        tokenizer = on_all_ranks(transport, lambda: tokenizer_of_run(run, config.data))
+
+        def opened() -> tuple[Any, list[int]]:
+            tokenizer = tokenizer_of_run(run, config.data)
+            return tokenizer, [] if ignore_eos else ends_of(tokenizer, config.data, run)
+
+        tokenizer, ends = on_all_ranks(transport, opened)
 
         def read() -> list[tuple[str, list[int]]]:
             check_writes(config.model.kind)
@@ -138,7 +143,6 @@ def command(
             return prompts
 
         prompts = from_all_ranks(transport, read)[0]
-        ends = [] if ignore_eos else ends_of(tokenizer, config.data)
         sampling = Sampling(temperature, top_k, top_p)
         request = PromptRequest(sampling, seed, count, stops, past_context == "cut", ends)
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)

@@ -130,12 +130,11 @@ class Architecture(NamedTuple):
             yield ours, parts
 
     def facts(
-        self, keys: Model, vocabulary: int, ends: int | None, labels: Sequence[str] = ()
+        self, keys: Model, vocabulary: int, special: Mapping[str, Any], labels: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return the keys of config.json for a model.    ends: the token that ends a document"""
+        """Return the keys of config.json for a model.    special: those of special tokens"""
         sizes = {"vocab_size": vocabulary, "tie_word_embeddings": keys.tied}
-        facts = {**self.described(keys, labels), **sizes}
-        return {**facts, "bos_token_id": ends, "eos_token_id": ends}
+        return {**self.described(keys, labels), **sizes, **special}
 
     def _rows(self, keys: Model, has: Callable[[TensorRow], bool]) -> Iterator[TensorRow]:
         every = self.tensors(keys)
@@ -292,12 +291,7 @@ def write(own: Architecture, model: Trained) -> FolderContents:
             f"A folder of a {own.noun} has no tensor for {strange[0]}, which this run has.",
             "Name another run.",
         )
-    ends = model.separator if 0 <= model.separator < vocabulary else None
     labels = model.config.data.labels
     names = [*labels, *numbered(range(classes))[len(labels) :]][:classes]
-    facts = own.facts(keys, vocabulary, ends, names)
-    texts: dict[str, Any] = {CONFIGURATION: {**facts, "dtype": model.dtype}}
-    if not own.heads:  # A model with several heads is no model that generates.
-        both = {"bos_token_id": ends, "eos_token_id": ends}
-        texts["generation_config.json"] = {"_from_model_config": True, **both}
-    return FolderContents(renamed, {name: json_text(content) for name, content in texts.items()})
+    facts = own.facts(keys, vocabulary, model.special, names)
+    return FolderContents(renamed, {CONFIGURATION: json_text({**facts, "dtype": model.dtype})})

@@ -76,17 +76,17 @@ class Initial(NamedTuple):
 class Trained(NamedTuple):
     """The model of a checkpoint, which an export writes.
 
-    config     of the run
-    tensors    {full name: tensor}, in a file of the checkpoint or computed
-    separator  the token that ends a document; -1: there is none
-    dtype      the name of the dtype to write
-    base       the folder and the file digests of the model that adapters were trained on; {} if the
-               run has no adapters
+    config   of the run
+    tensors  {full name: tensor}, in a file of the checkpoint or computed
+    special  {key of config.json: special token, or several}
+    dtype    the name of the dtype to write
+    base     the folder and the file digests of the model that adapters were trained on; {} if the
+             run has no adapters
     """
 
     config: Config
     tensors: Mapping[str, AnyTensor]
-    separator: int
+    special: Mapping[str, Any]
     dtype: str
     base: Mapping[str, Any] = {}
 

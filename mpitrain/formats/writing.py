@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from mpitrain.data.tokenizer import BYTES_FILE, ENDS, MASK, TOKENIZER, Tokenizer
+from mpitrain.data.tokens import BYTES
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import cannot_write, opened
 from mpitrain.formats.folder import FolderContents, json_text
@@ -151,9 +152,12 @@ def _put_in_place(partial: Path, folder: Path) -> None:
         parent.sync()
 
 
-def tokenizer_files(tokenizer: Tokenizer, context: int, entries: int = 0) -> dict[str, bytes]:
+def tokenizer_files(
+    tokenizer: Tokenizer, context: int, entries: int = 0, eos: str = ""
+) -> dict[str, bytes]:
     """Return {name: content} of the files that a tokenizer needs.
 
+    eos      name of the token that ends an answer; empty: it is that of a document
     context  longest sequence of the model, in tokens
     entries  tokens of a bert, which may have a mask token behind those of the tokenizer; 0: the model
              is no bert, and rows have no token types
@@ -171,7 +175,14 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, entries: int = 0) -> dic
     if tokenizer.separator >= 0:
         ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
         settings["eos_token"] = settings["bos_token"] = ends[0]
+    if eos:
+        settings["eos_token"] = eos
     return {TOKENIZER: data, SETTINGS: json_text(settings)}
+
+
+def is_of_bytes(data: bytes) -> bool:
+    """Return whether a tokenizer.json is one that an export of a run on bytes has."""
+    return data in (byte_level(), with_mask(byte_level(), BYTES))
 
 
 def with_mask(data: bytes, number: int) -> bytes:

@@ -37,18 +37,18 @@ class Chat:
         """
         data = trainer.config.data
 
-        def tokenizer() -> Tokenizer | None:
+        def read() -> tuple[Tokenizer | None, list[int]]:
             check_writes(trainer.config.model.kind)
             if not data.template:
                 raise ConfigError(
                     f"A chat needs the template of conversations, but the run in {folder} was not trained on any.",
                     "Use `mpitrain generate`.",
                 )
-            return tokenizer_of_run(folder, data)
+            tokenizer = tokenizer_of_run(folder, data)
+            return tokenizer, ends_of(tokenizer, data, folder)
 
         self._trainer, self.note = trainer, ""
-        self._tokenizer = on_all_ranks(trainer.transport, tokenizer)
-        ends = ends_of(self._tokenizer, data)
+        self._tokenizer, ends = on_all_ranks(trainer.transport, read)
         self._request = request._replace(stops=end_of_turn(data), cuts=False, ends=ends)
         self._first: list[Turn] = [("system", system)] if system else []
         self._has_told = False

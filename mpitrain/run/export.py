@@ -6,10 +6,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.config import Config
-from mpitrain.data.tokenizer import Tokenizer
+from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError
-from mpitrain.formats.chat import template_files
-from mpitrain.formats.folder import Trained, refusing, sha256
+from mpitrain.formats.chat import SETTINGS, chat_template, template_files
+from mpitrain.formats.companions import (
+    GENERATION,
+    INIT_FROM,
+    OF_TOKENIZER,
+    ends,
+    of_folder,
+    special_tokens,
+    with_context,
+    with_end,
+)
+from mpitrain.formats.folder import CONFIGURATION, Trained, json_text, refusing, sha256
 from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
 from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
@@ -19,8 +29,9 @@ from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters
 from mpitrain.run.checkpoint.manifest import MANIFEST, read_manifest, verify
-from mpitrain.run.generate import tokenizer_of_run
+from mpitrain.run.generate import end_token, tokenizer_of_run
 from mpitrain.run.initial import check_base, open_base
+from mpitrain.run.model_keys import determined
 from mpitrain.run.run_dir import checkpoint_of
 
 
@@ -78,20 +89,50 @@ def export(
     _check_adapters(run, config, name, merge)
     if merge:
         config, tensors = with_adapters(config, manifest.base, stored)
-    tokenizer: Tokenizer | None = tokenizer_of_run(run, config.data)
-    separator = tokenizer.separator if tokenizer else -1
     row = FORMATS[name]
-    written = row.write(Trained(config, tensors, separator, dtype, manifest.base))
-    if tokenizer:
-        hides = MODELS[config.model.kind].hides
-        entries = (config.data.vocabulary or tokenizer.vocabulary + 1) if hides else 0
-        files = tokenizer_files(tokenizer, config.model.context, entries)
-        if config.data.template:
-            files |= template_files(config.data.template)
-        written = written._replace(files={**written.files, **files})
+    is_model = bool(row.models) and MODELS[config.model.kind].writes
+    special, files = _companions(run, config, is_model)
+    written = row.write(Trained(config, tensors, special, dtype, manifest.base))
+    written = written._replace(files={**files, **written.files})
     verify(saved, manifest, 0, 1)
     names = write_folder(folder, row.weights, written, dtype, shard_bytes)
-    return Exported(manifest.done.step, names, tokenizer is not None)
+    return Exported(manifest.done.step, names, not files.keys().isdisjoint(OF_TOKENIZER))
+
+
+def _companions(
+    run: Path, config: Config, generates: bool
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the special tokens for config.json, and {name: content} of the files beside the tensors.
+
+    They are those of the folder that the run began from, if it has its tokenizer, and else made here.
+    A template of the run, and the token that ends its answers, come to them.
+    """
+    with refusing(run):
+        kept = of_folder(run)
+        tokenizer = tokenizer_of_run(run, config.data)
+        end = end_token(tokenizer, config.data)
+        if end and kept and end[1] not in ends(kept):
+            kept = with_end(kept, end[1])
+        if kept and config.model.context < determined(run / INIT_FROM)["model.context"]:
+            kept = with_context(kept, config.model.context)
+        files = {name: content for name, content in kept.items() if name != CONFIGURATION}
+        if tokenizer and SETTINGS not in kept:
+            hides = MODELS[config.model.kind].hides
+            entries = (config.data.vocabulary or tokenizer.vocabulary + 1) if hides else 0
+            files |= tokenizer_files(
+                tokenizer, config.model.context, entries, end[0] if end else ""
+            )
+        template = config.data.template
+        if template and not (kept and template == chat_template(run / INIT_FROM)):
+            files |= template_files(template)
+    if kept:
+        return special_tokens(kept), files
+    separator = tokenizer.separator if tokenizer else -1
+    between = separator if 0 <= separator < (config.data.vocabulary or BYTES) else None
+    special = {"bos_token_id": between, "eos_token_id": end[1] if end else between}
+    if generates:
+        files[GENERATION] = json_text({"_from_model_config": True, **special})
+    return special, files
 
 
 def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:

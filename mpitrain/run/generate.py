@@ -18,6 +18,8 @@ from mpitrain.data.templates import USER, Turn, end_of_answer, open_template
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents, reading_of
+from mpitrain.formats import companions
+from mpitrain.formats.folder import refusing
 from mpitrain.models.table import MODELS, kinds
 from mpitrain.run.inference import Reader, diverged
 from mpitrain.run.trainer import Trainer
@@ -204,11 +206,26 @@ def continued(
                 yield TextPiece(first + index, text, ended, continuation.tokens)
 
 
-def ends_of(tokenizer: Tokenizer | None, data: Data) -> list[int]:
-    """Return the tokens that end a text: data.separator, the tokenizer's end of text, and that of an answer."""
+def ends_of(tokenizer: Tokenizer | None, data: Data, folder: Path) -> list[int]:
+    """Return the tokens that end a text.
+
+    They are data.separator, the tokenizer's end of text, that of an answer, and those of the folder that
+    the model began from.
+
+    folder  of the run
+    """
     ends = {data.separator, tokenizer.separator if tokenizer else -1}
-    named = {tokenizer.named(end) for end in end_of_turn(data)} if tokenizer else set()
-    return sorted(token for token in ends | named if token is not None and token >= 0)
+    ends |= {end[1]} if (end := end_token(tokenizer, data)) else set()
+    with refusing(folder):
+        ends |= {*companions.ends(companions.of_folder(folder, companions.OF_MODEL))}
+    return sorted(token for token in ends if token >= 0)
+
+
+def end_token(tokenizer: Tokenizer | None, data: Data) -> tuple[str, int] | None:
+    """Return the name and the number of the token that ends an answer; None: no token does."""
+    end = "".join(end_of_turn(data))
+    token = tokenizer.named(end) if tokenizer and end else None
+    return None if token is None else (end, token)
 
 
 def end_of_turn(data: Data) -> list[str]:
@@ -245,21 +262,23 @@ def samples(
     """
     data, until = trainer.config.data, time.monotonic() + SAMPLE_SECONDS
 
-    def read() -> tuple[Tokenizer | None, list[list[int]]]:
+    def read() -> tuple[Tokenizer | None, list[int], list[list[int]]]:
         tokenizer = tokenizer_of_run(folder, data)
-        return tokenizer, [
-            first_tokens(tokenizer)
-            if not prompt
-            else asked(tokenizer, data, [(USER, prompt)])
-            if data.template
-            else encoded(prompt, tokenizer, vocabulary)
-            for prompt in prompts
-        ]
+        return (
+            tokenizer,
+            ends_of(tokenizer, data, folder),
+            [
+                first_tokens(tokenizer)
+                if not prompt
+                else asked(tokenizer, data, [(USER, prompt)])
+                if data.template
+                else encoded(prompt, tokenizer, vocabulary)
+                for prompt in prompts
+            ],
+        )
 
-    tokenizer, begun = on_all_ranks(trainer.transport, read)
-    request = PromptRequest(
-        Sampling(), 0, trainer.config.run.sample, end_of_turn(data), True, ends_of(tokenizer, data)
-    )
+    tokenizer, ends, begun = on_all_ranks(trainer.transport, read)
+    request = PromptRequest(Sampling(), 0, trainer.config.run.sample, end_of_turn(data), True, ends)
     texts = [b""] * len(prompts)
     for piece in continued(
         trainer,

@@ -10,14 +10,13 @@ from typing import Any
 from mpitrain.config import CONFIG, Config, Model, read_toml
 from mpitrain.data import source_kind
 from mpitrain.data.tokenizer import TOKENIZER
-from mpitrain.data.tokens import BYTES
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import contents
 from mpitrain.formats import peft
 from mpitrain.formats.chat import chat_template
 from mpitrain.formats.folder import names, refusing
 from mpitrain.formats.table import format_of
-from mpitrain.formats.writing import byte_level, with_mask
+from mpitrain.formats.writing import is_of_bytes
 
 OF_EVERY_RUN = [
     "kind",
@@ -63,8 +62,7 @@ def determined(folder: Path) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> str:
     """Return the path of a folder's tokenizer; empty if its tokens are bytes."""
     with refusing(folder):
-        known = byte_level(), with_mask(byte_level(), BYTES)
-        is_bytes = contents(folder / TOKENIZER, inner=1) in known
+        is_bytes = is_of_bytes(contents(folder / TOKENIZER, inner=1))
     return "" if is_bytes else str(folder / TOKENIZER)
 
 

@@ -9,6 +9,7 @@ RUN/
     tokens.json    the result of the scan of a token file, if data.source is one
     scaling.json   means and deviations of arrays, if data.source has any
     tokenizer.json the tokenizer of conversations, or of the files of tokens that `data prepare` wrote
+    init_from/     special tokens, generation and tokenizer in the folder of run.init_from
     lock           locked by rank 0 during the run
     tensorboard/   event files, with run.tensorboard
     trace/         the last actions of each rank, see trace/recorder.py
@@ -44,9 +45,11 @@ from mpitrain.data import (
     tokenizer_of,
     writes_text,
 )
-from mpitrain.data.tokenizer import TOKENIZER
+from mpitrain.data.tokenizer import BYTES_FILE, TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError, DataError, say
 from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.formats.companions import INIT_FROM, OF_MODEL, of_folder
+from mpitrain.formats.writing import is_of_bytes
 from mpitrain.optim import checked, without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import (
@@ -340,15 +343,13 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     """
     data = config.data
     names = [*data.mixture] or [data.source]
-    if writes_text(data.source, data.mixture, data.tokenizer):
-        return
-    tokenizer = tokenizer_of(names, data.tokenizer)
-    if config.run.init_from and not has_begun:
-        of_model = _tokenizer_in(Path(config.run.init_from))
-        if tokenizer and of_model and tokenizer != of_model:
-            say(f"note: {', '.join(names)} and {config.run.init_from} have different tokenizers.")
-        tokenizer = tokenizer or of_model
-    if not tokenizer:
+    is_bytes = writes_text(data.source, data.mixture, data.tokenizer)
+    tokenizer = BYTES_FILE if is_bytes else tokenizer_of(names, data.tokenizer)
+    if not has_begun:
+        run.remove_tree(INIT_FROM)
+        if config.run.init_from:
+            tokenizer = _note_companions(run, Path(config.run.init_from), tokenizer, names)
+    if not tokenizer or is_bytes:
         return
     if run.facts(TOKENIZER):
         with run.open(TOKENIZER) as file:
@@ -359,6 +360,29 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
                 )
     with run.whole(TOKENIZER) as file:
         file.write(tokenizer)
+
+
+def _note_companions(
+    run: Directory, folder: Path, tokenizer: bytes | None, names: Sequence[str]
+) -> bytes | None:
+    """Copy the companions of the model of run.init_from, if its tokens are those of the data.
+
+    tokenizer  of the data
+    returns    the tokenizer of the run
+    """
+    of_model, files = _tokenizer_in(folder), of_folder(folder)
+    is_same = tokenizer == of_model or (tokenizer == BYTES_FILE and is_of_bytes(of_model or b""))
+    if tokenizer and of_model and not is_same:
+        say(f"note: {', '.join(names)} and {folder} have different tokenizers.")
+        return tokenizer
+    if tokenizer and not of_model and TOKENIZER not in files:
+        files = {name: content for name, content in files.items() if name in OF_MODEL}
+    if files:
+        with run.make(INIT_FROM) as copies:
+            for name, content in files.items():
+                with copies.whole(name) as file:
+                    file.write(content)
+    return tokenizer or of_model
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from mpitrain.config import Model
 from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.tools.bench.training.torch_gpt import mean_loss
 
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+
 
 def copied(keys: Model, vocabulary: int, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return a model of transformers with the values of ours.
@@ -19,7 +21,7 @@ def copied(keys: Model, vocabulary: int, arrays: Mapping[str, np.ndarray]) -> An
     arrays  our parameters, whole, by their full names; the model gets their dtype
     """
     architecture = ARCHITECTURES[keys.kind]
-    settings = AutoConfig.for_model(**architecture.facts(keys, vocabulary, None))
+    settings = AutoConfig.for_model(**architecture.facts(keys, vocabulary, NO_ENDS))
     model = AutoModelForCausalLM.from_config(settings)
     model.to(getattr(torch, next(iter(arrays.values())).dtype.name))
     own = model.state_dict()

@@ -1,0 +1,146 @@
+"""What a folder says beside its tensors goes through a run and its exports, and generation ends where it did."""
+
+import json
+
+import pytest
+
+from mpitrain.run.export import export
+from mpitrain.run.loop import train
+from mpitrain.transport.threads import run_ranks
+from tests.mpi.huggingface.models import llama, made
+from tests.training import configured
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "pad_token": "</s>"}
+NAMES = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+WORDS = {"red": "apple", "blue": "sky", "green": "leaf"}
+TRAINED = ["device.kind=cpu", "run.eval_every=-1", "batch.size=6", "model.context=24"]
+TRAINED += ["optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0"]
+
+
+def saved(folder, kind):
+    """Write a folder with special tokens and ends of its own; return its tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    text = [*map(" ".join, WORDS.items()), "user\n", "assistant\n", "What is\n"]
+    inner.train_from_iterator(text, trainers.BpeTrainer(special_tokens=NAMES, vocab_size=80))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, chat_template=CHATML, model_max_length=32, **SPECIAL
+    )
+    special = {"bos_token_id": 1, "eos_token_id": 4, "pad_token_id": 2}
+    size = {"vocab_size": inner.get_vocab_size()}
+    model = llama(**size, **special) if kind == "llama" else made(n_positions=32, **size, **special)
+    model.generation_config = GenerationConfig(
+        **{**special, "eos_token_id": [4, 0]}, do_sample=True, top_k=7
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = folder.parent / "rows.jsonl"
+    with rows.open("w") as file:
+        for word, answer in WORDS.items():
+            turns = [("user", f"What is {word}"), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return tokenizer
+
+
+def trained(out, folder, steps, *settings):
+    run = [f"run.init_from={folder}", f"run.out={out}", f"run.steps={steps}"]
+    rows = f"data.source=jsonl:{out.parent / 'rows.jsonl'}"
+    config = configured(
+        *TRAINED, rows, f"data.validation={rows.partition('=')[2]}", *run, *settings
+    )
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    return out
+
+
+def answers(folder, adapter=None):
+    """Return how each question is answered by generate of transformers, special tokens included."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(model, adapter) if adapter else model
+    texts = []
+    for word in WORDS:
+        asked = [{"role": "user", "content": f"What is {word}"}]
+        prompt = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0]
+        texts.append(tokenizer.decode(tokens[prompt["input_ids"].shape[1] :]).replace(" ", ""))
+    return texts
+
+
+def said(folder):
+    """What transformers reads beside the tensors."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder).to_diff_dict()
+    generation.pop("transformers_version")
+    return {
+        "special": tokenizer.special_tokens_map,
+        "class": type(tokenizer).__name__,
+        "ids": [getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")],
+        "generation": generation,
+        "tokens": tokenizer("red is <s> x").input_ids,
+        "template": tokenizer.chat_template,
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_fine_tuned_folder_keeps_what_it_said_and_stops(kind, tmp_path):
+    folder = tmp_path / "theirs"
+    saved(folder, kind)
+    run = trained(tmp_path / "run", folder, 60, "optimizer.lr=0.01")
+    export(run, kind, tmp_path / "whole", "float32", 10**9, [])
+    assert said(tmp_path / "whole") == said(folder)
+    assert answers(tmp_path / "whole") == [f"{answer}<|im_end|>" for answer in WORDS.values()]
+    targets = "q_proj,v_proj,up_proj" if kind == "llama" else "c_attn,c_fc"
+    lora = ["lora.rank=4", f"lora.targets={targets}", "optimizer.lr=0.01"]
+    tuned = trained(tmp_path / "tuned", run, 3, *lora)  # the base is the run
+    export(tuned, kind, tmp_path / "merged", "float32", 10**9, [], merge=True)
+    assert said(tmp_path / "merged") == said(folder)
+    assert answers(tmp_path / "merged") == answers(tmp_path / "whole")
+    export(tuned, "peft", tmp_path / "adapter", "float32", 10**9, [])
+    assert answers(tmp_path / "whole", tmp_path / "adapter") == answers(tmp_path / "whole")
+    for path in folder.iterdir():
+        if "token" in path.name or "template" in path.name:
+            for out in ("whole", "merged", "adapter"):
+                copy = (tmp_path / out / path.name).read_bytes()
+                # The run reads fewer tokens than the folder.
+                longest = b'"model_max_length": 32', b'"model_max_length": 24'
+                assert copy == path.read_bytes().replace(*longest), path.name
+
+
+def test_a_model_from_nothing_ends_with_the_token_that_ends_its_answers(tmp_path):
+    saved(tmp_path / "theirs", "llama")
+    tokenizer = tmp_path / "theirs/tokenizer.json"
+    shape = ["model.kind=llama", "model.layers=2", "model.width=24", "model.heads=4"]
+    own = [f"data.tokenizer={tokenizer}", f"data.template={CHATML}", "optimizer.lr=0.01"]
+    run = trained(tmp_path / "run", "", 80, *shape, *own)
+    export(run, "llama", tmp_path / "out", "float32", 10**9, [])
+    found = said(tmp_path / "out")
+    assert found["special"]["eos_token"] == "<|im_end|>" and found["ids"][1] == 4
+    assert answers(tmp_path / "out") == [f"{answer}<|im_end|>" for answer in WORDS.values()]
+
+
+def test_another_template_ends_with_its_own_token_too(tmp_path):
+    saved(tmp_path / "theirs", "llama")
+    own = CHATML.replace("im_end", "endoftext")
+    run = trained(tmp_path / "run", tmp_path / "theirs", 1, f"data.template={own}")
+    export(run, "llama", tmp_path / "out", "float32", 10**9, [])
+    found, before = said(tmp_path / "out"), said(tmp_path / "theirs")
+    assert found["template"] == own
+    assert found["generation"] == {**before["generation"], "eos_token_id": [4, 0, 5]}
+    assert found["special"] == before["special"]
