@@ -35,7 +35,7 @@ from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, Units
 from mpitrain.run.checkpoint import loading
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.checkpoint.manifest import Done, read_chosen
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import StepCounts, Unsent, check_activations
 from mpitrain.run.resolve import (
@@ -50,6 +50,7 @@ from mpitrain.run.resolve import (
     with_micro_batches,
 )
 from mpitrain.run.run_dir import (
+    check_meaning,
     checkpoint_of,
     configuration,
     held_out_as_before,
@@ -465,7 +466,10 @@ def open_run(
         return config.changed({"batch.size": size})
 
     def look(config: Config) -> RunLocation:
-        saved = checkpoint_of(folder, best)
+        if transport.rank > 0:
+            return RunLocation()
+        saved, manifest = read_chosen(lambda: checkpoint_of(folder, best))
+        check_meaning(configuration(folder).flat(), saved, manifest)
         largest = noted_largest(folder, config.data.source, config.data.dtype)
         scaling = noted_scaling(folder)
         return RunLocation(str(folder), str(saved), True, largest=largest, scaling=scaling)

@@ -28,11 +28,11 @@ from mpitrain.models.table import MODELS
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters
-from mpitrain.run.checkpoint.manifest import MANIFEST, read_manifest, verify
+from mpitrain.run.checkpoint.manifest import MANIFEST, read_chosen, read_manifest, verify
 from mpitrain.run.generate import end_token, tokenizer_of_run
 from mpitrain.run.initial import check_base, open_base
 from mpitrain.run.model_keys import determined
-from mpitrain.run.run_dir import checkpoint_of
+from mpitrain.run.run_dir import check_meaning, checkpoint_of
 
 
 class Exported(NamedTuple):
@@ -79,8 +79,8 @@ def export(
     config = trained_configuration(run, plugins)
     check_has_adapters(config, base)
     check_new(folder)
-    saved = checkpoint_of(run, best)
-    manifest = read_manifest(saved)
+    saved, manifest = read_chosen(lambda: checkpoint_of(run, best))
+    check_meaning(config.flat(), saved, manifest)
     stored = parameters(saved)
     tensors: Mapping[str, AnyTensor] = stored
     if base:

@@ -47,6 +47,7 @@ GROWING = 3
 class RunState:
     """The state of a run that its hooks share, and its metrics; only rank 0 writes and has watchers.
 
+    meaning   of the parameters, as `run_dir.meaning`
     source    the data, perhaps read ahead by a thread
     first     number of steps before this start
     finished  number of steps that have ended on this rank
@@ -68,13 +69,19 @@ class RunState:
         location: RunLocation,
         folder: Path,
         before: ResumeInfo,
+        meaning: Mapping[str, Any],
         stop_requested: Callable[[], bool] | None,
         ends: Callable[[], float | None] | None,
         watchers: Sequence[Watcher],
     ):
-        """Take a job and its run directory.    stop_requested, ends, watchers: from `train`"""
+        """Take a job and its run directory.
+
+        meaning                         of the parameters, for manifests
+        stop_requested, ends, watchers  from `train`
+        """
         self.job, self.trainer, self.config = job, job.trainer, job.trainer.config
         self.folder, self.before, self.watchers = folder, before, watchers
+        self.meaning = meaning
         self.transport, self.recorder = self.trainer.transport, self.trainer.transport.recorder
         self.first, self.steps = job.step, self.config.run.steps
         self.finished = self.first
@@ -420,7 +427,8 @@ class Saving(Hook):
         trainer.sync_parameters()
         scalars = trainer.replication.step_end.skips.scalars()
         base = trainer.begun_from if config.lora.rank else {}
-        manifest = Manifest(run.after(step), trainer.resolved.axes.sizes, scalars, base=base)
+        sizes = trainer.resolved.axes.sizes
+        manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)
         run.save = self._unrecorded = save = saving.begin(
             run.folder / CHECKPOINTS,
             state_to_save(trainer),

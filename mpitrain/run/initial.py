@@ -26,11 +26,11 @@ from mpitrain.models.targets import chosen_targets, is_adapter, targets
 from mpitrain.parallel.replication.protocol import StateBuffer
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.loading import parameters, put
-from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest
+from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_chosen, read_manifest
 from mpitrain.run.checkpoint.regions import Region, described, holdings, joined_dim
 from mpitrain.run.checkpoint.saving import PARAMETERS
-from mpitrain.run.model_keys import check_keys, check_vocabulary, determined
-from mpitrain.run.run_dir import CHECKPOINTS, is_run
+from mpitrain.run.model_keys import adapter_keys, check_keys, check_vocabulary, determined
+from mpitrain.run.run_dir import CHECKPOINTS, check_meaning, is_run
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -126,8 +126,9 @@ def open_initial(config: Config, vocabulary: int, saved: Path | None = None) -> 
     """
     folder = Path(config.run.init_from)
     if is_run(folder):
-        saved = saved or newest(folder / CHECKPOINTS)
+        saved, manifest = read_chosen(lambda: saved or newest(folder / CHECKPOINTS))
         keys = determined(folder)
+        check_meaning(keys, saved, manifest)
         may_lack = "head." if MODELS[keys["model.kind"]].hides else ""
         initial = Initial(saved, keys, parameters(saved), [MANIFEST], may_lack=may_lack)
     else:
@@ -318,9 +319,10 @@ def open_adapter(config: Config) -> tuple[Initial, dict[str, Any]]:
     """
     folder = Path(config.lora.init_from)
     if is_run(folder):
-        saved = newest(folder / CHECKPOINTS)
+        saved, manifest = read_chosen(lambda: newest(folder / CHECKPOINTS))
+        check_meaning(adapter_keys(folder), saved, manifest)
         adapter = Initial(saved, {}, parameters(saved), [MANIFEST])
-        record = base_of(saved)
+        record = dict(manifest.base)
     else:
         adapter, record = peft.read(folder), peft.base(folder)
     is_same = record and folder_of(record).resolve() == Path(config.run.init_from).resolve()

@@ -214,15 +214,14 @@ class _Starts:
                 from mpitrain.collectives.cuda_ipc import say_unshared
 
                 say_unshared(next(filter(None, reasons))[0])
-            folder, before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
+            folder, before, meant = Path(claimed[0][0]), ResumeInfo(*claimed[0][1]), claimed[0][2]
             if agreed.config.run.tensorboard and transport.rank == 0:
                 from mpitrain.run.tensorboard import TensorBoard
 
                 watchers = [*watchers, board := TensorBoard()]
                 closed.callback(board.close)
-            run = RunState(
-                job, agreed.location, folder, before, self._stop_requested, self._ends, watchers
-            )
+            stops = self._stop_requested, self._ends
+            run = RunState(job, agreed.location, folder, before, meant, *stops, watchers)
             closed.callback(run.close)
             if recovery:
                 closed.enter_context(recovery.of_run(run))
@@ -252,8 +251,10 @@ class _Starts:
             return Finished(_loop(run), job, folder)
 
 
-def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str, ResumeInfo] | None:
-    """Claim the run directory on rank 0; return it with the earlier part of the run.
+def _claimed(
+    rank: int, agreed: Given, job: Job, locks: list[int]
+) -> tuple[str, ResumeInfo, dict[str, Any]] | None:
+    """Claim the run directory on rank 0; return it with the earlier part of the run, and its meaning.
 
     locks   receives the descriptor of its lock, which the caller must close
     """
@@ -268,9 +269,9 @@ def _claimed(rank: int, agreed: Given, job: Job, locks: list[int]) -> tuple[str,
     place, before = agreed.location, ResumeInfo()
     if place.has_run:  # Where a run begins anew, no line counts.
         before = past(Path(place.folder), job.step if place.saved or job.step else -1)
-    folder, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
+    folder, meant, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
     locks.append(lock)
-    return str(folder), before
+    return str(folder), before, meant
 
 
 # Each step counts values that are not finite, so NumPy need not warn of them.

@@ -49,6 +49,7 @@ class RunLocation(NamedTuple):
               the file; else None
     passes    the device.passes of the resumed run
     scaling   of arrays, if the run has noted it; else None
+    named     {key: value} of the classes and labels of the run to resume, as in [data]
     """
 
     folder: str = ""
@@ -59,6 +60,7 @@ class RunLocation(NamedTuple):
     largest: int | None = None
     passes: str = "auto"
     scaling: dict[str, Any] | None = None
+    named: dict[str, Any] = {}
 
 
 class Given(NamedTuple):
@@ -115,7 +117,10 @@ def agree_on(
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
-    config = config.changed({"data.validation": validation})
+    named = {
+        f"data.{key}": getattr(config.data, key) or then for key, then in location.named.items()
+    }
+    config = config.changed({"data.validation": validation, **named})
     if transport.rank == 0:
         _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))
     passes = location.passes

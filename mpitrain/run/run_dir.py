@@ -17,6 +17,7 @@ RUN/
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -55,7 +56,9 @@ from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import (
     CHECKPOINTS,
     LOCK,
+    Manifest,
     newest,
+    read_chosen,
     read_manifest,
     step_of,
     steps,
@@ -75,6 +78,8 @@ RUNS = Path("runs")
 """The parent of run directories if run.out is empty."""
 WHOLE = "# All {} keys of a run of mpitrain."
 """The first line of config.toml in a run directory."""
+OF_DATA = ("data.vocabulary", "data.classes", "data.labels")
+"""Keys that are taken from the data where they are not set."""
 FIXED = (
     "model.",
     "lora.rank",
@@ -83,11 +88,11 @@ FIXED = (
     "lora.base",
     "optimizer.name",
     "optimizer.groups",
-    "data.vocabulary",
+    *OF_DATA,
 )
 """The keys that must not change when a run resumes: other values mean another model."""
-OF_DATA = ("data.vocabulary", "data.classes", "data.labels")
-"""Keys that are taken from the data where they are not set."""
+OF_MEANING = (TOKENIZER, SCALING)
+"""The files of a run directory that say what the numbers in its parameters stand for."""
 
 
 def look(config: Config, resume: str, ranks: int) -> RunLocation:
@@ -126,6 +131,8 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     if not has_run or not saved:
         return RunLocation(str(folder), "", has_run)
     then = configuration(folder)
+    newest_saved, manifest = read_chosen(lambda: newest(folder / CHECKPOINTS))
+    check_meaning(then.flat(), newest_saved, manifest)
     check_named(then.run.plugins, digests(config.run.plugins), folder)
     changed = _changes(then, checked(config))
     if fixed := [
@@ -140,13 +147,14 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     is_same = "data.source" not in changed and not config.data.validation
     return RunLocation(
         str(folder),
-        str(saved[-1]),
+        str(newest_saved),
         has_run,
         changed,
         held_out_as_before(then.data, ())["validation"] if is_same else "",
         noted_largest(folder, config.data.source, config.data.dtype),
         then.device.passes,
         noted_scaling(folder),
+        {key: getattr(then.data, key) for key in ("classes", "labels")},
     )
 
 
@@ -274,11 +282,12 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 
 def claim(
     location: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
-) -> tuple[Path, int]:
+) -> tuple[Path, dict[str, Any], int]:
     """Make and lock the run directory, and write its first files; only rank 0 calls this.
 
     step      number of steps before this start; metrics of later steps are removed
-    returns   the directory, and the descriptor of its lock, which the caller must close
+    returns   the directory, the `meaning` of its parameters, and the descriptor of its lock, which
+              the caller must close
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
     folder = Path(location.folder) if location.folder else None
@@ -288,7 +297,7 @@ def claim(
         with opened(folder) as run:
             lock = _lock(run)
             try:
-                _begin(run, location, resolved, source, step, tiles)
+                meant = _begin(run, location, resolved, source, step, tiles)
             except BaseException:
                 os.close(lock)
                 raise
@@ -296,7 +305,7 @@ def claim(
         raise cannot_write(
             f"The run directory {folder or 'runs'}", error, "Choose another --out."
         ) from None
-    return folder, lock
+    return folder, meant, lock
 
 
 def _begin(
@@ -306,7 +315,7 @@ def _begin(
     source: Source | Unopened,
     step: int,
     tiles: str,
-) -> None:
+) -> dict[str, Any]:
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
         sweep(checkpoints)
@@ -334,6 +343,54 @@ def _begin(
         run.write_whole(METRICS, "")
     else:
         cut_after(folder / METRICS, step)
+    values = {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
+    if source.form in ("tokens", "texts"):
+        values["data.vocabulary"] = source.inputs
+    return meaning(values, folder)
+
+
+def meaning(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """Return what the parameters of a run mean: {key: value} of FIXED, {file: SHA-256} of OF_MEANING.
+
+    values  {section.key: value} of its configuration
+    """
+    fixed = {key: value for key, value in values.items() if key.startswith(FIXED)}
+    texts = {name: _text_in(run, name) for name in OF_MEANING}
+    return fixed | {
+        name: hashlib.sha256(text).hexdigest() for name, text in texts.items() if text is not None
+    }
+
+
+def check_meaning(values: Mapping[str, Any], saved: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError if the parameters of a checkpoint have another meaning in its run directory.
+
+    A key of OF_DATA that is not set has none.
+
+    values  {section.key: value} of config.toml there
+    """
+    run = saved.parent.parent
+    then, now = manifest.meaning, meaning(values, run)
+    for name in OF_MEANING:
+        if name in then and then[name] != now.get(name):
+            fault = "has another content now" if name in now else "is missing"
+            raise CheckpointError(
+                f"{saved} belongs to {run / name}, which {fault}.",
+                "Copy it there again, as it was in this run.",
+            )
+    differing = {
+        key: (then[key], now[key])
+        for key in sorted(then.keys() & now.keys())
+        if then[key] != now[key] and not (key in OF_DATA and not (then[key] and now[key]))
+    }
+    if differing:
+        listed = ", ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in differing.items())
+        lines = ", ".join(f"{key} = {json.dumps(old)}" for key, (old, _) in differing.items())
+        raise CheckpointError(
+            f"{saved} was trained with another model than {run / CONFIG} says: {listed}.",
+            f"Write there what it was trained with: {lines}.",
+        )
 
 
 def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
@@ -370,7 +427,7 @@ def _note_companions(
     tokenizer  of the data
     returns    the tokenizer of the run
     """
-    of_model, files = _tokenizer_in(folder), of_folder(folder)
+    of_model, files = _text_in(folder, TOKENIZER), of_folder(folder)
     is_same = tokenizer == of_model or (tokenizer == BYTES_FILE and is_of_bytes(of_model or b""))
     if tokenizer and of_model and not is_same:
         say(f"note: {', '.join(names)} and {folder} have different tokenizers.")
@@ -475,9 +532,9 @@ def checkpoints_of(run: Path, does_verify: bool) -> Iterator[ListedCheckpoint]:
         )
 
 
-def _tokenizer_in(folder: Path) -> bytes | None:
+def _text_in(folder: Path, name: str) -> bytes | None:
     try:
-        return contents(folder / TOKENIZER, inner=1)
+        return contents(folder / name, inner=1)
     except FileNotFoundError:
         return None
 

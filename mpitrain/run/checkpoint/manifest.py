@@ -175,6 +175,7 @@ class Structure(BaseModel):
     block: Size
     sha256: Digest
     base: BaseRecord | None = None
+    meaning: dict[Word, Any] | None = None
 
 
 FORMAT = "mpitrain-3"
@@ -228,6 +229,7 @@ class Manifest(NamedTuple):
     block    bytes of a block; each has a SHA-256
     base     of adapters, if only these are saved: the folder of the model under them, and the
              SHA-256 of its files; else empty
+    meaning  what the parameters mean, as `run_dir.meaning`; empty in those of earlier versions
     """
 
     done: Done
@@ -237,13 +239,15 @@ class Manifest(NamedTuple):
     stored: Sequence[Stored] = ()
     block: int = BLOCK
     base: Mapping[str, Any] = {}
+    meaning: Mapping[str, Any] = {}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
     del body["done"]
-    if not manifest.base:
-        del body["base"]
+    for name in ("base", "meaning"):
+        if not body[name]:
+            del body[name]
     file = Writing(folder / MANIFEST)
     file.write(_text({**body, "sha256": _digest(body)}).encode())
     file.close()
@@ -296,7 +300,24 @@ def read_manifest(path: Path) -> Manifest:
         for file, key, name, kind, part in read.stored
     ]
     base = read.base.model_dump() if read.base else {}
-    return Manifest(done, read.layout, read.scalars, files, stored, read.block, base)
+    meaning = read.meaning or {}
+    return Manifest(done, read.layout, read.scalars, files, stored, read.block, base, meaning)
+
+
+def read_chosen(choose: Callable[[], Path]) -> tuple[Path, Manifest]:
+    """Return the checkpoint that `choose` names, and its manifest.
+
+    An active run may remove the checkpoint meanwhile; then `choose` names another one.
+    """
+    before = None
+    while True:
+        path = choose()
+        try:
+            return path, read_manifest(path)
+        except CheckpointError:
+            if path == before or path in steps(path.parent):
+                raise
+        before = path
 
 
 def _text(body: Mapping[str, Any]) -> str:

@@ -112,6 +112,13 @@ def test_a_run_keeps_its_scaling_and_evaluates_and_predicts_in_the_unit_of_the_d
     assert json.loads((folder / "run/scaling.json").read_text()) == scaling
     with pytest.raises(MpitrainError, match=r"4 features .* and 2 numbers of y .* has 4 and 1"):
         run_ranks(2, reopened, "data.source=npy:x.npy,classes.npy")
+    path = folder / "run/scaling.json"
+    text = path.read_text()
+    for damage in (lambda: path.write_text(text.replace("[", "[1", 1)), path.unlink):
+        damage()
+        with pytest.raises(MpitrainError, match=r"belongs to .*run/scaling.json, which (has|is)"):
+            run_ranks(2, reopened)
+    path.write_text(text)
     changed("x.npy", "x.npy", 41, 2, np.nan)  # Nothing scans the rows again.
     with pytest.raises(MpitrainError, match="row 41 has nan in column 2"):
         run_ranks(1, reopened, "data.source=npy:x.npy")

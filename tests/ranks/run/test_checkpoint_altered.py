@@ -113,7 +113,7 @@ def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
 
 def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "BLOCK", 8)  # a header ends at a multiple of it
-    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), 8, {}))
+    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), 8, {}, {}))
     path = run_ranks(1, save, tmp_path, LAYOUTS["whole on 1"])[0]
     file = path / "model-00001-of-00001.safetensors"
     assert file.stat().st_size % 8 == 0

@@ -14,7 +14,7 @@ from mpitrain.data.documents import Form
 from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.source import Reading
 from mpitrain.data.tokenizer import BYTES_FILE, ByteTokenizer, train_tokenizer
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.run.generate import tokenizer_of_run
 from tests.runs import TINY, go, records
 
@@ -79,6 +79,12 @@ def test_a_resumed_run_refuses_another_tokenizer(corpus, tmp_path):
     with pytest.raises(ConfigError):
         trained(tmp_path, f"{name_of(corpus, 'other')}", resume="yes", steps=3)
     before = (out / "tokenizer.json").read_bytes()
+    shutil.copy(corpus / "other/tokenizer.json", out)
+    with pytest.raises(
+        CheckpointError, match=r"belongs to .*run/tokenizer.json, which has another"
+    ):
+        trained(tmp_path, name_of(corpus, "other"), resume="yes", steps=3)
+    (out / "tokenizer.json").write_bytes(before)
     trained(tmp_path, name_of(corpus, "bpe"), resume="yes", steps=3)
     assert (out / "tokenizer.json").read_bytes() == before
 

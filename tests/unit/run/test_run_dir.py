@@ -14,11 +14,13 @@ from mpitrain.cli.train import _configured
 from mpitrain.collectives.selection.tuning import DEFAULT, write_tuning
 from mpitrain.config import read_toml, with_settings
 from mpitrain.data.samples import SampleSource
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.ops.cuda.tiles import write_tiles
 from mpitrain.pipeline.schedule_files import find_plan, write_plan
 from mpitrain.run.build import configured, open_run
+from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest, write_manifest
 from mpitrain.run.choices import parse
+from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import configuration, look
 from mpitrain.run.watcher import Watcher
@@ -327,6 +329,48 @@ def test_a_configuration_that_does_not_say_everything_is_refused(folder, damage,
     config = parse(with_settings({}, [*TINY, f'run.out="{folder}"', "run.steps=4"]))
     with pytest.raises(ConfigError, match=complaint):
         run_ranks(2, train, lambda: config, "yes", lambda: False)
+
+
+def opened(folder):
+    return run_ranks(2, open_run, folder, lambda: configured(folder, []))
+
+
+def resumed(folder):
+    return trained(folder, resume="yes")
+
+
+def exported(folder):
+    return export(folder, "gpt2", folder / "gpt2", "float32", 1 << 30, [])
+
+
+def begun(folder):
+    return trained(folder.with_name("next"), f'run.init_from="{folder}"', base=TINY[4:])
+
+
+@pytest.mark.parametrize("door", [opened, resumed, exported, begun])
+@pytest.mark.parametrize(
+    "key, then, now",
+    [("model.epsilon", "1e-05", "0.1"), ("model.heads", "2", "4"), ("model.context", "16", "8")],
+)
+def test_a_run_is_bound_to_the_configuration_of_its_parameters(folder, door, key, then, now):
+    path, name = folder / "config.toml", key.partition(".")[2]
+    text = path.read_text()
+    path.write_text(text.replace(f"{name} = {then}\n", f"{name} = {now}\n"))
+    refusal = rf"step-00000003 was trained with .*config.toml says: {key} {then} -> {now}\."
+    with pytest.raises(CheckpointError, match=refusal) as raised:
+        door(folder)
+    assert f"what it was trained with: {key} = {then}." in raised.value.way_out
+    path.write_text(text)
+    door(folder)
+
+
+def test_a_checkpoint_of_a_version_that_noted_no_meaning_is_opened(folder):
+    saved = newest(folder / "checkpoints")
+    manifest = read_manifest(saved)
+    assert manifest.meaning["model.epsilon"] == 1e-05 and manifest.meaning["data.vocabulary"] == 256
+    write_manifest(saved, manifest._replace(meaning={}))
+    assert "meaning" not in (saved / MANIFEST).read_text()
+    opened(folder), resumed(folder), exported(folder), begun(folder)
 
 
 def test_keys_that_a_later_version_has_added_are_no_damage(folder):
