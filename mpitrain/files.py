@@ -273,6 +273,21 @@ def check_regular(path: Path) -> None:
     reading(path).close()
 
 
+def paths_of(place: str, folder: Path = Path()) -> list[str]:
+    """Return the paths of a place `X` or `X,Y`; a path may have commas of its own.
+
+    The comma between the paths is the one with a file on both sides; else on one side, if possible.
+
+    folder  to which the paths are relative
+    """
+    parts = place.split(",")
+    pairs = [[",".join(p) for p in (parts[:n], parts[n:])] for n in range(1, len(parts))]
+    names = [([place], 2), *((pair, 1) for pair in pairs)]
+    known = [(sum((folder / p).is_file() for p in some) * weight, some) for some, weight in names]
+    count, paths = max(known, key=lambda one: one[0])
+    return paths if count else parts
+
+
 def mend(error: OSError) -> str:
     """Return a clause that tells how to make the file writable."""
     if error.errno in NO_ROOM:

@@ -36,7 +36,7 @@ from mpitrain.config.sections import (
     listed,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, reading_of
+from mpitrain.files import contents, paths_of, reading_of
 from mpitrain.strict_json import parsed
 
 
@@ -328,7 +328,7 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
 def _beside(path: Path, source: str) -> str:
     """Return the name of a data source with its path relative to the folder of a file."""
     kind, _, place = source.partition(":")
-    places = place.split(",") if kind == "npy" else [place]
+    places = paths_of(place, path.parent) if kind == "npy" else [place]
     return f"{kind}:{','.join(str(path.parent / each) for each in places)}" if place else source
 
 

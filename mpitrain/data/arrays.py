@@ -8,8 +8,10 @@ B rows of a batch, F features, C channels, H height, W width, K outputs.
 
 import csv
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mpitrain.data.hdf5 import datasets
 from mpitrain.data.rows import Shuffled
 from mpitrain.data.source import IGNORED, Form, Request, Targets
 from mpitrain.data.token_files import TENTH, UNREADABLE
 from mpitrain.errors import DataError
+from mpitrain.files import check_regular, paths_of, reading
+from mpitrain.machine.process import free_memory
 
 BLOCK = 1 << 22
 """The number of elements that a scan reads at a time."""
@@ -63,7 +68,7 @@ class Scaling(BaseModel):
 
 
 def npy_files(place: str) -> list[Path]:
-    return [*map(Path, place.split(","))]
+    return [*map(Path, paths_of(place))]
 
 
 def file_before_colon(place: str) -> list[Path]:
@@ -77,37 +82,21 @@ def npy(name: str) -> Arrays:
 
 def _mapped(path: Path) -> np.ndarray:
     try:
+        check_regular(path)
         return np.lib.format.open_memmap(path, mode="r")
-    except (OSError, *UNREADABLE) as error:
+    except (OSError, OverflowError, *UNREADABLE) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataError(
-            f"{path} cannot be read as an array of NumPy: {str(error).rstrip('.')}.",
+            f"{path} cannot be read as an array of NumPy: {reason.rstrip('.')}.",
             "Name a .npy file.",
         ) from None
 
 
 def hdf5(name: str) -> Arrays:
     """Open `hdf5:FILE:X,Y`: two datasets of an HDF5 file."""
-    try:
-        import h5py
-    except ImportError:
-        raise DataError(
-            "data.source hdf5 needs h5py, which is not installed.", "pip install h5py"
-        ) from None
     place = name.partition(":")[2]
     path, names = file_before_colon(place)[0], place.rpartition(":")[2]
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read as HDF5: {error}.", "Write hdf5:FILE:/x,/y."
-        ) from None
-    for each in names.split(","):
-        if not isinstance(file.get(each), h5py.Dataset):
-            raise DataError(
-                f"{path} must have the dataset {each}, but has {', '.join(file) or 'none'}.",
-                "Write hdf5:FILE:/x,/y.",
-            )
-    return _two(name, [file[each] for each in names.split(",")])
+    return _two(name, datasets(path, names.split(",")))
 
 
 def _two(name: str, arrays: Sequence[Any]) -> Arrays:
@@ -127,19 +116,39 @@ def _two(name: str, arrays: Sequence[Any]) -> Arrays:
             f"x and y of {name} must have equally many rows, but have {len(x)} and {len(y)}.",
             "Each row of x needs its row of y.",
         )
+    row = sum(math.prod(array.shape[1:]) for array in arrays)
+    sizes = [array.dtype.itemsize * math.prod(array.shape) / 1e9 for array in arrays]
+    what = " and ".join(
+        f"{array.dtype} of shape {array.shape} ({size:,.3g} GB)"
+        for array, size in zip(arrays, sizes, strict=True)
+    )
+    # A scan has two copies of a row in float64, and the order of rows needs three numbers of each.
+    _check_room(name, 8 * (2 * row + 3 * len(x)), what)
     return Arrays(name, x, y)
+
+
+def _check_room(name: str, nbytes: float, what: str) -> None:
+    """Raise DataError if this host has no memory for so many bytes of a source."""
+    if nbytes > (free := free_memory("cpu")):
+        raise DataError(
+            f"{name} is too large for this host: it has {what}, of which {nbytes / 1e9:,.3g} GB must be in memory "
+            f"together, but {free / 1e9:.3g} GB are free.",
+            "Name data with smaller rows, or with fewer.",
+        )
 
 
 def table(name: str) -> Arrays:
     """Read `csv:FILE:TARGET,...`: columns by the names in the first line; all others are features."""
     place = name.partition(":")[2]
     path, (before, _, after) = file_before_colon(place)[0], place.rpartition(":")
-    targets = after.split(",") if before and after else []
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with TextIOWrapper(reading(path), encoding="utf-8-sig", newline="") as file:
             columns = [column.strip() for column in next(filter(None, csv.reader(file)), [])]
             cells = np.empty((0, 0))
             if first := next(filter(str.strip, file), ""):
+                nbytes = os.fstat(file.fileno()).st_size
+                cells_in_file = nbytes / len(first) * len(columns)
+                _check_room(name, 8 * cells_in_file, f"about {cells_in_file:.3g} cells")
                 lines = chain([first], file)
                 cells = np.loadtxt(lines, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except OSError as error:
@@ -151,6 +160,8 @@ def table(name: str) -> Arrays:
             f"rows count from {len(is_ragged) and 1}, columns from 1.",
             "Correct the cell, or leave out its column.",
         ) from None
+    targets = [after] if after in columns else after.split(",")
+    targets = targets if before and after else []
     if missing := [target for target in targets if target not in columns]:
         raise DataError(
             f"{path} must have a column {missing[0]}, but has {', '.join(columns) or 'none'}.",

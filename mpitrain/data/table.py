@@ -29,6 +29,7 @@ from mpitrain.data.tokens import (
     open_tokens,
 )
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.files import paths_of
 from mpitrain.tables import Table, on_use
 
 
@@ -406,5 +407,5 @@ def file_digests(names: Iterable[str]) -> dict[str, str]:
 def absolute(name: str) -> str:
     kind, _, place = name.partition(":")
     # Path.resolve would fail at a loop of links; the source itself names it.
-    places = place.split(",") if kind == "npy" else [place]
+    places = paths_of(place) if kind == "npy" else [place]
     return f"{kind}:{','.join(map(os.path.realpath, places))}" if place else name

@@ -1,18 +1,27 @@
 """Arrays as data: numbers of .npy, HDF5 and csv files, scaled alike in every layout, and as good as scikit-learn's."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpitrain.data.arrays import table
+from mpitrain.config import read_toml
+from mpitrain.data import open_source
+from mpitrain.data.arrays import hdf5, table
+from mpitrain.data.table import absolute
 from mpitrain.errors import MpitrainError
+from mpitrain.files import paths_of
 from mpitrain.run.build import build, open_run
 from mpitrain.run.build import configured as configured_run
 from mpitrain.run.predictions import errors, predicted
 from mpitrain.transport.threads import run_ranks
+from tests.processes import SECONDS
 from tests.runs import go
 from tests.training import configured, near, stepped
 
@@ -140,6 +149,56 @@ def changed(name, other, row, column, value):
     np.save(other, array)
 
 
+def write_far(folder):
+    """Write a file of HDF5 whose rows are elsewhere, damaged or many."""
+    h5py = pytest.importorskip("h5py")
+    rows = h5py.VirtualLayout((50, 4), "f8")
+    rows[:] = h5py.VirtualSource("d.h5", "x", (50, 4))
+    np.load("x.npy").tofile("d.raw")
+    with h5py.File("far.h5", "w") as file:
+        file["y"] = np.load("y.npy")
+        file["link"], file["missing"] = (
+            h5py.ExternalLink("d.h5", "/"),
+            h5py.ExternalLink("pipe", "/x"),
+        )
+        file["soft"], file["itself"] = h5py.SoftLink("link"), h5py.SoftLink("/itself")
+        file.create_virtual_dataset("virtual", rows)
+        file.create_dataset("outside", (50, 4), "f8", external=[("d.raw", 0, 1600)])
+        file.create_dataset("large", (50, 10**12), "f8", chunks=(1, 1000))
+        sums = file.create_dataset(
+            "x_of_old", data=np.ones((50, 4)), chunks=(50, 4), fletcher32=True
+        )
+        start = sums.id.get_chunk_info(0).byte_offset
+    data = bytearray(Path("far.h5").read_bytes())
+    data[start] ^= 1
+    Path("far.h5").write_bytes(data)
+
+
+def test_a_path_of_npy_may_have_commas(folder):
+    Path("a,b").mkdir()
+    for name in ("x", "y"):
+        Path(f"{name}.npy").rename(f"a,b/{name},1.npy")
+    own = "a,b/x,1.npy", "a,b/y,1.npy"
+    assert paths_of(",".join(own)) == [*own] and paths_of(own[0]) == [own[0]]
+    assert paths_of("y,1.npy,x,1.npy", folder / "a,b") == ["y,1.npy", "x,1.npy"]
+    assert paths_of(f"{own[0]},gone") == [own[0], "gone"] and paths_of("a,b,c") == ["a", "b", "c"]
+    Path("a,b/job.toml").write_text('[data]\nsource = "npy:x,1.npy,y,1.npy"\n')
+    places = f"{folder}/a,b/x,1.npy", f"{folder}/a,b/y,1.npy"
+    assert read_toml(folder / "a,b/job.toml")["data"]["source"] == f"npy:{','.join(places)}"
+    assert absolute(f"npy:{','.join(own)}") == f"npy:{','.join(places)}"
+    source = open_source(absolute(f"npy:{','.join(own)}"), 1, "float32")
+    assert source.shape == (4,) and source.samples == 45
+
+
+def test_one_file_is_made_of_several_as_the_message_says(folder):
+    write_far(folder)
+    with pytest.raises(MpitrainError) as raised:
+        open_source("hdf5:far.h5:/virtual,/link/y", 1, "float32")
+    words = shlex.split(raised.value.way_out.partition("python ")[2])
+    subprocess.run([sys.executable, *words], check=True, timeout=SECONDS)
+    assert np.array_equal(hdf5("hdf5:one.h5:/virtual,/link/y").x[[3, 7]], np.load("x.npy")[[3, 7]])
+
+
 XY = "npy:x.npy,y.npy"
 BAD = [
     ("npy:x.npy,short.npy", "", "equally many rows, but have 50 and 49"),
@@ -154,6 +213,27 @@ BAD = [
     (XY, "data.validation=1.5", "data.validation must be"),
     ("hdf5:d.h5:/x,/z", "", "must have the dataset /z, but has x, y"),
     ("hdf5:x.npy:/x,/z", "", "x.npy cannot be read as HDF5"),
+    ("hdf5:far.h5:/link/x,/y", "", r"/link/x is / of d.h5.*\n.*python -c 'import h5py; a = "),
+    ("hdf5:far.h5:/missing,/y", "", "/missing is /x of pipe"),
+    ("hdf5:far.h5:/soft,/y", "", "/soft is / of d.h5"),
+    ("hdf5:far.h5:/virtual,/y", "", "/virtual is virtual, with rows of d.h5"),
+    ("hdf5:far.h5:/outside,/y", "", "/outside has its rows in d.raw"),
+    (
+        "hdf5:far.h5:/itself,/y",
+        "",
+        "far.h5 cannot be read as HDF5: /itself is a link that leads to",
+    ),
+    ("hdf5:far.h5:/x_of_old,/y", "", "The dataset /x_of_old of far.h5 cannot be read as HDF5"),
+    (
+        "hdf5:far.h5:/large,/y",
+        "",
+        r"float64 of shape \(50, 1000000000000\) \(4e\+05 GB\) and .*, of which 1.6e\+04 GB must",
+    ),
+    *(
+        (source, "", f"{name} cannot be read.*: it is not a regular file")
+        for name in ("pipe", "to_pipe", "zeros")
+        for source in (f"hdf5:{name}:/x,/y", f"npy:{name},y.npy", f"csv:{name}:u")
+    ),
     ("csv:d.csv:w", "", "must have a column w, but has u, v, a, b, c, d"),
     ("csv:red.csv:u", "", "'red' to float64 at row 1, column 2; rows count from 0, columns from 1"),
     ("csv:alone.csv:u", "", "must have features"),
@@ -170,6 +250,11 @@ def test_bad_arrays_are_one_message_on_every_rank(folder, source, settings, word
     changed("x.npy", "nan.npy", 41, 2, np.nan)
     changed("y.npy", "inf.npy", 7, 1, np.inf)
     changed("x.npy", "constant.npy", slice(None), 3, 0.1)
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")
+    Path("zeros").symlink_to("/dev/zero")
+    if "far.h5" in source:
+        write_far(folder)
     Path("red.csv").write_text("u,v\n1,2\n3,red\n")
     Path("alone.csv").write_text("u\n1\n")
     Path("empty.csv").write_text("u,v\n")
