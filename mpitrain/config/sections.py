@@ -209,7 +209,7 @@ class Data(Section):
     """a message of a conversation of {rows} as text, with {{role}} and {{content}}, or a chat
     template in Jinja; the content of the role assistant, and the text behind it, are trained on. If
     the key is not set, the template in the folder of run.init_from is taken, if there is one.
-    Empty: {{role}}: {{content}} and two line breaks"""
+    Empty: {{role}}: and {{content}} on the next line, and two line breaks"""
     tokenizer: str = ""
     """tokenizer.json for the conversations of {rows}; if the key is not set, that in the folder of
     run.init_from. Empty: their tokens are bytes"""

@@ -3,13 +3,14 @@
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mpitrain.data.instructions import is_conversation, not_one, turns_of
-from mpitrain.data.templates import open_template, rendered
+from mpitrain.data.instructions import is_conversation, written
+from mpitrain.data.rendering import Rendered
+from mpitrain.data.templates import open_template
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import reading, reading_of
 from mpitrain.strict_json import parsed
@@ -25,13 +26,13 @@ class DocumentPiece(NamedTuple):
 
     held_out  whether it belongs to the validation set
     ends      whether the document ends with this piece
-    cuts      of a conversation, as in `Rendered`; None: it is none
+    row       of a conversation, with the same text; None: it is none
     """
 
     text: str
     held_out: bool = False
     ends: bool = True
-    cuts: Sequence[int] | None = None
+    row: Rendered | None = None
 
 
 class Position(NamedTuple):
@@ -183,19 +184,16 @@ def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Itera
 
 def _conversations(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
     """Read lines of JSON, each a conversation."""
-    write = open_template(form.template)
-    for items, end in _items(file, b"\n", start):
-        pieces = []
-        for number, line in enumerate(items, start.documents):
-            if line.strip():
-                try:
-                    text, cuts = rendered(write, turns_of(parsed(line)))
-                except ValueError as error:
-                    raise not_one(number + 1, source.path, error) from None
-                held_out = form.holds_out(source.number, number)
-                pieces.append(DocumentPiece(text, held_out, cuts=cuts))
-        yield Chunk(pieces, end)
-        start = end
+    with open_template(form.template) as template:
+        for items, end in _items(file, b"\n", start):
+            lines = enumerate(items, start.documents + 1)
+            pieces = [
+                DocumentPiece(row.text, form.holds_out(source.number, number - 1), row=row)
+                for number, rows in written(lines, template, source.path)
+                for row in rows
+            ]
+            yield Chunk(pieces, end)
+            start = end
 
 
 def has_conversations(path: Path) -> bool:

@@ -3,19 +3,21 @@
 A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
 A prompt is a message of the role user, an answer is a message of the role assistant. data.template
 writes the messages as one text. The tokens of an answer, and of the template's text after it, count
-as targets. All other targets are IGNORED.
+as targets, or those of what the template's tag `generation` marks. All other targets are IGNORED.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpitrain.data.rendering import ASSISTANT, Rendered
 from mpitrain.data.rows import Shuffled, first_fit
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request
-from mpitrain.data.templates import ASSISTANT, PLAIN, USER, Rendered, Turn, open_template, rendered
+from mpitrain.data.templates import PLAIN, USER, Conversation, Template, message, open_template
 from mpitrain.data.token_files import (
     ArrayTokens,
     FlatTokens,
@@ -34,15 +36,18 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 """The largest number of keys that the error about a wrong line lists."""
-COUNTS, BEGINS = 1, 2
-"""Bits of a mark: the token counts as a target; a conversation begins with the token."""
+COUNTS, BEGINS, FOLLOWS = 1, 2, 4
+"""Bits of a mark: the token counts as a target; a row begins with the token; the row before is of the same conversation."""
 
 
 class Conversations:
     """Conversations one after the other: their tokens, and a mark for each token.
 
-    lengths   (N,) int64, the number of tokens of each conversation
-    answered  (N,) bool, whether a token of the conversation counts
+    If a template rewrites earlier answers, each answer has a row of its own, and counts as a
+    conversation.
+
+    lengths    (N,) int64, the number of tokens of each conversation
+    rewritten  number of the conversations whose answers have rows of their own
     """
 
     def __init__(self, tokens: FlatTokens, marks: np.ndarray):
@@ -50,7 +55,8 @@ class Conversations:
         self._tokens, self._marks = tokens, marks
         self._starts = np.append(np.flatnonzero(marks & BEGINS), len(marks))
         self.lengths = np.diff(self._starts)
-        self.answered = self.count_within(int(self.lengths.max(initial=0))) > 0
+        follows = np.append(0, marks[self._starts[:-1]] & FOLLOWS)
+        self.rewritten = int((np.diff(follows) > 0).sum())
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -85,7 +91,8 @@ class InstructionSource(Shuffled):
     inputs and targets are (B, T) int64. A row has one conversation, which is cut after T + 1
     tokens. A shorter one is padded with token 0 and IGNORED targets. With packing, a row to train
     on has as many conversations as fit, one after the other, and each has the same targets as
-    alone. Attention crosses the borders of conversations, unless data.attend is document.
+    alone; a conversation without a target is in no row. Attention crosses the borders of
+    conversations, unless data.attend is document.
 
     test             the held-out conversations; None: the last tenth of `conversations`
     samples          number of rows to train on
@@ -115,21 +122,25 @@ class InstructionSource(Shuffled):
         self._test = test or conversations.region(cut, count)
         self.conversations, self.held_out = len(self._train), len(self._test)
         self.cut = int((self._train.lengths > context + 1).sum())
+        has_target = self._train.count_within(context) > 0
         self._packed: Sequence[Row] = [[number] for number in range(cut)]
         if reading.packing:
-            self._packed = first_fit(self._train.lengths.tolist(), context + 1)
+            numbers = np.flatnonzero(has_target)
+            packed = first_fit(self._train.lengths[numbers].tolist(), context + 1)
+            self._packed = [numbers[row].tolist() for row in packed]
         self.samples = len(self._packed)
-        silent = np.flatnonzero(~self._train.answered)
+        idle = np.flatnonzero(~has_target)
         self.amounts = {
             "conversations": self.conversations,
             "held_out_conversations": self.held_out,
             "cut_conversations": self.cut,
             **({"packed_rows": self.samples} if reading.packing else {}),
             **(
-                {"without_answer": len(silent), "first_without_answer": int(silent[0]) + 1}
-                if len(silent)
+                {"without_answer": len(idle), "first_without_answer": int(idle[0]) + 1}
+                if len(idle)
                 else {}
             ),
+            **({"rewritten_conversations": n} if (n := self._train.rewritten) else {}),
         }
         super().__init__(self.samples)
         for some, noun, path in (
@@ -230,33 +241,42 @@ def _of_files(place: str, dtype: str) -> Conversations:
 
 
 def encoded(tokenizer: Tokenizer, conversation: Rendered) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a conversation, (N,) int64, and their marks, (N,) uint8.
+    """Return the tokens of a row's text, (N,) int64, and their marks, (N,) uint8.
 
-    Answers are encoded apart from the text before them, as they are generated after it.
+    As in transformers, the tokens of an answer are those from the first token with its first character
+    to the first token with its last one. If no token has this character, the nearest one in the answer
+    counts; with the tag `generation` transformers goes to the end of the row, and so does this function.
     """
-    pieces = tokenizer.encode_marked(conversation.pieces)
-    marks = [np.full(len(piece), COUNTS * (at % 2), np.uint8) for at, piece in enumerate(pieces)]
-    tokens, mark = np.concatenate(pieces), np.concatenate(marks)
-    mark[:1] |= BEGINS
-    return tokens, mark
+    text, spans, is_tagged, follows = conversation
+    encoding = tokenizer.encode_marked(text)
+    marks = np.zeros(len(encoding.ids), np.uint8)
+    for start, stop in spans:
+        chars = range(start, stop)
+        ways = (chars[:1], chars[-1:]) if is_tagged else (chars, chars[::-1])
+        first, last = (
+            next((at for char in way if (at := encoding.char_to_token(char)) is not None), None)
+            for way in ways
+        )
+        if first is not None:
+            marks[first : len(marks) if last is None else last + 1] = COUNTS
+        elif is_tagged and chars:
+            break
+    marks[:1] |= BEGINS | FOLLOWS * follows
+    return np.array(encoding.ids, np.int64), marks
 
 
 def _conversations(path: Path, template: str, tokenizer: Tokenizer, least: int) -> Conversations:
     """Read a file of conversations; DataError if a line is none, or if there are fewer than `least`."""
-    write = open_template(template)
     with reading_of(f"The data file {path}", "Check data.source and data.validation.", DataError):
         lines = contents(path).split(b"\n")
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
     tokens, marks = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                conversation = rendered(write, turns_of(parsed(line)))
-            except ValueError as error:
-                raise not_one(number, path, error) from None
-            own, mark = encoded(tokenizer, conversation)
-            tokens.append(own.astype(dtype))
-            marks.append(mark)
+    with open_template(template) as write:
+        for _, rows in written(enumerate(lines, 1), write, path):
+            for row in rows:
+                own, mark = encoded(tokenizer, row)
+                tokens.append(own.astype(dtype))
+                marks.append(mark)
     found = Conversations(ArrayTokens(np.concatenate(tokens)), np.concatenate(marks))
     if len(found) < least:
         raise DataError(
@@ -266,7 +286,37 @@ def _conversations(path: Path, template: str, tokenizer: Tokenizer, least: int) 
     return found
 
 
-def not_one(number: int, path: Path, error: ValueError) -> DataError:
+def written(
+    lines: Iterable[tuple[int, bytes]], template: Template, path: Path
+) -> Iterator[tuple[int, list[Rendered]]]:
+    """Yield (number, rows) of the conversation on each line that is not empty; DataError if a line is none.
+
+    lines  (number, line) of the file `path`
+    """
+    numbers = deque[int]()
+
+    def conversations() -> Iterator[Conversation]:
+        for number, line in lines:
+            if line.strip():
+                try:
+                    conversation = conversation_of(parsed(line))
+                except ValueError as error:
+                    raise _not_one(number, path, error) from None
+                numbers.append(number)
+                yield conversation
+
+    following = template.rows(conversations())
+    while True:
+        try:
+            rows = next(following, None)
+        except ValueError as error:
+            raise _not_one(numbers[0], path, error) from None
+        if rows is None:
+            return
+        yield numbers.popleft(), rows
+
+
+def _not_one(number: int, path: Path, error: ValueError) -> DataError:
     """Return the error for a line that is no conversation."""
     return DataError(
         f"Line {number} of {path} must be a conversation, but {error}.",
@@ -276,11 +326,14 @@ def not_one(number: int, path: Path, error: ValueError) -> DataError:
 
 def is_conversation(record: Any) -> bool:
     """Return whether a line of JSON has the keys of a conversation."""
-    return isinstance(record, Mapping) and set(record) in ({"prompt", "answer"}, {"messages"})
+    return isinstance(record, Mapping) and set(record) - {"tools"} in (
+        {"prompt", "answer"},
+        {"messages"},
+    )
 
 
-def turns_of(record: Any) -> list[Turn]:
-    """Return the messages of a line; if it has none, ValueError with the end of an error's sentence."""
+def conversation_of(record: Any) -> Conversation:
+    """Return the conversation of a line; if it has none, ValueError with the end of an error's sentence."""
     if not isinstance(record, dict):
         raise ValueError(f"it is {type(record).__name__}")
     if not is_conversation(record):
@@ -288,16 +341,24 @@ def turns_of(record: Any) -> list[Turn]:
         keys = ", ".join([*map(ascii, islice(record, SHOWN)), *more]) or "none"
         raise ValueError(f"its keys are {keys}")
     if "messages" not in record:
-        messages: Any = [
-            {"role": USER, "content": record["prompt"]},
-            {"role": ASSISTANT, "content": record["answer"]},
-        ]
+        messages: Any = [message(USER, record["prompt"]), message(ASSISTANT, record["answer"])]
     elif not isinstance(messages := record["messages"], list) or not messages:
         raise ValueError("its messages are no list, or an empty one")
-    for message in messages:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+    for one in messages:
+        if not isinstance(one, dict) or set(one) != {"role", "content"}:
             raise ValueError("a message has other keys than role and content")
-        if not all(isinstance(text, str) for text in message.values()):
+        if not all(isinstance(text, str) for text in one.values()):
             raise ValueError("a role or a content is no text")
-        "".join(message.values()).encode()  # A lone surrogate is a ValueError, too.
-    return [(message["role"], message["content"]) for message in messages]
+        "".join(one.values()).encode()  # A lone surrogate is a ValueError, too.
+    return Conversation(messages, _tools(record.get("tools")))
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a line, which are objects of JSON in a list, or their text; None: it has none."""
+    if isinstance(tools, str):
+        tools = parsed(tools.encode()) if tools.strip() else None
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("its tools are no list of objects")
+    return tools

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from mpitrain.data.documents import Chunk, DocumentPiece, Form, Input, Position, chunks, inputs
 from mpitrain.data.instructions import encoded as encoded_conversation
-from mpitrain.data.templates import Rendered
 from mpitrain.data.token_files import META, Count, Counts, Prepared, mark_path, prepared
 from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
@@ -108,8 +107,8 @@ def _encoded(encoding: Encoding, tokenizer: Tokenizer, pieces: list[DocumentPiec
     arrays, marks, nbytes = [np.empty(0, encoding.dtype)], [np.empty(0, np.uint8)], 0
     for piece in pieces:
         nbytes += len(piece.text.encode())
-        if piece.cuts is not None:
-            tokens, mark = encoded_conversation(tokenizer, Rendered(piece.text, piece.cuts))
+        if piece.row:
+            tokens, mark = encoded_conversation(tokenizer, piece.row)
             arrays.append(tokens.astype(encoding.dtype))
             marks.append(mark)
             continue

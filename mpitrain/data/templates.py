@@ -1,4 +1,4 @@
-"""Chat templates: they turn the messages of a conversation into text, and this into answers and the rest.
+"""Chat templates: they turn the messages of a conversation into text.
 
 A template is a text with {role} and {content}, which writes each message, or a Jinja template of
 HuggingFace, which writes all messages as `apply_chat_template` of transformers does.
@@ -6,85 +6,182 @@ HuggingFace, which writes all messages as `apply_chat_template` of transformers 
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
 from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from mpitrain.data import rendering
+from mpitrain.data.rendering import ASSISTANT, Message, Rendered, rows_of
 from mpitrain.errors import ConfigError
+from mpitrain.machine.process import environment_of_one
 
-USER, ASSISTANT = "user", "assistant"
-PLAIN = "{role}: {content}\n\n"
-"""The template of conversations for which neither data.template nor a folder has one."""
+USER = "user"
+PLAIN = "{role}:\n{content}\n\n"
+"""The template of conversations for which neither data.template nor a folder has one.
+
+A blank before {content} would be part of the first token of an answer, but a prompt would end with it.
+"""
 PROBE = "\ue000"
 """A content that no template has in its own text."""
 DATE = "strftime_now"
 """The function of transformers that makes a text depend on the day."""
-Turn = tuple[str, str]
-"""The role and the content of a message."""
-Template = Callable[[Sequence[Turn], bool], str]
-"""(messages, whether the assistant writes next) -> text; ValueError for messages it does not take."""
+DAY = "{{# {0}: {1} #}}\n"
+"""The comment before a template that gives the text of one day. Jinja drops the line break, as after a block."""
+BATCH = 64
+"""Conversations that the process of Jinja gets at once."""
 
 
-class Rendered(NamedTuple):
-    """The text of a conversation.
+class Conversation(NamedTuple):
+    """The messages of a conversation, and the tools that its row offers, as JSON describes them."""
 
-    cuts  the answers are text[cuts[0] : cuts[1]], text[cuts[2] : cuts[3]] and so on, each with the
-          template's text after it
-    """
-
-    text: str
-    cuts: Sequence[int]
-
-    @property
-    def pieces(self) -> list[str]:
-        """The text, cut before and after each answer: every second piece is an answer."""
-        bounds = [0, *self.cuts, len(self.text)]
-        return [self.text[start:stop] for start, stop in pairwise(bounds)]
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
 
 
-def rendered(template: Template, turns: Sequence[Turn]) -> Rendered:
-    """Return the text of a conversation, and its answers.
+class Template(Protocol):
+    def write(self, conversation: Conversation, asks: bool) -> str:
+        """Return the text of a conversation.
 
-    raises  ValueError if the template refuses the messages, or if the text of the first messages
-            is not the beginning of the whole text
-    """
-    whole, cuts = template(turns, False), list[int]()
-    for number, (role, _) in enumerate(turns):
-        if role == ASSISTANT:
-            for part in (template(turns[:number], True), template(turns[: number + 1], False)):
-                if not whole.startswith(part) or len(part) < (cuts[-1] if cuts else 0):
-                    raise ValueError(
-                        f"its template writes the first {number + 1} message(s) in another way than in the whole conversation"
-                    )
-                cuts.append(len(part))
-    return Rendered(whole, cuts)
+        asks    whether the assistant writes next
+        raises  ValueError with the end of a sentence, if the template refuses the messages;
+                ConfigError if it is no template, or exceeds its limits
+        """
+
+    def rows(self, conversations: Iterable[Conversation]) -> Iterator[list[Rendered]]:
+        """Yield the rows of each conversation; errors as those of `write`."""
 
 
-def end_of_answer(template: Template) -> str:
-    """Return the text after an answer, without white space around it unless it has only that."""
-    text = template([(USER, "?"), (ASSISTANT, PROBE)], False).partition(PROBE)[2]
-    return text.strip() or text
+def message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+@cache
+def end_of_answer(text: str) -> str:
+    """Return what the template of data.template writes after an answer, without white space around it unless it has only that."""
+    turns = [message(USER, "?"), message(ASSISTANT, PROBE)]
+    with open_template(text) as template:
+        end = template.write(Conversation(turns), False).partition(PROBE)[2]
+    return end.strip() or end
 
 
 def is_jinja(text: str) -> bool:
     return "{%" in text or "{{" in text
 
 
-@cache
-def open_template(text: str) -> Template:
-    """Make a template of data.template; ConfigError if it is none."""
-    return _jinja(text) if is_jinja(text) else _plain(text)
+@contextmanager
+def open_template(text: str) -> Iterator[Template]:
+    """Make a template of data.template; ConfigError if it is none, perhaps when it is first used."""
+    if not is_jinja(text):
+        yield _Plain(text)
+        return
+    with _child() as child:
+        yield _Jinja(text, child)
 
 
-def _plain(text: str) -> Template:
-    head, tail = _checked(text)
+class _Plain(Template):
+    def __init__(self, text: str):
+        self._head, self._tail = _checked(text)
 
-    def render(turns: Sequence[Turn], is_next: bool) -> str:
-        texts = [head.replace("{role}", role) + content + tail for role, content in turns]
-        return "".join(texts) + (head.replace("{role}", ASSISTANT) if is_next else "")
+    def write(self, conversation: Conversation, asks: bool) -> str:
+        return self._written(conversation.messages, asks)[0]
 
-    return render
+    def rows(self, conversations: Iterable[Conversation]) -> Iterator[list[Rendered]]:
+        return (rows_of(self._written, one.messages) for one in conversations)
+
+    def _written(self, messages: Sequence[Message], asks: bool) -> tuple[str, None]:
+        texts = [
+            self._head.replace("{role}", one["role"]) + one["content"] + self._tail
+            for one in messages
+        ]
+        return "".join(texts) + (self._head.replace("{role}", ASSISTANT) if asks else ""), None
+
+
+class _Jinja(Template):
+    """A template in Jinja, which a child process runs."""
+
+    def __init__(self, text: str, child: Any):
+        self._child = child
+        self._send([text, _day(text) or date.today().isoformat()])
+
+    def write(self, conversation: Conversation, asks: bool) -> str:
+        (text,) = self._answers([[*conversation, asks]])
+        return str(text)
+
+    def rows(self, conversations: Iterable[Conversation]) -> Iterator[list[Rendered]]:
+        following = iter(conversations)
+        while batch := [*islice(following, BATCH)]:
+            for rows in self._answers([[*one, None] for one in batch]):
+                yield [Rendered(*row) for row in rows]
+
+    def _send(self, value: Any) -> None:
+        data = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+        with suppress(BrokenPipeError):  # `_answers` says why the child ended.
+            self._child.stdin.write(data + b"\n")
+            self._child.stdin.flush()
+
+    def _answers(self, conversations: list[Any]) -> Iterator[Any]:
+        self._send(conversations)
+        for _ in conversations:
+            if not (line := self._child.stdout.readline()).endswith(b"\n"):
+                ended = -self._child.wait()
+                if ended == signal.SIGPROF:
+                    raise _beyond(f"takes more than {rendering.SECONDS:g} s")
+                raise _beyond(f"ends its process (signal {ended})")
+            answer = json.loads(line.decode(errors="surrogatepass"))
+            if "limit" in answer:
+                raise _beyond(answer["limit"])
+            if "refused" in answer:
+                raise ValueError(f"its template says: {answer['refused']}")
+            if "wrong" in answer:
+                raise ConfigError(
+                    f"data.template must be a Jinja template of transformers, but line {answer['line']} is wrong: "
+                    f"{answer['wrong']}.",
+                    "Correct it, or set data.template to another one.",
+                )
+            yield answer["is"]
+
+
+@contextmanager
+def _child() -> Iterator[Any]:
+    """Start the process that runs Jinja."""
+    folders = []
+    for package in ("jinja2", "markupsafe"):
+        if (spec := find_spec(package)) is None or not spec.origin:
+            raise ConfigError(
+                f"A chat template in Jinja needs the package {package}, which is not installed.",
+                "pip install 'mpitrain[text]', or set data.template to a text such as "
+                f"{PLAIN.encode('unicode_escape').decode()}",
+            )
+        folders.append(str(Path(spec.origin).parents[1]))
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", rendering.__file__, *folders],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment_of_one(),
+        start_new_session=True,  # Ctrl-C is for this process.
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def _beyond(does: str) -> ConfigError:
+    return ConfigError(
+        f"A chat template must write a text within {rendering.SECONDS:g} s and {rendering.MEMORY >> 20} MiB of memory, "
+        f"but this one {does}.",
+        "Set data.template to another one, or correct it: look for a loop or a recursion without an end.",
+    )
 
 
 def _checked(text: str) -> tuple[str, str]:
@@ -93,7 +190,7 @@ def _checked(text: str) -> tuple[str, str]:
     if text.count("{content}") != 1 or "{role}" in tail:
         raise ConfigError(
             f"data.template must have one {{content}}, and {{role}} only before it, but is {text!r}.",
-            "For example: {role}: {content}\\n\\n",
+            "For example: {role}:\\n{content}\\n\\n",
         )
     return head, tail
 
@@ -116,55 +213,6 @@ def as_jinja(text: str) -> str:
     )
 
 
-def _jinja(text: str) -> Template:
-    """Compile a Jinja template in the environment of transformers; no other code can run in it."""
-    try:
-        from jinja2 import TemplateError, meta
-        from jinja2.exceptions import SecurityError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ConfigError(
-            "A chat template in Jinja needs the package jinja2, which is not installed.",
-            "pip install 'mpitrain[text]', or set data.template to a text such as "
-            f"{PLAIN.encode('unicode_escape').decode()}",
-        ) from None
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, **{"ensure_ascii": False, **options}
-    )
-    try:
-        if DATE in meta.find_undeclared_variables(environment.parse(text)):
-            raise ConfigError(
-                f"A chat template must give the same text on every day, but this one calls {DATE}.",
-                "Write the date into a copy of the template, and name that by data.template.",
-            )
-        template = environment.from_string(text)
-    except TemplateError as error:
-        raise ConfigError(
-            f"data.template must be a Jinja template of transformers, but line {getattr(error, 'lineno', 0)} is wrong: "
-            f"{str(error.message).rstrip('.')}.",
-            "Correct it, or set data.template to another one.",
-        ) from None
-
-    def render(turns: Sequence[Turn], is_next: bool) -> str:
-        messages: Any = [{"role": role, "content": content} for role, content in turns]
-        try:
-            return template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=is_next
-            )
-        except (TemplateError, SecurityError, TypeError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"its template says: {str(error) or type(error).__name__}") from None
-
-    return render
-
-
 def with_names(text: str, names: dict[str, str]) -> str:
     """Return a Jinja template that knows the names of special tokens, such as bos_token.
 
@@ -177,3 +225,18 @@ def with_names(text: str, names: dict[str, str]) -> str:
         for name, value in used.items()
     )
     return sets + text
+
+
+def _day(text: str) -> str:
+    head = re.escape(DAY.format(DATE, "@")).replace("@", r"(\d{4}-\d\d-\d\d)")
+    return day[1] if (day := re.search(head, text)) else ""
+
+
+def with_day(text: str, day: str) -> str:
+    """Return a template that gives the same text on every day, if it asks for the date.
+
+    day  in ISO format; a template that has one keeps it
+    """
+    if not is_jinja(text) or DATE not in text or _day(text):
+        return text
+    return DAY.format(DATE, day) + text

@@ -29,6 +29,15 @@ that wait for a character to become complete.
 """
 
 
+class TokensOfText(Protocol):
+    """The tokens of a text, and where they are in it: part of the Encoding of `tokenizers`."""
+
+    ids: Sequence[int]
+
+    def char_to_token(self, char: int) -> int | None:
+        """Return the number of the first token with this character of the text; None if none has it."""
+
+
 class Tokenizer(Protocol):
     """A tokenizer.
 
@@ -47,8 +56,8 @@ class Tokenizer(Protocol):
         raises  DataError if the text has a lone surrogate, which has no bytes
         """
 
-    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, (N,) int64; names of special tokens are these tokens."""
+    def encode_marked(self, text: str) -> TokensOfText:
+        """Return the tokens of a text in which names of special tokens are these tokens."""
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return the text of tokens as bytes, which may be invalid UTF-8.
@@ -68,14 +77,25 @@ class Tokenizer(Protocol):
         """Return the token with a name such as <|endoftext|>; None if no token has this name."""
 
 
+class _Bytes(TokensOfText):
+    def __init__(self, text: str, data: bytes):
+        self.ids = list(data)
+        self._bytes = np.arange(len(text) + 1)
+        if len(text) < len(data):
+            self._bytes[1:] = np.cumsum([len(char.encode()) for char in text])
+
+    def char_to_token(self, char: int) -> int | None:
+        return int(self._bytes[char]) if 0 <= char < len(self._bytes) - 1 else None
+
+
 class ByteTokenizer(Tokenizer):
     data, vocabulary, separator = BYTES_FILE, 256, -1
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int64)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
+    def encode_marked(self, text: str) -> TokensOfText:
+        return _Bytes(text, _utf8(text))
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return bytes(token for token in tokens if token < 256)
@@ -117,13 +137,13 @@ class FileTokenizer(Tokenizer):
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int64)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_marked(self, text: str) -> TokensOfText:
         self._inner.encode_special_tokens = False
         try:
-            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoding: TokensOfText = self._inner.encode(text, add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+        return encoding
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return self._text(tokens).encode()

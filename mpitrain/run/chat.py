@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mpitrain.data.templates import ASSISTANT, USER, Turn
+from mpitrain.data.rendering import ASSISTANT, Message
+from mpitrain.data.templates import USER, message
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.run.generate import (
@@ -50,7 +51,7 @@ class Chat:
         self._trainer, self.note = trainer, ""
         self._tokenizer, ends = on_all_ranks(trainer.transport, read)
         self._request = request._replace(stops=end_of_turn(data), cuts=False, ends=ends)
-        self._first: list[Turn] = [("system", system)] if system else []
+        self._first: list[Message] = [message("system", system)] if system else []
         self._has_told = False
         self.reset()
 
@@ -65,7 +66,7 @@ class Chat:
         raises          ConfigError if the template refuses the turns
         """
         self.note, answer = "", b""
-        self._turns.append((USER, said))
+        self._turns.append(message(USER, said))
         prompt = self._prompt()
         if not prompt:
             return
@@ -76,7 +77,7 @@ class Chat:
         ):
             answer += piece.text
             yield piece.text
-        self._turns.append((ASSISTANT, answer.decode(errors="replace").rstrip()))
+        self._turns.append(message(ASSISTANT, answer.decode(errors="replace").rstrip()))
 
     def _prompt(self) -> list[int]:
         """Return the tokens of the turns that fit; [] without the newest one, if it alone does not."""

@@ -14,7 +14,8 @@ import numpy as np
 from mpitrain.collectives.group import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
-from mpitrain.data.templates import USER, Turn, end_of_answer, open_template
+from mpitrain.data.rendering import Message
+from mpitrain.data.templates import USER, Conversation, end_of_answer, message, open_template
 from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents, reading_of
@@ -230,13 +231,14 @@ def end_token(tokenizer: Tokenizer | None, data: Data) -> tuple[str, int] | None
 
 def end_of_turn(data: Data) -> list[str]:
     """Return the text after an answer, in a list; empty if the run has no conversations."""
-    return [end] if data.template and (end := end_of_answer(open_template(data.template))) else []
+    return [end] if data.template and (end := end_of_answer(data.template)) else []
 
 
-def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Turn]) -> list[int]:
+def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Message]) -> list[int]:
     """Return the tokens after which the assistant answers; ConfigError if the template refuses the turns."""
     try:
-        text = open_template(data.template)(turns, True)
+        with open_template(data.template) as template:
+            text = template.write(Conversation(turns), True)
     except ValueError as error:
         raise ConfigError(
             f"A conversation must be one for data.template, but {error}.", "Say something else."
@@ -245,7 +247,7 @@ def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Turn]) -> lis
         raise ConfigError(
             "Conversations are text, but the run has no tokenizer.", f"Copy its {TOKENIZER} there."
         )
-    return tokenizer.encode_marked([text])[0].tolist()
+    return [*tokenizer.encode_marked(text).ids]
 
 
 def samples(
@@ -270,7 +272,7 @@ def samples(
             [
                 first_tokens(tokenizer)
                 if not prompt
-                else asked(tokenizer, data, [(USER, prompt)])
+                else asked(tokenizer, data, [message(USER, prompt)])
                 if data.template
                 else encoded(prompt, tokenizer, vocabulary)
                 for prompt in prompts
@@ -507,8 +509,9 @@ def encoded(
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
         return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
-    array = tokenizer.encode_marked([prompt])[0] if template else tokenizer.encode(prompt)
-    tokens: list[int] = array.tolist()
+    tokens = (
+        [*tokenizer.encode_marked(prompt).ids] if template else tokenizer.encode(prompt).tolist()
+    )
     if not tokens or max(tokens) >= vocabulary:
         raise ConfigError(
             f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {tokens[:8]}.",

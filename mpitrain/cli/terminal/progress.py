@@ -248,7 +248,11 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
             extent += f", in {'tokens of ' + visible(name) if (name := config.data.tokenizer) else 'bytes'}"
         held_out = f"{record['held_out_conversations']:,} held out ({source})"
         if count := record.get("without_answer"):
-            extent += f", {count:,} without an answer (the first is number {record['first_without_answer']:,})"
+            first = record["first_without_answer"]
+            extent += f", {count:,} train nothing, without an answer in model.context (the first is number {first:,})"
+        if count := record.get("rewritten_conversations"):
+            unit = "rows"
+            extent += f", each answer of {count:,} conversations is a row, since the template writes earlier ones in another way"
         if "packed_rows" in record:
             extent = f"{there:,} conversations packed, {extent}"
             unit, there = "rows", record["packed_rows"]

@@ -3,12 +3,20 @@
 
 import contextlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from runpy import run_path
 
 import pytest
 
-from mpitrain.data.templates import PLAIN, as_jinja, end_of_answer, open_template, rendered
+from mpitrain.data.templates import (
+    PLAIN,
+    Conversation,
+    as_jinja,
+    end_of_answer,
+    message,
+    open_template,
+)
 from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.formats.chat import chat_template, template_files
@@ -102,11 +110,21 @@ TEMPLATES = {
     "ours, with quotes": "<\"{role}'>\\{content}</é😀\n",
 }
 TURNS = [
-    ("user", "What's 2 + 3?\n"),
-    ("assistant", '5 "é😀"'),
-    ("user", "<b>"),
-    ("assistant", "ok."),
+    message("user", "What's 2 + 3?\n"),
+    message("assistant", '5 "é😀"'),
+    message("user", "<b>"),
+    message("assistant", "ok."),
 ]
+
+
+def written(text, turns, asks=False, **more):
+    with open_template(text) as template:
+        return template.write(Conversation(turns, **more), asks)
+
+
+def rows(text, *conversations):
+    with open_template(text) as template:
+        return [*template.rows(Conversation(turns) for turns in conversations)]
 
 
 @pytest.fixture(scope="module")
@@ -126,50 +144,65 @@ def test_a_template_gives_the_text_of_transformers(folder, name):
     theirs = AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = as_jinja(TEMPLATES[name])
     (folder / "chat_template.jinja").write_text(theirs.chat_template)
-    template = open_template(TEMPLATES[name] if name.startswith("ours") else chat_template(folder))
-    messages = [{"role": role, "content": content} for role, content in TURNS]
+    template = TEMPLATES[name] if name.startswith("ours") else chat_template(folder)
     for count in (1, 2, 3, 4):
         for asks in (False, True):
             wanted = theirs.apply_chat_template(
-                messages[:count], tokenize=False, add_generation_prompt=asks
+                TURNS[:count], tokenize=False, add_generation_prompt=asks
             )
-            assert template(TURNS[:count], asks) == wanted
-    pieces = rendered(template, TURNS).pieces
-    assert "".join(pieces) == template(TURNS, False) and len(pieces) == 5
-    assert ['5 "é😀"' in pieces[1], "ok." in pieces[3]] == [True, True]
+            assert written(template, TURNS[:count], asks) == wanted
+    ((row,),) = rows(template, TURNS)
+    assert row.text == wanted.removesuffix(wanted[len(row.text) :]) and not row.is_tagged
+    bounds = [0, *(bound for span in row.spans for bound in span), len(row.text)]
+    pieces = [row.text[start:stop] for start, stop in pairwise(bounds)]
+    assert ['5 "é😀"' in pieces[1], "ok." in pieces[3]] == [True, True] and len(pieces) == 5
     assert not any(answer in "".join(pieces[::2]) for answer in ("ok.", 'é😀"'))
     assert end_of_answer(template) in pieces[1] and "?" not in end_of_answer(template)
     exported = template_files(chat_template(folder))["chat_template.jinja"].decode()
     theirs.chat_template = exported
-    assert theirs.apply_chat_template(messages, tokenize=False) == "".join(pieces)
+    assert theirs.apply_chat_template(TURNS, tokenize=False) == row.text
+
+
+@pytest.mark.parametrize(
+    "text, reason", [("{% for m in messages %}", "line 1"), ("{% generatio %}", "generatio")]
+)
+def test_a_template_that_is_none_is_refused_with_its_line(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        written(text, TURNS)
+
+
+def test_messages_that_a_template_refuses_are_named():
+    with pytest.raises(ValueError, match="roles must alternate"):
+        rows(TEMPLATES["Llama 2"], TURNS[1:])
+
+
+def test_a_template_can_run_no_code():
+    for text in (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% set ns = namespace(__class__=1) %}",
+    ):
+        with pytest.raises(ValueError, match=r"unsafe|namespace"):
+            written(text, TURNS)
 
 
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{{ strftime_now('%d') }}", "strftime_now"),
-        ("{% for m in messages %}", "line 1"),
-        ("{% generation %}{{ messages }}{% endgeneration %}", "generation"),
+        (f"{'{% for i in range(99999) %}' * 2}{'{% endfor %}' * 2}", "takes more than 1 s"),
+        ("{{ [0] * 10 ** 10 }}", "memory"),
+        (
+            "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "memory",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+        ("{{ 'x' * 10 ** 7 }}", "10,000,000 characters"),
     ],
 )
-def test_a_template_outside_of_the_subset_is_refused_by_name(text, reason):
-    with pytest.raises(ConfigError, match=reason):
-        open_template(text)
-
-
-def test_messages_that_a_template_refuses_are_named():
-    with pytest.raises(ValueError, match="roles must alternate"):
-        rendered(open_template(TEMPLATES["Llama 2"]), TURNS[1:])
-    thinking = "{% for m in messages %}{{ loop.last }}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"first 2 message\(s\)"):
-        rendered(open_template(thinking), TURNS)
-
-
-def test_a_template_can_run_no_code():
-    with pytest.raises(ValueError, match="unsafe"):
-        open_template(
-            "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
-        )(TURNS, False)
+def test_a_template_without_an_end_is_one_error(text, reason):
+    with pytest.raises(ConfigError, match=reason) as raised:
+        rows(text, TURNS)
+    assert len(str(raised.value)) < 500
 
 
 CONTEXT, SIZE, STEPS = 40, 16, 50

@@ -46,6 +46,6 @@ def test_each_packed_conversation_ends_a_document(tmp_path, context):
     (x, y), (inputs, targets) = found
     plain, starts = without_ends(targets)
     assert np.array_equal(x, inputs) and np.array_equal(plain, y)
-    begins = bytes(inputs.astype(np.uint8)).count(b"user: ")
+    begins = bytes(inputs.astype(np.uint8)).count(b"user:\n")
     of_padding = inputs[np.arange(len(inputs)), starts[:, -1]] == 0
     assert begins == sum(len(np.unique(row)) for row in starts) - of_padding.sum() == 36

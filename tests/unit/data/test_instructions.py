@@ -40,11 +40,11 @@ def test_the_answer_alone_counts(tmp_path):
     assert source.samples == 11 and source.held_out == 1
     for x, y in zip(inputs, targets, strict=True):
         whole = text_of(x).rstrip("\0")
-        number = int(whole.removeprefix("user: ").partition(" ")[0])
-        assert f"user: {number} + 1?\n\nassistant: {number + 1}\n\n".startswith(whole)
+        number = int(whole.removeprefix("user:\n").partition(" ")[0])
+        assert f"user:\n{number} + 1?\n\nassistant:\n{number + 1}\n\n".startswith(whole)
         assert text_of(y[y != IGNORED]) == f"{number + 1}\n\n"
         (counted,) = np.nonzero(y != IGNORED)
-        assert (np.diff(counted) == 1).all() and whole[: counted[0] + 1].endswith("assistant: ")
+        assert (np.diff(counted) == 1).all() and whole[: counted[0] + 1].endswith("assistant:\n")
 
 
 def test_messages_are_the_same_conversations_as_pairs(tmp_path):
@@ -97,7 +97,7 @@ def conversations(inputs, targets):
     """The tokens of some rows, cut before each conversation."""
     last = np.where(targets[:, -1:] < 0, 0, targets[:, -1:])
     rows = np.concatenate([inputs, last], 1).astype(np.uint8)
-    texts = [bytes(row).rstrip(b"\0").split(b"user: ") for row in rows]
+    texts = [bytes(row).rstrip(b"\0").split(b"user:\n") for row in rows]
     return sorted(text for row in texts for text in row if text)
 
 
@@ -145,8 +145,8 @@ def test_the_defaults_of_the_keys_are_those_of_the_reading():
     assert Reading(*(getattr(data, key) for key in Reading._fields)) == Reading()
 
 
-IM = "{% for m in messages %}{{ '<|im|>' + m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
-ASKS = "{% if add_generation_prompt %}{{ '<|im|>assistant: ' }}{% endif %}"
+IM = "{% for m in messages %}{{ '<|im|>' + m.role + ':' + m.content + '<|end|>' }}{% endfor %}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im|>assistant:' }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +154,14 @@ def bpe(tmp_path_factory):
     """A BPE tokenizer with the special tokens of IM."""
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    train_tokenizer([f"user: {n} + 1? assistant: {n}\n\n" * 9 for n in range(40)], 300, path)
+    train_tokenizer([f"user:\n{n} + 1? assistant:\n{n}\n\n" * 9 for n in range(40)], 300, path)
     inner = tokenizers.Tokenizer.from_file(str(path))
     inner.add_special_tokens(["<|im|>", "<|end|>"])
     inner.save(str(path))
     return path
 
 
-@pytest.mark.parametrize("template", ["", "{role}> {content}<|end|>", IM + ASKS], ids=str)
+@pytest.mark.parametrize("template", ["", "{role}>{content}<|end|>", IM + ASKS], ids=str)
 @pytest.mark.parametrize("packing", [False, True])
 def test_tokens_of_conversations_are_those_of_their_bytes(tmp_path, bpe, template, packing):
     """Lines and prepared files have the same rows: the text and the answers of the rows of bytes."""
@@ -185,7 +185,7 @@ def test_tokens_of_conversations_are_those_of_their_bytes(tmp_path, bpe, templat
     found = [source.batch(0, 0, lines.samples, range(lines.samples)) for source in (lines, files)]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
     inputs, targets = found[0]
-    assert (targets == DOCUMENT_END).sum() == 12 * packing
+    assert (targets == DOCUMENT_END).sum() == 11 * packing
     counted = [row[row >= 0].tolist() for row in targets]
     ends = {"": "\n\n"}.get(template, "<|end|>")
     assert sorted(b"".join(map(tokenizer.decode, counted)).decode().split(ends)[:-1]) == sorted(
@@ -223,15 +223,28 @@ def test_a_file_with_fewer_than_two_conversations_is_refused(tmp_path, lines):
         open_source(written(tmp_path, lines), 40, "float32")
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_conversations_whose_answer_is_behind_the_context_are_counted_and_not_packed(
+    tmp_path, packing
+):
+    late = {"prompt": "?" * 60, "answer": "late"}
+    source = opened(tmp_path, [PAIRS[0], late, *PAIRS[1:], late, *PAIRS], packing=packing)
+    assert (source.amounts["without_answer"], source.amounts["first_without_answer"]) == (2, 2)
+    assert source.amounts["conversations"] == 24
+    inputs, targets = source.batch(0, 0, source.samples, range(source.samples))
+    assert len(answers(targets)) == 22
+    assert sum(b"????" in bytes(row.astype(np.uint8)) for row in inputs) == 2 * (not packing)
+
+
 def test_a_second_file_of_conversations_is_what_is_held_out(tmp_path):
     (tmp_path / "other").mkdir()
     other = written(tmp_path / "other", map(json.dumps, PAIRS[:1]))
     name = written(tmp_path, map(json.dumps, PAIRS[1:]))
     source = open_source(name, 40, "float32", validation=other)
     assert (source.conversations, source.samples, source.held_out) == (11, 11, 1)
-    assert text_of(source.held_out_rows([0])[0][0]).startswith("user: 0 + 1?")
+    assert text_of(source.held_out_rows([0])[0][0]).startswith("user:\n0 + 1?")
     texts = [text_of(row) for row in source.batch(0, 0, 11, range(11))[0]]
-    assert not any(text.startswith("user: 0 + 1?") for text in texts)
+    assert not any(text.startswith("user:\n0 + 1?") for text in texts)
     with pytest.raises(DataError, match="at least 1"):
         open_source(name, 40, "float32", validation=written(tmp_path / "other", []))
     with pytest.raises(ConfigError, match="jsonl:FILE like"):
@@ -239,8 +252,9 @@ def test_a_second_file_of_conversations_is_what_is_held_out(tmp_path):
 
 
 def test_answers_behind_the_context_are_refused(tmp_path):
-    with pytest.raises(DataError, match="first 5 tokens"):
-        opened(tmp_path, PAIRS, 4)
+    for packing in (False, True):
+        with pytest.raises(DataError, match="first 5 tokens"):
+            opened(tmp_path, PAIRS, 4, packing=packing)
 
 
 @pytest.mark.parametrize("template", ["text", "{role}", "{content}{content}", "{content}{role}"])
