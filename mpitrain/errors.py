@@ -115,10 +115,16 @@ class MpitrainError(Exception):
         return self
 
     def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def named(self) -> str:
+        """Return the text behind the name of the class, as commands print it."""
         name = f"{type(self).__name__}: "
-        indent = "\n" + " " * len(name)
+        return name + ("\n" + " " * len(name)).join(self._lines())
+
+    def _lines(self) -> list[str]:
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
-        return visible(name + indent.join(map(brief, lines)))
+        return visible("\n".join(map(brief, lines))).split("\n")
 
 
 class ConfigError(MpitrainError):

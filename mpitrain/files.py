@@ -7,7 +7,9 @@ races between the check of a file and its use.
 """
 
 import errno
+import math
 import os
+import resource
 import shutil
 import stat
 from collections.abc import Iterator
@@ -288,8 +290,16 @@ def paths_of(place: str, folder: Path = Path()) -> list[str]:
     return paths if count else parts
 
 
+def largest_file() -> float:
+    """Return the bytes that a file of this process may have: `ulimit -f`."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return math.inf if most == resource.RLIM_INFINITY else most
+
+
 def mend(error: OSError) -> str:
     """Return a clause that tells how to make the file writable."""
+    if error.errno == errno.EFBIG:
+        return f"Make room (`ulimit -f` allows files of {largest_file():,.0f} bytes)"
     if error.errno in NO_ROOM:
         return "Make room"
     is_named = error.errno in IN_THE_WAY and error.filename

@@ -11,9 +11,9 @@ import click
 
 from mpitrain import __version__
 from mpitrain.cli.session import leave_usage
-from mpitrain.cli.terminal.output import open_output
-from mpitrain.errors import ConfigError, MpitrainError, brief
-from mpitrain.machine.process import launched
+from mpitrain.cli.terminal.output import open_output, silence
+from mpitrain.errors import ConfigError, MpitrainError, brief, say
+from mpitrain.machine.process import launched, leave_job_of_parent
 
 USAGE = 2
 """Exit code of wrong usage or configuration."""
@@ -206,9 +206,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point: run a command. If its usage is wrong, all ranks exit together."""
     os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI starts no rank without
     open_output()
+    leave_job_of_parent()
     if launched().rank > 0:
-        # Only rank 0 prints. The file stays open until the process ends.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        silence()
     try:
         sys.exit(commands.main(arguments, prog_name="mpitrain", standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -216,20 +216,17 @@ def main(arguments: list[str] | None = None) -> None:
         leave_usage(error.show, error.exit_code)
     except MpitrainError as error:
         # Only rank 0 runs such a command, so no other rank would reach a barrier: exit alone.
-        print(error, file=sys.stderr, flush=True)
+        say(error.named())
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
         # The system refuses a path that the user named.
-        print(
-            ConfigError(
-                f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
-                "Name another path, or look at what is there.",
-            ),
-            file=sys.stderr,
-            flush=True,
+        refusal = ConfigError(
+            f"{error.filename or 'A file'} cannot be used: {error.strerror or error}.",
+            "Name another path, or look at what is there.",
         )
+        say(refusal.named())
         sys.exit(USAGE)
     except click.Abort:
         sys.exit(130)

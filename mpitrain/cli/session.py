@@ -1,7 +1,6 @@
 """The MPI session of a command: connects the ranks, and ends them together or aborts the job."""
 
 import faulthandler
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.terminal.output import silence
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.machine import blas_kernels, process
 
@@ -100,7 +100,7 @@ def _count_local_ranks(transport: "Transport", kind: Callable[[], str]) -> None:
         process.choose_gpu(kind(), transport.hosts[: transport.rank].count(own))
     process.lower_blas_threads(transport.hosts.count(own))
     if transport.rank > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        silence()
 
 
 def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:

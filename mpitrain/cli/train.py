@@ -177,6 +177,7 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
         watchers = [Progress(stop.say)]
         finished = train(transport, configured, resume, stop.asked, watchers, begins, ends)
+    stop.ended()
     is_root = transport.rank == 0
     config = finished.job.trainer.config
     shows_samples = config.run.sample_prompt or config.data.template

@@ -4,18 +4,22 @@ All functions work before NumPy and MPI are imported. Ranks come from the launch
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import re
 import socket
+import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from mpitrain import __version__
+from mpitrain.errors import ConfigError
 
 # Each entry has the launcher, then its variables for: local rank, ranks on this host, rank, ranks.
 # Under `mpirun` inside a Slurm job, the SLURM_ variables describe the batch step (local rank 0 of
@@ -61,6 +65,9 @@ RANK_VARIABLES = (
 )
 # Ranks of one host share memory here; Docker limits it to 64 MiB by default (--shm-size).
 SHARED_MEMORY = "/dev/shm"
+OF_OPEN_MPI = 1 << 18
+"""Bytes of the files that Open MPI's launcher makes for one host in the temporary folder."""
+SIOCGIFFLAGS, IFF_UP = 0x8913, 1  # of Linux, for the flags of a network interface
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".json")
@@ -317,6 +324,36 @@ def machine() -> str:
     return ""
 
 
+def check_temporary_folder() -> None:
+    """Raise ConfigError unless Open MPI can make its files in the folder for temporary files.
+
+    Python would take another folder, but Open MPI ends.
+    """
+    names = ("TMPDIR", "TEMP", "TMP")
+    folder = Path(next((os.environ[name] for name in names if os.environ.get(name)), "/tmp"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="mpitrain-", buffering=0) as file:
+            file.write(bytes(OF_OPEN_MPI))
+    except OSError as error:
+        raise ConfigError(
+            f"Open MPI needs a folder for temporary files, but {folder} cannot be written: {error.strerror or error}.",
+            "Make room there, or set TMPDIR to another folder.",
+        ) from None
+
+
+def interfaces() -> list[str]:
+    """Return the names of the network interfaces that are up, the loopback among them."""
+    up = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("16s16x", name.encode())
+                flags = fcntl.ioctl(asked.fileno(), SIOCGIFFLAGS, request)
+                up += [name] * (struct.unpack_from("16xH", flags)[0] & IFF_UP)
+    return up
+
+
 def job_id() -> str:
     """Return the number of this job in its batch system; "" outside of one."""
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -383,6 +420,39 @@ def environment_of_one() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)
     }
+
+
+MPI_LIBRARY = re.compile(r"/(?:libmpi|MPI\.)[^/\n]*\.so")
+"""A library of MPI, or mpi4py's module, among the files that a process has mapped."""
+
+
+def leave_job_of_parent() -> None:
+    """Remove the variables of the launcher if another rank started this process.
+
+    It has inherited them. MPI would take it for that rank a second time, and wait for ever.
+    """
+    names = {"PMIX_NAMESPACE", *(name for _, *names in LAUNCHERS for name in names)}
+    own = {name: os.environ[name] for name in names if name in os.environ}
+    parent = os.getppid() if launched().launcher != "none" else 0
+    while parent > 1:
+        try:
+            at = Path(f"/proc/{parent}")
+            began_with = dict(
+                os.fsdecode(entry).partition("=")[::2]
+                for entry in (at / "environ").read_bytes().split(b"\0")
+            )
+            if {name: began_with.get(name) for name in own} != own:
+                return  # It is the launcher, or a rank of another job.
+            if MPI_LIBRARY.search((at / "maps").read_text(errors="replace")):
+                break
+            parent = int((at / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return
+    if parent > 1:
+        rank = launched().rank
+        for name in os.environ.keys() - environment_of_one().keys():
+            del os.environ[name]
+        print(f"note: rank {rank} started this process, which runs alone", file=sys.stderr)
 
 
 Kind = Literal["cpu", "cuda", "cuda-sim"]

@@ -4,8 +4,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ WORTH_COPYING = 1 << 20
 """Bytes of a rank from which checkpoint.background=auto saves in the background."""
 GROWING = 3
 """Number of steps after which the process has touched all of its memory."""
+
+
+@contextmanager
+def copying(what: str, way_out: str) -> Iterator[None]:
+    """Turn a lack of memory for copies into an error that names the key which asks for them."""
+    try:
+        yield
+    except MemoryError as error:
+        raise TrainingError(f"There is no memory for {what}: {error}.", way_out) from None
 
 
 class RunState:
@@ -429,18 +438,27 @@ class Saving(Hook):
         base = trainer.begun_from if config.lora.rank else {}
         sizes = trainer.resolved.axes.sizes
         manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)
-        run.save = self._unrecorded = save = saving.begin(
-            run.folder / CHECKPOINTS,
-            state_to_save(trainer),
-            trainer.storage,
-            run.transport,
-            trainer.backend,
-            manifest,
-            config.checkpoint.keep,
-            self._stays,
-            room_for_copies(trainer) if in_background and config.checkpoint.background else None,
-            WORTH_COPYING if config.checkpoint.background == "auto" else 0,
-        )
+        room = room_for_copies(trainer) if in_background and config.checkpoint.background else None
+        with (
+            copying(
+                f"the checkpoint of step {step}, which is copied and then written in the background",
+                "Add --set checkpoint.background=false, and go on with --resume.",
+            )
+            if room
+            else nullcontext()
+        ):
+            run.save = self._unrecorded = save = saving.begin(
+                run.folder / CHECKPOINTS,
+                state_to_save(trainer),
+                trainer.storage,
+                run.transport,
+                trainer.backend,
+                manifest,
+                config.checkpoint.keep,
+                self._stays,
+                room,
+                WORTH_COPYING if config.checkpoint.background == "auto" else 0,
+            )
         run.saved_at = step
         if save.is_copied:
             run.reach("snapshot", step)
@@ -496,9 +514,14 @@ class GoingBack(Hook):
         self._run, self._saving = run, saving
         self._snapshots, self._is_spike = Snapshots(run.trainer), False
 
+    def _take(self, step: int) -> None:
+        way_out = "Set run.on_spike to skip, which needs none."
+        with copying(f"the snapshot of step {step} for run.on_spike=back", way_out):
+            self._snapshots.take(step)
+
     def reaches(self, point: str, step: int) -> None:
         if point == "save":
-            self._snapshots.take(step)
+            self._take(step)
 
     def step_ends(self, step: int, outcome: StepResult) -> None:
         self._is_spike = outcome.is_spike
@@ -511,7 +534,7 @@ class GoingBack(Hook):
             everies = run.config.run.snapshot_every, run.config.checkpoint.every
             if step == run.first or any(every and step % every == 0 for every in everies):
                 with run.recorder.pausing("a snapshot"):
-                    self._snapshots.take(step)
+                    self._take(step)
             return stop
         self._is_spike, skips = False, run.trainer.replication.step_end.skips
         undone = -skips.number

@@ -424,7 +424,7 @@ class Indices:
         """Raise the error; with several ranks, abort the job first."""
         if self._transport.size == 1:
             raise error.on_every_rank() from None
-        self._transport.abort(str(error))
+        self._transport.abort(error.named())
         raise error
 
 

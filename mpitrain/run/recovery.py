@@ -39,7 +39,7 @@ from mpitrain.run.checkpoint.held import (
 )
 from mpitrain.run.checkpoint.manifest import step_of
 from mpitrain.run.checkpoint.snapshot import changed
-from mpitrain.run.hooks import Hook, RunState
+from mpitrain.run.hooks import Hook, RunState, copying
 from mpitrain.run.resolve import Given
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
@@ -58,7 +58,11 @@ class Copying(Hook):
     def pause(self, step: int, stop: bool) -> bool:
         run = self._run
         if step == run.first or step % run.config.run.copies_every == 0:
-            with run.recorder.pausing("copies of the state"):
+            way_out = "Add --set run.copies_every=0, and go on with --resume=auto."
+            with (
+                run.recorder.pausing("copies of the state"),
+                copying(f"copies of step {step}, as run.copies_every asks", way_out),
+            ):
                 self._copies.take(run.after(step))
         return stop
 
@@ -261,7 +265,7 @@ class Recovery:
             f"After a loss the run did not go on within run.recover_seconds {seconds:g}: it was {self._doing}.",
             "Start it again with --resume=auto, or raise run.recover_seconds.",
         )
-        self._root.abort(str(error))
+        self._root.abort(error.named())
 
 
 def replica_of(config: Config, transport: Transport) -> int:

@@ -132,8 +132,8 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
             transport.barrier()
     except MpitrainError as error:
         if not error.agreed:
-            transport.end_rank(str(error))
-        text = str(error)
+            transport.end_rank(error.named())
+        text = error.named()
         if error.__cause__:
             say(
                 f"rank {transport.rank}: ended by an exception on {transport.hosts[transport.rank]}\n"

@@ -295,7 +295,7 @@ class Departures:
             lost,
         )
         # In one write, so that no line of another rank stands within it.
-        sys.stderr.write(f"rank {self._comm.rank}: {error}\n")
+        sys.stderr.write(f"rank {self._comm.rank}: {error.named()}\n")
         sys.stderr.flush()
         # The main thread is inside MPI, and may hold the lock.
         self._watched[0][0].lock.acquire(timeout=PAUSE)

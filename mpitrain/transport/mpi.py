@@ -79,8 +79,11 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together."""
     import mpi4py
 
+    process.leave_job_of_parent()
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
+        if process.launched().launcher == "none":
+            _check_folder(mpi4py.rc)
         if process.outlives_ranks():
             mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
     from mpi4py import MPI
@@ -91,6 +94,22 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = transport.end_by_exception
     return transport
+
+
+def _check_folder(rc: Any) -> None:
+    """Raise ConfigError where Open MPI, started without a launcher, would crash in MPI_Init.
+
+    rc  mpi4py.rc
+    """
+    try:
+        process.check_temporary_folder()
+    except ConfigError as error:
+        rc.initialize, rc.finalize = False, True
+        from mpi4py import MPI
+
+        if "Open MPI" in MPI.Get_library_version():
+            raise error.on_every_rank() from None
+        MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 
 
 @contextmanager
@@ -339,7 +358,7 @@ class MpiTransport(Transport):
                 f"All ranks need one version of mpitrain with the same files, but there is {versions}.",
                 "Install one package on every host, and start all ranks with one Python.",
             )
-            say(error)
+            say(error.named())
         else:
             time.sleep(ABORT_SECONDS)  # The error must be out before the job ends.
         end_job(self.comm, ConfigError.exit_code)

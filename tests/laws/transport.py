@@ -21,7 +21,7 @@ def raises_comm_error(call) -> str:
     try:
         call()
     except CommError as error:
-        return str(error)
+        return error.named()
     raise AssertionError("no CommError was raised")
 
 

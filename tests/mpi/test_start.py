@@ -1,6 +1,7 @@
 """The start of `mpitrain train`: how often ranks parse and agree before the first step, and what they refuse."""
 
 import re
+import sys
 from ast import literal_eval
 
 import pytest
@@ -10,7 +11,7 @@ from mpitrain.machine import process
 from mpitrain.trace.recorder import STEP, WAIT
 from mpitrain.trace.timeline import read_trace
 from tests.mpi.test_commands import TINY
-from tests.processes import python_ranks, sets
+from tests.processes import python_ranks, run, sets
 
 WORDS = "words of all ranks"
 """The name of a gather of JSON in a trace."""
@@ -109,6 +110,25 @@ def test_ranks_agree_at_most_eight_times_before_the_first_step(layout, start):
     assert {what for what, _ in found} == {WORDS}, "no barrier, no message"
     assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
     assert len(AGREED[layout]) <= 8
+
+
+def test_a_program_that_a_rank_starts_is_no_rank(tmp_path):
+    child = "import mpitrain; print(mpitrain.connect().size, 'of its own')"
+    program = (
+        "import subprocess, sys, mpitrain; transport = mpitrain.connect()\n"
+        f"done = subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True, timeout=60)\n"
+        "assert f'rank {transport.rank} started this process' in done.stderr, done.stderr\n"
+        "print(done.stdout, transport.size)"
+    )
+    done = python_ranks(2, program, tmp_path)
+    assert done.returncode == 0 and done.stdout.count("1 of its own\n 2\n") == 2, done.stderr
+
+
+def test_without_a_folder_for_temporary_files_no_rank_crashes():
+    environment = {**process.environment_of_one(), "TMPDIR": "/proc"}
+    done = run([sys.executable, "-c", "import mpitrain; mpitrain.connect()"], env=environment)
+    assert done.returncode == 1 and "ConfigError: Open MPI needs a folder" in done.stderr
+    assert "ConfigError: ConfigError" not in done.stderr
 
 
 @pytest.mark.parametrize(

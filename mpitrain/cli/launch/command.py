@@ -37,12 +37,35 @@ from mpitrain.cli.launch.supervise import LauncherOutput, Requests, run, say
 from mpitrain.cli.terminal.output import Screen
 from mpitrain.cli.terminal.stop_requests import EXIT, FLAG
 from mpitrain.errors import ConfigError
+from mpitrain.files import largest_file
 from mpitrain.machine import process
 
 
+def check_host(extra: list[str]) -> None:
+    """Raise ConfigError if Open MPI's mpirun cannot start here; its own words would not say how to."""
+    if not process.interfaces():
+        raise ConfigError(
+            "mpirun needs a network interface that is up, even for ranks of one host, but there is none here.",
+            "Switch one on: ip link set lo up.",
+        )
+    if (most := largest_file()) < PMIX_NEEDS:
+        raise _too_small(most, PMIX_NEEDS, "")
+    if not any("tmpdir" in word for word in extra):
+        process.check_temporary_folder()
+
+
+def _too_small(most: float, needed: int, way_out: str) -> ConfigError:
+    return ConfigError(
+        f"Open MPI makes files of {needed / 1e6:.1f} MB, but `ulimit -f` allows {most / 1e6:.3f} MB here.",
+        f"Raise it: ulimit -f unlimited{way_out}.",
+    )
+
+
 def check_shared_memory(ranks: int) -> None:
-    """Raise ConfigError if /dev/shm is too small even for Open MPI's own files."""
-    free = process.shared_memory()
+    """Raise ConfigError if files in /dev/shm must be smaller even than Open MPI's own."""
+    free, most = process.shared_memory(), largest_file()
+    if ranks > 1 and most < 16 << 20:
+        raise _too_small(most, 16 << 20, "; or do without them: --with '--mca btl tcp,self'")
     if ranks > 1 and free < SM_NEEDS:
         raise ConfigError(
             f"/dev/shm has {free / 1e6:.1f} MB free, but Open MPI makes files of 16.8 MB there.",
@@ -130,6 +153,8 @@ ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"]
 """Options of Open MPI's mpirun with which ranks outlive one; these collectives would hide its loss."""
 HERE = Placement()
 """The placement without options: this host, or the hosts of the allocation."""
+PMIX_NEEDS = 1 << 20
+"""Bytes that a file of Open MPI's launcher may need, besides those in /dev/shm."""
 SM_NEEDS = process.room_for(16 << 20, 1)
 """Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
 
@@ -228,7 +253,7 @@ def command(
     except ConfigError as error:
         # Ctrl-C also ends the child process of `library`, which then looks like a wrong MPI.
         requests.leave_if_asked()
-        print(error, file=sys.stderr)
+        print(error.named(), file=sys.stderr)
         sys.exit(error.exit_code)
     shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
     if dry_run or verbose:
@@ -308,6 +333,7 @@ def command_line(
     if mpi.family == "MPICH":
         line = [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *mpich_options(placed, cores)]
         return [*line, *extra, *program], _settings(mpi, is_crowded)
+    check_host(extra)
     options = open_mpi_options(placed, os.environ, cores) + ULFM * fault_tolerant
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")

@@ -348,7 +348,9 @@ def run(
         if words.began and not killed.is_one:
             report = f"mpitrain runs report {shlex.quote(words.run)}"
             text += f". `{report}` says which one fell silent first"
-        if words.began:
+        if words.end:
+            text += f". The run had {words.end} before: nothing is lost"
+        elif words.began:
             text += ". With --resume=auto the run goes on from its last checkpoint, if it has one"
         say(screen, text)
     if is_training:
@@ -410,18 +412,19 @@ def training_code(
 ) -> int:
     """Return the exit code of a training run: 0 only if rank 0 reported its end, 85 if it stopped.
 
-    The launcher's code is not enough: launchers may exit with 0 after losing a host. If a stop
+    The launcher's code is not enough: launchers may exit with 0 after losing a host, and with another
+    code when the user ended the ranks of a run that had reported its end. If a stop
     signal ended the run before it began, this counts as a stop: nothing is lost, and the same
     command starts the run.
 
     requests  number of stop signals that were forwarded
     launcher  process number of the launcher
     """
-    if words.end in ("stopped", "not begun") and code in (0, STOPPED):
+    if words.end in ("stopped", "not begun") and (requests or code in (0, STOPPED)):
         if words.end == "not begun":
             say(screen, NOT_BEGUN)
         return STOPPED
-    if words.end == "ended" and code == 0:
+    if words.end == "ended" and (requests or code == 0):
         return 0
     if requests == 1 and not words.began and code not in (0, USAGE):
         say(screen, NOT_BEGUN)

@@ -181,6 +181,13 @@ def open_output() -> None:
     sys.stderr = _stream(2, sys.stderr, True, screen)
 
 
+def silence() -> None:
+    """Drop what this process prints on standard output from now on: only rank 0 prints."""
+    # Python complains of a file object that is not closed, but not of one without a file to close.
+    null = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = open(null, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def be_courtesy() -> None:
     """Ignore failed writes to standard output from now on: a long run shall not end for them."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)

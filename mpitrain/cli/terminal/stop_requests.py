@@ -159,7 +159,7 @@ class Stop:
         self._last, self._exit_code = last, exit_code
         self.temporary: Path | None = None
         self.requested = False
-        self._is_noted = self._is_terminated = False
+        self._is_noted = self._is_terminated = self._is_ended = False
         self._announced = -math.inf
         for number in REQUESTS:
             signal.signal(number, signal.SIG_DFL)
@@ -181,7 +181,7 @@ class Stop:
         self._is_noted = True
 
     def _note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.requested and self._is_noted:
+        if number == signal.SIGINT and self.requested and self._is_noted and not self._is_ended:
             # A second INT is from a person who wants the end at once. Schedulers send TERM repeatedly.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -192,13 +192,18 @@ class Stop:
     def _announce(self, number: int, frame: object) -> None:
         self._announced = time.monotonic()
 
-    def over(self) -> None:
-        """Ignore USR1 from now on: the run has saved everything.
+    def ended(self) -> None:
+        """Let no signal end the process from now on: the run has saved everything, and only a sample follows."""
+        self._is_ended = True
 
-        Python removes its handlers before MPI_Finalize. A late signal of a batch script would then
-        kill the rank, and a finished run would seem to have failed.
+    def over(self) -> None:
+        """Ignore signals from now on: nothing is left to stop.
+
+        Python removes its handlers before MPI_Finalize. A late signal, of a user or a batch script,
+        would then kill the rank, and a finished run would seem to have failed.
         """
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
 
     def asked(self) -> bool:
         """Return whether a stop was requested.

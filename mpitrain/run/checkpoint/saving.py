@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.errors import MpitrainError, TrainingError
+from mpitrain.errors import MpitrainError, TrainingError, say
 from mpitrain.files import mend, opened, write_whole
 from mpitrain.formats.safetensors_files import (
     BLOCK,
@@ -267,18 +267,32 @@ class Save:
         self.paused_s = time.perf_counter() - self._began
 
     def start(self, reach: Callable[[str, int], None]) -> None:
-        """Complete and publish the checkpoint in a thread.    reach: as `RunState.reach`"""
+        """Complete and publish the checkpoint in a thread; without one, before this returns.
+
+        reach  as `RunState.reach`
+        """
 
         def work() -> None:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COURTESY)
             _do(self._write, self._written)
             if not self.has_failed:
                 _do(self._publish, self._published)
 
+        def work_in_thread() -> None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COURTESY)
+            work()
+
         self._reach = reach
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work_in_thread, name="checkpoint", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:
+            rank = self._transport.rank
+            say(
+                f"warning: rank {rank} saves step {self.step} while training waits: {error} (see ulimit -u)."
+            )
+            work()
 
     def wait(self) -> None:
         """Return when the checkpoint is published; collective.
@@ -306,7 +320,7 @@ class Save:
 
     def _result(self, part: Callable[[], None], done: Future[None]) -> None:
         recorder = self._transport.recorder
-        if not self._thread:
+        if not self._thread and not done.done():
             with recorder.working(PIECE):
                 _do(part, done)
         copies = [file for file in self._files.values() if isinstance(file, Copies)]

@@ -166,22 +166,36 @@ def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
             "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it."
         )
     for host, ranks in _by_host(everyone).items():
-        cores = ranks[0].processors
-        if len(ranks) > cores:
-            yield (
-                f"{host} has {cores} cores for {len(ranks)} ranks: they take turns, and timings mean little. "
-                f"Start at most {cores} ranks there."
-            )
-        elif sum(rank.threads for rank in ranks) > cores:
-            yield (
-                f"{len(ranks)} ranks on {host} use {ranks[0].threads} BLAS threads each, more than its {cores} cores. "
-                "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
-            )
+        sets = {frozenset(rank.cores) for rank in ranks}
+        cores = len(union := frozenset().union(*sets))
+        for allowed in (union, *sorted(sets, key=sorted)):
+            within = sum(allowed.issuperset(rank.cores) for rank in ranks)
+            if within > len(allowed):
+                yield _crowded(host, within, len(allowed), ranks[0].processors)
+                break
+        else:
+            if sum(rank.threads for rank in ranks) > cores:
+                yield (
+                    f"{len(ranks)} ranks on {host} use {ranks[0].threads} BLAS threads each, more than its {cores} cores. "
+                    "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
+                )
         if len(ranks) > 1 and ranks[0].shared < SMALL_SHM:
             yield (
                 f"/dev/shm of {host} has {ranks[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
                 "In a container, start it with --shm-size=1g."
             )
+
+
+def _crowded(host: str, ranks: int, allowed: int, cores: int) -> str:
+    if allowed == cores:
+        return (
+            f"{host} has {cores} cores for {ranks} ranks: they take turns, and timings mean little. "
+            f"Start at most {cores} ranks there."
+        )
+    return (
+        f"{host} has {cores} cores, but {ranks} ranks may run on {allowed} of them only: they take turns, and timings mean "
+        "little. Start without taskset, with --bind none, or with more cores of the batch job or container."
+    )
 
 
 def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:

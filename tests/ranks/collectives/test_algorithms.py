@@ -82,7 +82,7 @@ def test_an_unknown_name_is_refused_on_every_rank_with_the_nearest():
     def refusal(transport):
         with pytest.raises(ConfigError) as raised:
             build(transport, parse({"replication": {"algorithm": "rign"}}))
-        return raised.value.agreed, str(raised.value)
+        return raised.value.agreed, raised.value.named()
 
     for agreed, text in run_ranks(2, refusal):
         assert agreed and text.splitlines()[0] == (

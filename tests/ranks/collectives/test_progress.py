@@ -122,7 +122,7 @@ def test_an_error_in_the_thread_is_raised_and_names_the_rank(error, wanted, call
 
     with pytest.raises(CommError) as caught:
         run_ranks(2, fail, hosts="ab")
-    assert str(caught.value).startswith(f"CommError: {wanted}")
+    assert caught.value.named().startswith(f"CommError: {wanted}")
 
 
 def test_a_reduction_missing_on_one_rank_is_a_deadlock_with_a_thread():

@@ -331,7 +331,7 @@ def test_a_vocabulary_smaller_than_its_group_is_refused():
     config = configured("layout.tp=4", "data.vocabulary=3", "model.context=8")
     with pytest.raises(
         ConfigError,
-        match=r"4 ranks share a vocabulary, but it has 3 entries\.\n +Set layout.tp to at most 3\.",
+        match=r"4 ranks share a vocabulary, but it has 3 entries\.\nSet layout.tp to at most 3\.",
     ) as refused:
         run_ranks(4, lambda transport: build(transport, config, source=source_of(config)))
     assert refused.value.agreed

@@ -268,7 +268,7 @@ def test_what_the_hosts_hold_alike_is_noticed_if_it_differs():
 
 def test_hosts_with_different_numbers_of_ranks_are_refused():
     with pytest.raises(
-        ConfigError, match=r"shard host .* but there are 2 on a, 1 on b\.\n +Start as many"
+        ConfigError, match=r"shard host .* but there are 2 on a, 1 on b\.\nStart as many"
     ) as refused:
         run_ranks(
             3, lambda transport: build(transport, configured(*TINY, *by_host(2))), hosts="aba"

@@ -145,7 +145,7 @@ def test_residuals_work_in_the_simulator_and_not_on_a_gpu(wire, tmp_path, monkey
     assert np.isfinite(facts).all()
     gpu.play(monkeypatch)
     with pytest.raises(
-        ConfigError, match=r"device\.kind is cuda\.\n +Set replication\.wire to fp16"
+        ConfigError, match=r"device\.kind is cuda\.\nSet replication\.wire to fp16"
     ) as refused:
         curves(2, tmp_path / "gpu", f"replication.wire={wire}")
     assert refused.value.agreed

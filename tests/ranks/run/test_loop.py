@@ -639,6 +639,45 @@ def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, mon
     assert records(tmp_path)[-1]["step"] < 1000
 
 
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_a_save_without_a_thread_is_written_before_training_goes_on(
+    ranks, book, tmp_path, monkeypatch, capfd
+):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    go(ranks, [*book, "checkpoint.every=2", "checkpoint.background=true"])
+    saved = [one for one in records(tmp_path) if one.get("event") == "checkpoint"]
+    assert [one["step"] for one in saved] == [2, 4, 6]
+    said = capfd.readouterr().err
+    assert said.count("step 2 while training waits: can't start new thread") == ranks, said
+
+
+@pytest.mark.parametrize(
+    ("keys", "copies", "named"),
+    [
+        (["checkpoint.background=true"], "checkpoint.saving.Copies.write", "background=false"),
+        (["run.on_spike=back"], "checkpoint.snapshot.Snapshots.take", "run.on_spike to skip"),
+    ],
+    ids=["checkpoint", "snapshots"],
+)
+def test_copies_that_find_no_memory_name_the_key_that_asks_for_them(
+    keys, copies, named, book, monkeypatch
+):
+    def refused(*arguments):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(f"mpitrain.run.{copies}", refused)
+    with pytest.raises(TrainingError, match=r"no memory for .*: Unable to allocate 9 GiB") as error:
+        go(2, [*book, "checkpoint.every=2", *keys])
+    assert named in error.value.way_out
+
+
 @pytest.mark.counted
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 def test_copies_without_room_are_refused_or_not_made(ranks, book, tmp_path):

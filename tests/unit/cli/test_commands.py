@@ -352,6 +352,47 @@ def test_shared_memory_too_small_for_mpi_is_refused_before_the_start(monkeypatch
     assert line_for(monkeypatch, "Open MPI", 2, extra=["--mca", "btl", "tcp,self"]), "the way out"
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "value", "law"),
+    [
+        (process, "interfaces", list, "needs a network interface that is up"),
+        (
+            launch_command,
+            "largest_file",
+            lambda: 10240,
+            r"1\.0 MB, but `ulimit -f` allows 0\.010 MB",
+        ),
+        (
+            launch_command,
+            "largest_file",
+            lambda: 5e6,
+            r"16\.8 MB, but `ulimit -f` .*(.|\n)*tcp,self",
+        ),
+    ],
+)
+def test_a_host_on_which_mpirun_cannot_start_is_refused_in_our_words(
+    module, name, value, law, monkeypatch
+):
+    monkeypatch.setattr(module, name, value)
+    with pytest.raises(ConfigError, match=law):
+        line_for(monkeypatch, "Open MPI", 2)
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TEMP", "TMP"])
+def test_a_folder_for_temporary_files_that_mpi_cannot_use_is_refused(name, monkeypatch, tmp_path):
+    for other in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(other, raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(name, str(tmp_path / "file/folder"))
+    with pytest.raises(
+        ConfigError, match=f"but {tmp_path}/file/folder cannot be written"
+    ) as refused:
+        line_for(monkeypatch, "Open MPI", 2)
+    assert "set TMPDIR" in refused.value.way_out
+    monkeypatch.setenv(name, str(tmp_path / "new"))
+    assert line_for(monkeypatch, "Open MPI", 2) and not [*(tmp_path / "new").iterdir()]
+
+
 def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
     assert "--stream-buffering" not in line_for(monkeypatch, "Open MPI", 2)[0]
     monkeypatch.setattr(launch_command.sys.stderr, "isatty", lambda: True, raising=False)

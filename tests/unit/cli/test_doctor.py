@@ -35,6 +35,7 @@ def test_only_what_every_rank_can_do_works():
     "changes, ranks, wrong, way_out",
     [
         ({}, 3, "a has 2 cores for 3 ranks: they take turns", "Start at most 2 ranks there."),
+        ({"cores": [0]}, 2, "a has 2 cores, but 2 ranks may run on 1 of them", "without taskset"),
         ({"threads": 2}, 2, "2 ranks on a use 2 BLAS threads each, more", "Unset OMP_NUM_THREADS"),
         ({"shared": 1 << 20}, 2, "/dev/shm of a has 1 MB free", "start it with --shm-size=1g."),
     ],
@@ -43,6 +44,12 @@ def test_what_will_go_wrong_comes_with_its_way_out(changes, ranks, wrong, way_ou
     first, warning = said(*[FINE._replace(**changes)] * ranks)
     assert first.endswith("; 1 thing(s) will go wrong:")
     assert warning.startswith(f"warning: {wrong}") and way_out in warning
+
+
+def test_ranks_that_are_bound_to_one_core_are_named_beside_others_with_room():
+    ranks = [FINE._replace(cores=cores, processors=4) for cores in ([0], [0], [1], [1, 2, 3])]
+    (warning,) = [line for line in said(*ranks) if "warning" in line]
+    assert "a has 4 cores, but 2 ranks may run on 1 of them" in warning
 
 
 def test_each_host_is_judged_by_its_own_size():

@@ -64,6 +64,21 @@ def test_after_a_cont_a_rank_waits_briefly_for_a_term(stop):
     assert stop.asked()
 
 
+def test_after_the_end_of_a_run_no_signal_ends_its_process(stop, monkeypatch):
+    killed = []
+    monkeypatch.setattr(stop_requests.os, "kill", lambda *call: killed.append(call))
+    stop.note()
+    for over in (False, True):
+        if over:
+            stop.ended()
+        for _ in range(2):
+            stop._note(signal.SIGINT, None)
+        assert len(killed) == 1 and stop.requested, "only before the end"
+        stop.requested = False
+    stop.over()
+    assert {signal.getsignal(number) for number in stop_requests.REQUESTS} == {signal.SIG_IGN}
+
+
 def test_without_mpirun_the_last_line_is_printed(capsys):
     stop_requests.say_last("stopped at step 3")
     assert capsys.readouterr().out == "stopped at step 3\n"

@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 from contextlib import suppress
 
 import pytest
@@ -11,7 +12,13 @@ from mpitrain.cli.launch.supervise import LauncherOutput, Passage
 from mpitrain.cli.launch.supervise import OutputFilter as OutputWords
 from mpitrain.cli.terminal.output import Output, OutputError
 from mpitrain.errors import ConfigError
-from tests.processes import SECONDS
+from tests.processes import SECONDS, run
+
+
+def test_a_rank_that_is_silent_leaves_no_warning_of_python():
+    code = "from mpitrain.cli.terminal.output import silence; silence(); print('nothing')"
+    done = run([sys.executable, "-W", "error", "-c", code])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_two_outputs_have_two_files(tmp_path):

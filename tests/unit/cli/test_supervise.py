@@ -265,6 +265,22 @@ def test_a_second_request_ends_the_launcher():
     assert process.returncode == 143 and b"ending it now" in errors
 
 
+@pytest.mark.parametrize(("event", "code"), [("ended", 0), ("stopped", 85)])
+def test_a_run_that_has_ended_keeps_its_exit_code_whatever_signals_come(event, code):
+    over = {"ended": ENDED, "stopped": STOPPED}[event]
+    killed = KILLED.decode()
+    process = started(
+        f"import sys, time; print({BEGAN!r}); print({over!r} + '\\nready'); print({killed!r}, file=sys.stderr)\n"
+        "while True: time.sleep(1)"
+    )
+    assert process.stdout.readline() == b"ready\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code and b"goes on from its last" not in errors, errors
+
+
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     process = started(
         LISTENS.format(first=f"{BEGAN}\nready", last=STOPPED, code=85),

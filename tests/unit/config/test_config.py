@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "mpitrain/run/README.md"
 def refusal(*settings, tables=None):
     with pytest.raises(ConfigError) as raised:
         parse(with_settings(tables or {}, list(settings)))
-    return str(raised.value)
+    return raised.value.named()
 
 
 def test_defaults_are_a_whole_configuration_and_survive_a_round_trip():

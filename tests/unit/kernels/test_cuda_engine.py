@@ -606,8 +606,7 @@ def test_where_cupy_finds_no_cublas_it_is_said_how_to_get_it():
     vars(cupy.cuda).pop("cublas")
     cupy.cuda = WithoutCublas(**vars(cupy.cuda))
     with pytest.raises(
-        ConfigError,
-        match=r"need cuBLAS, but .* it: Failure .* No such file\n +Install it: .*cuda13",
+        ConfigError, match=r"need cuBLAS, but .* it: Failure .* No such file\nInstall it: .*cuda13"
     ):
         CudaEngine(cupy).multiply(a, a, a.copy(), False, False, False)
 

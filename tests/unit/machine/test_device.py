@@ -26,7 +26,7 @@ def test_every_kind_has_what_belongs_to_it_and_nothing_else_has():
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are():
     for kind in ("auto", "tpu", "reference"):
-        said = rf"no device of kind '{kind}' to compute on.\n +Name one of cpu, cuda, cuda-sim"
+        said = rf"no device of kind '{kind}' to compute on.\nName one of cpu, cuda, cuda-sim"
         with pytest.raises(ConfigError, match=said):
             device_for(kind)
 

@@ -44,7 +44,7 @@ def refusal(kind):
     with pytest.raises(ConfigError) as raised:
         backend_for(kind)
     assert raised.value.exit_code == 2
-    return str(raised.value)
+    return raised.value.named()
 
 
 def test_what_cuda_lacks_is_said(one_gpu, monkeypatch):
