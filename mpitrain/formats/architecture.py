@@ -89,6 +89,7 @@ class Architecture(NamedTuple):
     notes         (config) -> sentences about properties of a folder that the run does not have
     heads         beginnings of names: a folder has all tensors with this beginning, or none
     earlier       {part of a name in earlier folders: now}
+    again         {name of a tensor that a folder may have twice: the other name, which counts}
     """
 
     kind: str
@@ -104,6 +105,7 @@ class Architecture(NamedTuple):
     notes: Callable[[Any, Path], list[str]] = lambda config, folder: []
     heads: Sequence[str] = ()
     earlier: Mapping[str, str] = {}
+    again: Mapping[str, str] = {}
 
     def counterparts(
         self,
@@ -237,6 +239,7 @@ def _matched(
         left[short] = name, tensor
     if len(left) < len(located):
         raise ValueError(f"it has a tensor with and without the prefix {own.prefix}")
+    left |= {name: left.pop(other) for name, other in own.again.items() if other in left}
     matched: dict[str, AnyTensor] = {}
     classes, has = 0, lambda row: row.theirs.removeprefix(own.prefix) in left
     for row in own.tensors(keys):
@@ -286,6 +289,7 @@ def write(own: Architecture, model: Trained) -> FolderContents:
         for part in parts:
             tensor = tensors[ours] if len(parts) == 1 else RowsOfTensor(tensors[ours], part.rows)
             renamed[part.name] = reversed_dims(tensor) if part.is_transposed else tensor
+    renamed |= {other: renamed[name] for name, other in own.again.items() if name in renamed}
     if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):
         raise ConfigError(
             f"A folder of a {own.noun} has no tensor for {strange[0]}, which this run has.",

@@ -152,9 +152,12 @@ BERT = Architecture(
     described=described,
     prefix="bert.",
     # A tied decoder may be there as a copy.
-    buffers=r"embeddings\.position_ids|cls\.predictions\.decoder\.(weight|bias)|cls\.seq_relationship\..*",
+    buffers=r"embeddings\.position_ids|cls\.predictions\.decoder\.weight|cls\.seq_relationship\..*",
     notes=notes,
     heads=("cls.", "bert.pooler.", "classifier."),
+    # Version 5 of transformers computes with decoder.bias, which is a tensor of its own unless the decoder
+    # is tied; version 4 has one tensor with both names, and writes the other one.
+    again={f"{CLS}.bias": f"{CLS}.decoder.bias"},
     earlier={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
 FORMAT = format_of_architecture("a BERT of HuggingFace's transformers", BERT)

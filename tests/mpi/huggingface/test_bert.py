@@ -185,6 +185,47 @@ def test_a_round_trip(given, tmp_path):
     assert found["input_ids"] == ids[0].tolist() and found["token_type_ids"] == types[0].tolist()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bias_of_a_decoder_counts_in_both_ways(tied, given, tmp_path):
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    if given[0].config.architectures != ["BertForMaskedLM"]:
+        return
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**SHAPE, "tie_word_embeddings": tied})
+    )
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
+        model.cls.predictions.decoder.bias.add_(torch.randn(len(NAMES)))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/tokenizer.json").write_bytes((given[1] / "tokenizer.json").read_bytes())
+    run = [*FLAT, *given[2], f"run.init_from={tmp_path}/theirs", f"run.out={tmp_path / 'run'}"]
+    config = configured(*run, "run.steps=1", "optimizer.lr=0.1")
+
+    def computed(own):
+        trainer, source, _ = build(own, config)
+        inputs, _ = source.batch(0, 0, 8, range(8))
+        return inputs, np.array(trainer.logits(inputs))
+
+    ((inputs, logits),) = run_ranks(1, computed)
+    assert np.abs(logits - output(model, inputs).detach().numpy()).max() <= 1e-4
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    export(tmp_path / "run", "bert", tmp_path / "back", "float32", 20_000_000, [])
+    again, info = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    bias = again.cls.predictions.decoder.bias.detach().numpy()
+    tensors = load_file(tmp_path / "back/model.safetensors")
+    for name in ("decoder.bias", "bias"):  # transformers 4 reads the second
+        assert np.array_equal(tensors[f"cls.predictions.{name}"], bias)
+    assert np.abs(bias - model.cls.predictions.decoder.bias.detach().numpy()).max() > 1e-3
+    config = configured(*run[:-2], "run.steps=1", f"run.init_from={tmp_path}/back")
+    ((_, logits),) = run_ranks(1, computed)
+    assert np.abs(logits - output(again.eval(), inputs).detach().numpy()).max() <= 1e-4
+
+
 def test_peft_computes_the_logits_of_an_exported_adapter(given, tmp_path):
     import torch
     from peft import PeftModel
