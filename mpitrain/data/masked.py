@@ -3,6 +3,7 @@
 B rows, T tokens of a row.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -10,11 +11,12 @@ import numpy as np
 from mpitrain.config import Data
 from mpitrain.data.rows import positions
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Source
-from mpitrain.data.table import tokenizer_of
 from mpitrain.data.tokenizer import BYTES_FILE, MASK, open_tokenizer
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", MASK)
-"""Names of tokens that are never hidden."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+"""Names of tokens that are never hidden, beside those that a tokenizer calls special."""
+MASKS = (MASK, "<mask>")
+"""Usual names of the mask token."""
 SHOWN = 0.8, 0.9
 """Of the chosen tokens, this part becomes the mask token, and the part up to here another token."""
 DRAW = 2
@@ -76,17 +78,26 @@ class MaskedSource:
         return np.where(chosen, shown, inputs), hidden
 
 
-def masked(opened: Callable[[int], Source], data: Data) -> MaskedSource:
+def masked(
+    opened: Callable[[int], Source], data: Data, tokenizer: bytes | None, mask_name: str = ""
+) -> MaskedSource:
     """Open a token source, and hide tokens of it.
 
-    opened  makes the source, from data.vocabulary
+    opened     makes the source, from data.vocabulary
+    tokenizer  the content of a tokenizer.json; None: tokens are numbers, and none is special
+    mask_name  the name of the mask token; empty, or of no token: it has a usual name
     """
-    content = tokenizer_of(data.mixture or [data.source], data.tokenizer)
-    special: dict[str, int | None] = {}
-    if content not in (None, BYTES_FILE):
-        tokenizer = open_tokenizer(content, "The tokenizer of the data")
-        special = {name: tokenizer.named(name) for name in SPECIAL}
-    mask = special.get(MASK)
+    special, mask = set[int](), None
+    if tokenizer not in (None, BYTES_FILE):
+        named = open_tokenizer(tokenizer, "The tokenizer of the data").named
+        masks = [token for name in (mask_name, *MASKS) if (token := named(name)) is not None]
+        mask = masks[0] if masks else None
+        special = {*masks[:1], *(token for name in SPECIAL if (token := named(name)) is not None)}
+        special |= _added(tokenizer)
     added = 1 if mask is None and data.vocabulary else 0
-    kept = [token for token in special.values() if token is not None]
-    return MaskedSource(opened(data.vocabulary - added), data.mask, mask, kept)
+    return MaskedSource(opened(data.vocabulary - added), data.mask, mask, sorted(special))
+
+
+def _added(tokenizer: bytes) -> set[int]:
+    """Return the tokens that a tokenizer.json calls special."""
+    return {one["id"] for one in json.loads(tokenizer)["added_tokens"] if one.get("special")}

@@ -31,7 +31,18 @@ def chat_template(folder: Path) -> str:
     Of several templates it is the one with the name `default`. The names of special tokens are set
     in the text itself.
     """
-    names, text = dict[str, str](), ""
+    text = ""
+    with refusing(folder):
+        if (folder / SETTINGS).exists():
+            text = _default(configuration(folder, SETTINGS, _Settings).chat_template)
+        if (folder / TEMPLATE).exists():
+            text = contents(folder / TEMPLATE, BENEATH).decode()
+    return with_names(text, special_names(folder)) if text else ""
+
+
+def special_names(folder: Path) -> dict[str, str]:
+    """Return the names of special tokens in a folder, such as {"bos_token": "<s>"}."""
+    names = dict[str, str]()
     with refusing(folder):
         for file in (SPECIAL, SETTINGS):
             if (folder / file).exists():
@@ -41,10 +52,7 @@ def chat_template(folder: Path) -> str:
                     value = value.get("content") if isinstance(value, dict) else value
                     if isinstance(value, str):
                         names[name] = value
-                text = _default(settings.chat_template) or text
-        if (folder / TEMPLATE).exists():
-            text = contents(folder / TEMPLATE, BENEATH).decode()
-    return with_names(text, names) if text else ""
+    return names
 
 
 def _default(templates: str | list[dict[str, str]] | None) -> str:

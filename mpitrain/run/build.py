@@ -22,9 +22,13 @@ from mpitrain.data import (
     rows_of_epoch,
     source_kind,
     targets_of,
+    tokenizer_of,
     zeros,
 )
+from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import ConfigError
+from mpitrain.formats.chat import special_names
+from mpitrain.formats.companions import INIT_FROM
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.layers.recomputed import with_recomputation
@@ -57,6 +61,7 @@ from mpitrain.run.run_dir import (
     is_run,
     noted_largest,
     noted_scaling,
+    text_in,
 )
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
@@ -182,7 +187,8 @@ def _open(
     resolved = resolve_here(agreed, transport.hosts)
     config, axes, plan, *_, gpus, device = resolved
     name = "this data source" if source else config.data.source
-    data = source or _source(config, largest, scaling)
+    run = agreed.location.folder if agreed.location.has_run else ""
+    data = source or _source(config, largest, scaling, run)
     check_data(config.model.kind, data.form, name)
     check_targets(config.model.loss, targets_of(data), name)
     config = _with_data(config, data)
@@ -366,8 +372,14 @@ def _files(config: Config) -> dict[str, str]:
     return digests
 
 
-def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None = None) -> Source:
-    """Open the data source.    largest, scaling: the result of `_scanned`"""
+def _source(
+    config: Config, largest: int | None, scaling: dict[str, Any] | None = None, run: str = ""
+) -> Source:
+    """Open the data source.
+
+    largest, scaling  the result of `_scanned`
+    run               the directory of a run that goes on, or is opened again; empty: it is new
+    """
     data = config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
@@ -388,7 +400,28 @@ def _source(config: Config, largest: int | None, scaling: dict[str, Any] | None 
         return opened(data.vocabulary)
     from mpitrain.data.masked import masked  # a run of another kind does not need the module
 
-    return masked(opened, data)
+    return masked(opened, data, *_tokenizer_of(config, run))
+
+
+def _tokenizer_of(config: Config, run: str) -> tuple[bytes | None, str]:
+    """Return the tokenizer that knows the special tokens, and the name of its mask token, or "".
+
+    The model that a run starts from knows them if the data do not.
+    """
+    data, folder = config.data, Path(run or config.run.init_from)
+    of_data = tokenizer_of(data.mixture or [data.source], data.tokenizer)
+    if not (run or config.run.init_from):
+        return of_data, ""
+    tokenizer, is_of_run = of_data or text_in(folder, TOKENIZER), is_run(folder)
+    if not tokenizer and not is_of_run:
+        raise ConfigError(
+            f"A tokenizer knows the mask token and other special tokens of a {config.model.kind}, but "
+            f"neither {data.source} nor {folder} has one ({TOKENIZER}).",
+            "Save the tokenizer of the model there, or encode text: mpitrain data prepare --tokenizer.",
+        )
+    return tokenizer, special_names(folder / INIT_FROM if is_of_run else folder).get(
+        "mask_token", ""
+    )
 
 
 def trained_configuration(folder: Path, settings: list[str]) -> Config:

@@ -357,7 +357,7 @@ def meaning(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
     values  {section.key: value} of its configuration
     """
     fixed = {key: value for key, value in values.items() if key.startswith(FIXED)}
-    texts = {name: _text_in(run, name) for name in OF_MEANING}
+    texts = {name: text_in(run, name) for name in OF_MEANING}
     return fixed | {
         name: hashlib.sha256(text).hexdigest() for name, text in texts.items() if text is not None
     }
@@ -427,7 +427,7 @@ def _note_companions(
     tokenizer  of the data
     returns    the tokenizer of the run
     """
-    of_model, files = _text_in(folder, TOKENIZER), of_folder(folder)
+    of_model, files = text_in(folder, TOKENIZER), of_folder(folder)
     is_same = tokenizer == of_model or (tokenizer == BYTES_FILE and is_of_bytes(of_model or b""))
     if tokenizer and of_model and not is_same:
         say(f"note: {', '.join(names)} and {folder} have different tokenizers.")
@@ -532,7 +532,7 @@ def checkpoints_of(run: Path, does_verify: bool) -> Iterator[ListedCheckpoint]:
         )
 
 
-def _text_in(folder: Path, name: str) -> bytes | None:
+def text_in(folder: Path, name: str) -> bytes | None:
     try:
         return contents(folder / name, inner=1)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from mpitrain.data import without_padding
 from mpitrain.data.labelled import row_of
 from mpitrain.data.tokenizer import read_tokenizer
+from mpitrain.errors import MpitrainError
 from mpitrain.formats.bert import BERT
-from mpitrain.run.build import build
+from mpitrain.run.build import build, open_run
+from mpitrain.run.build import configured as from_run
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
@@ -185,6 +188,45 @@ def test_a_round_trip(given, tmp_path):
     assert found["input_ids"] == ids[0].tolist() and found["token_type_ids"] == types[0].tolist()
 
 
+@pytest.mark.parametrize("mask", ["[MASK]", "w3"])
+def test_the_tokenizer_of_a_folder_says_which_raw_tokens_are_special(mask, given, tmp_path):
+    model, folder, _ = given
+    if model.config.architectures != ["BertForMaskedLM"]:
+        return
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    shutil.copytree(folder, theirs)
+    (theirs / "tokenizer_config.json").write_text(json.dumps({"mask_token": mask}))
+    np.arange(4000, dtype=np.uint16).__mod__(37).tofile(tmp_path / "train.bin")
+    settings = [*FLAT, f"data.source=tokens:{tmp_path}/train.bin", f"run.init_from={theirs}"]
+
+    config = configured(*settings, f"run.out={run}", "run.steps=1")
+    (job,) = run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False).job)
+    number = NAMES.index(mask)
+
+    def assert_hides(source):
+        inputs, targets = map(
+            np.concatenate,
+            zip(*(source.batch(0, step, 8, range(8)) for step in range(9)), strict=True),
+        )
+        shown = inputs[(targets >= 0) & (inputs != targets)]
+        assert np.mean(shown == number) > 0.8
+        assert not np.isin(targets, [*range(5), number]).any()
+
+    assert_hides(job.source)
+    shutil.rmtree(theirs)  # A run that is opened again knows them without the folder.
+    (job,) = run_ranks(1, lambda own: open_run(own, run, lambda: from_run(run, [])))
+    assert_hides(job.source)
+
+
+def test_raw_tokens_need_a_tokenizer_that_says_which_are_special(given, tmp_path):
+    model, _, data = given
+    if model.config.architectures != ["BertForMaskedLM"]:
+        return
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MpitrainError, match=r"mask token.*tokenizer\.json"):
+        run_ranks(1, lambda own: build(own, configured(*FLAT, *data, f"run.init_from={tmp_path}")))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_bias_of_a_decoder_counts_in_both_ways(tied, given, tmp_path):
     import torch
@@ -266,8 +308,6 @@ def test_the_head_that_a_folder_lacks_is_drawn_and_named(given, tmp_path, capsys
     ("key", "value"), [("hidden_act", "relu"), ("type_vocab_size", 1), ("is_decoder", True)]
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, given, tmp_path):
-    from mpitrain.errors import MpitrainError
-
     config = json.loads((given[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(MpitrainError, match=key):
