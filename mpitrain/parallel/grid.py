@@ -1,5 +1,6 @@
 """The grid of ranks: each rank's coordinates and process groups (as torch's DeviceMesh)."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -116,7 +117,10 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
             f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
             "Name one of these in run.delay, or leave it empty.",
         )
-    check_injection(config.run.inject, ranks, config.run.steps)
+    # The data, which give the steps of run.epochs, are not open yet.
+    check_injection(
+        config.run.inject, ranks, sys.maxsize if config.run.epochs else config.run.steps
+    )
     return mesh
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpitrain.config import CONFIG, Config, with_settings
+from mpitrain.config.faults import check_injection
 from mpitrain.config.plugins import load
 from mpitrain.data import (
     Reading,
@@ -191,7 +192,8 @@ def _open(
     data = source or _source(config, largest, scaling, run)
     check_data(config.model.kind, data.form, name)
     check_targets(config.model.loss, targets_of(data), name)
-    config = _with_data(config, data)
+    config = _with_data(config, data, agreed.location)
+    check_injection(config.run.inject, axes.ranks, config.run.steps)
     resolved = resolved._replace(config=config)
     facts = {**facts_of(resolved), **({} if source else _files(config))}
     models = _models(resolved, data, checkpoint, transport.rank)
@@ -224,8 +226,11 @@ def _models(
     return open_models(config, checkpoint, data.inputs, lambda: model(config, data, layers), rank)
 
 
-def _with_data(config: Config, data: Source | Unopened) -> Config:
-    """Return the configuration with what the data determine: data.template, and run.steps of run.epochs."""
+def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> Config:
+    """Return the configuration with what the data determine: data.template, and run.steps of run.epochs.
+
+    These steps take the rows of the epochs that those before this start have left, with today's batch.
+    """
     template = getattr(data, "template", config.data.template)
     config = config.changed({"data.template": template})
     if not config.run.epochs or isinstance(data, Unopened):
@@ -235,7 +240,8 @@ def _with_data(config: Config, data: Source | Unopened) -> Config:
             f"run.epochs needs data that know their size, but {config.data.source} does not.",
             "Set run.steps instead.",
         )
-    steps = max(1, math.ceil(config.run.epochs * rows / config.batch.size))
+    left = max(0, math.ceil(config.run.epochs * rows) - begun.samples)
+    steps = max(1, begun.step + -(-left // config.batch.size))
     if error := schedule_error(config.optimizer, steps):
         raise error
     return config.changed({"run.steps": steps})
@@ -291,7 +297,7 @@ def alone(config: Config, hosts: Sequence[str]) -> Alone:
     check_data(agreed.config.model.kind, source.form, name)
     check_targets(agreed.config.model.loss, targets_of(source), name)
     resolved = resolve_here(agreed, hosts)
-    resolved = resolved._replace(config=_with_data(resolved.config, source))
+    resolved = resolved._replace(config=_with_data(resolved.config, source, RunLocation()))
     _models(resolved, source, None, 0)
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
@@ -448,6 +454,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "run.inject=", "batch.micro_batches=0", f"batch.size={rows}"]
+    anew.append("run.epochs=0.0")  # These rows are no step of the run, whose run.steps stay.
     anew.append("device.passes=auto")  # This machine may have no compiler.
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}

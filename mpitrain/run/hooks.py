@@ -122,6 +122,7 @@ class RunState:
         record = {
             "event": "resume" if location.saved or recovered else "start",
             "step": self.first,
+            "samples_seen": job.done.samples,
             **recovered,
             "time": now,
             "startup_s": startup_s,

@@ -149,12 +149,13 @@ class Recovery:
         raises  TrainingError if all ranks live; PeerLost, on every rank, if no replica is whole
         """
         self.over()
+        self._doing = "connecting the living ranks"
         self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
         self._timer.daemon = True
         self._timer.start()
         self._copies = None
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
-        before, self._doing = self._root.size, "connecting the living ranks"
+        before = self._root.size
         known, left = self._connected()
         size = self._root.size
         if size == before:
@@ -253,7 +254,8 @@ class Recovery:
             return agreed, None
         facts = complete.facts
         self.facts |= {"filled_from": facts.of, "loss": facts.loss}
-        return agreed._replace(location=agreed.location._replace(saved="")), complete
+        done = {"step": facts.done.step, "samples": facts.done.samples}
+        return agreed._replace(location=agreed.location._replace(saved="", **done)), complete
 
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""

@@ -50,6 +50,8 @@ class RunLocation(NamedTuple):
     passes    the device.passes of the resumed run
     scaling   of arrays, if the run has noted it; else None
     named     {key: value} of the classes and labels of the run to resume, as in [data]
+    step      number of steps before this start
+    samples   number of rows in their global batches
     """
 
     folder: str = ""
@@ -61,6 +63,8 @@ class RunLocation(NamedTuple):
     passes: str = "auto"
     scaling: dict[str, Any] | None = None
     named: dict[str, Any] = {}
+    step: int = 0
+    samples: int = 0
 
 
 class Given(NamedTuple):

@@ -144,6 +144,12 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
             f"{folder} was trained with another model: {', '.join(fixed)}.",
             "Resume with the configuration of the run, or start another one with its own --out.",
         )
+    if config.run.epochs and "data.packing" in changed:
+        was, now = changed["data.packing"]
+        raise ConfigError(
+            f"run.epochs counts rows of one kind, but data.packing was {was} in {folder} and is {now}.",
+            "Leave data.packing as it was, or set run.steps (--steps) in place of run.epochs.",
+        )
     is_same = "data.source" not in changed and not config.data.validation
     return RunLocation(
         str(folder),
@@ -155,6 +161,8 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         then.device.passes,
         noted_scaling(folder),
         {key: getattr(then.data, key) for key in ("classes", "labels")},
+        manifest.done.step,
+        manifest.done.samples,
     )
 
 

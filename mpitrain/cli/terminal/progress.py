@@ -116,12 +116,16 @@ class Progress(Watcher):
         for line in filter(None, lines):
             print(line, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
-            does_decay = key in ("run.steps", "run.epochs") and c.optimizer.schedule != "constant"
+            is_total = key in ("run.steps", "run.epochs") or (key in OF_TOTAL and c.run.epochs)
+            does_decay = is_total and c.optimizer.schedule != "constant"
             follows = "; the learning rate follows the new total" * does_decay
             print(f"changed since it was last run: {key} {then!r} -> {now!r}{follows}", flush=True)
         if record["step"] == c.run.steps and record["event"] == "resume":
-            done = f"all {c.run.steps} steps were done before"
-            print(f"{done}; to train on, set run.steps to more", flush=True)
+            of, key = (
+                (f" of run.epochs {c.run.epochs:g}", "epochs") if c.run.epochs else ("", "steps")
+            )
+            done = f"all {c.run.steps} steps{of} were done before"
+            print(f"{done}; to train on, set run.{key} to more", flush=True)
         self._has_tokens = "conversations" in record or "tokens" in record
         self._steps, self._first, self._start = c.run.steps, record["step"], time.perf_counter()
         if self._bar is not None:
@@ -194,6 +198,10 @@ class Progress(Watcher):
         return f"{minutes}:{seconds:02d}"
 
 
+OF_TOTAL = ("batch.size", "data.source", "data.mixture")
+"""Keys that change the steps of run.epochs."""
+
+
 def predicted(logged: Sequence[dict[str, Any]], end: dict[str, Any]) -> str:
     """Return a line with predicted and measured time and memory; "" where there is no prediction.
 
@@ -231,9 +239,12 @@ def nats(loss: float, bits: float | None) -> str:
 def amounts(config: Config, record: dict[str, Any]) -> str:
     """Return the size of the data and the epochs of the run; "" if the source has no size."""
     size, steps = config.batch.size, config.run.steps
+    before = (
+        record.get("samples_seen", 0) - record.get("step", 0) * size
+    )  # by steps of another size
     source = config.data.validation.partition(":")[2] or "the last tenth"
     if "tokens" in record:
-        size *= config.model.context
+        size, before = size * config.model.context, before * config.model.context
         unit, there, extent = "tokens", record["tokens"], f"vocabulary {record['vocabulary']:,}"
         held_out = f"{record['held_out_tokens']:,} held out ({source})"
     elif "samples" in record:
@@ -258,7 +269,7 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
             unit, there = "rows", record["packed_rows"]
     else:
         return ""
-    epochs = steps * size / there
+    epochs = (steps * size + before) / there
     rate = f"; learning rate {config.optimizer.lr:g}" if "init_from" in record else ""
     return (
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "

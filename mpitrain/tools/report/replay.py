@@ -128,7 +128,8 @@ def _config(side: ComparedRun, start: int) -> Config:
     run = side.config.run
     failure = injection(run.inject)
     does_repeat = failure and failure.kind in IN_GRADIENTS and failure.step > start
-    changed = {"delay": "", "inject": run.inject if does_repeat else ""}
+    # The steps of the learning rate are those of the run, whatever its batches were.
+    changed = {"delay": "", "inject": run.inject if does_repeat else "", "epochs": 0.0}
     return side.config.model_copy(update={"run": run.model_copy(update=changed)})
 
 

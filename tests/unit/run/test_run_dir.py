@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest, wr
 from mpitrain.run.choices import parse
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
+from mpitrain.run.metrics import read_metrics
 from mpitrain.run.run_dir import configuration, look
 from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
@@ -99,6 +101,40 @@ def test_a_resume_with_another_batch_size_continues_after_its_samples(tmp_path, 
         (5, 20, 44),
         (6, 20, 64),
     ]
+
+
+@pytest.mark.parametrize("size", [2, 18, 100])
+@pytest.mark.parametrize("source", ["text", "mixture", "jsonl"])
+def test_epochs_are_counted_in_samples_whatever_the_batches_were(tmp_path, source, size):
+    text, other, talk = (tmp_path / name for name in ("text", "other", "talk"))
+    text.write_text("0123456789abcde\n" * 40)
+    other.write_text("edcba9876543210\n" * 20)
+    turns = [{"role": role, "content": "b"} for role in ("user", "assistant")]
+    talk.write_text(f"{json.dumps({'messages': turns})}\n" * 40)
+    data = {
+        "text": [f"data.source=text:{text}"],
+        "mixture": [
+            "data.source=mixture",
+            f'data.mixture={{"text:{text}":1.0,"text:{other}":2.0}}',
+        ],
+        "jsonl": [f"data.source=jsonl:{talk}", "data.template={role}{content}"],
+    }[source]
+    decay = ["optimizer.warmup=1", "optimizer.decay_steps=3"]  # An evaluation makes no such steps.
+    trained(tmp_path / "run", "batch.size=9", "run.epochs=1.0", *data, *decay)
+    trained(tmp_path / "run", f"batch.size={size}", "run.epochs=1.9", resume="yes")
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    begun = [record for record in records if record.get("event") in ("start", "resume")]
+    rows = begun[0].get("conversations") or begun[0]["tokens"] / 16
+    wanted = math.ceil(1.9 * rows)
+    (seen,) = (
+        r["samples_seen"] for r in records if r["step"] == records[-1]["step"] and "loss" in r
+    )
+    assert rows <= begun[1]["samples_seen"] < wanted <= seen < wanted + size
+    assert configuration(tmp_path / "run").run.steps == records[-1]["step"]
+    opened(tmp_path / "run")
+    if source == "jsonl":
+        with pytest.raises(ConfigError, match=r"data\.packing was False .* is True"):
+            trained(tmp_path / "run", "data.packing=true", resume="yes")
 
 
 def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
