@@ -2,9 +2,7 @@
 
 import ctypes
 import hashlib
-import os
 import struct
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ import numpy as np
 from mpitrain.errors import ConfigError, KernelError
 from mpitrain.kernels.loader import Dims, Function, Multiprocessor
 from mpitrain.kernels.source import Signature, SourceFile
-from mpitrain.machine.compiling import cache_of, locked
+from mpitrain.machine.compiling import cache_of, compiled_once
 
 # Any kernel may use these bytes of shared memory, static and dynamic together, without a request.
 WITHOUT_ASKING = 48 << 10
@@ -299,16 +297,15 @@ class Compiler:
         key = hashlib.sha256(repr((source.text, options, self._version)).encode()).hexdigest()[:32]
         is_code = self.architecture.startswith("sm_")
         path = self._folder / f"{source.path.stem}-{key}.{'cubin' if is_code else 'ptx'}"
-        if path.exists():
-            return path
-        with locked(path, source.path.name, waits) as is_free:
-            if is_free and not path.exists():
-                # These options name the folders of CUDA's and CuPy's headers. The key omits them,
-                # because they differ between machines.
-                headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
-                options += tuple(option for option in headers if option.startswith("-I"))
-                self._write(path, self._compiled(source, options, is_code))
-        return path
+
+        def compile(part: Path) -> None:
+            # These options name the folders of CUDA's and CuPy's headers. The key omits them,
+            # because they differ between machines.
+            headers = tuple(self._cupy._core.core.assemble_cupy_compiler_options(()))
+            folders = tuple(option for option in headers if option.startswith("-I"))
+            part.write_bytes(self._compiled(source, options + folders, is_code))
+
+        return compiled_once(path, source.path.name, compile, waits)
 
     def _compiled(self, source: SourceFile, options: tuple[str, ...], is_code: bool) -> bytes:
         nvrtc = self._cupy.cuda.nvrtc
@@ -325,9 +322,3 @@ class Compiler:
             ) from None
         finally:
             nvrtc.destroyProgram(program)
-
-    def _write(self, path: Path, code: bytes) -> None:
-        descriptor, partial = tempfile.mkstemp(dir=self._folder)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(code)
-        Path(partial).replace(path)

@@ -6,7 +6,9 @@ kernels have such a folder too.
 """
 
 import atexit
+import ctypes
 import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -14,15 +16,20 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.files import opened
+from mpitrain.files import cannot_write, contents, opened
 from mpitrain.machine import process
+
+ANSWERING = 30.0
+"""Seconds in which the compiler tells its version: one that hangs has failed."""
+NO_COMPILER = "there is no compiler."
+"""The reason for which a rank without any compiler has no compiled passes."""
 
 
 def compiler(
@@ -134,23 +141,62 @@ def is_zig() -> bool:
     return Path(compiler()).name == "zig"
 
 
-def _command() -> list[str]:
-    """Zig compiles its C++ library once, into a cache."""
+def _said(arguments: list[str], what: str, way_out: str, seconds: float | None) -> str:
+    """Run the compiler; return its standard output.
+
+    what, way_out  the predicate and the way out of the error
+    raises         ConfigError without a compiler, KernelError if it fails
+    """
     if not is_zig():
-        return [compiler()]
-    return ["/usr/bin/env", f"ZIG_GLOBAL_CACHE_DIR={cache_of('zig')}", compiler(), "c++"]
+        return _output([compiler(), *arguments], what, way_out, seconds)
+
+    def by_zig(folder: Path | str) -> str:
+        cache = f"ZIG_GLOBAL_CACHE_DIR={folder}"
+        command = ["/usr/bin/env", cache, compiler(), "c++", *arguments]
+        return _output(command, what, way_out, seconds)
+
+    # Zig compiles its C++ library once, into a cache. Of files that were cut there it makes errors,
+    # or empty libraries. So what needs no such library is compiled without, and errors are tried again.
+    if "-nostdlib" not in arguments:
+        with suppress(KernelError):
+            return by_zig(cache_of("zig"))
+    with tempfile.TemporaryDirectory() as folder:
+        return by_zig(folder)
+
+
+def _output(command: list[str], what: str, way_out: str, seconds: float | None) -> str:
+    """Run a command that ends within some seconds; return its standard output."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f" it did not end within {seconds:g} s."
+    except OSError as error:
+        reason = f" {error.strerror or error}."
+    else:
+        if not done.returncode:
+            return done.stdout
+        code = done.returncode
+        words = done.stderr.strip()[:4000]
+        end = f" it ended with exit code {code}." if code > 0 else f" signal {-code} ended it."
+        reason = f"\n{words}" if words else end
+    raise KernelError(f"{compiler()} {what}:{reason}", way_out)
 
 
 @cache
 def version() -> str:
     """Return the first line that the compiler says of itself.
 
-    raises  ConfigError without a compiler
+    raises  ConfigError without a compiler, KernelError if it fails
     """
-    done = subprocess.run(
-        [*_command(), "--version"], capture_output=True, text=True, check=True, timeout=60
-    )
-    return f"{Path(compiler()).name}: {done.stdout.partition(chr(10))[0]}"
+    said = _said(["--version"], "does not tell its version", "Install another one.", ANSWERING)
+    return f"{Path(compiler()).name}: {said.partition(chr(10))[0]}"
 
 
 @cache
@@ -163,23 +209,77 @@ def processor_and_compiler() -> str:
     return processor + version()
 
 
-def compile_cpp(arguments: list[str], target: Path, what: str, way_out: str) -> None:
-    """Run the compiler.
-
-    The library gets its final name only when it is complete. So no other rank loads half of one.
+def compile_cpp(
+    arguments: list[str], target: Path, what: str, way_out: str, seconds: float | None = None
+) -> None:
+    """Run the compiler, which writes `target`.
 
     what, way_out  the subject and the way out of the error
+    seconds        in which it must end; None: zig's C++ library takes minutes on a busy machine
+    raises         ConfigError without a compiler, KernelError if it fails
     """
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        part = Path(folder) / target.name
-        command = [*_command(), *arguments, "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise KernelError(
-                f"{Path(compiler()).name} cannot compile {what}:\n{done.stderr.strip()[:4000]}",
-                way_out,
-            )
-        part.replace(target)
+    _said([*arguments, "-o", str(target)], f"cannot compile {what}", way_out, seconds)
+    if not target.exists():
+        raise KernelError(f"{compiler()} ended well, but wrote nothing for {what}.", way_out)
+
+
+def compiled_once(
+    target: Path, source: str, compile: Callable[[Path], object], waits: bool = True
+) -> Path:
+    """Return `target`, a file of code in a cache; compile it if it is missing or damaged.
+
+    Mapped code that was cut ends the process with SIGBUS. So the file is loaded only if it fits the
+    digest beside it. It gets its name when it is complete and durable: no other rank loads half of
+    it, and neither does a start after a crash.
+
+    source   name for the observer of compilations
+    compile  writes the file under the path that it gets, in a temporary folder
+    waits    for another rank that compiles it; if not, the file may not exist yet
+    raises   ConfigError if the folder cannot be written, and what `compile` raises
+    """
+    if not _is_whole(target):
+        try:
+            with locked(target, source, waits) as is_free:
+                if is_free and not _is_whole(target):
+                    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                        compile(part := Path(folder) / target.name)
+                        _publish(part, target)
+        except OSError as error:
+            remedy = "Set XDG_CACHE_HOME to a folder that you may write to."
+            raise cannot_write(error.filename or target, error, remedy) from None
+    return target
+
+
+def _digest_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sha256")
+
+
+def _is_whole(target: Path) -> bool:
+    with suppress(OSError):
+        digest = hashlib.sha256(contents(target)).hexdigest()
+        return contents(_digest_of(target)) == digest.encode()
+    return False
+
+
+def _publish(part: Path, target: Path) -> None:
+    """Sync a new file and its digest, give them their names, and sync the folder."""
+    with _digest_of(part).open("xb") as digest, part.open("rb") as file:
+        digest.write(hashlib.file_digest(file, "sha256").hexdigest().encode())
+        digest.flush()
+        os.fsync(digest.fileno())
+        os.fsync(file.fileno())
+    part.replace(target)
+    _digest_of(part).replace(_digest_of(target))
+    with opened(target.parent) as folder:
+        folder.sync()
+
+
+def loaded(path: Path, way_out: str) -> ctypes.CDLL:
+    """Load a library of `compiled_once`; KernelError with the reason if the system refuses it."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # Its folder may be mounted with noexec.
+        raise KernelError(f"What was compiled cannot be loaded: {error}.", way_out) from None
 
 
 @contextmanager

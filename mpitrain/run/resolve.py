@@ -17,8 +17,9 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.data import beside, source_kind
-from mpitrain.errors import ConfigError, say
+from mpitrain.errors import ConfigError, brief, say
 from mpitrain.machine import blas_kernels, process
+from mpitrain.machine.compiling import NO_COMPILER
 from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device, device_for
@@ -101,23 +102,23 @@ def agree_on(
         configs.append(config := configured())
         source, kind, place = config.data.source, config.device.kind, look(config)
         gpu = process.current_gpu() if kind in ("auto", "cuda") else process.Gpu()
-        compiles = False
-        if config.device.passes == "auto" and kind in ("auto", "cpu") and not gpu.seen:
+        lacks = ""
+        if config.device.passes == "auto" and kind in ("auto", "cpu"):
             from mpitrain.ops.host import compiled
 
-            compiles = compiled.is_here(config.precision.stored)
+            lacks = SEES_GPU if gpu.seen else compiled.lacks(config.precision.stored)
         return [
             config.flat(),
             gpu,
             uuid4().hex,
             place,
             beside(source) if source_kind(source).is_token_file else "",
-            compiles,
+            lacks,
             blas_kernels.in_use(),
         ]
 
     everyone = from_all_ranks(transport, record)
-    flats, gpus, runs, places, validations, compiles, products = zip(*everyone, strict=True)
+    flats, gpus, runs, places, validations, lacking, products = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
@@ -129,7 +130,9 @@ def agree_on(
         _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))
     passes = location.passes
     if passes == "auto":
-        passes = "compiled" if all(compiles) else "numpy"
+        passes = "numpy" if any(lacking) else "compiled"
+        if transport.rank == 0 and any(lacking):
+            _say_why_numpy(lacking, transport.hosts)
     return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location, passes)
 
 
@@ -154,6 +157,8 @@ class Resolved(NamedTuple):
     device: Device
 
 
+SEES_GPU = "it sees a GPU."
+"""The reason for which a rank compiles no passes for `device.kind=auto`."""
 FILES = "data source and checkpoint"
 """The subject of an error about ranks whose facts, as of `facts_of`, differ."""
 
@@ -192,6 +197,19 @@ def _say_that_kernels_differ(by_host: dict[str, tuple[str, str]]) -> None:
         say(
             f"warning: OpenBLAS multiplies with several kernels on equal processors: {named}. "
             "To have one rounding, export OPENBLAS_CORETYPE on all hosts."
+        )
+
+
+def _say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
+    """Print the first reason for which not all ranks have compiled passes.
+
+    lacking  of each rank, as `compiled.lacks` says; nothing is printed where no rank has a compiler
+    """
+    rank, reason = next(((rank, reason) for rank, reason in enumerate(lacking) if reason), (0, ""))
+    if {*lacking} - {NO_COMPILER, SEES_GPU}:
+        say(
+            "note: LayerNorm, GELU and attention use NumPy's passes, which are slower and round otherwise. "
+            f"On rank {rank} ({hosts[rank]}): {brief(' '.join(reason.split()))}"
         )
 
 

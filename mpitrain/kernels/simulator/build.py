@@ -8,7 +8,6 @@ counted   the same at -O1, whose loads and stores are those that a GPU would mak
 
 import hashlib
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,13 @@ from typing import Literal
 from mpitrain.errors import say
 from mpitrain.kernels.source import SourceFile
 from mpitrain.machine import process
-from mpitrain.machine.compiling import compile_cpp, compiler, is_zig, locked, processor_and_compiler
+from mpitrain.machine.compiling import (
+    compile_cpp,
+    compiled_once,
+    compiler,
+    is_zig,
+    processor_and_compiler,
+)
 
 HERE = Path(__file__).parent
 WAY_OUT = "What NVRTC accepts and the compiler does not belongs into simulator/language.h."
@@ -82,20 +87,14 @@ def _say_that_it_compiles(folder: Path) -> None:
 def build_runtime(folder: Path) -> Path:
     """Return the library of the simulator itself; compile it if it is missing."""
     key = hashlib.sha256((_own_files() + processor_and_compiler()).encode()).hexdigest()[:16]
-    target = folder / f"librun-{key}.so"
-    if target.exists():
-        return target
-    _say_that_it_compiles(folder)
-    with locked(target, "the simulator"):
-        if not target.exists():
-            sources = [str(HERE / name) for name in RUNTIME]
-            compile_cpp(
-                ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", *sources],
-                target,
-                "the runtime for the simulator",
-                WAY_OUT,
-            )
-    return target
+    sources = [str(HERE / name) for name in RUNTIME]
+    flags = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+
+    def compile(part: Path) -> None:
+        _say_that_it_compiles(folder)
+        compile_cpp([*flags, *sources], part, "the runtime for the simulator", WAY_OUT)
+
+    return compiled_once(folder / f"librun-{key}.so", "the simulator", compile)
 
 
 def build_kernels(
@@ -120,14 +119,11 @@ def build_kernels(
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]
     key = hashlib.sha256("\0".join([text, *flags, runtime.name]).encode()).hexdigest()[:16]
-    target, what = folder / f"{source.path.stem}-{key}.so", f"{source.path.name} for the simulator"
-    if target.exists():
-        return target
-    _say_that_it_compiles(folder)
-    with locked(target, source.path.name), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if target.exists():
-            return target
-        code, compiled = Path(scratch) / source.path.name, Path(scratch) / "kernels.o"
+    what = f"{source.path.name} for the simulator"
+
+    def compile(part: Path) -> None:
+        _say_that_it_compiles(folder)
+        code, compiled = part.with_name(source.path.name), part.with_name("kernels.o")
         code.write_text(text)
         include = ["-include", str(HERE / "language.h"), f"-I{HERE / 'include'}"]
         compile_cpp([*flags, *include, "-x", "c++", "-c", str(code)], compiled, what, WAY_OUT)
@@ -141,8 +137,9 @@ def build_kernels(
                 str(runtime),
                 f"-Wl,-rpath,{folder}",
             ],
-            target,
+            part,
             what,
             WAY_OUT,
         )
-    return target
+
+    return compiled_once(folder / f"{source.path.stem}-{key}.so", source.path.name, compile)

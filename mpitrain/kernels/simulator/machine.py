@@ -17,7 +17,7 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import H100, Argument, Dims
 from mpitrain.kernels.simulator.build import Build, build_kernels, build_runtime
 from mpitrain.kernels.source import Signature, SourceFile
-from mpitrain.machine.compiling import cache_of
+from mpitrain.machine.compiling import cache_of, loaded
 
 POISON = 0xFF  # this byte repeated is a NaN in every float type
 
@@ -155,6 +155,7 @@ def guarded(
             runtime.simulator_free(c.byref(copy.memory))
 
 
+NO_LOAD = "Set XDG_CACHE_HOME to a folder from which the system runs code, or use --device cpu."
 ORDERS = ("forward", "reverse", "random")
 
 WAYS_OUT = {
@@ -273,7 +274,7 @@ class Simulator:
             traffic,
         )
         self.cache = cache or cache_of("simulator")
-        self._runtime = c.CDLL(str(build_runtime(self.cache)))
+        self._runtime = loaded(build_runtime(self.cache), NO_LOAD)
 
     def prepare(self, source: SourceFile, defines: dict[str, str], waits: bool) -> None:
         """Do nothing: to look for libraries that exist would take longer than all but one start."""
@@ -284,7 +285,7 @@ class Simulator:
         path = build_kernels(source, defines, build, self.capability, self.cache)
         # Each load makes a CDLL object of its own. Threads that share one would race on `restype`
         # below.
-        library = c.CDLL(str(path))
+        library = loaded(path, NO_LOAD)
         library.simulator_dynamic_shared.restype = c.c_void_p
         bound = library[f"simulator_bound_{signature.name}"]()
         return partial(self._launch, path, library, signature, bound)

@@ -8,7 +8,9 @@ bodies. M rows, C channels, K inputs, N outputs.
 import ctypes
 import hashlib
 import math
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import MpitrainError, say
+from mpitrain.errors import KernelError, MpitrainError, say
+from mpitrain.files import contents, write_whole
 from mpitrain.machine.compiling import (
+    NO_COMPILER,
     cache_of,
     compile_cpp,
+    compiled_once,
     compiler,
-    locked,
+    has_compiler,
+    loaded,
     processor_and_compiler,
 )
 from mpitrain.ops.host import attention_tiled, attention_whole, layers
@@ -49,6 +55,12 @@ NUMBERS = {np.dtype("float32"): ctypes.c_float, np.dtype("float64"): ctypes.c_do
 """The type of a number in C++, by dtype."""
 
 
+REMEMBERED = 24 * 3600.0
+"""Seconds for which no start tries again what the compiler refused. The reason may be a full disk."""
+COMPILING = 300.0
+"""Seconds in which the compiler must end. Then a run has not stalled yet (`run/watchdog.py`)."""
+
+
 @cache
 def library(dtype: np.dtype) -> ctypes.CDLL:
     """Return the library for float32 or float64; compile it if it is missing.
@@ -60,14 +72,39 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
     flags = [*FLAGS, f"-DREAL={number.__name__[2:]}", f"-DHEADER={object.__basicsize__}"]
     key = "\0".join([SOURCE.read_text(encoding="utf-8"), *flags, processor_and_compiler()])
     target = cache_of("passes") / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        with locked(target, SOURCE.name):
-            if not target.exists():
-                say(f"compiling {SOURCE.name}, once on a machine")
-                way_out = f"{INSTEAD.capitalize()}, or install another compiler."
-                compile_cpp([*flags, str(SOURCE)], target, SOURCE.name, way_out)
-    passes = ctypes.CDLL(str(target))
-    ctypes.c_void_p.in_dll(passes, "none").value = id(None)
+    refusal = target.with_suffix(".failed")
+    way_out = f"{INSTEAD.capitalize()}, or remove {refusal} to try again."
+
+    def compile(part: Path) -> None:
+        if reason := _recent(refusal):
+            raise KernelError(reason, way_out)
+        say(f"compiling {SOURCE.name}, once on a machine")
+        try:
+            compile_cpp([*flags, str(SOURCE)], part, SOURCE.name, way_out, COMPILING)
+            _bound(part, number)
+        except KernelError as error:
+            with suppress(OSError):
+                write_whole(refusal, error.law)
+            raise
+
+    return _bound(compiled_once(target, SOURCE.name, compile), number)
+
+
+def _recent(refusal: Path) -> str:
+    """Return the reason for which a rank or start has failed of late; "" if none has."""
+    with suppress(OSError):
+        if 0 <= time.time() - refusal.stat().st_mtime < REMEMBERED:
+            return contents(refusal).decode(errors="replace")
+    return ""
+
+
+def _bound(path: Path, number: type) -> ctypes.CDLL:
+    """Load the library, whose functions take this type of C; KernelError if it is none."""
+    remedy = (
+        f"{INSTEAD.capitalize()}; remove the file, to compile it anew; or set XDG_CACHE_HOME to a "
+        "folder from which the system runs code."
+    )
+    passes = loaded(path, remedy)
     signatures: dict[str, list[Any]] = {
         "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
         "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
@@ -77,21 +114,28 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
         "tile_backward": [*[SIZE] * 4, *[ARRAY] * 6],
         "block_backward": [*[SIZE] * 3, *[ARRAY] * 4],
     }
-    for name, types in signatures.items():
-        getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
+    try:
+        ctypes.c_void_p.in_dll(passes, "none").value = id(None)
+        for name, types in signatures.items():
+            getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
+    except (AttributeError, ValueError) as error:
+        raise KernelError(f"{path} is no library of {SOURCE.name}: {error}.", remedy) from None
     passes.weigh_block.restype = ctypes.c_int
     return passes
 
 
-def is_here(stored: str) -> bool:
-    """Return whether this process can load the library for parameters of this type.
+def lacks(stored: str) -> str:
+    """Return the reason for which this process has no library for parameters of this type, or "".
 
     stored  "float32" or "float64"
     """
+    if not has_compiler():
+        return NO_COMPILER
     try:
-        return bool(library(np.dtype(stored)))
-    except (MpitrainError, OSError):
-        return False
+        library(np.dtype(stored))
+    except MpitrainError as error:
+        return f"{error.law.rstrip('.')}. {error.way_out}"
+    return ""
 
 
 def bodies(attention: str = "auto") -> dict[str, Callable[..., Any]]:

@@ -217,12 +217,17 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    from mpitrain.machine.compiling import version
+    from mpitrain.machine.compiling import NO_COMPILER, version
+    from mpitrain.ops.host.compiled import lacks
 
-    try:
-        return version()
-    except ConfigError:
-        return "none: the passes are NumPy's, and --device cuda-sim cannot run"
+    if reason := lacks("float32"):
+        without = "the passes are NumPy's, and --device cuda-sim cannot run"
+        return (
+            f"none: {without}"
+            if reason == NO_COMPILER
+            else f"fails: the passes are NumPy's. {reason}"
+        )
+    return version()
 
 
 def gpus() -> str:

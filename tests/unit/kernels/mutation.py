@@ -220,8 +220,8 @@ def judge(mutant: Mutant, folder: Path) -> str | None:
     (sources / mutant.file).write_text(mutant.text)
     build_runtime(cache_of("simulator"))
     for library in cache_of("simulator").glob(
-        "*.so"
-    ):  # what the change does not reach need not be compiled again
+        "*.so*"
+    ):  # with their digests: what the change does not reach need not be compiled again
         (folder / library.name).symlink_to(library)
     kernels = Kernels(Simulator(checked=True, cache=folder), folder=sources)
     for group in dict.fromkeys(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.errors import ConfigError
 from mpitrain.kernels import source
 from mpitrain.kernels.simulator import build
 from mpitrain.kernels.source import read_source
@@ -93,6 +94,57 @@ def test_of_many_that_want_a_library_at_once_one_compiles_it(tmp_path, monkeypat
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(build.build_runtime, [tmp_path] * 4))
     assert len(set(found)) == len(compiled) == 1 and found[0].read_text().startswith("the runtime")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda library, digest: library.write_bytes(b""),
+        lambda library, digest: library.write_bytes(library.read_bytes()[:5]),
+        lambda library, digest: library.write_bytes(library.read_bytes().upper()),
+        lambda library, digest: library.unlink(),
+        lambda library, digest: digest.write_bytes(b""),
+        lambda library, digest: digest.write_bytes(b"\xff" * 64),
+        lambda library, digest: digest.unlink(),
+    ],
+    ids=["empty", "cut", "garbled", "missing", "digest-empty", "digest-garbled", "digest-missing"],
+)
+def test_a_library_that_does_not_fit_its_digest_is_compiled_anew(spoil, tmp_path, monkeypatch):
+    """A library that was cut would end the process that maps it."""
+    compiled = []
+
+    def compile_cpp(arguments, target, what, way_out):
+        compiled.append(target)
+        target.write_text(what)
+
+    monkeypatch.setattr(build, "compile_cpp", compile_cpp)
+    library = build.build_runtime(tmp_path)
+    whole = library.read_bytes()
+    spoil(library, library.with_name(f"{library.name}.sha256"))
+    for _ in range(2):
+        assert build.build_runtime(tmp_path).read_bytes() == whole
+        assert len(compiled) == 2
+
+
+def test_code_and_its_digest_are_durable_before_they_get_their_names(tmp_path, monkeypatch):
+    """The host may crash at any moment."""
+    target, synced = tmp_path / "code.so", []
+    monkeypatch.setattr(
+        compiling.os,
+        "fsync",
+        lambda file: synced.append((os.fstat(file).st_ino, sorted(tmp_path.glob("code.so*")))),
+    )
+    compiling.compiled_once(target, "code", lambda part: part.write_text("code"))
+    names = [target, tmp_path / "code.so.sha256"]
+    *files, folder = synced
+    assert sorted(files) == sorted((name.stat().st_ino, []) for name in names)
+    assert folder == (tmp_path.stat().st_ino, names)
+
+
+def test_a_folder_that_cannot_be_written_is_a_refusal_with_the_reason(tmp_path):
+    (tmp_path / "code.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"code\.lock.*\n.*Remove "):
+        compiling.compiled_once(tmp_path / "code.so", "code", lambda part: None)
 
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])

@@ -1,9 +1,12 @@
 """Compiled passes: the definitions of operations in float32 and float64, the host's bodies for arrays with gaps."""
 
+import os
+
 import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.machine import compiling
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
@@ -93,6 +96,86 @@ def test_compiled_passes_are_refused_without_a_compiler(no_compiler):
     assert "device.passes" in str(caught.value)
 
 
+VERSION = 'case "$1" in --version) echo 1; exit;; esac; '
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Return a function that makes g++ these lines of a shell, and one that counts its compilations."""
+
+    def clear():
+        for cached in (compiled.library, compiling.version, compiling.processor_and_compiler):
+            cached.cache_clear()
+
+    def replace(lines):
+        clear()
+        (tmp_path / "g++").write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/calls\n{lines}\n")
+        (tmp_path / "g++").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield replace, lambda: (tmp_path / "calls").read_text().count("-O3")
+    clear()
+
+
+def passes_of(ranks, recorded="auto"):
+    """Return the device.passes on which ranks agree at a start."""
+
+    def agreed(transport):
+        config = configured("device.kind=cpu")
+        return agree_on(transport, lambda: config, lambda config: RunLocation(passes=recorded))
+
+    return [given.passes for given in run_ranks(ranks, agreed)]
+
+
+@pytest.mark.parametrize(
+    "lines, reason, compilations",
+    [
+        ("exit 3", "does not tell its version: it ended with exit code 3", 0),
+        ("printf 'o\\377ps' >&2; exit 1", "does not tell its version: o\ufffdps", 0),
+        ("kill -9 $$", "does not tell its version: signal 9 ended it", 0),
+        (VERSION + "echo nonsense >&2; exit 1", "cannot compile passes.cpp: nonsense", 1),
+        (VERSION, "wrote nothing for passes.cpp", 1),
+        (VERSION + 'while [ "$1" != -o ]; do shift; done; : > $2', "cannot be loaded", 1),
+    ],
+)
+def test_a_compiler_that_fails_costs_one_note_with_the_reason(
+    lines, reason, compilations, compiler, capsys
+):
+    """Of all ranks and starts one has tried to compile."""
+    replace, compiled_times = compiler
+    for _ in range(2):
+        replace(lines)
+        assert passes_of(3) == ["numpy"] * 3
+        notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
+        assert len(notes) == 1 and reason in notes[0] and "On rank 0" in notes[0]
+        assert "NumPy's passes" in notes[0] and compiled_times() == compilations
+    assert passes_of(1, "numpy") == ["numpy"] and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines", ["", VERSION])
+def test_a_compiler_that_hangs_has_failed(lines, compiler, monkeypatch):
+    replace, _ = compiler
+    if lines:
+        monkeypatch.setattr(compiled, "COMPILING", 0.2)
+    else:
+        monkeypatch.setattr(compiling, "ANSWERING", 0.2)
+    replace(f"{lines}sleep 60")
+    assert "did not end within 0.2 s" in compiled.lacks("float32")
+
+
+def test_a_refusal_is_forgotten_after_a_day(compiler, tmp_path):
+    replace, compiled_times = compiler
+    replace(VERSION + "exit 1")
+    for compilations in (1, 2):
+        for _ in range(2):
+            compiled.library.cache_clear()
+            assert "cannot compile" in compiled.lacks("float32")
+            assert compiled_times() == compilations
+        (refusal,) = tmp_path.glob("cache/mpitrain/passes/*.failed")
+        os.utime(refusal, times=(0, refusal.stat().st_mtime - compiled.REMEMBERED))
+
+
 @pytest.mark.parametrize(
     "given, able, recorded, chosen",
     [
@@ -111,5 +194,7 @@ def test_ranks_agree_on_passes_and_a_resume_keeps_them(monkeypatch, given, able,
         return resolve_here(agreed, transport.hosts).config.device.passes
 
     answers = list(able)
-    monkeypatch.setattr(compiled, "is_here", lambda stored: answers.pop())
+    monkeypatch.setattr(
+        compiled, "lacks", lambda stored: "" if answers.pop() else compiling.NO_COMPILER
+    )
     assert run_ranks(3, passes) == [chosen] * 3
