@@ -3,6 +3,7 @@
 import shlex
 import sys
 from contextlib import closing
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def _prepare(
     from mpitrain.data.documents import has_conversations
     from mpitrain.data.documents import inputs as sizes
     from mpitrain.data.prepare import Options, prepare
-    from mpitrain.data.templates import PLAIN
+    from mpitrain.data.templates import PLAIN, with_day
     from mpitrain.data.tokenizer import read_tokenizer
     from mpitrain.errors import ConfigError
     from mpitrain.formats.chat import chat_template
@@ -147,6 +148,7 @@ def _prepare(
     total = sum(file.nbytes for file in sizes(inputs))
     if has_conversations(inputs[0]):
         template = form.template or chat_template(Path(name).parent) or PLAIN
+        template = with_day(template, date.today().isoformat())
         form, ends = form._replace(template=template), -1
     elif form.template:
         raise ConfigError(

@@ -17,7 +17,15 @@ import numpy as np
 from mpitrain.data.rendering import ASSISTANT, Rendered
 from mpitrain.data.rows import Shuffled, first_fit
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request
-from mpitrain.data.templates import PLAIN, USER, Conversation, Template, message, open_template
+from mpitrain.data.templates import (
+    PLAIN,
+    USER,
+    Conversation,
+    Template,
+    message,
+    open_template,
+    without_day,
+)
 from mpitrain.data.token_files import (
     ArrayTokens,
     FlatTokens,
@@ -215,14 +223,14 @@ def open_prepared(request: Request, vocabulary: int, template: str) -> Instructi
                 f"Rows of conversations are conversations, but data.{key} is {getattr(reading, key)!r}.",
                 f"Leave out data.{key}.",
             )
-    if reading.template not in ("", template):
+    if reading.template and without_day(reading.template) != without_day(template):
         raise ConfigError(
             f"The conversations of {request.place} are written by another template than data.template "
             f"{reading.template!r}.",
             "Leave out data.template, or prepare them again.",
         )
     held_out = request.other
-    if held_out and template_of(held_out) != template:
+    if held_out and without_day(template_of(held_out)) != without_day(template):
         raise DataError(
             f"Held-out conversations must have the template of {request.place}, but {held_out} has another.",
             "Prepare them together, or set data.validation=tenth.",

@@ -33,8 +33,9 @@ PROBE = "\ue000"
 """A content that no template has in its own text."""
 DATE = "strftime_now"
 """The function of transformers that makes a text depend on the day."""
-DAY = "{{# {0}: {1} #}}\n"
+DAY = f"{{{{# {DATE}: {{}} #}}}}\n"
 """The comment before a template that gives the text of one day. Jinja drops the line break, as after a block."""
+_DAY = re.compile(re.escape(DAY.format("@")).replace("@", r"(\d{4}-\d\d-\d\d)"))
 BATCH = 64
 """Conversations that the process of Jinja gets at once."""
 
@@ -109,7 +110,7 @@ class _Jinja(Template):
 
     def __init__(self, text: str, child: Any):
         self._child = child
-        self._send([text, _day(text) or date.today().isoformat()])
+        self._send([text, day_of(text) or date.today().isoformat()])
 
     def write(self, conversation: Conversation, asks: bool) -> str:
         (text,) = self._answers([[*conversation, asks]])
@@ -227,16 +228,17 @@ def with_names(text: str, names: dict[str, str]) -> str:
     return sets + text
 
 
-def _day(text: str) -> str:
-    head = re.escape(DAY.format(DATE, "@")).replace("@", r"(\d{4}-\d\d-\d\d)")
-    return day[1] if (day := re.search(head, text)) else ""
+def day_of(text: str) -> str:
+    """Return the day of which a template gives the text, in ISO format; empty: of each day that day's."""
+    return day[1] if (day := _DAY.search(text)) else ""
+
+
+def without_day(text: str) -> str:
+    return _DAY.sub("", text)
 
 
 def with_day(text: str, day: str) -> str:
-    """Return a template that gives the same text on every day, if it asks for the date.
-
-    day  in ISO format; a template that has one keeps it
-    """
-    if not is_jinja(text) or DATE not in text or _day(text):
+    """Return a template that gives the text of one day, if it asks for the date and has no day yet."""
+    if not is_jinja(text) or DATE not in text or day_of(text):
         return text
-    return DAY.format(DATE, day) + text
+    return DAY.format(day) + text

@@ -7,6 +7,7 @@ ranks; a run compares them in `build`, together with facts about its data.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -17,6 +18,7 @@ from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
 from mpitrain.data import beside, source_kind
+from mpitrain.data.templates import with_day
 from mpitrain.errors import ConfigError, brief, say
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.compiling import NO_COMPILER
@@ -53,6 +55,7 @@ class RunLocation(NamedTuple):
     named     {key: value} of the classes and labels of the run to resume, as in [data]
     step      number of steps before this start
     samples   number of rows in their global batches
+    day       of which the template of the run to resume gives the text; empty: it asks for no date
     """
 
     folder: str = ""
@@ -66,6 +69,7 @@ class RunLocation(NamedTuple):
     named: dict[str, Any] = {}
     step: int = 0
     samples: int = 0
+    day: str = ""
 
 
 class Given(NamedTuple):
@@ -115,16 +119,18 @@ def agree_on(
             beside(source) if source_kind(source).is_token_file else "",
             lacks,
             blas_kernels.in_use(),
+            date.today().isoformat(),
         ]
 
     everyone = from_all_ranks(transport, record)
-    flats, gpus, runs, places, validations, lacking, products = zip(*everyone, strict=True)
+    flats, gpus, runs, places, validations, lacking, products, days = zip(*everyone, strict=True)
     check_same("configuration", flats, transport.hosts)
     (config,), location = configs, RunLocation(*places[0])
     validation = location.held_out or config.data.validation or validations[0]
     named = {
         f"data.{key}": getattr(config.data, key) or then for key, then in location.named.items()
     }
+    named["data.template"] = with_day(config.data.template, location.day or days[0])
     config = config.changed({"data.validation": validation, **named})
     if transport.rank == 0:
         _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))

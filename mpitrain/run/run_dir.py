@@ -46,6 +46,7 @@ from mpitrain.data import (
     tokenizer_of,
     writes_text,
 )
+from mpitrain.data.templates import day_of, without_day
 from mpitrain.data.tokenizer import BYTES_FILE, TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError, DataError, say
 from mpitrain.files import Directory, cannot_write, contents, opened
@@ -163,6 +164,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
         {key: getattr(then.data, key) for key in ("classes", "labels")},
         manifest.done.step,
         manifest.done.samples,
+        day_of(then.data.template),
     )
 
 
@@ -267,6 +269,8 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
         for key in (*OF_DATA, "data.validation", "data.template", "batch.micro_batches")
         if not new[key]
     )
+    for values in (old, new):  # A resumed run keeps its day.
+        values["data.template"] = without_day(values["data.template"])
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
     for key in ("run.init_from", "lora.init_from"):

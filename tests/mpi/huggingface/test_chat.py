@@ -13,9 +13,12 @@ from mpitrain.data.templates import (
     PLAIN,
     Conversation,
     as_jinja,
+    day_of,
     end_of_answer,
     message,
     open_template,
+    with_day,
+    without_day,
 )
 from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError
@@ -183,6 +186,65 @@ def test_a_template_can_run_no_code():
     ):
         with pytest.raises(ValueError, match=r"unsafe|namespace"):
             written(text, TURNS)
+
+
+# As Qwen3 writes messages: thoughts stay only in the last answer, which always has some.
+THINKING = (
+    "{% if tools %}{{ '# Tools\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '\n' }}{% endif %}"
+    "{{ 'Today: ' ~ strftime_now('%d %b %Y') ~ '\n' }}"
+    "{% for m in messages %}{% set content = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thoughts = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (thoughts if '</think>' in m.content or m.reasoning_content else '') + '\n</think>\n\n' }}"
+    "{% endif %}{{ content + '<|im_end|>\n' }}{% endfor %}" + ASKS
+)
+THOUGHT = [
+    message("user", "2 + 3?"),
+    message("assistant", "<think>\nfive\n</think>\n\n5"),
+    message("user", "And 4 + 3?"),
+    {**message("assistant", "7"), "reasoning_content": "seven"},
+    message("user", "Thanks."),
+]
+TOOLS = [{"type": "function", "function": {"name": "sum", "description": "<é> 'quoted'"}}]
+
+
+def test_a_template_that_rewrites_answers_makes_each_answer_the_end_of_a_row(folder):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, chat_template=THINKING)
+    with open_template(THINKING) as template:
+        ((first, second),) = template.rows([Conversation(THOUGHT, TOOLS)])
+    for row, count in ((first, 2), (second, 4)):
+        text, prompt = (
+            theirs.apply_chat_template(
+                THOUGHT[:n], tools=TOOLS, tokenize=False, add_generation_prompt=n < count
+            )
+            for n in (count, count - 1)
+        )
+        assert row.text == text and [*row.spans] == [[len(prompt), len(text)]]
+    assert [first.follows, second.follows] == [False, True]
+    assert "five" in first.text and "five" not in second.text and "seven" in second.text
+
+
+def test_a_template_without_a_prompt_that_begins_its_answer_is_refused_with_a_way_out():
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    with pytest.raises(ValueError, match=r"message 2 .*generation %\}"):
+        rows(text, TURNS)
+
+
+def test_a_template_keeps_its_day_in_a_run(folder):
+    day = with_day(THINKING, "2031-02-01")
+    assert "Today: 01 Feb 2031\n" in written(day, TURNS)
+    assert (day_of(day), without_day(day), with_day(day, "2032-01-01")) == (
+        "2031-02-01",
+        THINKING,
+        day,
+    )
+    assert with_day(TEMPLATES["ChatML"], "2031-02-01") == TEMPLATES["ChatML"]
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, chat_template=day)
+    assert written(THINKING, TURNS) == theirs.apply_chat_template(TURNS, tokenize=False)
 
 
 @pytest.mark.parametrize(
