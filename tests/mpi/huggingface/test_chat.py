@@ -3,6 +3,8 @@
 
 import contextlib
 import json
+import tomllib
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from runpy import run_path
@@ -27,6 +29,7 @@ from mpitrain.formats.writing import tokenizer_files
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.mpi.huggingface.models import loaded
+from tests.runs import TINY, go, records
 from tests.training import configured
 
 pytest.importorskip("jinja2")
@@ -265,6 +268,22 @@ def test_a_template_without_an_end_is_one_error(text, reason):
     with pytest.raises(ConfigError, match=reason) as raised:
         rows(text, TURNS)
     assert len(str(raised.value)) < 500
+
+
+def test_a_resume_keeps_the_day_on_which_the_run_began(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 4)
+    run = tmp_path / "run"
+    data = [f"data.source=jsonl:{tmp_path}/a.jsonl", f"data.template={THINKING}"]
+    settings = [*TINY, *data, "model.context=99", "run.eval_every=-1", f"run.out={run}"]
+    go(1, [*settings, "run.steps=1"])
+    path, today = run / "config.toml", date.today().isoformat()
+    path.write_text(
+        path.read_text().replace(f"{{# strftime_now: {today} #}}", "{# strftime_now: 2031-02-01 #}")
+    )
+    go(2, [*settings, "run.steps=2"], "yes")
+    assert day_of(tomllib.loads(path.read_text())["data"]["template"]) == "2031-02-01"
+    changed = [record["changed"] for record in records(tmp_path) if "changed" in record]
+    assert all("data.template" not in keys for keys in changed) and changed
 
 
 CONTEXT, SIZE, STEPS = 40, 16, 50
