@@ -35,7 +35,7 @@ class BoundBuffer:
     number    in the order in which the group made its buffers: the same on all ranks
     raw       bytes, padded to a multiple of 64
     elements  array that collectives are bound to: (count,)
-    bound     {(operation, op): reduction}; of an all-to-all or a shift, op is the number of the other buffer
+    bound     {(operation, op): reduction}; of an all-to-all or a shift, op has the number of the other buffer
     """
 
     def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
@@ -128,19 +128,25 @@ class ActivationBuffer:
         """
         return self._apart("all-to-all", self._group.bind_all_to_all, incoming)
 
-    def bound_shift(self, incoming: "ActivationBuffer") -> TimedReduction:
-        """Return a shift, out of place: this array on rank r becomes `incoming` on rank r + 1.
+    def bound_shift(self, incoming: "ActivationBuffer", distance: int = 1) -> TimedReduction:
+        """Return a shift, out of place: this array on rank r becomes `incoming` on rank r + distance.
 
         incoming  as in `bound_all_to_all`
         """
-        return self._apart("shift", self._group.bind_shift, incoming)
+        return self._apart("shift", self._group.bind_shift, incoming, distance)
 
     def _apart(
-        self, operation: str, bind: Callable[[Any, Any], Reduction], incoming: "ActivationBuffer"
+        self,
+        operation: str,
+        bind: Callable[..., Reduction],
+        incoming: "ActivationBuffer",
+        *more: int,
     ) -> TimedReduction:
         buffer = incoming._buffer
         return self._timed(
-            operation, str(buffer.number), lambda elements: bind(elements, buffer.elements)
+            operation,
+            " ".join(map(str, (buffer.number, *more))),
+            lambda elements: bind(elements, buffer.elements, *more),
         )
 
     # The names of version 0.1, kept for one version: they bind, and run nothing.

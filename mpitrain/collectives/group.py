@@ -171,12 +171,15 @@ class Group:
             "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
         )
 
-    def bind_shift(self, outgoing: np.ndarray, incoming: np.ndarray) -> Reduction:
-        """Bind a shift to the next rank, between arrays as above."""
+    def bind_shift(
+        self, outgoing: np.ndarray, incoming: np.ndarray, distance: int = 1
+    ) -> Reduction:
+        """Bind a shift from each rank r to r + distance, as above."""
+        arrays = outgoing, incoming
         return self._noted(
             "shift",
             outgoing,
-            lambda: _bind_apart("shift", self.transport, outgoing, incoming, "ring"),
+            lambda: _bind_apart("shift", self.transport, *arrays, "ring", distance=distance),
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
@@ -381,10 +384,14 @@ def _bind_apart(
     incoming: np.ndarray,
     algorithm: str,
     chunks: int = 1,
+    **more: int,
 ) -> Reduction:
-    """Bind an operation of PLANS that works out of place, on two arrays of `chunks` equal chunks."""
+    """Bind an operation of PLANS that works out of place, on two arrays of `chunks` equal chunks.
+
+    more  arguments of the plan, the same on all ranks
+    """
     known = (*PLANS[operation],)
-    tag, _ = agree(transport, operation, outgoing, known, algorithm)
+    tag, _ = agree(transport, operation, outgoing, known, algorithm, **more)
     agree(transport, operation, incoming, known, algorithm)
     if any(transport.gather_text(overlap(outgoing, incoming))):
         raise CommError(
@@ -397,5 +404,5 @@ def _bind_apart(
             f"have {outgoing.size} x {outgoing.dtype} and {incoming.size} x {incoming.dtype}.",
             f"Pad both to {-(-max(outgoing.size, incoming.size) // chunks) * chunks} elements.",
         ).on_every_rank()
-    plan = PLANS[operation][algorithm](transport.rank, transport.size, outgoing.size)
+    plan = PLANS[operation][algorithm](transport.rank, transport.size, outgoing.size, **more)
     return Execution(transport, incoming, "add", plan, tag, outgoing)

@@ -260,6 +260,12 @@ class Model(Section):
     positions of Llama 3, such as [32, 1, 4, 8192]; []: not scaled"""
     context: int = Field(128, ge=1)
     """tokens in one sequence"""
+    window: int = Field(0, ge=0)
+    """gpt, llama: most tokens that attention sees, the last up to each token (sliding window); 0:
+    all earlier ones"""
+    window_from: int = Field(0, ge=0)
+    """gpt, llama: the first layer with model.window, counted from 0, as max_window_layers of Qwen2
+    """
     tied: bool = False
     """tie the weights of the output projection to the token embedding"""
     loss: str = "cross-entropy"
@@ -288,6 +294,11 @@ class Model(Section):
     """parameters that are not trained, as patterns of full names such as blocks.0.*; a star matches
     any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
     sends it but with replication.zero 3"""
+
+    @property
+    def windows(self) -> list[int]:
+        """The window of each layer's attention; 0: it has none."""
+        return [self.window * (layer >= self.window_from) for layer in range(self.layers)]
 
     @property
     def hidden_units(self) -> int:

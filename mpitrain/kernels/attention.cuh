@@ -1,6 +1,6 @@
 // Attention with online softmax, on the ordinary arithmetic units (Dao 2023, FlashAttention-2).
 //
-// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset of its document; the
+// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset of its document and window; the
 // Q x T matrix is never stored. q, y, dy: (B, Q, H D), heads of D = HEAD channels side by side; kv: (B, T, 2 G D), G = H / GROUP heads of keys,
 // then of values. q_pitch and kv_pitch: elements from one row to the next, q_rows and kv_rows: rows from one sequence
 // to the next, also of dq and dkv, which are like q and kv; y and dy have no gaps. log_sums: (B, H, Q), log of
@@ -13,7 +13,7 @@
 // macro, any number from 1.
 // `Mask` multiplies each probability: by 1 in attention.cu, by 0 or 1 / (1 - rate) in attention_dropout.cu.
 #pragma once
-#include "documents.cuh"
+#include "bounds.cuh"
 #include "reduce.cuh"
 
 constexpr int SIDE = TILE / 4, THREADS = SIDE * SIDE;
@@ -119,9 +119,9 @@ __device__ __forceinline__ void store_rows(const Four<Sum> (&out)[4][GROUPS], co
 }
 
 // The last key that the queries from t0 on see, or a key in its tile.
-__device__ __forceinline__ int last_key_of(const Sizes& sizes, const Documents& documents, int t0) {
+__device__ __forceinline__ int last_key_of(const Sizes& sizes, const Bounds& bounds, int t0) {
     if (!GENERAL) return t0;
-    return min(sizes.last_key(t0 + TILE - 1), documents.end_key(min(t0 + TILE, sizes.Q) - 1) - 1);
+    return min(sizes.last_key(t0 + TILE - 1), bounds.end_key(min(t0 + TILE, sizes.Q) - 1) - 1);
 }
 
 // Attention without dropout.
@@ -137,7 +137,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
                                        const Element* __restrict__ kv, Element* __restrict__ y, Sum* __restrict__ log_sums,
                                        const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, Q);
+    const Bounds bounds(starts, sizes);
     Sum *qs = reinterpret_cast<Sum*>(shared), *kvs = qs + TILE * PITCH, *ps = kvs + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
     const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, k = {kv + sizes.k(b, h), sizes.kv_pitch, T};
@@ -145,9 +145,9 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
 
     Four<Sum> out[4][GROUPS] = {};
     Sum maximum[4] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY}, sum[4] = {};
-    const int last_tile = last_key_of(sizes, documents, t0);
+    const int last_tile = last_key_of(sizes, bounds, t0);
     q.load(qs, t0);
-    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
+    for (int s0 = bounds.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
         __syncthreads();    // the last tile's values and weights are done with
         k.load(kvs, s0);
         __syncthreads();
@@ -156,18 +156,18 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
         mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int t = t0 + 4 * ty + i, first = documents.first_key(t), last = sizes.last_key(t);
+            const int t = t0 + 4 * ty + i, first = bounds.first_key(t), last = sizes.last_key(t);
             Sum largest = maximum[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int s = s0 + tx + SIDE * j;
-                scores[i][j] = s <= last && !documents.hides(first, s) ? scores[i][j] * scale : MINUS_INFINITY;
+                scores[i][j] = s <= last && !bounds.hides(first, s) ? scores[i][j] * scale : MINUS_INFINITY;
                 largest = larger(largest, scores[i][j]);
             }
 #pragma unroll
             for (int flip = SIDE / 2; flip > 0; flip /= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, flip));
-            // A tile may have no key of the query's document.
-            const Sum shift = DOCUMENTS && largest == MINUS_INFINITY ? Sum(0) : largest;
+            // A tile may have no key that the query sees.
+            const Sum shift = BOUNDED && largest == MINUS_INFINITY ? Sum(0) : largest;
             const Sum shrink = exp(maximum[i] - shift);    // 0 for the first tile
             maximum[i] = largest;
             Sum part = 0;
@@ -206,19 +206,19 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
 template <class Mask>
 __device__ __forceinline__ void weights_and_slopes(
     Mask mask, Sum (&p)[4][4], Sum (&ds)[4][4], const Sum* qs, const Sum* ks, const Sum* vs, const Sum* dys, const Sum* log_sums,
-    const Sum* dots, const Documents& documents, const Sizes& sizes, Sum scale, int t0, int s0, int ty, int tx) {
+    const Sum* dots, const Bounds& bounds, const Sizes& sizes, Sum scale, int t0, int s0, int ty, int tx) {
     Sum scores[4][4] = {}, products[4][4] = {};
     add_rows_by_rows(scores, qs, ks, ty, tx);
     add_rows_by_rows(products, dys, vs, ty, tx);
     mask.draw(t0 + 4 * ty, s0, tx);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int t = t0 + 4 * ty + i, first = documents.first_key(t), last = sizes.last_key(t);
+        const int t = t0 + 4 * ty + i, first = bounds.first_key(t), last = sizes.last_key(t);
         const Sum log_sum = t < sizes.Q ? log_sums[t] : Sum(0), dot = t < sizes.Q ? dots[t] : Sum(0);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int s = s0 + tx + SIDE * j;
-            const bool seen = s <= last && !documents.hides(first, s);
+            const bool seen = s <= last && !bounds.hides(first, s);
             p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
             ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale;
             p[i][j] *= mask.at(i, j);
@@ -241,7 +241,7 @@ __device__ __forceinline__ void backward_kv(
     const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dkv,
     const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, Q);
+    const Bounds bounds(starts, sizes);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int s0 = blockIdx.x * TILE, h0 = blockIdx.y * GROUP, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -251,8 +251,8 @@ __device__ __forceinline__ void backward_kv(
     k.load(ks, s0);
     v.load(vs, s0);
     int begin = GENERAL ? max(0, s0 - sizes.offset) / TILE * TILE : s0;
-    if (DOCUMENTS == 2) begin = max(begin, documents.first_key(s0) / TILE * TILE);
-    const int end = DOCUMENTS ? documents.first_query(begin, s0 + TILE) : Q;
+    if (DOCUMENTS == 2) begin = max(begin, bounds.first_key(s0) / TILE * TILE);
+    const int end = BOUNDED ? bounds.first_query(begin, s0 + TILE) : Q;
     for (int h = h0; h < h0 + GROUP; ++h) {
         const Rows q = {queries + sizes.q(b, h), sizes.q_pitch, Q}, d = {dy + sizes.y(b, h), C, Q};
         const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void backward_kv(
             d.load(dys, t0);
             __syncthreads();
             Sum p[4][4], ds[4][4];
-            weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, documents, sizes, scale, t0, s0, ty, tx);
+            weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, bounds, sizes, scale, t0, s0, ty, tx);
             put(ps, p, ty, tx);
             __syncthreads();
             add_columns_by_columns(dv, ps, dys, ty, tx);
@@ -285,7 +285,7 @@ __device__ __forceinline__ void backward_q(
     const Element* __restrict__ dy, const Sum* __restrict__ log_sums, const Sum* __restrict__ dots, Element* dq,
     const int* __restrict__ starts, unsigned char* shared) {
     const int Q = sizes.Q, T = sizes.T, C = sizes.H * HEAD;
-    const Documents documents(starts, Q);
+    const Bounds bounds(starts, sizes);
     Sum *ks = reinterpret_cast<Sum*>(shared), *vs = ks + TILE * PITCH, *qs = vs + TILE * PITCH;
     Sum *dys = qs + TILE * PITCH, *ps = dys + TILE * PITCH;
     const int t0 = blockIdx.x * TILE, h = blockIdx.y, b = blockIdx.z, tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
@@ -294,16 +294,16 @@ __device__ __forceinline__ void backward_q(
     const Sum *own_sums = log_sums + sizes.row(b, h), *own_dots = dots + sizes.row(b, h);
 
     Four<Sum> sums[4][GROUPS] = {};
-    const int last_tile = last_key_of(sizes, documents, t0);
+    const int last_tile = last_key_of(sizes, bounds, t0);
     q.load(qs, t0);
     d.load(dys, t0);
-    for (int s0 = documents.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
+    for (int s0 = bounds.first_key(t0) / TILE * TILE; s0 <= last_tile; s0 += TILE) {
         __syncthreads();    // the last tile's keys, values and slopes are done with
         k.load(ks, s0);
         v.load(vs, s0);
         __syncthreads();
         Sum p[4][4], ds[4][4];
-        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, documents, sizes, scale, t0, s0, ty, tx);
+        weights_and_slopes(mask, p, ds, qs, ks, vs, dys, own_sums, own_dots, bounds, sizes, scale, t0, s0, ty, tx);
         put(ps, ds, ty, tx);
         __syncthreads();
         add_rows_by_columns(sums, ps, ks, ty, tx);

@@ -47,37 +47,37 @@ __device__ __forceinline__ DropMask mask_of(int each, int T, int threshold, Sum 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout(
-    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+    int Q, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, Element* __restrict__ y, Sum* __restrict__ log_sums,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const Sizes sizes(Q, T, offset, window, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const DropMask mask = mask_of(1, T, threshold, kept, first, every, seed, layer, numbers);
     attend(mask, sizes, scale, q, kv, y, log_sums, starts, dynamic_shared);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_dropout_backward_kv(
-    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+    int Q, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
     const Sum* __restrict__ dots, Element* dkv,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const Sizes sizes(Q, T, offset, window, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const DropMask mask = mask_of(GROUP, T, threshold, kept, first, every, seed, layer, numbers);
     backward_kv(mask, sizes, scale, q, kv, dy, log_sums, dots, dkv, starts, dynamic_shared);
 }
 
-// With documents two blocks of a multiprocessor would spill registers; 0 leaves the number to the compiler.
-extern "C" __global__ void __launch_bounds__(THREADS, DOCUMENTS ? 1 : 0) attention_dropout_backward_q(
-    int Q, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
+// With documents or a window two blocks of a multiprocessor would spill registers; 0 leaves the number to the compiler.
+extern "C" __global__ void __launch_bounds__(THREADS, BOUNDED ? 1 : 0) attention_dropout_backward_q(
+    int Q, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, Sum scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy, const Sum* __restrict__ log_sums,
     const Sum* __restrict__ dots, Element* dq,
     int threshold, Sum kept, long long first, long long every, long long seed, long long layer,
     const long long* __restrict__ numbers, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const Sizes sizes(Q, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const Sizes sizes(Q, T, offset, window, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const DropMask mask = mask_of(1, T, threshold, kept, first, every, seed, layer, numbers);
     backward_q(mask, sizes, scale, q, kv, dy, log_sums, dots, dq, starts, dynamic_shared);
 }

@@ -6,11 +6,11 @@
 
 constexpr int OWN = (HEAD + 31) / 32;    // channels of a lane; D = HEAD is a macro, any number from 1
 
-// y[b, t, h] = softmax(q k^T / sqrt(D)) v over past[b] stored tokens and the new ones up to t. New keys are read from kv, since
+// y[b, t, h] = softmax(q k^T / sqrt(D)) v over past[b] stored tokens and the new ones up to t, of these the last `window`. New keys are read from kv, since
 // another warp may be storing them. One warp a row; a lane scores every 32nd key, then sums its channels of the values.
 // Launch: grid (ceil(B T H / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) attention_next(
-    int B, int T, int H, int G, int W, int q_pitch, int kv_pitch, Sum scale, const Element* __restrict__ q,
+    int B, int T, int H, int G, int W, int window, int q_pitch, int kv_pitch, Sum scale, const Element* __restrict__ q,
     const Element* __restrict__ kv, const Index* __restrict__ past, Element* keys, Element* values, Element* __restrict__ y) {
     const long long row = blockIdx.x * 4LL + threadIdx.x / 32;
     if (row >= (long long)B * T * H) return;
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_next(
             values[stored + (long long)(end - 1) * HEAD + d] = new_key[t * pitch + G * HEAD + d];
         }
     Sum largest = Sum(__int_as_float(0xff800000)), total = 0, sums[OWN] = {};
-    for (int k0 = 0; k0 < end; k0 += 32) {
+    for (int k0 = max(0, end - window); k0 < end; k0 += 32) {
         const int k = k0 + lane;
         Sum score = Sum(__int_as_float(0xff800000));
         if (k < end) {

@@ -7,7 +7,7 @@
 // HEAD, a multiple of 16, and STEP are macros; CHUNKED: all rows can be copied 16 bytes at a time, else they are copied
 // element by element.
 #pragma once
-#include "documents.cuh"
+#include "bounds.cuh"
 #include "tensor_tile.cuh"
 
 constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
@@ -142,13 +142,13 @@ template <bool QUERIES_ARE_ROWS> __device__ __forceinline__ void mask(Steps& sco
 
 // Scores of keys that their query's document hides become minus infinity; rows and columns as above.
 template <bool QUERIES_ARE_ROWS>
-__device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Documents& documents) {
+__device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const Bounds& bounds) {
     const int lane = threadIdx.x % 32, query0 = QUERIES_ARE_ROWS ? row0 + lane / 4 : column0 + lane % 4 * 2;
     int first_key[QUERIES_ARE_ROWS ? FRAGMENTS : STEP / 8][2];    // of rows g and g + 8, or columns 2 t and 2 t + 1
 #pragma unroll
     for (int n = 0; n < int(sizeof first_key / sizeof first_key[0]); ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) first_key[n][i] = documents.first_key(query0 + (QUERIES_ARE_ROWS ? 16 * n + 8 * i : 8 * n + i));
+        for (int i = 0; i < 2; ++i) first_key[n][i] = bounds.first_key(query0 + (QUERIES_ARE_ROWS ? 16 * n + 8 * i : 8 * n + i));
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const
             for (int e = 0; e < 4; ++e) {
                 const int row = row0 + 16 * f + lane / 4 + e / 2 * 8, column = column0 + 8 * j + lane % 4 * 2 + e % 2;
                 const int first = QUERIES_ARE_ROWS ? first_key[f][e / 2] : first_key[j][e % 2];
-                if (documents.hides(first, QUERIES_ARE_ROWS ? column : row)) scores[f][j][e] = MINUS_INFINITY;
+                if (bounds.hides(first, QUERIES_ARE_ROWS ? column : row)) scores[f][j][e] = MINUS_INFINITY;
             }
 }
 

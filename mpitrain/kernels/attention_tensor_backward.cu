@@ -31,25 +31,25 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
 // dk and dv of OWNED keys, from the queries of the group's heads in turn. Dynamic shared memory: keys, values (OWNED x HEAD
 // each) as Own tiles, two stages of queries and dy.
 extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_tensor_backward_kv(
-    int queries, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
+    int queries, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy,
     const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dkv, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *ks = reinterpret_cast<Element*>(dynamic_shared), *vs = ks + Own::ELEMENTS;
-    const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const Sizes sizes(queries, T, offset, window, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const int s0 = blockIdx.x * OWNED, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS;
-    const Documents documents(starts, Q);
+    const Bounds bounds(starts, sizes);
     RowCopies(kv + sizes.k(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(ks, s0, T);
     RowCopies(kv + sizes.v(b, blockIdx.y * GROUP), sizes.kv_pitch, s0).fetch<OWNED>(vs, s0, T);
     int begin = GENERAL ? max(0, s0 - sizes.offset) : s0;
-    if (DOCUMENTS == 2) begin = max(begin, documents.first_key(s0));
-    const int end = DOCUMENTS ? documents.first_query(begin, s0 + OWNED) : Q;
-    // Of the queries whose document has all these keys, as far as they are before the query.
-    const int all_keys_begin = DOCUMENTS == 2 ? documents.first_key(min(s0 + OWNED, T) - 1) : 0;
-    const int all_keys_end = documents.first_query(begin, s0 + 1);
-    // With documents two loops would need more registers.
-    const int masked_end = DOCUMENTS ? end : min(s0 + OWNED - sizes.offset, end);
+    if (DOCUMENTS == 2) begin = max(begin, bounds.first_key(s0));
+    const int end = BOUNDED ? bounds.first_query(begin, s0 + OWNED) : Q;
+    // Of the queries that see all these keys, as far as they are before the query.
+    const int all_keys_begin = DOCUMENTS == 2 ? bounds.first_key(min(s0 + OWNED, T) - 1) : 0;
+    const int all_keys_end = bounds.first_query(begin, s0 + 1);
+    // With documents or a window two loops would need more registers.
+    const int masked_end = BOUNDED ? end : min(s0 + OWNED - sizes.offset, end);
     Channels dk = {}, dv = {};
     for (int i = 0; i < GROUP; ++i) {
         const int h = blockIdx.y * GROUP + i;
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
             const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
             Steps p, ds;
             multiply_rows(p, ks, m, qs);
-            if (masks && (!DOCUMENTS || at0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
-            if (DOCUMENTS && masks && (t0 < all_keys_begin || t0 + STEP > all_keys_end)) hide<false>(p, s0 + m, t0, documents);
+            if (masks && (!BOUNDED || at0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
+            if (BOUNDED && masks && (t0 < all_keys_begin || t0 + STEP > all_keys_end)) hide<false>(p, s0 + m, t0, bounds);
             multiply_rows(ds, vs, m, dys);
             weigh(p, ds, scale * LOG2_E, [&](int, int j, int e) { return statistics[8 * j + e % 2]; });
             add_weighted(dv, p, dys);
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
         int t0 = begin;
         passing.fetch(t0, t0 < end);
         for (; t0 < masked_end; t0 += STEP) add(t0, true);
-        for (; !DOCUMENTS && t0 < end; t0 += STEP) add(t0, false);
+        for (; !BOUNDED && t0 < end; t0 += STEP) add(t0, false);
     }
     Element *dks = dkv + sizes.k(b, blockIdx.y * GROUP), *dvs = dkv + sizes.v(b, blockIdx.y * GROUP);
 #pragma unroll
@@ -88,29 +88,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
 // dq of OWNED queries, in the order of the forward. Dynamic shared memory: queries, dy (OWNED x HEAD each) as Own tiles, two
 // stages of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backward_q(
-    int queries, int T, int offset, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
+    int queries, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy,
     const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dq, const int* __restrict__ starts) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element *qs = reinterpret_cast<Element*>(dynamic_shared), *dys = qs + Own::ELEMENTS;
-    const Sizes sizes(queries, T, offset, H, q_pitch, kv_pitch, q_rows, kv_rows);
+    const Sizes sizes(queries, T, offset, window, H, q_pitch, kv_pitch, q_rows, kv_rows);
     const int t0 = (gridDim.x - 1 - blockIdx.x) * OWNED, h = blockIdx.y, b = blockIdx.z, Q = sizes.Q, C = H * HEAD;
     const int lane = threadIdx.x % 32, m = threadIdx.x / 32 * WARP_ROWS, at0 = t0 + sizes.offset;    // the last key query t0 sees
-    const Documents documents(starts, Q);
+    const Bounds bounds(starts, sizes);
     const int last = min(t0 + OWNED, Q) - 1;    // query
-    const int end = min(min(at0 + OWNED, T), documents.end_key(last));    // of the keys that are seen
+    const int end = min(min(at0 + OWNED, T), bounds.end_key(last));    // of the keys that are seen
     const int warp_end = t0 + m < Q ? at0 + m + WARP_ROWS : 0;
     const int all_see = GENERAL ? min(at0 + 1, end) / STEP * STEP : t0;    // the end of the steps without masks
     const long long row = sizes.row(b, h);
-    int s0 = documents.first_key(t0) / STEP * STEP;
+    int s0 = bounds.first_key(t0) / STEP * STEP;
     const RowCopies k(kv + sizes.k(b, h), sizes.kv_pitch, s0), v(kv + sizes.v(b, h), sizes.kv_pitch, s0);
     Passing<false> keys = {k, v, nullptr, T, dys + Own::ELEMENTS};
 
     Channels sums = {};
     RowCopies(q + sizes.q(b, h), sizes.q_pitch, t0).fetch<OWNED>(qs, t0, Q);
     RowCopies(dy + sizes.y(b, h), C, t0).fetch<OWNED>(dys, t0, Q);
-    int seen_by_all = documents.first_key(last);    // all queries see the keys from this one to all_see
-    if (DOCUMENTS == 2 && documents.first_key(t0) != seen_by_all) seen_by_all = end;    // none
+    int seen_by_all = bounds.first_key(last);    // all queries see the keys from this one to all_see
+    if (DOCUMENTS == 2 && bounds.first_key(t0) != seen_by_all) seen_by_all = end;    // none
     keys.fetch(s0, true);
     Statistics statistics[FRAGMENTS][2];    // of rows g and g + 8
 #pragma unroll
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
         Steps p, ds;
         multiply_rows(p, qs, m, ks);
         if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
-        if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, documents);
+        if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, bounds);
         multiply_rows(ds, dys, m, vs);
         weigh(p, ds, scale * LOG2_E, [&](int f, int, int e) { return statistics[f][e / 2]; });
         add_weighted(sums, ds, ks);

@@ -335,10 +335,32 @@ class TokenShare(NamedTuple):
         queries = slice(own // 2 if source > self.rank else 0, own)
         return queries, slice(0, own // 2 if source < self.rank else own)
 
+    def steps(self, tokens: int, window: int = 0) -> list[int]:
+        """Return the steps of a ring in which some rank sees tokens of the rank so many before it.
+
+        tokens  of a row
+        window  the most tokens that a query sees, the last up to its own; 0: all up to its own
+        """
+        every = range(self.ranks)
+        return [
+            step
+            for step in every
+            if any(self._replace(rank=rank)._reaches(rank - step, tokens, window) for rank in every)
+        ]
+
+    def _reaches(self, source: int, tokens: int, window: int) -> bool:
+        """Return whether this rank sees tokens of another one."""
+        theirs = self._replace(rank=source % self.ranks).runs(tokens)
+        return any(
+            queries.stop > keys.start and (not window or queries.start - keys.stop + 1 < window)
+            for queries in self.runs(tokens)
+            for keys in theirs
+        )
+
     def firsts(self, starts: np.ndarray) -> list[np.ndarray]:
         """Return, for each rank's tokens, the first that each query of `seen` sees, (B, Q) int32.
 
-        starts  (B, T), of each token: the first token of its document
+        starts  (B, T), of each token: the first that it sees
         """
         mine, found = self.cut(starts), []
         for source in range(self.ranks):
@@ -352,8 +374,9 @@ class Places(NamedTuple):
     """The places of some rows' tokens, in the memory of the layers (as position_ids of transformers).
 
     starts     (B, T) int32: the index in the row of the first token of each token's document; None:
-               each row is one document. With a ring, a list: for each rank, the index among its
-               tokens of the first that this rank's queries see (`TokenShare.firsts`)
+               each row is one document
+    firsts     of a ring {window: for each rank, the index among its tokens of the first that this
+               rank's queries see, `TokenShare.firsts`}; without an entry they see all
     positions  (B, T) int32: the position of each token in its document; None: its index in the row
     own        (B, T / ranks) int32: the positions of this rank's tokens (`TokenShare`)
     types      (B, T) int32: the token types; None: all are 0
@@ -363,20 +386,14 @@ class Places(NamedTuple):
     positions: Any
     own: Any
     types: Any = None
+    firsts: Mapping[int, list[Any]] = {}
 
     def of(self, rows: range) -> Places:
         """Return the places of the tokens of some of the rows, as views."""
         part = slice(rows.start, rows.stop)
-        return Places(
-            *(
-                [each[part] for each in one]
-                if isinstance(one, list)
-                else None
-                if one is None
-                else one[part]
-                for one in self
-            )
-        )
+        starts, positions, own, types = (None if one is None else one[part] for one in self[:4])
+        firsts = {window: [one[part] for one in each] for window, each in self.firsts.items()}
+        return Places(starts, positions, own, types, firsts)
 
 
 class Now:

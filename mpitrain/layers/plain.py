@@ -30,6 +30,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 from mpitrain.ops.int8_rows import Coded
+from mpitrain.ops.seen import Seen
 from mpitrain.tables import Table
 
 
@@ -455,6 +456,7 @@ class Attention:
     now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
     causal    whether a query sees no later key
+    window    the most keys that a query sees, the last up to its own; 0: there is no window
     """
 
     output_is_free = False
@@ -468,9 +470,11 @@ class Attention:
         now: Now | None = None,
         rotary: Rotary | None = None,
         causal: bool = True,
+        window: int = 0,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
         self.drop, self.now, self.rotary, self.causal = drop, now or Now(), rotary, causal
+        self.window = window
         self.first, self.every = 0, heads
 
     def parameters(self):
@@ -488,15 +492,14 @@ class Attention:
         if self.rotary:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
-        starts: tuple[Any, ...] = () if places is None else (places.starts,)
-        if not self.causal:
-            starts = (*(starts or (None,)), x.shape[1] - 1)
+        offset = 0 if self.causal else x.shape[1] - 1
+        seen = Seen(places and places.starts, offset, self.window, closed=not self.causal)
         if self.drop and self.drop.layers.now.trains:
             now = self.drop.layers.now
             first, drop = now.row * self.every + self.first, self.drop
             mask = drop.key, now.step, first, self.every, drop.rate
-            return self.ops.attention_dropout(q, kv, self.heads, *mask, arena, *starts)
-        return self.ops.attention(q, kv, self.heads, arena, *starts)
+            return self.ops.attention_dropout(q, kv, self.heads, *mask, arena, seen)
+        return self.ops.attention(q, kv, self.heads, arena, seen)
 
     def forward_next(self, w, x, past, arena):
         width = self._width(x.shape)
@@ -504,7 +507,9 @@ class Attention:
             x = self._turned(x, 1, past.positions, arena)
         keys, values = past.arrays(self.kv_heads, width // self.heads, x.dtype)
         q, kv = x[..., :width], x[..., width:]
-        return self.ops.attention_next(q, kv, keys, values, past.lengths, self.heads, arena)
+        return self.ops.attention_next(
+            q, kv, keys, values, past.lengths, self.heads, arena, self.window
+        )
 
     def backward_input(self, w, dy, saved, arena):
         ops, width = self.ops, dy.shape[-1]
@@ -616,6 +621,7 @@ class Plain:
         self.memory = Memory()  # A trainer sets its own: which activations the layers save.
         self.keys = Model()  # And its own keys of the loss.
         self.made = set[str]()  # constructors that a key changes and that have been called
+        self.windows = set[int]()  # of the attention layers
         self.itemsize = 4  # A trainer sets the bytes of a number that layers compute with.
         self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
         self._dropouts = 0
@@ -628,8 +634,7 @@ class Plain:
     def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
 
-        Rows are samples, or the tokens of sequences, counted from the first row of the batch. It is
-        a range, but with layout.cp, where this rank has a run of tokens of each row.
+        Rows are samples, or the tokens of sequences. It is a range, but with layout.cp.
         """
         return self.now.numbers(math.prod(shape[:-1]))
 
@@ -665,7 +670,7 @@ class Plain:
         noun: str = "outputs",
         bias: bool = True,
     ) -> Linear:
-        """Return a linear layer with several outputs side by side, which may differ in width.
+        """Return a linear layer with several outputs side by side.
 
         Output i has counts[i] x each columns. layout.tp splits each output, between runs of `each`
         columns. All are one tensor, weight (sum of columns, inputs).
@@ -679,9 +684,7 @@ class Plain:
     ) -> Linear:
         """Return a linear layer from width to the queries, keys and values of all heads.
 
-        Without kv_heads, keys and values have as many heads as queries, and the output has
-        3 x width columns. With kv_heads, groups of query heads share a key and value head (Ainslie
-        et al. 2023, GQA).
+        Keys and values have as many heads, or kv_heads, which groups of query heads share (GQA).
 
         raises  ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
@@ -700,8 +703,7 @@ class Plain:
     def dropout(self, rate: float, columns: int = 0) -> Dropout:
         """Return dropout, (..., C) to (..., C), with its own random bits.
 
-        The number of this call, counted per factory, selects the bits. So all ranks must make their
-        layers in the same order.
+        The number of this call selects the bits. So all ranks must make their layers in one order.
 
         columns  C of the whole input, if the input is the output of `column_linear`; 0: layout.tp
                  does not split it
@@ -733,13 +735,15 @@ class Plain:
         dropout: float = 0.0,
         rotary: Rotary | None = None,
         causal: bool = True,
+        window: int = 0,
     ) -> Layer:
         """Return attention, from the output of `qkv` to (B, T, width).
 
         dropout  rate of dropout of the probabilities
         rotary   turns queries and keys by their positions; heads are of even width
         causal   whether later tokens are hidden
-        raises   ConfigError if heads does not divide width, or kv_heads does not divide heads
+        window   the most tokens that each sees, up to itself; 0: all
+        raises   ConfigError if heads or kv_heads do not divide, or a window is not causal
         """
         divided(width, heads, f"heads do not divide a width of {width}")
         shared = heads if kv_heads is None else kv_heads
@@ -749,8 +753,16 @@ class Plain:
             self.made.add("attention dropout")
         if not causal:
             self.made.add("attention to later tokens")
+        if window and not causal:
+            raise ConfigError(
+                f"A window of attention ends at each token, but this one of {window} has no causal mask.",
+                "Leave out `causal`, or the window.",
+            )
+        if window:
+            self.made.add("a window")
+        self.windows.add(window)
         drop = self.dropout(dropout) if dropout else None
-        attention = self._heads(heads, shared, drop, self.now, rotary, causal)
+        attention = self._heads(heads, shared, drop, self.now, rotary, causal, window)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def _heads(self, *arguments: Any) -> Attention:
@@ -787,8 +799,7 @@ class Plain:
     def conv(
         self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
     ) -> Conv:
-        """Return a convolution, (B, H, W, inputs) to (B, H, W, outputs), that layout.tp does not
-        split.
+        """Return a convolution, (B, H, W, inputs) to (B, H, W, outputs), not split by layout.tp.
 
         kernel      rows and columns of the kernel, an odd number
         draw        makes the weight, (outputs, kernel x kernel x inputs)
@@ -799,10 +810,9 @@ class Plain:
     def pixel_conv(
         self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
     ) -> PixelConv:
-        """Return a convolution of the pixels of a data source, (B, inputs, H, W) to (B, H, W,
-        outputs).
+        """Return `conv` of the pixels of a data source, (B, inputs, H, W) to (B, H, W, outputs).
 
-        The pixels have no gradient. Arguments are those of `conv`.
+        The pixels have no gradient.
         """
         return PixelConv(self.ops, inputs, outputs, kernel, draw, activation)
 

@@ -5,6 +5,8 @@ The units are the embedding, 2 x depth half-blocks x + f(norm(x)), and the head.
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+from collections.abc import Sequence
+
 from mpitrain.layers.base import Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
@@ -24,6 +26,7 @@ def gpt(
     epsilon: float = 1e-5,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    windows: Sequence[int] = (),
 ) -> list[Unit]:
     """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -47,6 +50,8 @@ def gpt(
         Rate of dropout of the embedding, and of each branch before its residual sum.
     attention_dropout : float
         Rate of dropout of the attention probabilities.
+    windows : sequence of int
+        The window of each block's attention; 0: none. Empty: none has one.
     """
     # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
     # preserve the variance of activations.
@@ -60,7 +65,9 @@ def gpt(
         attention = Sequential(
             norm=layers.norm(width, epsilon),
             qkv=layers.qkv(width, heads, inner),
-            attention=layers.attention(width, heads, dropout=attention_dropout),
+            attention=layers.attention(
+                width, heads, dropout=attention_dropout, window=windows[block] if windows else 0
+            ),
             out=layers.dropped(layers.row_linear(width, width, onto_residual), dropout),
         )
         mlp = Sequential(

@@ -28,6 +28,7 @@ def llama(
     rope_scaling: Sequence[float] = (),
     tied: bool = False,
     epsilon: float = 1e-5,
+    windows: Sequence[int] = (),
 ) -> list[Unit]:
     """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -56,6 +57,8 @@ def llama(
         Whether the head uses the token embedding as its weight.
     epsilon : float
         Term of the norms, added to the mean square.
+    windows : sequence of int
+        The window of each block's attention; 0: none. Empty: none has one.
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
@@ -65,7 +68,9 @@ def llama(
         attention = Sequential(
             norm=layers.rms_norm(width, epsilon),
             qkv=layers.qkv(width, heads, inner, shared, bias=qkv_bias),
-            attention=layers.attention(width, heads, shared, rotary=rotary),
+            attention=layers.attention(
+                width, heads, shared, rotary=rotary, window=windows[block] if windows else 0
+            ),
             out=layers.row_linear(width, width, onto_residual, bias=False),
         )
         up = layers.joined_linear(width, (hidden, hidden), 1, inner, bias=False)

@@ -72,10 +72,14 @@ def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
     }
 
 
-def _with_dropout(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
+def _with_windows(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
+    """Return the arguments that a gpt and a llama take."""
+    return {**_transformer(keys, source), "windows": keys.windows}
+
+
+def _dropout(keys: Keys) -> dict[str, Any]:
     """Return the arguments that a gpt and a bert take."""
-    own = {key: getattr(keys, key) for key in ("hidden", "dropout", "attention_dropout")}
-    return {**_transformer(keys, source), **own}
+    return {key: getattr(keys, key) for key in ("hidden", "dropout", "attention_dropout")}
 
 
 def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
@@ -88,7 +92,7 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         theta=keys.theta,
         rope_scaling=keys.rope_scaling,
         hidden=keys.hidden_units,
-        **_transformer(keys, source),
+        **_with_windows(keys, source),
     )
 
 
@@ -96,7 +100,7 @@ def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit
     from mpitrain.models.bert import bert
 
     classes = 0 if source.form == "tokens" else source.classes
-    return bert(layers, classes=classes, **_with_dropout(keys, source))
+    return bert(layers, classes=classes, **_transformer(keys, source), **_dropout(keys))
 
 
 def _check_all_seen(config: Config) -> None:
@@ -124,13 +128,17 @@ def _check_rotary(config: Config) -> None:
 
 
 def _transformer_flops(keys: Keys, parameters: int) -> float:
-    """PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens."""
-    return keys.context * (6 * parameters + 12 * keys.layers * keys.width * keys.context)
+    """PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens.
+
+    In a layer with a window each token has the scores of its window, in place of T.
+    """
+    scores = sum(min(window or keys.context, keys.context) for window in keys.windows)
+    return keys.context * (6 * parameters + 12 * keys.width * scores)
 
 
 MODELS: Table[str, Model] = Table(
     gpt=Model(
-        lambda layers, keys, source: gpt(layers, **_with_dropout(keys, source)),
+        lambda layers, keys, source: gpt(layers, **_with_windows(keys, source), **_dropout(keys)),
         takes="tokens",
         help="for tokens",
         split="heads",
@@ -280,6 +288,7 @@ def check_model(config: Config) -> None:
         ("data.packing", data.packing, not are_texts, "is of conversations"),
         ("data.template", data.template, not are_texts, "is of conversations"),
         ("run.sample_prompt", config.run.sample_prompt, row.writes, f"is for a {writers}"),
+        ("model.window", model.window, row.writes, f"is for a {writers}"),
     ):
         if is_set and not fits:
             raise ConfigError(
@@ -298,6 +307,14 @@ def check_model(config: Config) -> None:
                 f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
                 f"Leave out model.{key}, or set model.kind to llama.",
             )
+    if model.window_from and (not model.window or model.window_from >= model.layers):
+        raise ConfigError(
+            "model.window_from is the first of model.layers that has model.window, but is "
+            f"{model.window_from} of {model.layers} layers, with a window of {model.window}.",
+            "Leave out model.window_from, or set model.window."
+            if not model.window
+            else f"Set it to at most {model.layers - 1}, or leave out model.window.",
+        )
     if model.label_smoothing and LOSSES[model.loss].takes != "classes":
         raise ConfigError(
             f"model.label_smoothing shares a target among classes, but model.loss is {model.loss}.",

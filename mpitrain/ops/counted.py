@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.operands import DIM, operands
+from mpitrain.ops.seen import Seen
 from mpitrain.ops.weightless import Weightless
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,11 +54,14 @@ class OperationCost(NamedTuple):
 
 
 def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> OperationCost:
+    """Return the cost of a call. A query of attention with a window has the scores of its keys alone."""
     sizes, nbytes = sizes_of(row, arguments), 0
     itemsize = next((x.itemsize for x in arguments if isinstance(x, Weightless)), 4)
     with suppress(KeyError):  # An absent argument may hide the size of a letter.
         nbytes = row.nbytes(itemsize, **sizes)
     flops = 2 * _product(row.products, sizes) if row.products else 0
+    for seen in _of_kind(Seen, arguments):
+        flops = flops // max(1, sizes["T"]) * seen.keys_of_a_query(sizes["T"])
     return OperationCost(nbytes, flops, "backward" not in name)
 
 
@@ -134,7 +140,9 @@ def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
             _fit(operand.shape, value.shape, sizes)
     for operand, value in pairs:
         if operand.after and operand.reads:
-            for terms, array in zip(operand.reads.split("+"), _arrays(value), strict=False):
+            for terms, array in zip(
+                operand.reads.split("+"), _of_kind(np.ndarray, value), strict=False
+            ):
                 _fit(terms, array.shape, sizes)
     return sizes
 
@@ -156,12 +164,12 @@ def _product(term: str, sizes: Mapping[str, int]) -> int:
     return int(number or 1) * math.prod(sizes[letter] for letter in letters)
 
 
-def _arrays(value: Any) -> Iterator[np.ndarray]:
-    """Yield all arrays in nested tuples and lists, and in attributes of a pending state."""
-    if isinstance(value, np.ndarray):
+def _of_kind(kind: type[T], value: Any) -> Iterator[T]:
+    """Yield what is of a class in nested tuples and lists, and in attributes of a pending state."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _arrays(one)
-    elif not isinstance(value, Arena) and hasattr(value, "__dict__"):
-        yield from _arrays([*vars(value).values()])
+            yield from _of_kind(kind, one)
+    elif not isinstance(value, Arena | np.ndarray) and hasattr(value, "__dict__"):
+        yield from _of_kind(kind, [*vars(value).values()])

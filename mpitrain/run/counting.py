@@ -433,7 +433,7 @@ class Counter:
         is_cut = config.data.attend == "document" or is_text
         starts = np.zeros(shape, np.int32) if is_cut else None
         share_of_tokens, types = body.layers.now.tokens, starts if is_text else None
-        places = places_of(share_of_tokens, shape, starts, body.placed, types)
+        places = places_of(body.layers, shape, starts, body.placed, types)
         inputs, targets = (share_of_tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         pipe.train(
@@ -475,7 +475,7 @@ class Counter:
         rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
         inputs, targets = zeros(self._source, rows, config.precision.stored)
         share = body.layers.now.tokens
-        places = places_of(share, inputs.shape, None, body.placed)
+        places = places_of(body.layers, inputs.shape, None, body.placed)
         inputs, targets = share.cut(inputs), share.cut(targets)
         storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
         lowest = self._chunks.first(chunks[chunk])

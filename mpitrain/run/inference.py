@@ -3,7 +3,7 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,9 +19,11 @@ from mpitrain.data import (
     without_padding,
 )
 from mpitrain.errors import ConfigError, DataError, TrainingError
-from mpitrain.layers.base import Loss, Places, TokenShare, Unit
+from mpitrain.layers.base import Loss, Places, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
+from mpitrain.ops.seen import first_keys
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.tensor.context import all_tokens
@@ -98,7 +100,7 @@ class Inference:
         """
         if starts is None and shape[1:] != given[1:] and not self._is_causal:
             starts = np.zeros(given, np.int32)
-        return places_of(self._layers.now.tokens, shape, starts, self.placed, types)
+        return places_of(self._layers, shape, starts, self.placed, types)
 
     def own(self, rows: np.ndarray, fill: int) -> np.ndarray:
         """Return this rank's tokens of rows (B, T), or of their targets.
@@ -286,7 +288,7 @@ class Inference:
 
 
 def places_of(
-    share: TokenShare,
+    layers: Plain,
     shape: Shape,
     starts: np.ndarray | None,
     placed: Callable[[np.ndarray], Any],
@@ -294,17 +296,19 @@ def places_of(
 ) -> Places | None:
     """Return the places of the tokens of some rows.
 
-    share   the tokens of this rank
+    layers  the factory of the model's layers; this rank has the tokens of its `now`
     shape   (B, T) of the rows
     starts  from `Inference.cut`; padding to the right is a document of its own
     placed  copies an array to the backend's memory
     types   of tokens, from `Inference.cut`, in the shape of `starts`
     """
+    share = layers.now.tokens
     if starts is None:
         if share.ranks == 1:
             return None
         own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        return Places(None, None, placed(share.cut(own)))
+        firsts = _firsts(layers, np.zeros(shape, np.int32), layers.windows - {0}, placed)
+        return Places(None, None, placed(share.cut(own)), firsts=firsts)
     if starts.shape != shape:
         rows, tokens = starts.shape
         starts = np.pad(starts, ((0, shape[0] - rows), (0, 0)))
@@ -312,8 +316,21 @@ def places_of(
     positions = positions_of(starts)
     whole = placed(positions)
     own = whole if share.ranks == 1 else placed(share.cut(positions))
-    seen = [placed(one) for one in share.firsts(starts)] if share.is_ring else placed(starts)
-    return Places(seen, whole, own, None if types is None else placed(types))
+    firsts = _firsts(layers, starts, layers.windows, placed)
+    seen = None if share.is_ring else placed(starts)
+    return Places(seen, whole, own, None if types is None else placed(types), firsts)
+
+
+def _firsts(
+    layers: Plain, starts: np.ndarray, windows: Iterable[int], placed: Callable[[np.ndarray], Any]
+) -> dict[int, list[Any]]:
+    """Return `Places.firsts` for these windows: empty without a ring."""
+    share = layers.now.tokens
+    return {
+        window: [placed(each) for each in share.firsts(first_keys(starts, window))]
+        for window in windows
+        if share.is_ring
+    }
 
 
 def evaluated_rows(run: Run, source: Source) -> int:

@@ -31,7 +31,7 @@ OF_EVERY_RUN = [
     "kernel",
     "pool",
 ]
-OF_RUN = [*OF_EVERY_RUN, "kv_heads", "qkv_bias", "theta", "rope_scaling"]
+OF_RUN = [*OF_EVERY_RUN, "kv_heads", "qkv_bias", "theta", "rope_scaling", "window", "window_from"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 

@@ -1,4 +1,4 @@
-"""Attention with several documents in a row, on kernels."""
+"""Attention with several documents in a row and within a window, on kernels."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,18 +32,17 @@ def check_documents(
     dtype: str = "float32",
     drops: bool = False,
     g: int | None = None,
-    offset: int = 0,
+    **bounds: int,
 ) -> None:
-    """Compare attention within documents, forward and backward."""
+    """Compare attention within documents, forward and backward.    rows: none with one document each"""
     arena, starts = Arena(), starts_of(rows)
     shape = starts.shape
+    packed = {"starts": starts} if max(map(len, rows)) > 1 or "window" not in bounds else {}
     qkv, dy = (stored(numbers(n, *shape, n * d), dtype) for n in (h + 2 * (g or h), h))
     name, given = ("attention_dropout", DROP) if drops else ("attention", ())
-    ops, truth = (
-        Packed(each, name, g, offset=offset) for each in (bodies.cuda(kernels), reference)
-    )
-    y, saved = ops.attention(qkv, h, *given, arena, starts)
-    true_y, true_saved = truth.attention(values(qkv), h, *given, None, starts)
+    ops, truth = (Packed(each, name, g, **bounds) for each in (bodies.cuda(kernels), reference))
+    y, saved = ops.attention(qkv, h, *given, arena, **packed)
+    true_y, true_saved = truth.attention(values(qkv), h, *given, None, **packed)
     assert_close(y, true_y, dtype, "y")
     assert_close(
         ops.attention_backward(dy, saved, arena),
@@ -70,6 +69,32 @@ def whole_documents() -> Iterator[Callable]:
     for dtype in ("float64", "bfloat16"):
         yield partial(check_documents, rows=[[7, 33]], h=1, d=8, dtype=dtype)
     yield partial(check_documents, rows=[[40, 30]], h=2, g=1, d=4)
+
+
+def windows() -> Iterator[Callable]:
+    """attention."""
+    for rows in ([[1]], [[33], [33]], [[97]], [[200]], [[64, 33], [33, 64]]):
+        for window in (1, 2, 32, 33, 63, 64, 65, 100, 1000):
+            yield partial(check_documents, rows=rows, h=2, d=4, window=window)
+    for dtype in ("float64", "bfloat16"):
+        yield partial(check_documents, rows=[[40]], h=1, d=8, dtype=dtype, window=7)
+    yield partial(check_documents, rows=[[170]], h=2, g=1, d=4, window=40)
+
+
+def dropped_windows() -> Iterator[Callable]:
+    """attention_dropout."""
+    for rows in ([[97], [97]], [[40, 57], [90, 7]]):
+        yield partial(check_documents, rows=rows, h=2, d=4, drops=True, window=33)
+
+
+def tensor_windows() -> Iterator[Callable]:
+    """attention_tensor and attention_tensor_backward."""
+    for rows in ([[1]], [[130], [130]], [[400]], [[300, 100]]):
+        for window in (1, 16, 64, 65, 127, 128, 129, 300):
+            yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16", window=window)
+    yield partial(check_documents, rows=[[300]], h=1, d=80, dtype="bfloat16", window=100)
+    yield partial(check_documents, rows=[[200]], h=2, g=1, d=16, dtype="float16", window=70)
+    yield partial(check_documents, rows=[[160]], h=2, d=64, dtype="float16", window=40)
 
 
 def dropped_documents() -> Iterator[Callable]:

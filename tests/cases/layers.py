@@ -379,6 +379,7 @@ def check_next(
     d: int,
     dtype: str = "float32",
     g: int | None = None,
+    window: int = 0,
 ) -> None:
     """Compare attention of new tokens, after different numbers of stored tokens; the rest of the
     cache must not change.
@@ -390,7 +391,7 @@ def check_next(
     truths = [values(cache) for cache in caches]
     firsts, width = np.array(past, np.int64), h * d
     y, truth = (
-        each.attention_next(x[..., :width], x[..., width:], *stores, firsts, h, Arena())
+        each.attention_next(x[..., :width], x[..., width:], *stores, firsts, h, Arena(), window)
         for each, x, stores in ((ops, qkv, caches), (reference, values(qkv), truths))
     )
     assert_close(y, truth, dtype, "y")
@@ -652,6 +653,9 @@ def next_attentions() -> Iterator[Callable]:
         yield partial(check_next, past=(9, 40), t=2, h=2, d=8, dtype=dtype)
     for g in (1, 2):
         yield partial(check_next, past=(9, 40), t=3, h=4, g=g, d=8)
+    for window in (1, 2, 10, 32, 33, 1000):
+        yield partial(check_next, past=(9, 70), t=1, h=1, d=8, window=window)
+        yield partial(check_next, past=(40, 0), t=35, h=2, g=1, d=8, window=window)
 
 
 def tensor_attentions() -> Iterator[Callable]:

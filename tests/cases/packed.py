@@ -4,13 +4,16 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.ops.seen import Seen
+
 
 class Packed:
     """The operations of attention of a backend, with one array in place of q and kv, and of dq and dkv.
 
     forward   "attention" or "attention_dropout"
     kv_heads  heads of keys and values; None: as many as heads
-    offset    of the operation; queries are the last `queries` rows of the array, or all
+    queries   are the last so many rows of the array; None: all
+    bounds    fields of `Seen`; starts are those of documents
     """
 
     def __init__(
@@ -19,13 +22,14 @@ class Packed:
         forward: str = "attention",
         kv_heads: int | None = None,
         queries: int | None = None,
-        **named: Any,
+        **bounds: Any,
     ):
         self._forward, self._backward = getattr(ops, forward), ops.attention_backward
-        self._kv_heads, self._queries, self._named = kv_heads, queries, named
+        self._kv_heads, self._queries, self._bounds = kv_heads, queries, bounds
 
-    def attention(self, qkv: Any, heads: int, *rest: Any) -> tuple[Any, Any]:
-        y, saved = self._forward(*self.parts(qkv, heads), heads, *rest, **self._named)
+    def attention(self, qkv: Any, heads: int, *rest: Any, starts: Any = None) -> tuple[Any, Any]:
+        seen = Seen(starts, **self._bounds, closed=starts is not None)
+        y, saved = self._forward(*self.parts(qkv, heads), heads, *rest, seen)
         return y, (qkv, heads, saved)
 
     def attention_backward(self, dy: Any, saved: Any, arena: Any) -> Any:

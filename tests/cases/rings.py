@@ -10,31 +10,37 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
+from mpitrain.ops.seen import Seen, first_keys
 from tests.cases.documents import starts_of
 from tests.cases.numbers import assert_close, numbers, stored, values
 
 reference = bodies.reference()
 
 
-def of_rank(ops: Ops, share: TokenShare, q: Any, kv: Any, dy: Any, heads: int, starts: Any) -> Any:
+def of_rank(
+    ops: Ops, share: TokenShare, q: Any, kv: Any, dy: Any, heads: int, starts: Any, window: int = 0
+) -> Any:
     """Return y, dq and, for each rank's tokens, dkv: what a rank computes of whole rows (B, T, C)."""
     arena, joined, steps = Arena(), None, []
     y, q, dy = None, share.cut(q), share.cut(dy)
     own = q.shape[1]
-    firsts = [None] * share.ranks if starts is None else share.firsts(starts)
-    for step in range(share.ranks):
+    firsts: Any = [None] * share.ranks
+    if starts is not None or window:
+        starts = np.zeros(kv.shape[:2], np.int32) if starts is None else starts
+        firsts = share.firsts(first_keys(starts, window))
+    for step in share.steps(kv.shape[1], window):
         source = (share.rank - step) % share.ranks
         where = firsts[source], own if step else 0
-        steps.append((source, *share.seen(source, own), where))
+        steps.append((source, *share.seen(source, own), Seen(*where)))
     passing = [share._replace(rank=rank).cut(kv) for rank in range(share.ranks)]
     for source, queries, keys, where in steps:
         seen = q[:, queries], passing[source][:, keys]
-        y, joined = ops.attention_part(*seen, heads, arena, *where, joined)
+        y, joined = ops.attention_part(*seen, heads, arena, where, joined)
     dq, dkvs = np.zeros_like(q), [np.zeros_like(each) for each in passing]
     for source, queries, keys, where in steps:
         part, seen = np.zeros_like(q), (q[:, queries], passing[source][:, keys])
         out = part[:, queries], dkvs[source][:, keys]
-        ops.attention_part_backward(dy[:, queries], joined, *seen, *out, arena, *where)
+        ops.attention_part_backward(dy[:, queries], joined, *seen, *out, arena, where)
         dq += part
     return y, dq, dkvs
 
@@ -47,6 +53,7 @@ def check_ring(
     d: int,
     g: int | None = None,
     documents: list[list[int]] | None = None,
+    window: int = 0,
     dtype: str = "float64",
 ) -> None:
     """Compare y and all gradients, put together from the ranks of a ring."""
@@ -59,10 +66,10 @@ def check_ring(
     for rank in range(ranks):
         share = TokenShare(rank, ranks, True)
         mine = share.of(shape[1])
-        y[:, mine], dq[:, mine], parts = of_rank(ops, share, q, kv, dy, h, starts)
+        y[:, mine], dq[:, mine], parts = of_rank(ops, share, q, kv, dy, h, starts, window)
         for source, part in enumerate(parts):
             dkv[:, share._replace(rank=source).of(shape[1])] += part.astype("f8")
-    true_y, saved = reference.attention(values(q), values(kv), h, None, starts)
+    true_y, saved = reference.attention(values(q), values(kv), h, None, Seen(starts, window=window))
     true_dq, true_dkv = np.empty(q.shape), np.empty(kv.shape)
     reference.attention_backward(values(dy), saved, true_dq, true_dkv, None)
     for found, truth in ((y, true_y), (dq, true_dq), (dkv, true_dkv)):
@@ -74,6 +81,9 @@ RINGS: list[tuple[Any, ...]] = [
     (3, (2, 24), 2, 3, None, [[5, 7, 12], [1] * 24]),
     (4, (0, 24), 2, 3, None),
     (2, (1, 268), 2, 4, 1, [[3, 90, 84, 91]]),  # 134 tokens of a rank are not whole tiles
+    *((4, (1, 24), 2, 3, 1, None, window) for window in (1, 2, 3, 4, 7, 24)),
+    (3, (2, 24), 2, 3, None, [[5, 7, 12], [1] * 24], 3),
+    (2, (1, 268), 2, 4, 1, None, 70),
 ]
 
 
@@ -89,5 +99,5 @@ def parts() -> Iterator[Callable]:
 
 def tensor_parts() -> Iterator[Callable]:
     """attention_tensor, its backward and attention_join, of a ring."""
-    for ranks, length, documents in ((2, 560, [[100, 200, 260]]), (3, 300, None)):
-        yield partial(on_kernels, ring=(ranks, (1, length), 2, 16, 1, documents), dtype="float16")
+    for ranks, length, *more in ((2, 560, [[100, 200, 260]]), (3, 300, None), (3, 300, None, 60)):
+        yield partial(on_kernels, ring=(ranks, (1, length), 2, 16, 1, *more), dtype="float16")

@@ -283,9 +283,11 @@ class CollectiveLaws:
                         name,
                         dtype,
                     )
-            incoming = np.zeros(count, dtype)
-            Group(transport).bind_shift(small(rank, count, dtype), incoming).run()
-            assert np.array_equal(incoming.astype("float64"), stack[rank - 1]), dtype
+            for distance in range(1, n + 1):
+                incoming, way = np.zeros(count, dtype), (distance,) if distance > 1 else ()
+                Group(transport).bind_shift(small(rank, count, dtype), incoming, *way).run()
+                truth = stack[(rank - distance) % n]
+                assert np.array_equal(incoming.astype("float64"), truth), (distance, dtype)
             for name in choices("all-to-all"):
                 incoming = np.zeros(5 * n, dtype)
                 bind_all_to_all(transport, small(rank, 5 * n, dtype), incoming, name).run()

@@ -181,6 +181,9 @@ def kinds(plain) -> dict[str, Any]:
         ),
         "tanh": Sequential(a=linear(), b=Tanh(factory.ops)),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
+        "attention within a window": Sequential(
+            qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2, window=2)
+        ),
         "attention to later tokens": Sequential(
             qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2, causal=False)
         ),

@@ -56,11 +56,10 @@ def all_reduce(rank: int, n: int, count: int) -> Plan:
     return Plan(scatter.steps + all_gather(rank, n, count).steps, scatter.depth)
 
 
-def shift(rank: int, n: int, count: int) -> Plan:
-    """Plan one step in which the array of each rank goes to the next one."""
-    return Plan(
-        (Step((Transfer((rank + 1) % n, 0, count),), (Transfer((rank - 1) % n, 0, count),)),)
-    )
+def shift(rank: int, n: int, count: int, distance: int = 1) -> Plan:
+    """Plan one step in which the array of each rank r goes to rank r + distance."""
+    to, source = (rank + distance) % n, (rank - distance) % n
+    return Plan((Step((Transfer(to, 0, count),), (Transfer(source, 0, count),)),))
 
 
 def _rounds(rank: int, n: int, count: int, first: int, combine: bool) -> Plan:

@@ -5,7 +5,7 @@ log_sums is one number per row instead of a row of weights. 16-bit elements use 
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
 cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
 the arguments of dropout.
-Groups of heads that share keys and values, documents, and offsets or other pitches than those of a
+Groups of heads that share keys and values, documents, a window, and offsets or other pitches than those of a
 layer are macros: a launch without them runs a kernel that has no registers for them.
 """
 
@@ -28,6 +28,7 @@ from mpitrain.ops.cuda.launches import (
 )
 from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.random_bits import scale, threshold
+from mpitrain.ops.seen import CAUSAL, Seen
 
 
 class AttentionKernels(NamedTuple):
@@ -55,34 +56,8 @@ class AttentionKernels(NamedTuple):
         return self.prefix == "attention_tensor"
 
 
-class KeyBounds(NamedTuple):
-    """Which keys a query sees.
-
-    starts     the first key of each query, (B, Q) int32, or None
-    documents  what `starts` mean, as the kernels' macro DOCUMENTS
-    offset     of the operation
-    """
-
-    starts: Any = None
-    documents: int = 0
-    offset: int = 0
-
-    @classmethod
-    def within(cls, starts: Any, offset: int) -> "KeyBounds":
-        """Return what queries see of their documents, whose first tokens are `starts` or None."""
-        return cls(starts, 0 if starts is None else 2 if offset else 1, offset)
-
-    @classmethod
-    def part(cls, starts: Any, offset: int) -> "KeyBounds":
-        """Return what queries see from the keys `starts` on, or None, in `attention_part`."""
-        return cls(starts, int(starts is not None), offset)
-
-
-CAUSAL = KeyBounds()
-
-
-def attention(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0):
-    return _attended(kernels, q, kv, heads, (), KeyBounds.within(starts, offset), arena)
+def attention(kernels: Kernels, q, kv, heads, arena, seen=CAUSAL):
+    return _attended(kernels, q, kv, heads, (), seen, arena)
 
 
 def attention_dropout(
@@ -97,26 +72,25 @@ def attention_dropout(
     every,
     rate,
     arena,
-    starts=None,
-    offset=0,
+    seen=CAUSAL,
 ):
     drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
-    return _attended(kernels, q, kv, heads, drop, KeyBounds.within(starts, offset), arena)
+    return _attended(kernels, q, kv, heads, drop, seen, arena)
 
 
 def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     drop, seen, arena = how
     batch, count, _ = q.shape
+    seen = seen.narrow(count)
     y = arena.take(q.shape, q.dtype)
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
     chosen = choose(kernels, q, kv, heads, y, bool(drop), seen)
     arrays = y, log_sums, *drop, seen.starts
-    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, seen.offset, arrays)
+    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, seen, arrays)
     return y, (q, kv, y, log_sums, heads, drop, seen)
 
 
-def attention_part(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0, earlier=None):
-    seen = KeyBounds.part(starts, offset)
+def attention_part(kernels: Kernels, q, kv, heads, arena, seen=CAUSAL, earlier=None):
     y, saved = _attended(kernels, q, kv, heads, (), seen, arena)
     log_sums = saved[3]
     if earlier is None:
@@ -134,16 +108,14 @@ def attention_part(kernels: Kernels, q, kv, heads, arena, starts=None, offset=0,
     return whole, earlier
 
 
-def attention_part_backward(
-    kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0
-):
+def attention_part_backward(kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     y, log_sums, heads = saved
     if first := y.shape[1] - q.shape[1]:
         rows = dy, y[:, first:], log_sums[..., first:]
         dy, y, log_sums = (arena.take(each.shape, each.dtype) for each in rows)
         for target, source in zip((dy, y, log_sums), rows, strict=True):
             copy_rows(target, source)
-    whole = q, kv, y, log_sums, heads, (), KeyBounds.part(starts, offset)
+    whole = q, kv, y, log_sums, heads, (), seen
     attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 
@@ -168,10 +140,10 @@ def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
     scale, facts = (width // heads) ** -0.5, (dy, log_sums, dots)
     for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
         arrays = *facts, gradient, *drop, seen.starts
-        _launch(kernels, chosen, half, scale, q, kv, heads, seen.offset, arrays)
+        _launch(kernels, chosen, half, scale, q, kv, heads, seen, arrays)
 
 
-def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena):
+def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena, window=0):
     """Return y of new tokens, and store their keys and values; one warp per query and head.
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); keys, values: (B, G, W, D); past: (B,)
@@ -179,7 +151,7 @@ def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena):
     batch, length, _ = q.shape
     (_, groups, room, head), y = keys.shape, arena.take(q.shape, q.dtype)
     pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
-    sizes = batch, length, heads, groups, room, *pitches
+    sizes = batch, length, heads, groups, room, min(window or room, room), *pitches
     kernels.launch(
         "attention_next",
         row_blocks(batch * length * heads),
@@ -202,7 +174,7 @@ def choose(
     heads: int,
     other: Any,
     drops: bool = False,
-    seen: KeyBounds = CAUSAL,
+    seen: Seen = CAUSAL,
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
@@ -213,10 +185,12 @@ def choose(
     is_chunked = q.itemsize == 2 and bool(in_chunks(q, kv, other))
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
     shape = q.shape[1:], kv.shape[2], heads
-    key = ("attention", q.dtype, shape, is_chunked, drops, seen.documents, is_general)
+    documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
+    has_window = int(seen.window > 0)
+    key = ("attention", q.dtype, shape, is_chunked, drops, documents, has_window, is_general)
     chosen = kernels.plans.get(key)
     if chosen is None:
-        defines = {"DOCUMENTS": seen.documents, "GENERAL": int(is_general)}
+        defines = {"DOCUMENTS": documents, "WINDOW": has_window, "GENERAL": int(is_general)}
         chosen = kernels.plans[key] = _choose(kernels, q, kv, heads, is_chunked, drops, defines)
     return chosen
 
@@ -308,7 +282,7 @@ def _launch(
     q: Any,
     kv: Any,
     heads: int,
-    offset: int,
+    seen: Seen,
     arrays: tuple,
 ) -> None:
     """Launch the forward or a half of the backward.
@@ -320,7 +294,7 @@ def _launch(
     owned, own_heads = (length, heads * kv.shape[2] // (2 * width)) if of_keys else (count, heads)
     pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
     rows = q.strides[0] // (q.strides[1] or 1), kv.strides[0] // (kv.strides[1] or 1)
-    sizes = count, length, offset, heads, *pitches, *rows
+    sizes = count, length, seen.offset, seen.window, heads, *pitches, *rows
     kernels.launch(
         chosen.prefix + half,
         (-(-owned // chosen.tile), own_heads, batch),

@@ -2,7 +2,6 @@
 decoding attends from new tokens to stored keys and values.
 
 B batch, T tokens. `saved` is the state of the body that ran, and knows its backward.
-`starts` is the first token of each token's document, (B, T), or None: a row is one document.
 H query heads are G groups of R, D channels of a head; W tokens that a cache has room for; Q queries of
 a block.
 """
@@ -16,6 +15,7 @@ from mpitrain.ops.host import attention_tiled, attention_whole
 from mpitrain.ops.host.attention_whole import split_heads
 from mpitrain.ops.host.blocks import rounds
 from mpitrain.ops.random_bits import AttentionMask
+from mpitrain.ops.seen import CAUSAL
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512
@@ -28,11 +28,11 @@ def attention_backward(dy, saved, dq, dkv, arena):
     saved.backward(dy, dq, dkv, arena)
 
 
-def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0):
-    saved.of_part(q, kv, starts, offset).backward(dy, dq, dkv, arena)
+def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
+    saved.of_part(q, kv, seen).backward(dy, dq, dkv, arena)
 
 
-def attention_next(q, kv, keys, values, past, heads, arena):
+def attention_next(q, kv, keys, values, past, heads, arena, window=0):
     """Return y, and store the new keys and values.
 
     If each sequence has a single new token, all sequences are computed at once. Several new tokens
@@ -51,7 +51,7 @@ def attention_next(q, kv, keys, values, past, heads, arena):
         keys[b, :, first : first + length] = k[b]
         values[b, :, first : first + length] = v[b]
     if length == 1:
-        _attend(queries, keys, values, firsts, out, arena)
+        _attend(queries, keys, values, firsts, out, arena, window)
         return y
     for b in rounds(batch, q):
         for start in range(0, length, QUERIES):
@@ -64,30 +64,35 @@ def attention_next(q, kv, keys, values, past, heads, arena):
                 [firsts[b] + start],
                 out[sequence, :, :, rows],
                 arena,
+                window,
             )
     return y
 
 
-def _attend(q, keys, values, firsts, out, arena):
+def _attend(q, keys, values, firsts, out, arena, window):
     """Fill out with the attention of some queries of each sequence.
 
     firsts      position of the first query, for each sequence
     q, out      (B, G, R, Q, D)
-    keys, values  (B, G, W, D), each read once
+    keys, values  (B, G, W, D), of which those that a query sees are each read once
     """
     batch, groups, each, count, width = q.shape
-    seen = max(firsts) + count
+    end = max(firsts) + count
+    seen = np.arange(max(0, min(firsts) + 1 - window) if window else 0, end)
+    some = slice(end - len(seen), end)
     exp = arena.take((q.size // width * keys.shape[2],), q.dtype)
-    exp = exp[: q.size // width * seen].reshape(batch, groups, each * count, seen)
+    exp = exp[: q.size // width * len(seen)].reshape(batch, groups, each * count, len(seen))
     scaled = (q * width**-0.5).reshape(batch, groups, each * count, width)
-    np.matmul(scaled, keys[:, :, :seen].swapaxes(2, 3), out=exp)
+    np.matmul(scaled, keys[:, :, some].swapaxes(2, 3), out=exp)
     if count > 1 or min(firsts) < max(firsts):
-        ends = np.tile(np.add.outer(firsts, np.arange(count)), each)[:, None, :, None]
-        np.copyto(exp, -np.inf, where=np.arange(seen) > ends)
+        lasts = np.tile(np.add.outer(firsts, np.arange(count)), each)[:, None, :, None]
+        np.copyto(exp, -np.inf, where=seen > lasts)
+        if window:
+            np.copyto(exp, -np.inf, where=seen <= lasts - window)
     exp -= np.maximum.reduce(exp, -1, keepdims=True)
     np.exp(exp, out=exp)
     sums = np.add.reduce(exp, -1, keepdims=True)
-    total = np.matmul(exp, values[:, :, :seen])
+    total = np.matmul(exp, values[:, :, some])
     np.divide(total.reshape(q.shape), sums.reshape(*q.shape[:4], 1), out=out)
 
 
@@ -105,22 +110,20 @@ def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
     tiled, whole  the passes of the bodies; None: NumPy's
     """
 
-    def attended(q, kv, heads, masks, arena, starts, offset):
+    def attended(q, kv, heads, masks, arena, seen):
         is_tiled = attention == "tiled" or (attention == "auto" and kv.shape[1] >= TILED_FROM)
         body, passes = (attention_tiled, tiled) if is_tiled else (attention_whole, whole)
-        return body.attended(q, kv, heads, masks, arena, starts, offset, passes)
+        return body.attended(q, kv, heads, masks, arena, seen, passes)
 
-    def attention_without(q, kv, heads, arena, starts=None, offset=0):
-        return attended(q, kv, heads, None, arena, starts, offset)
+    def attention_without(q, kv, heads, arena, seen=CAUSAL):
+        return attended(q, kv, heads, None, arena, seen)
 
-    def attention_dropout(
-        q, kv, heads, key, step, first, every, rate, arena, starts=None, offset=0
-    ):
+    def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL):
         masks = AttentionMask(key, step, first, every, rate, q.shape[1])
-        return attended(q, kv, heads, masks, arena, starts, offset)
+        return attended(q, kv, heads, masks, arena, seen)
 
-    def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
-        y, state = attention_tiled.part(q, kv, heads, arena, starts, offset, tiled)
+    def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
+        y, state = attention_tiled.attended(q, kv, heads, None, arena, seen, tiled)
         if earlier is None:
             return y, state
         attention_tiled.join(earlier, state, arena)

@@ -1,7 +1,7 @@
 """Attention in tiles, one head at a time (FlashAttention-2, Dao 2023).
 
 A tile of scores stays in the L2 cache, and no array has T x T elements. Tiles in which no query
-sees a key are never computed: those above the diagonal, and those between documents. Every array of a head
+sees a key are never computed: those above the diagonal, before a window, and between documents. Every array of a head
 is scratch, which all heads use in turn. So the views of all tiles are made once per call.
 
 Some products take one more channel, which saves a pass over the tiles. In the forward, it adds
@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_whole import SAFE, Seen, causal_mask, split_heads
+from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
 from mpitrain.ops.host.blocks import TileLimits, constant, rounds, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
+from mpitrain.ops.seen import CAUSAL, Bounds, Seen
 
 
 class TiledState(NamedTuple):
     """The state for the backward: one number per row instead of a row of weights.
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); log_sums: (B, H, T); drop: masks of dropout, or None
-    seen    which keys up to offset + t the queries see
+    seen    which keys the queries see
     passes  `PASSES`, or those in C++
     """
 
@@ -39,23 +40,21 @@ class TiledState(NamedTuple):
     tile: TileLimits
     drop: AttentionMask | None
     seen: Seen
-    offset: int
     passes: Any
 
     def backward(self, dy, dq, dkv, arena):
         backward(dy, *self, dq, dkv, arena)
 
-    def of_part(self, q, kv, starts, offset):
+    def of_part(self, q, kv, seen):
         """Return the state for some of the keys, and for the last queries."""
         first = self.y.shape[1] - q.shape[1]
         y, log_sums = self.y[:, first:], self.log_sums[..., first:]
-        seen = Seen(starts, None)
-        return self._replace(q=q, kv=kv, y=y, log_sums=log_sums, seen=seen, offset=offset)
+        return self._replace(q=q, kv=kv, y=y, log_sums=log_sums, seen=seen)
 
 
 def join(whole, part, arena):
     """Join a part to earlier ones, in place: y and the log sums of the last queries."""
-    whole = whole.of_part(part.q, None, None, 0)
+    whole = whole.of_part(part.q, None, CAUSAL)
     batch, heads, count = part.log_sums.shape
     ours, theirs, both = arena.take((3, *part.log_sums.shape), part.log_sums.dtype)
     np.logaddexp(whole.log_sums, part.log_sums, out=both)
@@ -97,7 +96,7 @@ class ForwardTile(NamedTuple):
     keys: slice
     dropped: np.ndarray
     end: int
-    seen: Seen = Seen(None, None)
+    seen: Bounds = Bounds(None, None)
 
     def within(self, seen, is_first):
         """Return the tile without keys before or after those that its queries see."""
@@ -118,17 +117,9 @@ class ForwardTile(NamedTuple):
         )
 
 
-def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None, tile=None):
-    seen = Seen.within(starts, offset)
-    return _attended(q, kv, heads, drop, arena, seen, offset, passes, tile)
-
-
-def part(q, kv, heads, arena, starts, offset, passes):
-    return _attended(q, kv, heads, None, arena, Seen(starts, None), offset, passes, None)
-
-
-def _attended(queries, kv, heads, drop, arena, visible, offset, passes, tile):
-    passes = passes or PASSES
+def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=None):
+    passes, offset = passes or PASSES, visible.offset
+    bounds = Bounds.of(visible, *queries.shape[:2])
     (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -148,10 +139,10 @@ def _attended(queries, kv, heads, drop, arena, visible, offset, passes, tile):
     for sequence in rounds(batch, queries):
         own_q, (every_k, every_v), every_y = every_q[sequence], every_kv[:, sequence], ys[sequence]
         some = slice(None)
-        if visible.starts is not None:
-            own = visible.of(sequence)
-            tiles = tiles_within(every, own)
-            some = slice(int(own.starts.searchsorted(length)))  # The rest sees no key.
+        if bounds.starts is not None:
+            tiles = tiles_within(every, bounds.within(sequence))
+            seeing = bounds.starts[sequence].searchsorted(length)
+            some = slice(int(seeing))  # The rest sees no key.
             every_y[:, some.stop :], log_sums[sequence, :, some.stop :] = 0, -np.inf
         seen, seen_sums = out[some], sums[some]
         for head in rounds(heads, queries):
@@ -171,7 +162,7 @@ def _attended(queries, kv, heads, drop, arena, visible, offset, passes, tile):
             np.divide(seen, seen_sums[:, None], out=every_y[head, some])
             np.log(seen_sums, out=seen_sums)
             np.subtract(seen_sums, q[some, width], out=log_sums[sequence, head, some])
-    return y, TiledState(queries, kv, y, log_sums, tile, drop, visible, offset, passes)
+    return y, TiledState(queries, kv, y, log_sums, tile, drop, visible, passes)
 
 
 def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
@@ -283,7 +274,7 @@ class BackwardTile(NamedTuple):
     dropped: np.ndarray
     minus_dots: np.ndarray
     end: int
-    seen: Seen = Seen(None, None)
+    seen: Bounds = Bounds(None, None)
 
     def within(self, seen, is_first):
         """Return the tile without the first and last queries that see none of the keys."""
@@ -294,7 +285,7 @@ class BackwardTile(NamedTuple):
             is_first=is_first,
             rows=slice(self.rows.start + some.start, self.rows.start + some.stop),
             end=self.end + some.start,
-            seen=Seen(*(one if one is None else one[some] for one in seen)),
+            seen=seen.within(some),
         )
 
 
@@ -305,9 +296,8 @@ BY_QUERY = (
 """The arrays of a tile with a row for each query, or for each of the first queries."""
 
 
-def backward(
-    dy, queries, kv, y, log_sums, tile, drop, visible, offset, passes, dqueries, dkv, arena
-):
+def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries, dkv, arena):
+    offset, bounds = visible.offset, Bounds.of(visible, *queries.shape[:2])
     (batch, heads, count), length, dtype = log_sums.shape, kv.shape[1], queries.dtype
     width = dy.shape[2] // heads
     groups = kv.shape[2] // (2 * width)
@@ -329,8 +319,8 @@ def backward(
         every_q, every_dq = every_qs[sequence], every_dqs[sequence]
         (every_k, every_v), (every_dk, every_dv) = inputs[:, sequence], results[:, sequence]
         every_y, every_d = ys[sequence], ds[sequence]
-        if visible.starts is not None:
-            tiles = tiles_within(every, visible.of(sequence))
+        if bounds.starts is not None:
+            tiles = tiles_within(every, bounds.within(sequence))
             dk.fill(0)  # No query may see a key.
             dv.fill(0)
         for head in rounds(heads, dy):
@@ -438,16 +428,15 @@ def add_gradients(tiles, fill, fill_tile=tile_backward):
 PASSES = SimpleNamespace(sum_values=sum_values, add_gradients=add_gradients)
 
 
-def tiles_within(tiles, visible):
+def tiles_within(tiles, bounds):
     """Return the tiles of a sequence in which a query sees a key, without rows that see none.
 
     tiles    with fields `rows`, `keys` and `is_first`, and a method `within`
-    visible  what the sequence's queries see, with starts
+    bounds   of the sequence's queries, with starts
     """
     some, is_first = [], False
     for tile in tiles:
-        seen = Seen(*(one if one is None else one[tile.rows] for one in visible))
-        seen = seen.after(tile.keys.start)
+        seen = bounds.within(tile.rows).after(tile.keys.start)
         keys = seen.span(tile.keys.stop - tile.keys.start)
         is_first |= tile.is_first
         if keys.start < keys.stop:

@@ -15,51 +15,12 @@ import numpy as np
 
 from mpitrain.ops.host.blocks import constant, rounds
 from mpitrain.ops.random_bits import AttentionMask
+from mpitrain.ops.seen import CAUSAL, Bounds, Seen
 
 # Queries per block: smaller blocks skip more of the masked half, but make slower products.
 QUERIES = 64
 # Row sums within these bounds have lost nothing to overflow or underflow, in float32 or float64.
 SAFE = (1e-25, 1e25)
-
-
-class Seen(NamedTuple):
-    """Of each query, the first key that it sees and the end of these keys, (B, Q) each.
-
-    They bound the keys up to offset + t, and ascend in a row. None: there is no such bound.
-    """
-
-    starts: np.ndarray | None
-    ends: np.ndarray | None
-
-    @classmethod
-    def within(cls, starts, offset):
-        """Return what queries see of their documents, whose first tokens are `starts` or None."""
-        if starts is None or not offset:
-            return cls(starts, None)  # The causal mask hides the end.
-        ends = np.empty(starts.shape, np.int64)
-        for row, end in zip(starts, ends, strict=True):
-            end[:] = row.searchsorted(row, "right")
-        return cls(starts, ends)
-
-    def of(self, sequence, rows=slice(None)):
-        return Seen(*(one if one is None else one[sequence, rows] for one in self))
-
-    def after(self, key):
-        """Return the bounds, int64, as columns of an array whose first column is `key`."""
-        return Seen(*(one if one is None else np.subtract(one, key, dtype="i8") for one in self))
-
-    def span(self, stop):
-        """Return the keys before `stop` that some of a sequence's queries see, as a slice."""
-        start = 0 if self.starts is None else max(0, int(self.starts[0]))
-        return slice(start, stop if self.ends is None else min(stop, int(self.ends[-1])))
-
-    def hide_others(self, scores):
-        """Set the scores of the other keys to -inf, in place.    scores: (..., Q, K)"""
-        count = scores.shape[-1]
-        if self.starts is not None and self.starts[-1] > 0:
-            np.copyto(scores, -np.inf, where=np.arange(count) < self.starts[:, None])
-        if self.ends is not None and self.ends[0] < count:
-            np.copyto(scores, -np.inf, where=np.arange(count) >= self.ends[:, None])
 
 
 class QueryBlock(NamedTuple):
@@ -80,6 +41,7 @@ class WholeState(NamedTuple):
 
     drop    masks of dropout, or None
     seen    which keys the queries see
+    bounds  of these keys
     passes  `PASSES`, or those in C++
     """
 
@@ -89,6 +51,7 @@ class WholeState(NamedTuple):
     blocks: list[QueryBlock]
     drop: AttentionMask | None
     seen: Seen
+    bounds: Bounds
     passes: Any
 
     def backward(self, dy, dq, dkv, arena):
@@ -96,8 +59,8 @@ class WholeState(NamedTuple):
 
 
 @np.errstate(over="ignore")  # The row sums show an overflow of an exponential.
-def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
-    passes, visible = passes or PASSES, Seen.within(starts, offset)
+def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
+    passes, bounds, offset = passes or PASSES, Bounds.of(visible, *q.shape[:2]), visible.offset
     (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -124,7 +87,7 @@ def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
         for rows, masked, every_exp, every_inverse in blocks:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
-            own = visible.of(sequence, rows)
+            own = bounds.within(sequence, rows)
             keys = own.span(exp.shape[3])
             exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
             scaled = np.multiply(
@@ -145,7 +108,7 @@ def attended(q, kv, heads, drop, arena, starts=None, offset=0, passes=None):
             # The product goes into contiguous scratch, so that only one of the two writes is
             # strided.
             np.multiply(np.matmul(exp, v[:, :, keys], out=scaled), inverse, out=out[:, :, rows])
-    return y, WholeState(q, kv, heads, blocks, drop, visible, passes)
+    return y, WholeState(q, kv, heads, blocks, drop, visible, bounds, passes)
 
 
 def _scratch(blocks, arena):
@@ -163,7 +126,7 @@ def _masks(drop, sequence, rows, exp, scratch):
 
 
 def _backward(dy, saved, dq, dkv, arena):
-    q, kv, heads, blocks, drop, visible, passes = saved
+    q, kv, heads, blocks, drop, _, bounds, passes = saved
     (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
     groups = kv.shape[2] // (2 * width)
@@ -186,7 +149,7 @@ def _backward(dy, saved, dq, dkv, arena):
             dk[:, seen:] = dv[:, seen:] = 0
         for (rows, _, every_exp, every_inverse), dscore in backwards:
             exp, inverse = every_exp[sequence], every_inverse[sequence]
-            keys = visible.of(sequence, rows).span(exp.shape[3])
+            keys = bounds.within(sequence, rows).span(exp.shape[3])
             is_last, count = rows.stop == total, exp.shape[2]
             masks = _masks(drop, sequence, rows, exp, scratch) if drop else None
             exp, dscore = exp[..., keys], dscore[..., keys]

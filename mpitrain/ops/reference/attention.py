@@ -8,45 +8,42 @@ import numpy as np
 
 from mpitrain.ops.random_bits import attention_number, scale, threshold
 from mpitrain.ops.reference.layers import random_bits
+from mpitrain.ops.seen import CAUSAL, Seen
 
 
-def attention(q, kv, heads, arena, starts=None, offset=0):
+def attention(q, kv, heads, arena, seen=CAUSAL):
     """Return (y, saved) with y = softmax(q k^T / sqrt(D)) v for each head (Vaswani et al. 2017).
 
-    Query t sees the keys up to offset + t that belong to its document. Rows may be views into
-    longer rows.
+    Rows may be views into longer rows.
 
-    q       (B, Q, H D): the heads side by side
-    kv      (B, T, 2 G D): the heads of keys side by side, then those of values
-    starts  (B, T) int32, with as many queries as keys: of each token, the first token of its
-            document; ascending in a row, none after its token. None: a row is one document
-    offset  at least 0. 0: causal attention within a sequence; T - 1 or more: no causal mask
-    y       (B, Q, H D)
+    q     (B, Q, H D): the heads side by side
+    kv    (B, T, 2 G D): the heads of keys side by side, then those of values
+    seen  which keys a query sees, of these keys at least one; starts are those of documents, none
+          after its token
+    y     (B, Q, H D)
     """
-    return attended(q, kv, heads, 1, starts, offset)
+    return attended(q, kv, heads, 1, seen)
 
 
-def attended(q, kv, heads, mask, starts=None, offset=0):
+def attended(q, kv, heads, mask, seen=CAUSAL):
     """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, Q, T)."""
-    is_seen = True if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
-    scores, v = _scores(q, kv, heads, is_seen, offset)
+    scores, v = _scores(q, kv, heads, seen)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
     return y, (q, kv, weights, mask)
 
 
-def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
+def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
     """Return (y, saved) of attention to some of the keys, joined to earlier parts (Liu et al. 2023).
 
     Queries and keys are as in `attention`, but need not be of the same tokens.
 
-    starts   (B, Q) int32: the first key that each query sees, ascending in a row; T: it sees none,
-             so that y is 0. None: each query sees all keys up to offset + t
+    seen     without a window, and not closed; where starts are T, a query sees no key, and y is 0
     earlier  `saved` of the parts before, for these queries or for more, of which these are the last;
              y and `saved` are then theirs, with this part joined in place. None: this is the first
     """
-    scores, v = _scores(q, kv, heads, _is_from(starts, kv), offset)
+    scores, v = _scores(q, kv, heads, seen)
     log_sums = np.logaddexp.reduce(scores, -1, initial=-np.inf)
     weights = np.exp(scores - np.maximum(log_sums, np.finfo(q.dtype).min)[..., None])
     y = (weights @ v).swapaxes(1, 2).reshape(q.shape)
@@ -62,7 +59,7 @@ def attention_part(q, kv, heads, arena, starts=None, offset=0, earlier=None):
     return earlier[0], earlier
 
 
-def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offset=0):
+def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     """Write what some of the keys add to dq, and their dkv.
 
     dy     (B, Q, H D) of these queries
@@ -70,34 +67,25 @@ def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, starts=None, offse
     """
     first, heads = saved[0].shape[1] - q.shape[1], saved[1].shape[1]
     y, log_sums = saved[0][:, first:], saved[1][..., first:]
-    scores, _ = _scores(q, kv, heads, _is_from(starts, kv), offset)
+    scores, _ = _scores(q, kv, heads, seen)
     (own_y,), (own_dy,) = _heads(y, 1, heads), _heads(dy, 1, heads)
     dots = (own_dy * own_y).sum(-1, keepdims=True)
     _put_gradients(dy, q, kv, np.exp(scores - log_sums[..., None]), 1, dots, dq, dkv)
 
 
-def _is_from(starts, kv):
-    """Return whether a key is the first that a query sees, or a later one, (B, 1, Q, T)."""
-    return True if starts is None else np.arange(kv.shape[1]) >= starts[:, None, :, None]
-
-
-def _scores(q, kv, heads, is_seen, offset):
-    """Return the scores (B, H, Q, T), and the values.
-
-    is_seen  the keys that a query sees, of those up to offset + t; the others have scores of -inf
-    """
+def _scores(q, kv, heads, seen: Seen):
+    """Return the scores (B, H, Q, T), -inf for keys that a query does not see, and the values."""
     (every_q,), (k, v) = _heads(q, 1, heads), _heads(kv, 2, _groups(q, kv, heads))
     k, v = (np.repeat(x, heads // x.shape[1], 1) for x in (k, v))
     scores = every_q @ k.swapaxes(-1, -2) / np.sqrt(k.shape[-1], dtype=q.dtype)
-    is_seen = is_seen & np.tri(q.shape[1], kv.shape[1], offset, dtype=bool)
-    return np.where(is_seen, scores, -np.inf), v
+    return np.where(seen.mask(q.shape[1], kv.shape[1]), scores, -np.inf), v
 
 
-def attention_next(q, kv, keys, values, past, heads, arena):
+def attention_next(q, kv, keys, values, past, heads, arena, window=0):
     """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
 
     New token t of sequence b has the position past[b] + t. Its key and value are stored there, and
-    it sees all positions up to its own.
+    it sees the positions up to its own, of these the last `window`, or with 0 all.
 
     q, kv         (B, T, H D) and (B, T, 2 G D), of the new tokens
     keys, values  (B, G, W, D), finite; they receive the new keys and values
@@ -110,8 +98,9 @@ def attention_next(q, kv, keys, values, past, heads, arena):
     for b, first in enumerate(past):
         for t, query in enumerate(every_q[b].swapaxes(0, 1)):
             end = first + t + 1
+            own = slice(max(0, end - window) if window else 0, end)
             keys[b, :, end - 1], values[b, :, end - 1] = every_k[b, :, t], every_v[b, :, t]
-            seen, summed = (np.repeat(x[b, :, :end], heads // groups, 0) for x in (keys, values))
+            seen, summed = (np.repeat(x[b, :, own], heads // groups, 0) for x in (keys, values))
             scores = (seen @ query[..., None])[..., 0]
             scores /= np.sqrt(query.shape[-1], dtype=q.dtype)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -147,7 +136,7 @@ def _put_gradients(dy, q, kv, weights, mask, dots, dq, dkv):
         out[...] = each.reshape(len(each), groups, heads // groups, *each.shape[2:]).sum(2)
 
 
-def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, starts=None, offset=0):
+def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL):
     """Return (y, saved) of attention with dropout of its probabilities.
 
     There are as many queries as keys. Head h of sequence b has the number first + b every + h.
@@ -159,7 +148,7 @@ def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, starts
     queries, keys = np.arange(length)[:, None], np.arange(length)
     bits = random_bits(key, step, attention_number(number, queries, keys, length))
     mask = (bits >= threshold(rate)) * np.asarray(scale(rate), q.dtype)
-    return attended(q, kv, heads, mask, starts, offset)
+    return attended(q, kv, heads, mask, seen)
 
 
 attention_dropout_backward = attention_backward

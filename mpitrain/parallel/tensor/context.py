@@ -18,6 +18,7 @@ from __future__ import annotations  # help() then prints signatures as they are 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
@@ -26,6 +27,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, TokenShare, Weights
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
+from mpitrain.ops.seen import Seen
 from mpitrain.parallel.tensor.linear import HeadAttention
 from mpitrain.parallel.tensor.rows import ReplicatedRows
 
@@ -116,10 +118,13 @@ class RingAttention(HeadAttention):
     """Attention of tokens that the ranks divide, with keys and values that go around the ring.
 
     In step s rank r attends to the tokens of rank r - s, while those of the next step travel. In the
-    backward the gradients of keys and values follow them, one step later, and come home last.
+    backward the gradients of keys and values follow them, one step later, and come home last. With a
+    window only the steps of near neighbours are left, which are s = 1 and, of the ends of rows,
+    s = n - 1; keys and values of steps without a part skip a rank.
 
     context  the context-parallel group
-    traffic  a rank sends (n - 1) / n of B T 2 G D numbers forward, and twice as many backward
+    traffic  a rank sends k / n of B T 2 G D numbers forward, and twice as many backward, in k of the
+             n - 1 steps after its own (`TokenShare.steps`)
     source   Liu et al. 2023, arXiv:2310.01889; zigzag: Brandon et al. 2023, arXiv:2311.09431
     raises   ConfigError for dropout of the probabilities, and without the causal mask
     """
@@ -147,11 +152,11 @@ class RingAttention(HeadAttention):
         q, kv = (_contiguous(part, arena) for part in (x[..., :width], x[..., width:]))
         del x
         here, joined = self._lease(kv, kv), None
-        for step, queries, keys, *where in self._steps(kv.shape[1]):
-            seen = (here.array if step else kv)[:, keys]
-            with self._shifted(here if self._is_sent(step) else None) as (there,):
+        for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
+            own = (here.array if step else kv)[:, keys]
+            with self._shifted((here, ahead)) as (there,):
                 y, joined = self.ops.attention_part(
-                    q[:, queries], seen, self.heads, arena, *where, joined
+                    q[:, queries], own, self.heads, arena, seen, joined
                 )
             here = there
         return y, (q, kv, joined)
@@ -159,12 +164,12 @@ class RingAttention(HeadAttention):
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         q, kv, joined = saved
         dy = self._rows.sequences(dy)
-        here, sums = self._lease(kv, kv), None
-        for step, queries, keys, *where in self._steps(kv.shape[1]):
+        here, sums, last = self._lease(kv, kv), None, 0
+        for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
             part, dkv = arena.take(q.shape, q.dtype), self._lease(kv)
             part.fill(0)
             dkv.array.fill(0)
-            with self._shifted(here if self._is_sent(step) else None, sums) as (there, arrived):
+            with self._shifted((here, ahead), (sums, step - last)) as (there, arrived):
                 self.ops.attention_part_backward(
                     dy[:, queries],
                     joined,
@@ -173,9 +178,9 @@ class RingAttention(HeadAttention):
                     part[:, queries],
                     dkv.array[:, keys],
                     arena,
-                    *where,
+                    seen,
                 )
-            here = there
+            here, last = there, step
             if step == 0:
                 dq, own = part, dkv
                 continue
@@ -184,28 +189,28 @@ class RingAttention(HeadAttention):
                 self.ops.add(dkv.array, arrived.array, dkv.array, arena)
             sums = dkv
         width, dx = q.shape[2], arena.take((*q.shape[:2], q.shape[2] + kv.shape[2]), q.dtype)
-        with self._shifted(sums) as (arrived,):
+        with self._shifted((sums, self._context.size - last)) as (arrived,):
             copy_rows(dx[..., :width], dq)
-        self.ops.add(own.array, arrived.array, own.array, arena)
+        if arrived:
+            self.ops.add(own.array, arrived.array, own.array, arena)
         copy_rows(dx[..., width:], own.array)
         if self.rotary:
             self._turned(dx, -1, self.now.places and self.now.places.own, arena, dx)
         return dx, None
 
-    def _steps(self, own: int) -> Iterator[tuple[int, slice, slice, Any, int]]:
-        """Yield each step with its queries and keys, and the arguments `starts` and `offset`.
+    def _steps(self, own: int) -> Iterator[tuple[int, int, slice, slice, Seen]]:
+        """Yield each step, the ranks ahead of which the next step needs these keys and values, or 0,
+        the queries and keys of this step, and what these see of those.
 
         own  number of tokens that each rank has
         """
-        starts = self.now.places and self.now.places.starts
-        for step in range(self._context.size):
-            source = (self._context.rank - step) % self._context.size
-            seen = self.now.tokens.seen(source, own)
-            yield step, *seen, starts and starts[source], own if step else 0
-
-    def _is_sent(self, step: int) -> bool:
-        """Return whether the next rank still needs the keys and values of this step."""
-        return step + 1 < self._context.size
+        places, ranks, share = self.now.places, self._context.size, self.now.tokens
+        firsts = places and places.firsts.get(self.window)
+        steps = share.steps(ranks * own, self.window)
+        for step, after in zip_longest(steps, steps[1:]):
+            source = (self._context.rank - step) % ranks
+            seen = Seen(firsts and firsts[source], own if step else 0)
+            yield step, (after or step) - step, *share.seen(source, own), seen
 
     def _lease(self, like: Any, content: Any = None) -> ActivationBuffer:
         lease = self._context.exchange(like.shape, like.dtype)
@@ -214,10 +219,14 @@ class RingAttention(HeadAttention):
         return lease
 
     @contextmanager
-    def _shifted(self, *leases: ActivationBuffer | None) -> Iterator[list[Any]]:
-        """Send buffers to the next rank while the block computes; yield those from the rank before."""
-        arrived = [lease and self._lease(lease.array) for lease in leases]
-        moving = [a.bound_shift(b) for a, b in zip(leases, arrived, strict=True) if a and b]
+    def _shifted(self, *leases: tuple[ActivationBuffer | None, int]) -> Iterator[list[Any]]:
+        """Send buffers so many ranks ahead while the block computes; yield those that arrive.
+
+        Of no buffer, or of no rank ahead, None arrives.
+        """
+        arrived = [self._lease(lease.array) if lease and n else None for lease, n in leases]
+        pairs = zip(leases, arrived, strict=True)
+        moving = [lease.bound_shift(b, n) for (lease, n), b in pairs if lease and b]
         with moving[0].beside(*moving[1:]) if moving else nullcontext():
             yield arrived
 

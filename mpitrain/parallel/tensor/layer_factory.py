@@ -202,17 +202,18 @@ def check_saved(layers: Plain) -> None:
 
 
 def check_used(layers: Plain, config: Config) -> None:
-    """Raise ConfigError if a key of dropout, documents or layout.cp needs a layer that the model lacks.
+    """Raise ConfigError if a key of dropout, a window, documents or layout.cp needs a layer that the model lacks.
 
     layers  the factory, after the model has been built with it
     """
-    for key, constructor, rate in (
+    for key, constructor, value in (
         ("model.dropout", "dropout", config.model.dropout),
         ("model.attention_dropout", "attention dropout", config.model.attention_dropout),
+        ("model.window", "a window", config.model.window),
     ):
-        if rate and constructor not in layers.made:
+        if value and constructor not in layers.made:
             raise ConfigError(
-                f"{key} {rate:g} needs layers with {constructor}, but this model has none.",
+                f"{key} {value:g} needs layers with {constructor}, but this model has none.",
                 f"Set {key} to 0, or make them with the layer factory.",
             )
     for key, usual, is_set in (

@@ -62,7 +62,7 @@ LAYOUTS = {
     4: [
         *("ring", "pp2:zero-bubble", "tp2+pp2+sequence", "tp4+sequence", "tp2+dp2+accumulate2"),
         *("ulysses2+tp2+sequence", "ulysses2+pp2:gpipe", "ring2+tp2+sequence"),
-        "ring2+pp2:gpipe+recompute",
+        *("ring2+pp2:gpipe+recompute", "ring4+recompute"),
     ],
 }
 
@@ -71,14 +71,17 @@ LLAMA = ["model.kind=llama", "model.kv_heads=4", "model.width=24"]
 
 
 BERT = ["model.kind=bert"]
+WINDOW = ["model.window=3", "model.window_from=1"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind"), [*((ranks, []) for ranks in LAYOUTS), (4, LLAMA), (4, BERT)]
+    ("ranks", "kind"), [*((ranks, []) for ranks in LAYOUTS), (4, LLAMA), (4, BERT), (4, WINDOW)]
 )
 def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks, kind):
-    settings = ["run.steps=2", "model.width=12", "model.heads=12", "model.context=12", *kind]
-    modes = [mode for mode in LAYOUTS[ranks] if kind != BERT or "ring2" not in mode]
+    settings = ["run.steps=2", "model.width=12", "model.heads=12", "model.context=24", *kind]
+    modes = [
+        mode for mode in LAYOUTS[ranks] if kind != BERT or mode == "ring" or "ring" not in mode
+    ]
     rows = measured(modes, "a" * ranks, *settings)
     for each in rows:
         assert max(each.sent_bytes) == each.formula_bytes, each.mode

@@ -8,6 +8,7 @@ from mpitrain import build, parse, run_ranks
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
+from mpitrain.ops.seen import Seen
 from mpitrain.tools.bench.training.floor import (
     BareProducts,
     attention_products,
@@ -58,9 +59,10 @@ def test_the_floor_has_the_products_of_the_step(ranks, layout):
     assert sum(map(flops, everyone)) == ROWS * (3 * CONTEXT * matrices + scores)
 
 
-def test_products_of_attention_see_no_key_behind_the_last_query_of_a_block():
-    products = attention_products(3, 130, 2, 8, "<f4")
-    blocks = [(2, 64, 64), (2, 64, 128), (2, 2, 130)]
+@pytest.mark.parametrize(("window", "keys"), [(0, (64, 128, 130)), (5, (64, 68, 6))])
+def test_products_of_attention_see_no_key_behind_a_block_or_before_its_window(window, keys):
+    products = attention_products(3, 130, 2, 8, "<f4", Seen(window=window))
+    blocks = [(2, 64, keys[0]), (2, 64, keys[1]), (2, 2, keys[2])]
     assert [out.shape for _, _, out in products[::2]] == blocks * 3
 
 

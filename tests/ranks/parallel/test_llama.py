@@ -26,7 +26,7 @@ LLAMA += [
 THETA = 50.0
 
 
-def logits_of(torch, tensors, tokens, tied):
+def logits_of(torch, tensors, tokens, tied, windows=(99, 99)):
     """A plain PyTorch program for the logits; `tensors` have our names."""
     heads, groups, width = SHAPE["heads"], SHAPE["kv_heads"], SHAPE["width"]
     half = width // heads // 2
@@ -57,8 +57,9 @@ def logits_of(torch, tensors, tokens, tied):
         q, k, v = turned(split(q, heads)), turned(split(k, groups)), split(v, groups)
         k, v = (each.repeat_interleave(heads // groups, 1) for each in (k, v))
         scores = q @ k.transpose(-1, -2) / (2 * half) ** 0.5
-        later = torch.ones(scores.shape[-2:]).triu(1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        every = torch.ones(scores.shape[-2:]).bool()
+        hidden = every.triu(1) | every.tril(-windows[block])
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         x = x + (weights @ v).transpose(1, 2).flatten(-2) @ w["attention.out.weight"].T
         gate, up = (norm(x, w["mlp.norm.gain"]) @ w["mlp.up.weight"].T).chunk(2, -1)
         x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down.weight"].T
@@ -77,15 +78,18 @@ def a_step(transport, *settings):
     return tokens, targets, logits, before, trainer.tensors(), result
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied):
+@pytest.mark.parametrize(
+    ("tied", "windows"), [(False, (99, 99)), (True, (99, 99)), (False, (4, 4)), (False, (99, 4))]
+)
+def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied, windows):
     torch = pytest.importorskip("torch")
     exact = ["optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.clip=0.0"]
+    exact += [f"model.window={windows[1]}", f"model.window_from={int(windows[0] != windows[1])}"]
     ((tokens, targets, logits, before, after, result),) = run_ranks(
         1, a_step, *exact, "optimizer.lr=1.0", f"model.tied={str(tied).lower()}"
     )
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in before.items()}
-    truth = logits_of(torch, tensors, torch.tensor(tokens), tied)
+    truth = logits_of(torch, tensors, torch.tensor(tokens), tied, windows)
     assert np.abs(logits - truth.detach().numpy()).max() <= 1e-12
     loss = torch.nn.functional.cross_entropy(truth.flatten(0, 1), torch.tensor(targets).flatten())
     loss.backward()
@@ -117,6 +121,32 @@ LAYOUTS = {
     "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
     "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),
+    "window, dp 2": (2, ["model.window=5", "batch.micro_batches=2"]),
+    "window, tp 2, own rows": (
+        2,
+        ["model.window=3", "layout.tp=2", "layout.sequence_parallel=true"],
+    ),
+    "window of some layers, pp 2": (
+        2,
+        ["model.window=4", "model.window_from=1", "layout.pp=2", "batch.micro_batches=3"],
+    ),
+    "window, cp 2, recomputed": (
+        2,
+        ["model.window=5", "layout.cp=2", "memory.recompute=attention"],
+    ),
+    **{
+        f"window of {window}, ring of {ranks}": (
+            ranks,
+            [f"model.window={window}", f"layout.cp={ranks}", "layout.cp_mode=ring", *more],
+        )
+        for window, ranks, more in (
+            (1, 2, []),
+            (2, 3, ["model.context=24"]),
+            (3, 6, ["memory.recompute=unit"]),
+            (5, 6, ["model.window_from=1"]),
+            (4, 3, ["batch.micro_batches=2", "model.qkv_bias=true"]),
+        )
+    },
 }
 
 

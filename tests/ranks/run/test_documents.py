@@ -137,6 +137,15 @@ def test_so_do_documents_without_the_causal_mask(ranks, settings, monkeypatch):
     check_packed(ranks, settings, trained(1, Ended(), *CUT, f"batch.size={Ended.held_out}")[0])
 
 
+WINDOW = "model.window=3"
+
+
+@pytest.mark.parametrize("ranks, settings", [LAYOUTS[n] for n in (0, 2, 4, 7, 13, 15, 16)], ids=str)
+def test_so_do_documents_within_a_window(ranks, settings):
+    truth = trained(1, Alone(), WINDOW, f"batch.size={SIZE * DOCUMENTS}")[0]
+    check_packed(ranks, [*settings, WINDOW], truth)
+
+
 def check_packed(ranks, settings, truth):
     found = trained(ranks, Packed(), *CUT, *settings)
     steps, evaluated, tensors = truth
@@ -195,8 +204,9 @@ def test_the_simulator_trains_on_documents_as_the_host(ranks, settings):
             assert np.abs(tensor - other[2][name]).max() <= 1e-5, name
 
 
-def test_dropout_within_documents_is_the_same_in_any_layout():
-    common = [*CUT, "model.attention_dropout=0.3"]
+@pytest.mark.parametrize("window", [[], [WINDOW]], ids=str)
+def test_dropout_within_documents_is_the_same_in_any_layout(window):
+    common = [*CUT, "model.attention_dropout=0.3", *window]
     one = trained(1, Packed(), *common)[0][0]
     for ranks, settings in (
         (2, []),

@@ -91,7 +91,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
             ),
             (
                 "if (masks && (s0 <= seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) "
-                "hide<true>(p, t0 + m, s0, documents);",
+                "hide<true>(p, t0 + m, s0, bounds);",
                 "it hides no key of a step that all queries see",
             ),
             (
@@ -146,7 +146,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "one more chunk, of rows that do not exist, finds nothing",
     (
         "attention_next.cu",
-        "for (int k0 = 0; k0 <= end; k0 += 32) {",
+        "for (int k0 = max(0, end - window); k0 <= end; k0 += 32) {",
     ): "one more step, of keys that do not exist, has no weight",
     ("top_k.cu", "for (int step = 1; step <= 32; step *= 2) {"): "no lane has another 32 before it",
     (

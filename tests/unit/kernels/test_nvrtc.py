@@ -152,11 +152,13 @@ def jobs():
         "sm_90",
         types("__nv_bfloat16") | {"HEAD": 128, "STEP": 32, "CHUNKED": 0},
     )
-    yield "attention_dropout", "sm_80", types("float") | {"DOCUMENTS": 1}
-    yield "attention", "sm_80", types("float") | {"DOCUMENTS": 2, "GENERAL": 1}
+    for bounds in ({"DOCUMENTS": 1}, {"WINDOW": 1}):
+        yield "attention_dropout", "sm_80", types("float") | bounds
+    for bounds in ({"DOCUMENTS": 2, "GENERAL": 1}, {"DOCUMENTS": 1, "WINDOW": 1}):
+        yield "attention", "sm_80", types("float") | bounds
     for (name, step), head in product(zip(ATTENTIONS, (64, 32), strict=True), (64, 128)):
-        for documents in ({"DOCUMENTS": 1}, {"DOCUMENTS": 2, "GENERAL": 1}):
-            macros = types("__nv_bfloat16") | {"HEAD": head, "STEP": step} | documents
+        for bounds in ({"DOCUMENTS": 1}, {"DOCUMENTS": 2, "GENERAL": 1}, {"WINDOW": 1}):
+            macros = types("__nv_bfloat16") | {"HEAD": head, "STEP": step} | bounds
             yield name, "sm_80", macros
     # Queries that continue a sequence, and heads of keys that several heads of queries share.
     yield "attention", "sm_80", types("float") | GROUPED
@@ -207,10 +209,9 @@ def called(name, architecture, macros):
         for macro in ("Result", "Mirror")
         if macros.get(macro, element) != element
     )
-    documents = "documents" if "DOCUMENTS" in macros else "grouped" if "GROUP" in macros else ""
-    return " ".join(
-        filter(None, (name, architecture, element + mixed, tile, transposed, documents))
-    )
+    words = {"DOCUMENTS": "documents", "WINDOW": "window", "GROUP": "grouped"}
+    special = " ".join(word for macro, word in words.items() if macro in macros)
+    return " ".join(filter(None, (name, architecture, element + mixed, tile, transposed, special)))
 
 
 def is_large(name, architecture, macros):
@@ -230,7 +231,7 @@ def is_taken(name, architecture, macros):
 def has_unmasked_loop(kernel, macros):
     """True where steps without masks have a loop of their own: elsewhere two loops would need more registers."""
     if kernel.endswith("kv"):
-        return "DOCUMENTS" not in macros
+        return "DOCUMENTS" not in macros and "WINDOW" not in macros
     return macros["HEAD"] <= 64
 
 

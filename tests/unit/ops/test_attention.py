@@ -17,6 +17,7 @@ from mpitrain.ops.host import attention as chosen
 from mpitrain.ops.host import attention_tiled, attention_whole, compiled
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
+from mpitrain.ops.seen import CAUSAL
 from tests.cases.layers import GROUPED
 from tests.cases.packed import Packed
 from tests.cases.rings import RINGS, check_ring, of_rank
@@ -54,8 +55,8 @@ def passes(request):
 
 
 def tiled(tile, passes=NUMPY):
-    return lambda q, kv, heads, arena, starts=None, offset=0: attention_tiled.attended(
-        q, kv, heads, None, arena, starts, offset, passes[0], tile
+    return lambda q, kv, heads, arena, seen=CAUSAL: attention_tiled.attended(
+        q, kv, heads, None, arena, seen, passes[0], tile
     )
 
 
@@ -273,13 +274,10 @@ def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile, passes
         truth, saved = definition.attention(qkv, heads, *given, None)
         gradient = definition.attention_backward(dy, saved, None)
         drop = AttentionMask(*given, length)
-        for module, *end in (
-            (attention_tiled, None, 0, passes[0], tile),
-            (attention_whole, None, 0, passes[1]),
-        ):
+        for module, *end in ((attention_tiled, passes[0], tile), (attention_whole, passes[1])):
 
-            def dropped(q, kv, heads, arena, run=module.attended, drop=drop, end=end):
-                return run(q, kv, heads, drop, arena, *end)
+            def dropped(q, kv, heads, arena, seen, run=module.attended, drop=drop, end=end):
+                return run(q, kv, heads, drop, arena, seen, *end)
 
             body = over_packed(dropped, kv_heads=kv_heads)
             y, state = body.attention(qkv, heads, Arena())

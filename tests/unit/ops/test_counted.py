@@ -13,6 +13,7 @@ from mpitrain.ops.bodies import rounded
 from mpitrain.ops.counted import Count, Unlaunched, counted, sizes_of
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import simulated
+from mpitrain.ops.seen import Seen
 from mpitrain.ops.weightless import Weightless, WeightlessForKernels, WeightlessMemory, has_memory
 from tests.laws.layers import WIDTH, kinds
 from tests.unit.placing import place
@@ -120,6 +121,11 @@ def test_flops_are_those_of_the_products():
     before = count.flops
     ops.attention_backward(y, saved, q, kv, arena)
     assert count.flops - before == 2 * 4 * 2 * 11 * 11 * 12
+    for window, keys in ((4, 4), (11, 11), (90, 11)):
+        before = count.flops
+        y, saved = ops.attention(q, kv, 3, arena, Seen(window=window))
+        ops.attention_backward(y, saved, q, kv, arena)
+        assert count.flops - before == 2 * 6 * 2 * 11 * keys * 12
 
 
 def test_products_are_dims_of_the_operands():

@@ -1,5 +1,6 @@
-"""Attention with documents in a row: each document has the numbers that it has alone."""
+"""Attention with documents in a row, each with the numbers that it has alone, and within a window."""
 
+from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, attention_whole, compiled
 from mpitrain.ops.host.blocks import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
+from mpitrain.ops.seen import Seen
 from tests.cases.documents import starts_of
 from tests.cases.packed import Packed
 
@@ -47,20 +49,17 @@ def passes(request):
     return (None, None) if request.param == "numpy" else (compiled.TILED, compiled.WHOLE)
 
 
-def bodies_with(tile, passes, drop=None, offset=0):
+def bodies_with(tile, passes, drop=None, **bounds):
     """The bodies of the host, each with queries, keys and values in one array."""
 
     def of(module, *end):
-        def attention(q, kv, heads, arena, starts=None):
-            return module.attended(q, kv, heads, drop, arena, starts, *end)
+        def attention(q, kv, heads, arena, seen):
+            return module.attended(q, kv, heads, drop, arena, seen, *end)
 
         backward = host_attention.attention_backward
-        return Packed(SimpleNamespace(attention=attention, attention_backward=backward))
+        return Packed(SimpleNamespace(attention=attention, attention_backward=backward), **bounds)
 
-    return {
-        "whole": of(attention_whole, offset, passes[1]),
-        "tiled": of(attention_tiled, offset, passes[0], tile),
-    }
+    return {"whole": of(attention_whole, passes[1]), "tiled": of(attention_tiled, passes[0], tile)}
 
 
 @pytest.mark.parametrize("offset", [0, 2, 130])  # causal, in part, and not causal
@@ -72,8 +71,8 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile, offset, pas
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
     truth, found = alone(qkv, dy, rows, offset), {}
     definition = {"reference": Packed(reference, offset=offset)}
-    for name, body in (bodies_with(tile, passes, None, offset) | definition).items():
-        y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
+    for name, body in (bodies_with(tile, passes, offset=offset) | definition).items():
+        y, saved = body.attention(qkv, HEADS, Arena(), starts=starts_of(rows))
         found[name] = y, body.attention_backward(dy, saved, Arena())
     for name, own in found.items():
         for one, other in zip(own, truth, strict=True):
@@ -83,17 +82,28 @@ def test_each_document_of_a_row_is_that_document_alone(length, tile, offset, pas
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize("each", ["one document", "documents"])
 def test_masked_attention_has_the_gradients_of_pytorch(is_causal, each):
+    check_against_pytorch(bodies.host, each, 37, 0 if is_causal else 36, 0)
+
+
+@pytest.mark.parametrize("passes", ["numpy", "compiled"])
+@pytest.mark.parametrize("window", [1, 2, 5, 31, 36, 37, 40, 2**40])
+@pytest.mark.parametrize("each", ["one document", "documents"])
+def test_attention_within_a_window_has_the_gradients_of_pytorch(each, window, passes):
+    check_against_pytorch(partial(bodies.host, passes=passes), each, 37, 0, window)
+    if window in (5, 31):
+        check_against_pytorch(partial(bodies.host, passes=passes), each, 530, 0, 16 * window)
+
+
+def check_against_pytorch(host, each, length, offset, window):
     torch = pytest.importorskip("torch")
-    heads, groups, length = 4, 2, 37
-    rows = [[5, 32], [37], [1] * 37, [30, 7]]
+    heads, groups = 4, 2
+    rows = [[5, length - 5], [length], [1] * length, [length - 7, 7]]
     starts = starts_of(rows)
-    mask = torch.tensor(
-        np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
-    )
+    seen = np.tri(length, k=offset, dtype=bool)
+    mask = torch.tensor(seen & ~np.tri(length, k=-window, dtype=bool) if window else seen)
     mask = mask.expand(len(rows), 1, -1, -1)
     if each == "documents":
         mask = mask & torch.tensor(starts[:, None, :, None] == starts[:, None, None, :])
-    offset = 0 if is_causal else length - 1
     qkv, dy = drawn(1, 4, length, (heads + 2 * groups) * 3), drawn(2, 4, length, heads * 3)
     packed = torch.tensor(qkv, requires_grad=True)
     q, k, v = (
@@ -103,29 +113,31 @@ def test_masked_attention_has_the_gradients_of_pytorch(is_causal, each):
     attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     true_y = attended.transpose(1, 2).flatten(2)
     true_y.backward(torch.tensor(dy))
-    for ops in (reference, *(bodies.host(name) for name in ("whole", "tiled"))):
-        body = Packed(ops, kv_heads=groups, offset=offset)
-        y, saved = body.attention(qkv, heads, Arena(), starts if each == "documents" else None)
+    for ops in (reference, *(host(name) for name in ("whole", "tiled"))):
+        body = Packed(ops, kv_heads=groups, offset=offset, window=window)
+        y, saved = body.attention(
+            qkv, heads, Arena(), starts=starts if "documents" in each else None
+        )
         found = body.attention_backward(dy, saved, Arena())
         assert np.abs(y - true_y.detach().numpy()).max() <= 1e-12
         assert np.abs(found - packed.grad.numpy()).max() <= 1e-12
 
 
-@pytest.mark.parametrize("offset", [0, 130])
+@pytest.mark.parametrize("bounds", [{}, {"offset": 130}, {"window": 3}], ids=str)
 @pytest.mark.parametrize(
     ("length", "tile"),
     [*((7, tile) for tile in TILES[:3]), (131, TILES[3]), (131, TileLimits(64, 224))],
     ids=str,
 )
-def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, offset, passes):
+def test_dropout_within_documents_has_the_mask_of_the_definition(length, tile, bounds, passes):
     rows = ROWS[length]
     given = (5, 3), 2, 2**20 + 3, HEADS + 2, 0.3
     qkv, dy = drawn(1, len(rows), length, 3 * HEADS * WIDTH), drawn(2, len(rows), length, 6)
-    definition = Packed(reference, "attention_dropout", offset=offset)
-    truth, saved = definition.attention(qkv, HEADS, *given, None, starts_of(rows))
+    definition = Packed(reference, "attention_dropout", **bounds)
+    truth, saved = definition.attention(qkv, HEADS, *given, None, starts=starts_of(rows))
     gradient = definition.attention_backward(dy, saved, None)
-    for body in bodies_with(tile, passes, AttentionMask(*given, length), offset).values():
-        y, state = body.attention(qkv, HEADS, Arena(), starts_of(rows))
+    for body in bodies_with(tile, passes, AttentionMask(*given, length), **bounds).values():
+        y, state = body.attention(qkv, HEADS, Arena(), starts=starts_of(rows))
         assert np.abs(y - truth).max() <= 1e-12
         assert np.abs(body.attention_backward(dy, state, Arena()) - gradient).max() <= 1e-12
 
@@ -136,8 +148,8 @@ def test_scores_beyond_exponentials_are_shifted_within_documents(offset, passes)
     qkv, dy = drawn(1, 1, length, 3 * HEADS * WIDTH), drawn(2, 1, length, 6)
     qkv[..., :12] = 30 * np.abs(qkv[..., :12]) + 30
     truth = alone(qkv, dy, rows, offset)
-    for body in bodies_with(TileLimits(16, 48), passes, None, offset).values():
-        y, saved = body.attention(qkv, HEADS, Arena(), starts_of(rows))
+    for body in bodies_with(TileLimits(16, 48), passes, offset=offset).values():
+        y, saved = body.attention(qkv, HEADS, Arena(), starts=starts_of(rows))
         found = y, body.attention_backward(dy, saved, Arena())
         for one, other in zip(found, truth, strict=True):
             assert np.abs(one - other).max() <= 1e-11 * max(1, np.abs(other).max())
@@ -147,10 +159,10 @@ def test_scores_beyond_exponentials_are_shifted_within_documents(offset, passes)
 @pytest.mark.parametrize("name", ["whole", "tiled"])
 def test_a_row_of_one_document_has_the_bits_of_a_row_without(name, offset, passes):
     qkv, dy = drawn(1, 2, 131, 3 * HEADS * WIDTH), drawn(2, 2, 131, 6)
-    body, found = bodies_with(TileLimits(16, 48), passes, None, offset)[name], []
+    body, found = bodies_with(TileLimits(16, 48), passes, offset=offset)[name], []
     for starts in (None, starts_of([[131]] * 2)):
         arena = Arena()
-        y, saved = body.attention(qkv, HEADS, arena, starts)
+        y, saved = body.attention(qkv, HEADS, arena, starts=starts)
         found.append((y.tobytes(), body.attention_backward(dy, saved, arena).tobytes(), arena.peak))
     assert found[0] == found[1]
 
@@ -169,16 +181,22 @@ class Counting:
         return np.matmul(a, b, out=out)
 
 
-@pytest.mark.parametrize("offset", [0, 511])
+@pytest.mark.parametrize(
+    "bounds", [{}, {"offset": 511, "closed": True}, {"window": 64}, {"window": 1}], ids=str
+)
 @pytest.mark.parametrize("module", [attention_whole, attention_tiled])
-def test_products_between_documents_are_not_computed(module, offset, monkeypatch):
+def test_products_between_documents_and_before_a_window_are_not_computed(
+    module, bounds, monkeypatch
+):
     q, kv = drawn(1, 1, 512, HEADS * WIDTH), drawn(2, 1, 512, 2 * HEADS * WIDTH)
     dq, dkv, halves = np.empty_like(q), np.empty_like(kv), []
-    for lengths in ([512], [64] * 8):
+    window = bounds.get("window")
+    whole = Seen(starts_of([[512]]), **({} if window else bounds))
+    for seen in (whole, Seen(None if window else starts_of([[64] * 8]), **bounds)):
         monkeypatch.setattr(module, "np", counting := Counting())
-        y, saved = module.attended(q, kv, HEADS, None, Arena(), starts_of([lengths]), offset)
+        y, saved = module.attended(q, kv, HEADS, None, Arena(), seen)
         forward = counting.multiplications
         saved.backward(y, dq, dkv, Arena())
         halves.append((forward, counting.multiplications - forward))
     for whole, divided in zip(*halves, strict=True):
-        assert divided < whole / (3 if offset == 0 else 7)
+        assert divided < whole / (7 if "offset" in bounds else 2 if window == 64 else 3)

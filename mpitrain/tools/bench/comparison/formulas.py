@@ -14,6 +14,7 @@ from mpitrain.collectives.compression import LANE, square, tiles
 from mpitrain.collectives.engine.arithmetic import BLOCK, CODECS, Wire
 from mpitrain.config import Config
 from mpitrain.data import targets_of
+from mpitrain.layers.base import TokenShare
 from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
@@ -247,13 +248,26 @@ def _within_rows(job: Job) -> int:
     """Return the bytes that this rank sends in the attention of context parallelism."""
     trainer, grid = job.trainer, job.trainer.grid
     config, replica = trainer.config, trainer.replication.replica
-    kinds = [unit.name.rpartition(".")[2] for unit in trainer.units]
-    layers, trained = (some.count("attention") for some in (kinds, kinds[replica.first :]))
+    kinds = [unit.name.rpartition(".")[::2] for unit in trainer.units]
+    layers, trained = (
+        sum(_exchanges(config, block) for block, kind in some if kind == "attention")
+        for some in (kinds, kinds[replica.first :])
+    )
     forward, backward, again, power = _exchanged(config)
     tokens = sum(_micro_batch_rows(job)) * config.model.context
     columns = (layers * forward + trained * (backward + again)) * config.model.width / grid.axes.tp
-    cp = grid.axes.cp
-    return round(tokens * columns * (cp - 1) / cp**power) * replica.computed.itemsize
+    return round(tokens * columns / grid.axes.cp**power) * replica.computed.itemsize
+
+
+def _exchanges(config: Config, block: str) -> int:
+    """Return with how many ranks a rank exchanges in the attention of a block: with all, but in a
+    ring with a window.
+    """
+    cp, model = config.layout.cp, config.model
+    if config.layout.cp_mode != "ring" or not model.window:
+        return cp - 1
+    window = model.windows[int(re.sub(r"\D", "", block))]
+    return len(TokenShare(0, cp, True).steps(model.context, window)) - 1
 
 
 def _exchanged(config: Config) -> tuple[float, float, float, int]:
@@ -272,7 +286,10 @@ def _exchanged(config: Config) -> tuple[float, float, float, int]:
 
 def _context_words(config: Config) -> str:
     *times, power = _exchanged(config)
-    return f"{sum(times):g} (c-1)/c{'^2' * (power - 1)} {OF_CONTEXT}"
+    layers = map(str, range(config.model.layers))
+    ranks = " or ".join(str(n) for n in sorted({_exchanges(config, layer) for layer in layers}))
+    ranks = "(c-1)" if ranks == str(config.layout.cp - 1) else ranks
+    return f"{sum(times):g} {ranks}/c{'^2' * (power - 1)} {OF_CONTEXT}"
 
 
 def in_format(storage: Storage, buckets: Sequence[Bucket], wire: Wire, rank: int, d: int) -> int:

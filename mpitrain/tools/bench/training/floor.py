@@ -15,6 +15,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.host.attention_whole import QUERIES
 from mpitrain.ops.host.product import put_product
+from mpitrain.ops.seen import CAUSAL, Seen
 from mpitrain.run.build import Job, model
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.training.steps import Result
@@ -65,20 +66,22 @@ def _weight_half(arguments: Sequence[Any], result: Any) -> list[Operands]:
 
 
 def attention_products(
-    batch: int, length: int, heads: int, width: int, dtype: str, offset: int = 0
+    batch: int, length: int, heads: int, width: int, dtype: str, seen: Seen = CAUSAL
 ) -> list[Operands]:
     """Return the matrix products of attention's forward: for each block of queries, scores and values.
 
-    A block of queries sees the keys up to its last query, and `offset` more. The backward has twice
-    as many products.
+    A block of queries sees the keys of a run, documents apart. The backward has twice as many
+    products.
     """
     products: list[Operands] = []
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
         q = ProductArray(-1, (heads, stop - start, width), dtype)
-        seen = min(stop + offset, length)
-        keys = ProductArray(-2, (heads, seen, width), dtype)
-        scores = ProductArray(-3, (heads, stop - start, seen), dtype)
+        end = start + seen.offset + 1
+        begin = max(0, end - seen.window) if seen.window else 0
+        count = min(stop + seen.offset, length) - begin
+        keys = ProductArray(-2, (heads, count, width), dtype)
+        scores = ProductArray(-3, (heads, stop - start, count), dtype)
         products += [(q, keys.transposed, scores), (scores, keys, q)]
     return products * batch
 
@@ -86,7 +89,7 @@ def attention_products(
 def _attention(arguments: Sequence[Any], result: Any) -> list[Operands]:
     q, _, heads = arguments[:3]
     batch, length, columns = q.shape
-    return attention_products(batch, length, heads, columns // heads, q.dtype.str, *arguments[5:6])
+    return attention_products(batch, length, heads, columns // heads, q.dtype.str, *arguments[4:5])
 
 
 FORWARDS = ("linear", "logits", "linear_gelu", "linear_relu")

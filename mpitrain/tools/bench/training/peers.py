@@ -20,6 +20,7 @@ SAME = {
     "run.delay": "",
     "layout.cp": 1,
     "data.attend": "window",
+    "model.window": 0,
     "model.dropout": 0.0,
     "model.attention_dropout": 0.0,
     "model.freeze": [],
