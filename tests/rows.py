@@ -1,15 +1,13 @@
 """Rows of the package's tables, for a test alone: other tests see the tables as they were."""
 
 import importlib
-import pkgutil
-import sys
+import re
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import mpitrain
 from mpitrain.config import plugins
-from mpitrain.tables import Table
 
 
 @contextmanager
@@ -24,26 +22,17 @@ def replaced(table, name, row):
 
 
 def tables():
-    """{module.NAME: table} of all tables of the package, each where it is defined."""
-    for module in pkgutil.walk_packages(mpitrain.__path__, "mpitrain."):
-        if (
-            ".cli" not in module.name
-            and "torch" not in module.name
-            and "transformers" not in module.name
-            and "__main__" not in module.name
-        ):
-            importlib.import_module(module.name)
-    found = {}
-    for module in [name for name in sys.modules if name.startswith("mpitrain.")]:
-        source = getattr(sys.modules[module], "__file__", None)
-        for name, value in vars(sys.modules[module]).items():
-            if (
-                isinstance(value, Table)
-                and source
-                and f"\n{name}: Table[" in Path(source).read_text()
-            ):
-                found[f"{module}.{name}"] = value
-    return found
+    """{module.NAME: table} of all tables of the package, each where it is defined.
+
+    Only these modules are imported: others need packages that a user may not have.
+    """
+    root = Path(mpitrain.__file__).parent
+    package_tables = {}
+    for path in sorted(root.rglob("*.py")):
+        for name in re.findall(r"^(\w+): Table\[", path.read_text(), re.MULTILINE):
+            module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+            package_tables[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
+    return package_tables
 
 
 @contextmanager

@@ -399,10 +399,11 @@ def test_a_tile_is_drawn_with_the_operands_that_its_block_reads():
         ("ring", "--alone"),
         ("1f1b", "--link", "1Gbit,1ms"),
         ("ring", "--png", "a.txt"),
-        ("ring", "--html", "/nonexistent/a.html"),
+        ("ring", "--html", "absent/a.html"),
     ],
 )
-def test_a_wrong_use_is_one_error(words):
+def test_a_wrong_use_is_one_error(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(commands, ["explain", *words])
     assert isinstance(done.exception, ConfigError), done.output
     assert done.exception.exit_code == 2
