@@ -362,7 +362,7 @@ def test_a_file_that_is_no_schedule_is_refused(text, said, tmp_path):
         (["--forward-ms", "1,2,3"], "one for each stage, but has 3 for 4 stages"),
         (["--forward-ms", "1e-310"], "but these are forward_ms 1e-310"),
         (["--forward-ms", "inf"], "but these are forward_ms inf"),
-        (["--json", "/no/such/folder/own.json"], "cannot be written"),
+        (["--json", "/dev/null/own.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_simulated_read_or_written_is_refused(words, said):

@@ -274,7 +274,7 @@ def test_all_ranks_together_send_twice_the_array_for_each_rank_but_one():
         (["--ranks", "257", "--hosts", "9", "--json", "a"], "257 are too many"),
         (["--ranks", "257", "--hosts", "9", "--algorithm", "rnig"], "must be one of ring, "),
         (["--hosts", "5"], "Every host has a rank, but there are 4 ranks on 5 hosts.\n"),
-        (["--json", "/no/such/folder/steps.json"], "cannot be written"),
+        (["--json", "/dev/null/steps.json"], "cannot be written"),
     ],
 )
 def test_what_is_no_plan_or_cannot_be_written_is_refused(words, said):
