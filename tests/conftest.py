@@ -43,12 +43,15 @@ os.environ["PATH"] = (
 )
 
 
-def pytest_unconfigure(config):
-    """Say last how many tests the missing compiler has cost."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", ()) if reporter else ()
-    if count := sum(NO_COMPILER in str(report.longrepr) for report in skipped):
-        reporter.write_line(f"{count} tests skipped: {NO_COMPILER}")
+def pytest_terminal_summary(terminalreporter, config):
+    """Keep why tests were skipped, in the cache, and say how many the missing compiler has cost."""
+    skipped = {
+        each.nodeid: str(each.longrepr) for each in terminalreporter.stats.get("skipped", ())
+    }
+    if cache := getattr(config, "cache", None):
+        cache.set("mpitrain/skipped", skipped)
+    if count := sum(NO_COMPILER in reason for reason in skipped.values()):
+        terminalreporter.write_line(f"{count} tests skipped: {NO_COMPILER}")
 
 
 @pytest.hookimpl(tryfirst=True)
