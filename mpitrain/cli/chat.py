@@ -37,6 +37,8 @@ def command(
 ) -> None:
     """Talk with a model that was trained on conversations, in the terminal.
 
+    RUN_DIR is a run, or a folder of transformers with a chat template.
+
     A line is what you say, in the template of the run. /reset begins a new conversation. Ctrl-C
     ends an answer (under `launch` the chat), Ctrl-D or /exit the chat. If model.context is full,
     the oldest turns leave.

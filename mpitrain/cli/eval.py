@@ -35,6 +35,8 @@ def command(
 ) -> None:
     """Evaluate the newest checkpoint of RUN_DIR on the held-out rows of its data source.
 
+    RUN_DIR may also be a folder of transformers, with --data.
+
     The accuracies on tasks are those of lm-evaluation-harness. acc takes the choice with the
     largest log-likelihood; acc_norm divides by the bytes of each choice.
     """
@@ -98,9 +100,15 @@ def _held_out(
         perplexity = f", perplexity {numbers['perplexity']:.4g}"
     numbers |= {"bits_per_byte": bits, **found, "rows": rows, "held_out_rows": job.data.held_out}
     of_rows = f"({rows} of {job.data.held_out} held-out rows)"
-    at = f"{visible(str(run))} at step {job.step} on {visible(where)}"
+    at = f"{_named(run, job.step)} on {visible(where)}"
     line = f"{at}: validation loss {unit}{perplexity}, {shown} {of_rows}"
     return line, numbers, math.isfinite(loss)
+
+
+def _named(run: Path, step: int) -> str:
+    from mpitrain.run.run_dir import is_run
+
+    return visible(str(run)) + (f" at step {step}" if is_run(run) else "")
 
 
 def _tasks(
@@ -150,5 +158,5 @@ def _tasks(
         error = "" if accuracy.stderr is None else f" +- {accuracy.stderr:.1%}"
         shown.append(f"{name} {accuracy.mean:.1%}{error}")
     numbers["log_likelihoods"] = scores.log_likelihoods
-    at = f"{visible(str(run))} at step {job.step} on {len(tasks)} task(s)"
+    at = f"{_named(run, job.step)} on {len(tasks)} task(s)"
     return f"{at} of {visible(str(tasks_file))}: {', '.join(shown)}", numbers, True

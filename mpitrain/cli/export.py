@@ -28,8 +28,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     "--to",
     "kind",
     metavar="FORMAT",
-    required=True,
-    help="Format of the folder: gpt2, llama, bert or peft.",
+    help="Format of the folder: gpt2, llama, bert or peft (default: the kind of the run; peft for adapters).",
 )
 @path_option("--out", "The new folder (default: RUN_DIR/FORMAT).", metavar="DIR")
 @click.option(
@@ -54,7 +53,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
 @PLUGINS
 def command(
     run: Path,
-    kind: str,
+    kind: str | None,
     out: Path | None,
     dtype: str,
     shard_bytes: int,
@@ -70,11 +69,11 @@ def command(
     """
     from mpitrain.run.export import export
 
-    folder = out or run / kind
     settings = changes((), plugins=plugins)
-    exported = export(run, kind, folder, dtype, shard_bytes, settings, merge, base or "", best)
+    exported = export(run, kind or "", out, dtype, shard_bytes, settings, merge, base or "", best)
+    folder = visible(str(exported.folder))
     click.echo(
-        f"{visible(str(run))} at step {exported.step} in {visible(str(folder))}: {', '.join(exported.files)}"
+        f"{visible(str(run))} at step {exported.step} in {folder}: {', '.join(exported.files)}"
     )
     if not exported.tokenizer:
         click.echo("note: the run knows no tokenizer, so the folder has none.", err=True)

@@ -94,7 +94,7 @@ def command(
 ) -> None:
     """Generate text with the newest checkpoint of RUN_DIR.
 
-    Bytes that are not UTF-8, and control characters, are shown as \\x.. escapes.
+    RUN_DIR may also be a folder of transformers. Bytes that are not UTF-8, and control characters, are shown as \\x.. escapes.
     """
     settings = changes((), **options)
     configured = configured_of(run, settings)

@@ -157,7 +157,7 @@ PLUGINS = click.option(
 
 RUN = click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
 run_options = with_options(RUN, BEST, TP, PP, OWN_DEVICE, BASE, PLUGINS)
-"""The directory of a trained run, and the options to open it."""
+"""The directory of a trained run, or a folder of another project, and the options to open it."""
 
 
 def changes(settings: tuple[str, ...], **options: Any) -> list[str]:

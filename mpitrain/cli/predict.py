@@ -26,7 +26,8 @@ from mpitrain.errors import ConfigError, visible
 def command(run: Path, out: Path, best: bool, **options: Any) -> None:
     """Write what a run predicts for held-out rows, or for other arrays.
 
-    Numbers have the unit of the targets that the run was trained on.
+    RUN_DIR may also be a folder of transformers, with --data. Numbers have the unit of the targets
+    that the run was trained on.
     """
     configured = configured_of(run, changes((), **options))
     with mpi_session(kind=lambda: configured().device.kind) as transport:

@@ -177,7 +177,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 def format_of_architecture(help: str, own: Architecture) -> Format:
     """Return the row of FORMATS for folders of an architecture."""
     reading, keys, writing = partial(read, own), partial(keys_of, own), partial(write, own)
-    return Format(help, WEIGHTS, CONFIGURATION, keys, reading, writing, tuple(own.configs))
+    return Format(
+        help, WEIGHTS, CONFIGURATION, keys, reading, writing, tuple(own.configs), own.kind
+    )
 
 
 def keys_of(own: Architecture, folder: Path) -> dict[str, Any]:
@@ -275,7 +277,7 @@ def write(own: Architecture, model: Trained) -> FolderContents:
     if keys.kind != own.kind:
         raise ConfigError(
             f"A folder of a {own.noun} has a model of kind {own.kind}, but model.kind is {keys.kind}.",
-            "Name another run.",
+            "Leave out --to, or name another run.",
         )
     vocabulary = tensors["embedding.tokens"].shape[0]
     renamed: dict[str, AnyTensor] = {}

@@ -116,6 +116,7 @@ class Format(NamedTuple):
     write    (model) -> the contents of a new folder; raises ConfigError for a model that this
              format cannot express
     models   if other formats have such a file, too: the values of model_type in it
+    kind     the only model.kind that it expresses; empty: it has adapters of several
     """
 
     help: str
@@ -125,6 +126,7 @@ class Format(NamedTuple):
     read: Callable[[Path], Initial]
     write: Callable[[Trained], FolderContents]
     models: tuple[str, ...] = ()
+    kind: str = ""
 
 
 class _Index(BaseModel):

@@ -221,7 +221,7 @@ def write(model: Trained) -> FolderContents:
         raise ConfigError(
             f"A folder of kind peft has the adapters of a {' or '.join(ARCHITECTURES)}, but this run has "
             f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
-            "Export it with --to and the name of its kind of model.",
+            "Leave out --to.",
         )
     tensors: dict[str, AnyTensor] = {}
     ranks = {}

@@ -15,6 +15,15 @@ FORMATS: Table[str, Format] = Table(
 """Formats of folders that `mpitrain export --to` writes and `run.init_from` reads."""
 
 
+def has_model(folder: Path) -> bool:
+    """Return whether a folder looks like one of FORMATS; False if it cannot be read."""
+    try:
+        present = names(folder)
+    except CheckpointError:
+        return False
+    return any(row.file in present for row in FORMATS.values())
+
+
 def format_of(folder: Path) -> Format:
     present = names(folder)
     fitting = [row for row in FORMATS.values() if row.file in present]

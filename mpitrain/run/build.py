@@ -30,6 +30,7 @@ from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import ConfigError
 from mpitrain.formats.chat import special_names
 from mpitrain.formats.companions import INIT_FROM
+from mpitrain.formats.table import format_of, has_model
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.layers.recomputed import with_recomputation
@@ -43,6 +44,7 @@ from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, read_chosen
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import StepCounts, Unsent, check_activations
+from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
 from mpitrain.run.resolve import (
     FILES,
     Given,
@@ -447,8 +449,10 @@ def configured(folder: Path, settings: list[str]) -> Config:
     """Return the configuration with which one rank opens a run directory, as `open_run` does.
 
     Keys of layout, replication and pipeline have their defaults, not the values of the run. The
-    settings come last, so they may change any key.
+    settings come last, so they may change any key. `folder` may also be one of another project.
     """
+    if not is_run(folder) and has_model(folder):
+        return _of_folder(folder, settings)
     then = trained_configuration(folder, settings)
     check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
     # The rows of a micro-batch in training, which fit in the memory of a rank.
@@ -462,6 +466,38 @@ def configured(folder: Path, settings: list[str]) -> Config:
     if source := with_settings({}, settings).get("data", {}).get("source"):
         alone["data"] = _read_by(source, then.model.kind, alone["data"])
     return parse(with_settings(alone, [*anew, *settings]))
+
+
+NO_ROWS, NO_TOKENS = "jsonl:none", "tokens:none"
+"""The data.source of a model of another project, with its tokenizer or without one, if none is named."""
+FROZEN = ["embedding.*", "blocks.*"]
+LONGEST = 4096
+"""Most tokens that a model of another project reads where no run has set model.context."""
+
+
+def _of_folder(folder: Path, settings: list[str]) -> Config:
+    """Return the configuration of a model in a folder of another project, as `configured`."""
+    changed = with_settings({}, settings)
+    base, adapter = str(folder), ""
+    if has_adapter(folder):
+        adapter = str(folder)
+        base = changed.get("run", {}).get("init_from") or adapter_keys(folder)["run.init_from"]
+    keys = determined(Path(base))
+    data: dict[str, Any] = {"source": NO_ROWS if keys["data.tokenizer"] else NO_TOKENS}
+    if source := changed.get("data", {}).get("source"):
+        data = _read_by(source, keys["model.kind"], {})
+    tables = {
+        "run": {"init_from": base},
+        "lora": {"init_from": adapter},
+        # Most parameters need no gradient and no optimizer state.
+        "model": {
+            "context": min(keys["model.context"], LONGEST),
+            "freeze": [] if adapter else FROZEN,
+        },
+        "batch": {"size": 1},
+        "data": data,
+    }
+    return parse(with_settings(tables, settings))
 
 
 def _read_by(source: str, model: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,10 +531,16 @@ def open_run(
 ) -> Job:
     """Build the job of a run directory from its newest checkpoint, in any layout; collective.
 
+    A folder of another project gives a job that has made no step.
+
     alone       returns the configuration on one rank, from `configured`
     best        whether to take the checkpoint with the best validation loss
     needs_data  False: build a model that writes text without opening its data source
     """
+
+    from mpitrain.run.generate import (
+        check_writes,
+    )  # which imports modules that training does not need
 
     def on_these_ranks() -> Config:
         config = alone()
@@ -506,6 +548,16 @@ def open_run(
         return config.changed({"batch.size": size})
 
     def look(config: Config) -> RunLocation:
+        if config.run.init_from and not is_run(folder):
+            if not needs_data:
+                check_writes(config.model.kind)
+            elif config.data.source in (NO_ROWS, NO_TOKENS):
+                raise ConfigError(
+                    f"A run has data of its own, but {folder} is a model without any.",
+                    "Name some: --data SOURCE.",
+                )
+            _check_is_whole(config, best)
+            return RunLocation()
         if transport.rank > 0:
             return RunLocation()
         saved, manifest = read_chosen(lambda: checkpoint_of(folder, best))
@@ -520,3 +572,23 @@ def open_run(
     is_enough = not needs_data and MODELS[agreed.config.model.kind].writes
     source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
     return build(transport, agreed, source=source)
+
+
+HEADS = {"tokens": "head.logits.bias", "texts": "head.classes.weight"}
+"""{form of the data: a tensor of the head that a bert needs for them}."""
+
+
+def _check_is_whole(config: Config, best: bool) -> None:
+    """Raise ConfigError unless a folder of another project has all that its model needs."""
+    folder = config.run.init_from
+    if best:
+        raise ConfigError(
+            f"--best chooses among the checkpoints of a run, but {folder} is none.", "Leave it out."
+        )
+    initial = format_of(Path(folder)).read(Path(folder))
+    head = HEADS.get(form_for(config.model.kind, config.data.source), "")
+    if initial.may_lack and head and head not in initial.tensors:
+        raise ConfigError(
+            f"{config.data.source} needs a head that was trained, but {folder} lacks {head}.",
+            "Train it first: mpitrain train --set run.init_from=" + folder,
+        )

@@ -38,11 +38,13 @@ from mpitrain.run.run_dir import check_meaning, checkpoint_of
 class Exported(NamedTuple):
     """The result of an export.
 
+    folder     that was written
     step       the step of the checkpoint
     files      names of the files in the folder
     tokenizer  whether the folder has the tokenizer; False if the run does not know it
     """
 
+    folder: Path
     step: int
     files: list[str]
     tokenizer: bool
@@ -51,7 +53,7 @@ class Exported(NamedTuple):
 def export(
     run: Path,
     name: str,
-    folder: Path,
+    folder: Path | None,
     dtype: str,
     shard_bytes: int,
     plugins: list[str],
@@ -61,7 +63,8 @@ def export(
 ) -> Exported:
     """Write the newest checkpoint of a run to a new folder.
 
-    name         of the format, a row of FORMATS
+    name         of the format, a row of FORMATS; empty: that of the run's kind, or peft for adapters
+    folder       the new folder; None: it is in the run, and has the name of the format
     dtype        name of the dtype of the parameters in the folder
     shard_bytes  the largest sum of the bytes of tensors in one file
     plugins      settings of run.plugins, for a run that needs them
@@ -71,13 +74,16 @@ def export(
     raises       ConfigError if the format has no such model or the folder cannot be written;
                  CheckpointError if the checkpoint is damaged
     """
-    if name not in FORMATS:
+    config = trained_configuration(run, plugins)
+    of_model = _format_of(config)
+    fitting = "peft" if config.lora.rank and not merge else of_model
+    if (name := name or fitting) not in FORMATS:
         raise ConfigError(
             f"The format of an export is {' or '.join(FORMATS)}, but got {name!r}.",
-            "For example: --to gpt2",
+            f"For this run: --to {fitting}",
         )
-    config = trained_configuration(run, plugins)
     check_has_adapters(config, base)
+    folder = folder or run / name
     check_new(folder)
     saved, manifest = read_chosen(lambda: checkpoint_of(run, best))
     check_meaning(config.flat(), saved, manifest)
@@ -86,7 +92,7 @@ def export(
     if base:
         moved = config.run.model_copy(update={"init_from": os.path.abspath(base)})
         config = config.model_copy(update={"run": moved})
-    _check_adapters(run, config, name, merge)
+    _check_adapters(run, config, name, merge, of_model)
     if merge:
         config, tensors = with_adapters(config, manifest.base, stored)
     row = FORMATS[name]
@@ -96,7 +102,7 @@ def export(
     written = written._replace(files={**files, **written.files})
     verify(saved, manifest, 0, 1)
     names = write_folder(folder, row.weights, written, dtype, shard_bytes)
-    return Exported(manifest.done.step, names, not files.keys().isdisjoint(OF_TOKENIZER))
+    return Exported(folder, manifest.done.step, names, not files.keys().isdisjoint(OF_TOKENIZER))
 
 
 def _companions(
@@ -135,14 +141,24 @@ def _companions(
     return special, files
 
 
-def _check_adapters(run: Path, config: Config, name: str, merge: bool) -> None:
+def _format_of(config: Config) -> str:
+    """Return the name of the format that has models of a run's kind."""
+    kind = config.model.kind
+    names = {row.kind: name for name, row in FORMATS.items() if row.kind}
+    if kind not in names:
+        raise ConfigError(
+            f"Other programs load a {' or '.join(names)}, but this run trained a {kind}.",
+            "`mpitrain predict` writes what it predicts.",
+        )
+    return names[kind]
+
+
+def _check_adapters(run: Path, config: Config, name: str, merge: bool, of_model: str) -> None:
     rank = config.lora.rank
     if merge and (not rank or name == "peft"):
         raise ConfigError(
             f"A merge adds adapters to the model under them, but lora.rank is {rank} and the format is {name}.",
-            "Leave out --merge."
-            if not rank
-            else "Leave out --merge, or export --to gpt2, llama or bert.",
+            "Leave out --merge." if not rank else f"Leave out --merge, or export --to {of_model}.",
         )
     if rank and not merge and name != "peft":
         raise ConfigError(

@@ -11,6 +11,7 @@ from mpitrain.cli.session import MOST, mpi_session
 
 
 @click.command("generate")
+@click.argument("model", metavar="[RUN_DIR]", required=False)
 @DEVICE
 @TP
 @PP
@@ -28,6 +29,7 @@ from mpitrain.cli.session import MOST, mpi_session
 @JSON
 @CSV
 def command(
+    model: str | None,
     count: int | None,
     prompt_tokens: int,
     batch: int,
@@ -40,7 +42,7 @@ def command(
 ) -> None:
     """Measure the generation of the most likely tokens after random prompts.
 
-    The model has random weights, or the weights of run.init_from.
+    The model has the weights of RUN_DIR, which is a run or a folder of transformers, or random ones.
 
     On one rank on the CPU, the package transformers is measured in turns, if it is installed. It
     gets the same weights and threads. A model with adapters has no such comparison.
@@ -49,7 +51,7 @@ def command(
     ratio  time relative to the first side
     #same  tokens equal to those of the first side, up to the first other one
     """
-    changed = changes(settings, **options)
+    changed = changes(settings, **options, base=model)
 
     def read(ranks: int = 1) -> Any:
         # Files of tokens take their vocabulary from run.init_from. No data are opened here.

@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from mpitrain.run.build import configured as from_folder
+from mpitrain.run.build import open_run
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.mpi.huggingface.models import llama, made
+from tests.processes import launch, mpitrain
 from tests.training import configured
 
 CHATML = (
@@ -121,6 +124,62 @@ def test_a_fine_tuned_folder_keeps_what_it_said_and_stops(kind, tmp_path):
                 # The run reads fewer tokens than the folder.
                 longest = b'"model_max_length": 32', b'"model_max_length": 24'
                 assert copy == path.read_bytes().replace(*longest), path.name
+
+
+def loss_of(folder, data):
+    """The loss that `eval --data` of a run or of a folder computes."""
+    settings = [f"data.source=jsonl:{data}", f"data.validation=jsonl:{data}", "device.kind=cpu"]
+
+    def evaluated(own):
+        job = open_run(own, folder, lambda: from_folder(folder, settings))
+        return job.trainer.evaluate(job.data)[0]
+
+    return run_ranks(1, evaluated)[0]
+
+
+def test_a_folder_is_used_where_a_run_is(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, rows = tmp_path / "theirs", tmp_path / "rows.jsonl"
+    saved(folder, "llama")
+    for path in folder.glob("*config.json"):  # Its random model writes any token at any place.
+        path.write_text(path.read_text().replace("4,\n    0", "70,\n    71"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = "What is red"
+    wanted = model.generate(
+        **tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=9
+    )[0]
+    greedy = ["--tokens", 9, "--temperature", 0]
+    done = mpitrain("generate", folder, "--prompt", prompt, "--json", "--ignore-eos", *greedy)
+    count = len(tokenizer(prompt).input_ids)
+    assert json.loads(done.stdout)["tokens"] == wanted[count:].tolist(), done.stderr
+    lora = ["lora.rank=2", "lora.targets=q_proj,v_proj", "optimizer.lr=0.1"]
+    tuned = trained(tmp_path / "tuned", folder, 3, *lora)
+    (adapter,) = (export(tuned, "", None, "float32", 10**9, []).folder,)
+    merged = export(tuned, "", None, "float32", 10**9, [], merge=True).folder
+    assert (adapter.name, merged.name) == ("peft", "llama")
+    losses = [loss_of(one, rows) for one in (tuned, adapter, merged)]
+    assert max(losses) - min(losses) <= 1e-5 and abs(loss_of(folder, rows) - losses[0]) > 0.01
+    for one in (adapter, merged):
+        chat = launch(2, "chat", one, "--tp", 2, *greedy, input=f"{prompt}\n")
+        assert chat.stdout == mpitrain("chat", tuned, *greedy, input=f"{prompt}\n").stdout
+        assert chat.stdout.strip() and not chat.returncode
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval", "{}"], "Name some: --data SOURCE."),
+        (["eval", "{}", "--data", "jsonl:rows.jsonl", "--best"], "Leave it out."),
+        (["predict", "{}", "--data", "jsonl:rows.jsonl", "--out", "y.npy"], "mpitrain generate"),
+        (["chat", "{}/.."], "There is no run in"),
+    ],
+)
+def test_a_folder_has_no_data_and_no_checkpoints(words, says, tmp_path):
+    saved(tmp_path / "theirs", "llama")
+    done = mpitrain(*(word.format(tmp_path / "theirs") for word in words), cwd=tmp_path)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_model_from_nothing_ends_with_the_token_that_ends_its_answers(tmp_path):

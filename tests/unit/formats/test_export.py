@@ -162,7 +162,7 @@ def test_values_beyond_float16_are_refused(tmp_path):
         ["--to", "gpt2", "--shard-size", "5"],
         ["--to", "gpt2", "--shard-size", "0GB"],
         ["--to", "gpt2", "--out", "no/such/folder"],
-        [],
+        ["--to", "gpt"],
     ],
     ids=" ".join,
 )
@@ -171,6 +171,14 @@ def test_wrong_options_are_refused(run, words):
         assert export(run, *words).exit_code == 2
     except MpitrainError as error:
         assert error.exit_code == 2
+
+
+def test_the_kind_of_a_run_needs_no_name(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    assert "run/gpt2: config.json" in export(tmp_path / "run").output
+    with pytest.raises(MpitrainError) as caught:
+        export(run, "--to", "gpt")
+    assert caught.value.way_out == "For this run: --to gpt2"
 
 
 @pytest.mark.parametrize("damage", ["altered", "no checkpoint", "no run"])
