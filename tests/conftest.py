@@ -27,6 +27,8 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
+JOBS = [f"ranks/{room}" for room in ("bench", "certify", "parallel", "plan", "report", "run")]
+"""Rooms whose tests train or measure on several ranks."""
 COMPILED = ("cuda-sim", "simulated kernels", "compiled passes")
 """Words in parameters of tests that compile."""
 NO_GPU = "CuPy finds no GPU here"
@@ -60,6 +62,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(TESTS / "mpi"):
             item.add_marker("mpi")
+        if any(item.path.is_relative_to(TESTS / room) for room in JOBS):
+            item.add_marker("slow")
         if item.path.is_relative_to(TESTS / "unit/kernels"):
             item.add_marker("compile")
         if any(words in item.name.partition("[")[2] for words in COMPILED):

@@ -39,6 +39,7 @@ def constants():
     return "\n".join(every), translated
 
 
+@pytest.mark.slow
 def test_english_and_korean_have_the_same_texts():
     every, translated = constants()
     assert not translated - {*korean()}
@@ -93,6 +94,7 @@ NAMES = re.compile(
 
 
 @pytest.mark.parametrize("command", PLANS.splitlines())
+@pytest.mark.slow
 def test_a_plan_in_korean_has_no_english(command):
     done = CliRunner().invoke(commands, ["plan", *command.split(), "--language", "ko"])
     assert done.exit_code == 0, done.output

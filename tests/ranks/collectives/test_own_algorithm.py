@@ -28,6 +28,8 @@ from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
 from tests.runs import TINY
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(mpitrain.__file__).parent / "tools/plan/README.md"
 STAR = re.search(r"```python\n(def all_reduce.*?)```", PAGE.read_text(), re.DOTALL)[1]
 RING = """

@@ -18,6 +18,8 @@ from mpitrain.transport.device import Staged
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 
+pytestmark = pytest.mark.slow
+
 COUNTS = (37, 0, 3)  # elements of the buckets: ragged, empty, and fewer than some ranks
 RUNS = 2
 

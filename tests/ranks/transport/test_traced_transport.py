@@ -220,6 +220,7 @@ def test_traces_name_messages_and_the_slow_rank_and_sum_to_the_whole(book, tmp_p
     assert not (tmp_path / "without" / "trace").exists()
 
 
+@pytest.mark.slow
 def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     go(2, [*book, "layout.pp=2", "batch.micro_batches=3"])
     timeline = read_timeline(tmp_path / "run")
@@ -290,6 +291,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
         else None
     ),
 )
+@pytest.mark.slow
 def test_in_every_mode_the_breakdown_sums_to_the_whole(
     ranks, settings, monkeypatch, book, tmp_path
 ):

@@ -78,6 +78,7 @@ def test_files_of_something_else_are_refused(tmp_path, text):
     assert str(path) in error.value.law
 
 
+@pytest.mark.slow
 def test_a_command_compares_with_its_own_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "77")

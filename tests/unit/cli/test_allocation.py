@@ -8,6 +8,8 @@ from mpitrain.cli.launch.hosts import Allocation, allocation, nodes, ranks_of, s
 from mpitrain.errors import ConfigError
 from tests.processes import mpitrain
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "environ, wanted",

@@ -407,6 +407,7 @@ def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
         ("-n 4 --mca a b -- train", "No such option: --mca. Those of mpirun"),
     ],
 )
+@pytest.mark.slow
 def test_options_and_a_second_mpitrain_go_where_they_belong(words, shown):
     done = mpitrain("launch", *words.split())
     assert shown in done.stderr and "mpitrain mpitrain" not in done.stderr, done.stderr

@@ -27,6 +27,7 @@ sys.exit(rank.wait())
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_mpirun_ends_says_so_and_warned_before(tmp_path):
     keys = "--set", "run.steps=1000000", "--set", "run.log_every=1"
     words = ["train", "--out", "run", *TINY, *keys]

@@ -8,6 +8,8 @@ from mpitrain import __version__
 from mpitrain.cli import main
 from mpitrain.cli.certify import agent_for, probe
 
+pytestmark = pytest.mark.slow
+
 AGENT = """#!/bin/bash
 case $1 in
     good*) shift; exec bash -c "$*" ;;

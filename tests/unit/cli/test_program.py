@@ -58,6 +58,7 @@ def test_anything_else_is_refused(line, error, said):
     assert said in str(refused.value) + getattr(refused.value, "message", "")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_message_and_exit_2_before_anything_is_started():
     for name in ("none.py", "trian"):
         done = mpitrain("launch", "-n", "2", "--", name)
@@ -65,6 +66,7 @@ def test_a_refusal_is_one_message_and_exit_2_before_anything_is_started():
         assert done.stderr.count(name) == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_the_launchers_line_is_dim_on_a_terminal_alone(monkeypatch):
     assert launch_command.dim("line") == "line"
     monkeypatch.setattr(launch_command.sys.stderr, "isatty", lambda: True, raising=False)

@@ -14,6 +14,8 @@ from tests.mpi.test_commands import TINY
 from tests.processes import PROGRAM
 from tests.terminals import on_a_terminal, rendered
 
+pytestmark = pytest.mark.slow
+
 BAR = b"\r 33%|## | 4/12\x1b[K"
 KEYS = "--set", f"data.source=text:{TEXT}", "--set", "run.eval_every=4"
 TRAIN = [*PROGRAM, "train", *TINY, *KEYS, "--out", "run"]

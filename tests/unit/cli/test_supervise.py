@@ -18,6 +18,8 @@ from mpitrain.cli.launch.supervise import Errors, LauncherOutput
 from mpitrain.cli.terminal.stop_requests import FLAG, StatusFilter
 from tests.processes import SECONDS, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PATIENCE = SECONDS
 RULE = b"-" * 74 + b"\n"

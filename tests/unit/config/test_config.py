@@ -409,6 +409,7 @@ def test_the_configuration_in_the_readme_is_one(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_page_and_help_have_the_true_defaults():
     c, page = Config(), " ".join(PAGE.read_text().split())
     o = c.optimizer

@@ -201,6 +201,7 @@ def by_two_ranks(folder, paths, **more):
 
 
 @pytest.mark.parametrize("make", [made, by_two_ranks])
+@pytest.mark.slow
 def test_after_a_kill_at_30_points_no_file_is_incomplete_and_it_continues(
     tmp_path, small_chunks, make
 ):

@@ -65,6 +65,7 @@ def test_a_clock_is_compared_with_most_hosts_and_not_with_rank_0():
 
 
 @pytest.mark.parametrize("found", ["abcd", "aabb", "a", "aaa"])
+@pytest.mark.slow
 def test_all_probes_pass_on_sound_ranks(tmp_path, monkeypatch, found):
     def trial(name, argument, seconds=0.0):
         return {"seconds": "1", "files": "2"} if name == "imports" else TRIALS[name](argument)
@@ -82,6 +83,7 @@ def test_all_probes_pass_on_sound_ranks(tmp_path, monkeypatch, found):
 
 
 @pytest.mark.parametrize("name", ["locks", "mapped", "shared"])
+@pytest.mark.slow
 def test_trials_work_here_in_a_child(tmp_path, name):
     assert set(in_child(name, str(tmp_path)).values()) == {WORKS}
     assert not [*tmp_path.iterdir()]
@@ -103,6 +105,7 @@ def test_a_trial_that_crashes_or_hangs_is_a_result(code, failed):
 
 
 @pytest.mark.parametrize("name", ["locks", "mapped"])
+@pytest.mark.slow
 def test_a_folder_without_files_is_named_with_its_reason(tmp_path, name):
     folder = str(tmp_path / "nowhere")
     found = in_child(name, folder)

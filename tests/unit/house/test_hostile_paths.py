@@ -140,6 +140,7 @@ LEFT_OVERS = (
 )
 
 
+@pytest.mark.slow
 def test_links_at_written_names_are_replaced_and_not_followed(handed, victim):
     pytest.importorskip("matplotlib")
     (handed / "report").mkdir()
@@ -209,6 +210,7 @@ def test_a_link_at_the_name_of_what_is_read_or_entered_is_refused_by_name(
     assert code == (0 if name == "trace/rank-00000" else 2)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_named_by_a_link_works(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "link").symlink_to("run")

@@ -7,7 +7,11 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run
+
+pytestmark = pytest.mark.slow
 
 PACKAGE = Path(__file__).parents[3] / "mpitrain"
 

@@ -47,6 +47,7 @@ def pictures():
     return HOUSE.read_text().split("```")[1:4:2]
 
 
+@pytest.mark.slow
 def test_sub_rooms_of_the_picture_import_only_from_those_below_them():
     floors = dict(re.findall(r"^ (\w+)  .*\n {15}(.*)$", "".join(pictures()), re.M))
     for name, line in floors.items():

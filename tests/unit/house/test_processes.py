@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.processes import NEVER_BEGAN, begun
 
 
+@pytest.mark.slow
 def test_a_start_is_repeated_only_where_mpirun_had_no_thread_to_begin_with(tmp_path):
     count = tmp_path / "count"
     code = (

@@ -86,6 +86,7 @@ def test_type_checkers_see_the_public_names_where_programs_find_them():
     assert seen == {name: f"mpitrain.{home}.{name}" for name, home in mpitrain._HOMES.items()}
 
 
+@pytest.mark.slow
 def test_the_public_names_are_loaded_when_they_are_asked_for():
     code = (
         "import sys, mpitrain\n"

@@ -111,6 +111,7 @@ def test_where_a_requeue_is_forbidden_another_job_continues_the_run(tmp_path):
     assert "runs/slurm-17" in run(["bash", script], cwd=tmp_path, env=again).stdout
 
 
+@pytest.mark.slow
 def test_the_last_run_of_a_sweep_draws_all(tmp_path):
     """Each task trains in a directory of its own; a stand-in for mpitrain writes the last line of its metrics. A task that
     ends at the same time, as the last one here does again, draws nothing."""
@@ -144,6 +145,7 @@ def test_a_timer_ends_with_its_job(system, tmp_path):
     assert run(["bash", "-c", text], cwd=tmp_path, env=NONE).returncode == 3
 
 
+@pytest.mark.slow
 def test_a_timer_warns_the_run(tmp_path):
     program = "trap 'exit 85' USR1; while :; do sleep 0.02; done"
     environment(tmp_path / ".venv", {"mpitrain": program, "qsub": "env >> queued"})

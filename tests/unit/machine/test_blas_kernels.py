@@ -80,6 +80,7 @@ def test_nothing_is_measured_with_mkl_or_where_no_start_would_remember_it(machin
     assert not machine and not chosen()
 
 
+@pytest.mark.slow
 def test_a_child_measures_with_the_kernels_that_it_is_told():
     code = "import sys, mpitrain.cli.session; print(repr('numpy' in sys.modules))"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)

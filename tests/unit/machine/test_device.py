@@ -48,6 +48,7 @@ def test_on_the_cpu_everything_is_numpy_s(monkeypatch):
     assert arithmetic_of(device) is HOST and device.arena() is not device.arena()
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_imports_no_kernels():
     code = (
         "import sys, mpitrain.run.loop\n"

@@ -29,6 +29,8 @@ from tests.fakes import cupy
 from tests.fakes.pointers import PointerThreads
 from tests.processes import run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def one_gpu(monkeypatch):

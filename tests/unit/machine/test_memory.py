@@ -173,6 +173,7 @@ def check_held(ranks, sections, rounding=1e-12):
         if ranks > servers_of(config_of(**sections))  # servers need a worker
     ],
 )
+@pytest.mark.slow
 def test_the_memory_that_is_asked_for_is_what_the_ranks_hold_then(name, ranks, compute):
     sections = {**layouts()[name], "precision": {"compute": compute}}
     check_held(ranks, sections)
@@ -186,6 +187,7 @@ def test_frozen_parameters_count_without_gradient_state_and_master(name, compute
     check_held(3, {**layouts()[name], "precision": {"compute": compute}, "model": model})
 
 
+@pytest.mark.slow
 def test_frozen_layers_are_described_whole_only_if_they_could_fit(monkeypatch):
     model = {"kind": "gpt", "width": 24, "heads": 2, "context": 8, "freeze": ["blocks.*"]}
     monkeypatch.setattr(process, "free_memory", lambda kind: 1 << 30)
@@ -201,6 +203,7 @@ def test_frozen_layers_are_described_whole_only_if_they_could_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.slow
 def test_the_memory_of_stages_is_a_mean_as_if_they_were_equal(name):
     """The first stage of `async` stores the most versions of its own parameters."""
     for ranks in (2, 3, 4):

@@ -158,6 +158,7 @@ def test_another_file_is_no_file_of_units(tmp_path, text):
         read_units(tmp_path / "own.json")
 
 
+@pytest.mark.slow
 def test_a_gpt_of_146_billion_takes_the_time_that_was_published():
     """Table 1 of Narayanan et al. 2021 (SC'21): 148 TFLOP/s on each of 1,536 A100, recomputation included.
 
@@ -184,6 +185,7 @@ def test_a_gpt_of_146_billion_takes_the_time_that_was_published():
     assert predicted.nbytes < plan.limit
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_stays_within_a_host_and_what_is_set_stays():
     hosts = [f"host {rank // 2}" for rank in range(8)]
     plan, given = planner(hosts, "model.heads=8", "layout.pp=2", "memory.recompute=unit", rate=1e13)
@@ -203,6 +205,7 @@ def test_tensor_parallelism_stays_within_a_host_and_what_is_set_stays():
     )
 
 
+@pytest.mark.slow
 def test_without_a_layout_that_fits_the_smallest_is_named():
     plan, given = planner(["a"] * 4, limit=1e6)
     with pytest.raises(
@@ -216,6 +219,7 @@ def test_without_a_layout_that_fits_the_smallest_is_named():
     assert any(abs(smallest / 1e9 / each - 1) < 0.01 for each in savings)
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_layouts_and_a_picture(tmp_path):
     job = ["--device", "cpu", "--set", "model.layers=1"]
     done = mpitrain("bench", "units", *job, "--most-rows", "2", cwd=tmp_path)

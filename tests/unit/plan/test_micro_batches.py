@@ -101,6 +101,7 @@ def test_a_message_is_paid_for_where_it_was_measured():
     assert beside == alone + 2 and own > beside
 
 
+@pytest.mark.slow
 def test_the_best_count_is_that_of_the_root_where_messages_take_no_time():
     """m* = sqrt(b (p-1) t / a): here sqrt(3 x 3 x 192 / 6) = 16.97 for gpipe."""
     config, sampled = configured(), [measured(rows) for rows in (1, 48)]

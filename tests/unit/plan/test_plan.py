@@ -230,6 +230,7 @@ def test_a_slow_stage_makes_the_others_wait_with_and_without_a_flush():
 
 @pytest.mark.parametrize("columns", [80, 130])
 @pytest.mark.parametrize("micro_batches", [4, 9, 200])
+@pytest.mark.slow
 def test_no_line_of_a_stream_is_wider_than_the_terminal(columns, micro_batches):
     words = "schedule", "--schedule", "async", "--micro-batches", micro_batches
     output = shown(*words, columns=columns)
@@ -370,6 +371,7 @@ def test_what_cannot_be_simulated_read_or_written_is_refused(words, said):
     assert isinstance(done.exception, ConfigError) and said in str(done.exception)
 
 
+@pytest.mark.slow
 def test_a_chart_needs_neither_numpy_nor_mpi_nor_the_validation_library():
     code = (
         "import sys\n"

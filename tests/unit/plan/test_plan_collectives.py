@@ -135,6 +135,7 @@ def test_reduce_scatter_and_all_gather_print_their_chunks(operation, algorithm, 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [*RANKS, 64])
+@pytest.mark.slow
 def test_counted_totals_are_those_of_the_formula(ranks, hosts):
     names = blocks(ranks, min(hosts, ranks))
     for operation, algorithm in [*(("allreduce", name) for name in PRINTABLE), *HALVES]:
@@ -171,6 +172,7 @@ def test_the_halves_meet_after_the_last_step_that_adds(algorithm, ranks, expecte
 
 @pytest.mark.parametrize("columns", [80, 130])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 13, 64])
+@pytest.mark.slow
 def test_what_is_printed_fits_a_terminal_and_a_few_pages(ranks, columns):
     for operation, algorithm in [*(("allreduce", name) for name in PRINTABLE), *HALVES]:
         lines = shown(

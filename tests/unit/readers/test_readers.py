@@ -296,6 +296,7 @@ def unread(key: str, kind: str, *part: Any) -> list:
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_a_file_is_refused_by_name_exactly_where_it_is_damaged(name, tmp_path):
     form, wrong, count = FORMATS[name], [], 0
     file = form.write(tmp_path / "sound")

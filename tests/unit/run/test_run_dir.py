@@ -137,6 +137,7 @@ def test_epochs_are_counted_in_samples_whatever_the_batches_were(tmp_path, sourc
             trained(tmp_path / "run", "data.packing=true", resume="yes")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_holds_out_what_it_began_with(tmp_path):
     """Whatever lies beside its tokens by then: a val.bin that came later, or none; a run of an older version the last tenth."""
     np.arange(2000, dtype="<u2").tofile(tmp_path / "train.bin")

@@ -128,6 +128,7 @@ def test_the_state_of_a_process_of_another_host_or_container_is_unknown():
     assert process_state(own_id()._replace(namespace="pid:[1]")) == ""
 
 
+@pytest.mark.slow
 def test_usr2_prints_the_stacks_of_a_process_that_goes_on():
     code = (
         "import os, signal; from mpitrain.cli.terminal.stop_requests import Stop\n"

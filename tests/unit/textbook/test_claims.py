@@ -23,6 +23,8 @@ from mpitrain.tools.textbook.claims.report import lines, page, record, rule
 from mpitrain.tools.textbook.claims.table import CLAIMS
 from mpitrain.tools.words import LANGUAGES, korean, width
 
+pytestmark = pytest.mark.slow
+
 CONDITIONAL = {
     "ring-or-server",
     "async-memory",

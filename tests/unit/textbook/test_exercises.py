@@ -23,6 +23,8 @@ from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
 from mpitrain.tools.words import LANGUAGES, korean
 from tests.unit.textbook.mutants import MUTANTS
 
+pytestmark = pytest.mark.slow
+
 SOLUTIONS = Path(__file__).parent / "solutions"
 
 

@@ -11,6 +11,8 @@ from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.failures import unlink_mapped
 from tests.processes import run
 
+pytestmark = pytest.mark.slow
+
 HANGS = "import sys, time, types; from mpitrain.transport import failures\n"
 ENDS = {
     "barrier": "failures.leave_within(0.5); time.sleep(600)",

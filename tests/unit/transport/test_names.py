@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.processes import run
 
 CODE = """
@@ -21,6 +23,7 @@ one.abort("it leaves")
 """
 
 
+@pytest.mark.slow
 def test_an_error_names_its_rank_in_the_whole_job():
     done = run([sys.executable, "-c", CODE])
     assert "0 (of all ranks 3):" in done.stdout, done.stdout + done.stderr
