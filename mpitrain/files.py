@@ -6,6 +6,7 @@ beneath it are opened relative to an open directory (openat with O_NOFOLLOW). Th
 races between the check of a file and its use.
 """
 
+import codecs
 import errno
 import math
 import os
@@ -32,6 +33,7 @@ IN_THE_WAY = (
     errno.EINVAL,
     errno.ENXIO,
 )
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # These flags open every name in an open directory.
 
 
@@ -200,6 +202,16 @@ def contents(path: Path, inner: int = 0) -> bytes:
     """Return the bytes of a regular file; OSError for anything else. inner: see `reading`."""
     with reading(path, inner) as file:
         return file.read()
+
+
+def text_of(path: Path, inner: int = 0) -> bytes:
+    """Return the bytes of a text that people write, without a byte-order mark; else as `contents`."""
+    return without_byte_order_mark(contents(path, inner))
+
+
+def without_byte_order_mark(data: bytes) -> bytes:
+    """Return the bytes of a text without the mark of UTF-8 that some editors write before it."""
+    return data.removeprefix(BYTE_ORDER_MARK)
 
 
 def write_whole(path: Path, text: str, inner: int = 0) -> None:

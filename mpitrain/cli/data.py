@@ -98,9 +98,9 @@ def prepare(
     mark: str,
     workers: int | None,
 ) -> None:
-    """Write the tokens of text files, lines of JSON (.jsonl) or Parquet files.
+    """Write the tokens of text files, of JSON (.jsonl, .json) or of Parquet files.
 
-    If the lines are conversations, only their answers will be trained on.
+    If the records are conversations, only their answers will be trained on.
 
     An interrupted command continues if it is repeated. No file has its name before it is
     complete. In an MPI job all ranks encode: mpitrain launch -n 4 -- data prepare ...
@@ -134,28 +134,29 @@ def _prepare(
     form   a `documents.Form`
     start  an `encode.Start`
     """
-    from mpitrain.cli.terminal.progress import bar
-    from mpitrain.data.documents import has_conversations
+    from mpitrain.cli.terminal.progress import bar, of_records
+    from mpitrain.data.conversations import Recognised
+    from mpitrain.data.documents import first_record
     from mpitrain.data.documents import inputs as sizes
     from mpitrain.data.prepare import Options, prepare
-    from mpitrain.data.templates import PLAIN, with_day
-    from mpitrain.data.tokenizer import read_tokenizer
+    from mpitrain.data.templates import with_day
+    from mpitrain.data.tokenizer import BYTES_NAME, ends_of_text, read_tokenizer
     from mpitrain.errors import ConfigError
     from mpitrain.formats.chat import chat_template
 
     tokenizer = read_tokenizer(name)
     ends = _separator(separator, tokenizer)
     total = sum(file.nbytes for file in sizes(inputs))
-    if has_conversations(inputs[0]):
-        template = form.template or chat_template(Path(name).parent) or PLAIN
-        template = with_day(template, date.today().isoformat())
-        form, ends = form._replace(template=template), -1
+    given = with_day(form.template or chat_template(Path(name).parent), date.today().isoformat())
+    recognised = Recognised(given, ends_of_text("" if name == BYTES_NAME else name, tokenizer))
+    if recognised.begin(first_record(inputs[0])):
+        form, ends = form._replace(template=recognised.template), -1
     elif form.template:
         raise ConfigError(
             f"--template is of conversations, but {inputs[0]} has none.",
-            "Leave it out, or name a .jsonl file of conversations first.",
+            "Leave it out, or name a file of conversations first: .jsonl, .json or .parquet.",
         )
-    options = Options(inputs, tokenizer, ends, form)
+    options = Options(inputs, tokenizer, ends, form, recognised)
     try:
         with closing(bar(total, form=BAR)) as shown:
             shown.leave = False
@@ -171,6 +172,8 @@ def _prepare(
             f"{counts.bytes:,} bytes, "
             f"{counts.tokens:,} tokens, {counts.tokens / max(1, counts.bytes):.3f} per byte"
         )
+    if words := of_records(recognised.facts):
+        click.echo(words)
     token = "none" if facts.separator < 0 else facts.separator
     click.echo(f"{facts.dtype}, vocabulary {facts.vocabulary:,}, separator {token}")
     source = shlex.quote(f"tokens:{out / 'train.bin'}")

@@ -1,22 +1,21 @@
-"""Documents of input files (text, lines of JSON, Parquet), read in chunks from any position on."""
+"""Documents of input files (text, or records with a text or a conversation), read in chunks from any position on."""
 
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mpitrain.data.instructions import is_conversation, written
+from mpitrain.data.conversations import Recognised
+from mpitrain.data.instructions import written
+from mpitrain.data.records import CHUNK, DataRecord, Position, blocks, parquet_reader, separated
 from mpitrain.data.rendering import Rendered
-from mpitrain.data.templates import open_template
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import DataError
 from mpitrain.files import reading, reading_of
-from mpitrain.strict_json import parsed
 
-CHUNK = 1 << 20
-"""Bytes of text in a chunk, which a process encodes at once. Longer documents are cut into pieces."""
 LINE = 1 << 16
 """A document is cut at the end of a line; if no line ends in this many bytes, after a character."""
 
@@ -35,18 +34,6 @@ class DocumentPiece(NamedTuple):
     row: Rendered | None = None
 
 
-class Position(NamedTuple):
-    """A position in an input file.
-
-    offset     bytes before the position; in Parquet, bytes of the file in proportion to the rows
-               before it
-    documents  documents, lines or rows before the position
-    """
-
-    offset: int = 0
-    documents: int = 0
-
-
 class Chunk(NamedTuple):
     """Pieces of documents in their order, and the position after them in the file."""
 
@@ -59,9 +46,9 @@ class Form(NamedTuple):
 
     fraction  held-out fraction of the documents, or of a text file that is one document
     seed      of the draws of held-out documents
-    field     the key of a line of JSON, or the column of Parquet, with the text
+    field     the key of a record with the text
     mark      the text between two documents of a text file; empty: the file is one document
-    template  of conversations, each on a line of JSON; empty: the files have documents
+    template  of conversations, each in a record; empty: the files have documents
     """
 
     fraction: float
@@ -99,19 +86,34 @@ def inputs(paths: Iterable[Path]) -> list[Input]:
     files = []
     for number, path in enumerate(paths):
         if path.suffix.lower() == ".parquet":
-            _parquet(path)
+            parquet_reader(path)
         with opened(path) as file:
             files.append(Input(path, number, os.fstat(file.fileno()).st_size))
     return files
 
 
-def chunks(source: Input, form: Form, start: Position = Position()) -> Iterator[Chunk]:  # noqa: B008
-    """Yield the chunks of an input file from `start` on, which may be the `end` of any chunk."""
-    read = READERS.get(source.path.suffix.lower(), _marked if form.mark else _text)
-    if form.template:
-        read = _conversations
+def chunks(
+    source: Input,
+    form: Form,
+    start: Position = Position(),  # noqa: B008
+    recognised: Recognised | None = None,
+) -> Iterator[Chunk]:
+    """Yield the chunks of an input file from `start` on, which may be the `end` of any chunk.
+
+    recognised  notes what the conversations are
+    """
     with opened(source.path) as file:
-        yield from read(file, source, form, start)
+        if form.template:
+            recognised = recognised or Recognised(form.template)
+            yield from _conversations(file, source, form, start, recognised)
+            return
+        suffix, read = source.path.suffix.lower(), _marked if form.mark else _text
+        if suffix == JSON:
+            first = first_record(source.path)
+            is_read = isinstance(first, dict) and form.field in first
+        else:
+            is_read = suffix in RECORDS
+        yield from (_documents if is_read else read)(file, source, form, start)
 
 
 def texts(paths: Iterable[Path], form: Form) -> Iterator[str]:
@@ -154,7 +156,7 @@ def _character(file: IO[bytes], at: int) -> int:
 
 def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
     """Read documents of text with marks between them; line ends around the marks are removed."""
-    for items, end in _items(file, form.mark.encode(), start):
+    for items, end in separated(file, form.mark.encode(), start):
         offset, pieces = start.offset, []
         for number, item in enumerate(items, start.documents):
             text = _decoded(item, source, offset).strip("\r\n")
@@ -164,47 +166,53 @@ def _marked(file: IO[bytes], source: Input, form: Form, start: Position) -> Iter
         start = end
 
 
-def _lines(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    """Read lines of JSON, each an object with a text."""
-    for items, end in _items(file, b"\n", start):
+def _documents(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
+    """Read records, each an object with a text."""
+    for records, end in blocks(file, source.path, start, [form.field]):
         pieces = []
-        for number, line in enumerate(items, start.documents):
-            if line.strip():
-                try:
-                    text = _field(parsed(line), form.field)
-                except ValueError as error:
-                    raise DataError(
-                        f"Line {number + 1} of {source.path} must be an object with a text, but {error}.",
-                        f'Write {{"{form.field}": TEXT}} on each line, or set --field.',
-                    ) from None
-                pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
+        for record in records:
+            try:
+                text = _field(record.value(), form.field)
+            except ValueError as error:
+                raise DataError(
+                    f"{record.place} of {source.path} must be an object with a text, but {error}.",
+                    f'Write {{"{form.field}": TEXT}} on each line, or set --field.',
+                ) from None
+            pieces.append(DocumentPiece(text, form.holds_out(source.number, record.number)))
         yield Chunk([piece for piece in pieces if piece.text], end)
-        start = end
 
 
-def _conversations(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    """Read lines of JSON, each a conversation."""
-    with open_template(form.template) as template:
-        for items, end in _items(file, b"\n", start):
-            lines = enumerate(items, start.documents + 1)
-            pieces = [
-                DocumentPiece(row.text, form.holds_out(source.number, number - 1), row=row)
-                for number, rows in written(lines, template, source.path)
-                for row in rows
-            ]
+def _conversations(
+    file: IO[bytes], source: Input, form: Form, start: Position, recognised: Recognised
+) -> Iterator[Chunk]:
+    """Read records, each a conversation."""
+    ends, pieces = deque[tuple[int, Position]](), list[DocumentPiece]()
+
+    def read() -> Iterator[DataRecord]:
+        for records, end in blocks(file, source.path, start):
+            if records:
+                ends.append((records[-1].number, end))
+            yield from records
+
+    for record, rows in written(read(), recognised, source.path):
+        held_out = form.holds_out(source.number, record.number)
+        pieces += [DocumentPiece(row.text, held_out, row=row) for row in rows]
+        last, end = ends[0]
+        if record.number == last:
+            ends.popleft()
             yield Chunk(pieces, end)
-            start = end
+            pieces = []
 
 
-def has_conversations(path: Path) -> bool:
-    """Return whether the first line of a file of JSON lines is a conversation."""
-    if READERS.get(path.suffix.lower()) is not _lines:
-        return False
-    with opened(path) as file:
-        first = next(filter(bytes.strip, file), b"")
-    with suppress(ValueError):
-        return is_conversation(parsed(first))
-    return False
+def first_record(path: Path) -> Any:
+    """Return the value of the first record of a file of records; None if it has none, or no JSON."""
+    if path.suffix.lower() not in RECORDS:
+        return None
+    with opened(path) as file, suppress(ValueError, DataError):
+        for records, _ in blocks(file, path):
+            for record in records:
+                return record.value()
+    return None
 
 
 def _field(record: Any, field: str) -> str:
@@ -212,27 +220,11 @@ def _field(record: Any, field: str) -> str:
         raise ValueError(f"it is {type(record).__name__}")
     if field not in record:
         raise ValueError(f"its keys are {', '.join(map(ascii, record)) or 'none'}")
+    if record[field] is None:
+        return ""
     if not isinstance(record[field], str):
         raise ValueError(f"{field!a} is {type(record[field]).__name__}")
     return str(record[field])
-
-
-def _items(file: IO[bytes], mark: bytes, start: Position) -> Iterator[tuple[list[bytes], Position]]:
-    """Yield the strings between marks, about CHUNK bytes at once, and the position after them."""
-    at, number, rest = start.offset, start.documents, b""
-    while True:
-        # A document without a mark doubles the read, so that no byte is searched often.
-        size = max(CHUNK, len(rest))
-        block = os.pread(file.fileno(), size, at + len(rest))
-        rest += block
-        if not block:
-            if rest:
-                yield [rest], Position(at + len(rest), number + 1)
-            return
-        *items, tail = rest.split(mark)
-        if items:
-            at, number, rest = at + len(rest) - len(tail), number + len(items), tail
-            yield items, Position(at, number)
 
 
 def _decoded(data: bytes, source: Input, offset: int) -> str:
@@ -245,53 +237,6 @@ def _decoded(data: bytes, source: Input, offset: int) -> str:
         ) from None
 
 
-def _rows(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
-    parquet = _parquet(source.path)
-    try:
-        with closing(parquet.ParquetFile(file)) as table:
-            if form.field not in table.schema_arrow.names:
-                raise ValueError(
-                    f"its columns are {', '.join(map(ascii, table.schema_arrow.names))}"
-                )
-            first, total = 0, max(1, table.metadata.num_rows)
-            for group in range(table.num_row_groups):
-                count = table.metadata.row_group(group).num_rows
-                skipped, first = max(0, start.documents - first), first + count
-                if skipped >= count:
-                    continue
-                rows = table.read_row_group(group, columns=[form.field])[form.field].to_pylist()
-                pieces, size = [], 0
-                for number, text in enumerate(rows[skipped:], first - count + skipped):
-                    if not isinstance(text, str | None):
-                        raise ValueError(f"{form.field!a} has {type(text).__name__}")
-                    if text:
-                        pieces.append(DocumentPiece(text, form.holds_out(source.number, number)))
-                        size += len(text)
-                    if size >= CHUNK or number + 1 == first:
-                        done = source.nbytes * (number + 1) // total
-                        yield Chunk(pieces, Position(done, number + 1))
-                        pieces, size = [], 0
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise DataError(
-            f"{source.path} must be a Parquet file with a text in column {form.field!a}, "
-            f"but {str(error).splitlines()[0][:120]}.",
-            "Name another file, or set --field.",
-        ) from None
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"{path} needs the package pyarrow, which is not installed.", "pip install pyarrow"
-        ) from None
-    return parquet
-
-
-READERS: dict[str, Callable[[IO[bytes], Input, Form, Position], Iterator[Chunk]]] = {
-    ".jsonl": _lines,
-    ".ndjson": _lines,
-    ".parquet": _rows,
-}
-"""The readers of input files by the suffix of their names; any other file is text."""
+JSON = ".json"
+RECORDS = (".jsonl", ".ndjson", ".parquet", JSON)
+"""How the names of files of records end; of JSON only if the first record has a text or a conversation."""

@@ -1,31 +1,24 @@
-"""Instruction data: conversations, in JSON lines or prepared. Only the answers are trained on.
+"""Instruction data: conversations, in files of records or prepared. Only the answers are trained on.
 
-A line is {"prompt": TEXT, "answer": TEXT}, or {"messages": [{"role": ROLE, "content": TEXT}, ...]}.
-A prompt is a message of the role user, an answer is a message of the role assistant. data.template
-writes the messages as one text. The tokens of an answer, and of the template's text after it, count
+KINDS of `conversations` says which records are conversations. data.template writes their messages as
+one text. The tokens of an answer, and of the template's text after it, count
 as targets, or those of what the template's tag `generation` marks. All other targets are IGNORED.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpitrain.data.rendering import ASSISTANT, Rendered
+from mpitrain.data.conversations import WAY_OUT, Recognised, is_of_texts
+from mpitrain.data.records import DataRecord, read_records
+from mpitrain.data.rendering import Rendered
 from mpitrain.data.rows import Shuffled, first_fit
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request
-from mpitrain.data.templates import (
-    PLAIN,
-    USER,
-    Conversation,
-    Template,
-    message,
-    open_template,
-    without_day,
-)
+from mpitrain.data.templates import Conversation, open_template, without_day
 from mpitrain.data.token_files import (
     ArrayTokens,
     FlatTokens,
@@ -34,16 +27,18 @@ from mpitrain.data.token_files import (
     token_paths,
     tokens_of,
 )
-from mpitrain.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+from mpitrain.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    ends_of_text,
+    read_tokenizer,
+    tokens_of_text,
+)
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents, reading_of
-from mpitrain.strict_json import parsed
 
 if TYPE_CHECKING:
     from mpitrain.data.samples import SampleSource
 
-SHOWN = 10
-"""The largest number of keys that the error about a wrong line lists."""
 COUNTS, BEGINS, FOLLOWS = 1, 2, 4
 """Bits of a mark: the token counts as a target; a row begins with the token; the row before is of the same conversation."""
 
@@ -138,7 +133,7 @@ class InstructionSource(Shuffled):
             self._packed = [numbers[row].tolist() for row in packed]
         self.samples = len(self._packed)
         idle = np.flatnonzero(~has_target)
-        self.amounts = {
+        self.amounts: dict[str, Any] = {
             "conversations": self.conversations,
             "held_out_conversations": self.held_out,
             "cut_conversations": self.cut,
@@ -202,16 +197,18 @@ def open_jsonl(request: Request) -> "InstructionSource | SampleSource":
             "Name the tokenizer of that model with data.tokenizer.",
         )
     held_out = request.other
-    template = reading.template or PLAIN
-    read = (Path(request.place), template, tokenizer)
-    return InstructionSource(
-        _conversations(*read, 1 if held_out else 2),
+    recognised = Recognised(reading.template, ends_of_text(reading.tokenizer, tokenizer))
+    read = (recognised, tokenizer)
+    source = InstructionSource(
+        _conversations(Path(request.place), *read, 1 if held_out else 2),
         given or tokenizer.vocabulary,
         request,
-        template,
-        _conversations(Path(held_out), *read[1:], 1) if held_out else None,
+        recognised.template,
+        _conversations(Path(held_out), *read, 1) if held_out else None,
         0.0 if reading.tokenizer else 1.0,
     )
+    source.amounts |= recognised.facts
+    return source
 
 
 def open_prepared(request: Request, vocabulary: int, template: str) -> InstructionSource:
@@ -255,8 +252,8 @@ def encoded(tokenizer: Tokenizer, conversation: Rendered) -> tuple[np.ndarray, n
     to the first token with its last one. If no token has this character, the nearest one in the answer
     counts; with the tag `generation` transformers goes to the end of the row, and so does this function.
     """
-    text, spans, is_tagged, follows = conversation
-    encoding = tokenizer.encode_marked(text)
+    text, spans, is_tagged, follows, is_text = conversation
+    encoding = tokens_of_text(tokenizer, text, is_text)
     marks = np.zeros(len(encoding.ids), np.uint8)
     for start, stop in spans:
         chars = range(start, stop)
@@ -265,6 +262,7 @@ def encoded(tokenizer: Tokenizer, conversation: Rendered) -> tuple[np.ndarray, n
             next((at for char in way if (at := encoding.char_to_token(char)) is not None), None)
             for way in ways
         )
+        last = None if stop > len(text) else last
         if first is not None:
             marks[first : len(marks) if last is None else last + 1] = COUNTS
         elif is_tagged and chars:
@@ -273,18 +271,18 @@ def encoded(tokenizer: Tokenizer, conversation: Rendered) -> tuple[np.ndarray, n
     return np.array(encoding.ids, np.int64), marks
 
 
-def _conversations(path: Path, template: str, tokenizer: Tokenizer, least: int) -> Conversations:
-    """Read a file of conversations; DataError if a line is none, or if there are fewer than `least`."""
-    with reading_of(f"The data file {path}", "Check data.source and data.validation.", DataError):
-        lines = contents(path).split(b"\n")
+def _conversations(
+    path: Path, recognised: Recognised, tokenizer: Tokenizer, least: int
+) -> Conversations:
+    """Read a file of conversations; DataError if a record is none, or if there are fewer than `least`."""
+    records = read_records(path, "Check data.source and data.validation.")
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
     tokens, marks = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
-    with open_template(template) as write:
-        for _, rows in written(enumerate(lines, 1), write, path):
-            for row in rows:
-                own, mark = encoded(tokenizer, row)
-                tokens.append(own.astype(dtype))
-                marks.append(mark)
+    for _, rows in written(records, recognised, path):
+        for row in rows:
+            own, mark = encoded(tokenizer, row)
+            tokens.append(own.astype(dtype))
+            marks.append(mark)
     found = Conversations(ArrayTokens(np.concatenate(tokens)), np.concatenate(marks))
     if len(found) < least:
         raise DataError(
@@ -295,78 +293,41 @@ def _conversations(path: Path, template: str, tokenizer: Tokenizer, least: int) 
 
 
 def written(
-    lines: Iterable[tuple[int, bytes]], template: Template, path: Path
-) -> Iterator[tuple[int, list[Rendered]]]:
-    """Yield (number, rows) of the conversation on each line that is not empty; DataError if a line is none.
-
-    lines  (number, line) of the file `path`
-    """
-    numbers = deque[int]()
+    records: Iterable[DataRecord], recognised: Recognised, path: Path
+) -> Iterator[tuple[DataRecord, list[Rendered]]]:
+    """Yield each record of the file `path` with the rows of its conversation; DataError if it has none."""
+    records = iter(records)
+    if (first := next(records, None)) is None:
+        return
+    waiting = deque[DataRecord]()
 
     def conversations() -> Iterator[Conversation]:
-        for number, line in lines:
-            if line.strip():
-                try:
-                    conversation = conversation_of(parsed(line))
-                except ValueError as error:
-                    raise _not_one(number, path, error) from None
-                numbers.append(number)
-                yield conversation
+        for record in chain([first], records):
+            try:
+                conversation = recognised.conversation(record.value())
+            except ValueError as error:
+                raise _not_one(record, path, error) from None
+            waiting.append(record)
+            yield conversation
 
-    following = template.rows(conversations())
-    while True:
-        try:
-            rows = next(following, None)
-        except ValueError as error:
-            raise _not_one(numbers[0], path, error) from None
-        if rows is None:
-            return
-        yield numbers.popleft(), rows
-
-
-def _not_one(number: int, path: Path, error: ValueError) -> DataError:
-    """Return the error for a line that is no conversation."""
-    return DataError(
-        f"Line {number} of {path} must be a conversation, but {error}.",
-        'Write {"prompt": TEXT, "answer": TEXT} or {"messages": [...]} on each line.',
-    )
+    try:
+        if not recognised.begin(first.value()):
+            recognised.conversation(first.value())  # It is none, and this says why.
+    except ValueError as error:
+        raise _not_one(first, path, error) from None
+    with open_template(recognised.template) as template:
+        following = template.rows(conversations())
+        while True:
+            try:
+                rows = next(following, None)
+            except ValueError as error:
+                raise _not_one(waiting[0], path, error) from None
+            if rows is None:
+                return
+            is_text = is_of_texts(recognised.template)
+            yield waiting.popleft(), [row._replace(is_text=is_text) for row in rows]
 
 
-def is_conversation(record: Any) -> bool:
-    """Return whether a line of JSON has the keys of a conversation."""
-    return isinstance(record, Mapping) and set(record) - {"tools"} in (
-        {"prompt", "answer"},
-        {"messages"},
-    )
-
-
-def conversation_of(record: Any) -> Conversation:
-    """Return the conversation of a line; if it has none, ValueError with the end of an error's sentence."""
-    if not isinstance(record, dict):
-        raise ValueError(f"it is {type(record).__name__}")
-    if not is_conversation(record):
-        more = ["..."] if len(record) > SHOWN else []
-        keys = ", ".join([*map(ascii, islice(record, SHOWN)), *more]) or "none"
-        raise ValueError(f"its keys are {keys}")
-    if "messages" not in record:
-        messages: Any = [message(USER, record["prompt"]), message(ASSISTANT, record["answer"])]
-    elif not isinstance(messages := record["messages"], list) or not messages:
-        raise ValueError("its messages are no list, or an empty one")
-    for one in messages:
-        if not isinstance(one, dict) or set(one) != {"role", "content"}:
-            raise ValueError("a message has other keys than role and content")
-        if not all(isinstance(text, str) for text in one.values()):
-            raise ValueError("a role or a content is no text")
-        "".join(one.values()).encode()  # A lone surrogate is a ValueError, too.
-    return Conversation(messages, _tools(record.get("tools")))
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    """Return the tools of a line, which are objects of JSON in a list, or their text; None: it has none."""
-    if isinstance(tools, str):
-        tools = parsed(tools.encode()) if tools.strip() else None
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("its tools are no list of objects")
-    return tools
+def _not_one(record: DataRecord, path: Path, error: ValueError) -> DataError:
+    """Return the error for a record that is no conversation."""
+    return DataError(f"{record.place} of {path} must be a conversation, but {error}.", WAY_OUT)

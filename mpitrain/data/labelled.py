@@ -1,8 +1,8 @@
-"""Labelled texts: rows of tokens with one class each, of lines of JSON.
+"""Labelled texts: rows of tokens with one class each, of records.
 
-A line is {"text": TEXT, "label": NUMBER or NAME}, or also has a "text_pair", a second text. Lines
-without a label are for predictions alone. A tokenizer with these names writes [CLS] text [SEP]
-text_pair [SEP].
+A record has "text" and "label", a number or a name, and perhaps "text_pair", a second text. Records
+without a label are for predictions alone. Other keys are ignored. A tokenizer with these names writes
+[CLS] text [SEP] text_pair [SEP].
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,19 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from mpitrain.data.conversations import Ignored
+from mpitrain.data.records import read_records
 from mpitrain.data.samples import SampleSource
 from mpitrain.data.source import IGNORED, PADDING, SECOND, Request
 from mpitrain.data.tokenizer import MASK, ByteTokenizer, Tokenizer, read_tokenizer
 from mpitrain.errors import DataError
-from mpitrain.files import contents, reading_of
-from mpitrain.strict_json import validated
+from mpitrain.strict_json import checked
 
 Label = int | str | None
 
 
 class _Line(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     text: str
     text_pair: str = ""
@@ -45,7 +46,8 @@ def open_texts(request: Request) -> SampleSource:
         )
     predicts = request.validation == request.name
     files = [request.place, *([request.other] if request.other and not predicts else [])]
-    texts = [_read(path, tokenizer, request.context) for path in files]
+    ignored = Ignored()
+    texts = [_read(path, tokenizer, request.context, ignored) for path in files]
     named = {label for _, labels in texts for label in labels if isinstance(label, str)}
     # Classes of a model without names have none.
     names = [*reading.labels] or ([] if reading.classes else sorted(named))
@@ -77,24 +79,28 @@ def open_texts(request: Request) -> SampleSource:
             f"{request.name} must have texts of at least 2 classes, but all have one label.",
             "Add texts of another class, or set data.classes.",
         )
-    return SampleSource(train, test, "texts", entries, classes, names)
+    source = SampleSource(train, test, "texts", entries, classes, names)
+    source.amounts |= ignored.facts
+    return source
 
 
-def _read(path: str, tokenizer: Tokenizer, context: int) -> tuple[np.ndarray, list[Label]]:
+def _read(
+    path: str, tokenizer: Tokenizer, context: int, ignored: Ignored
+) -> tuple[np.ndarray, list[Label]]:
     """Return the rows of a file, (N, T) int64, and their labels."""
-    with reading_of(f"The data file {path}", "Check data.source and data.validation.", DataError):
-        lines = contents(Path(path)).split(b"\n")
     inputs, labels = list[np.ndarray](), list[Label]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for record in read_records(Path(path), "Check data.source and data.validation."):
         try:
-            found = validated(_Line, line)
+            value = record.value()
+            if isinstance(value, dict):
+                value = {key: one for key, one in value.items() if one is not None}
+                ignored.note(value.keys() - _Line.model_fields.keys())
+            found = checked(_Line, value)
             if isinstance(found.label, int) and not 0 <= found.label < 1 << 31:
                 raise ValueError(f"its label is {found.label}")
         except ValueError as error:
             raise DataError(
-                f"Line {number} of {path} must be a labelled text, but {error}.",
+                f"{record.place} of {path} must be a labelled text, but {error}.",
                 'Write {"text": TEXT, "label": 0} on each line, with classes from 0 on or names.',
             ) from None
         inputs.append(row_of(tokenizer, found.text, found.text_pair, context))

@@ -15,8 +15,10 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from pydantic import BaseModel
 
-from mpitrain.data.documents import Chunk, DocumentPiece, Form, Input, Position, chunks, inputs
+from mpitrain.data.conversations import Recognised
+from mpitrain.data.documents import Chunk, DocumentPiece, Form, Input, chunks, inputs
 from mpitrain.data.instructions import encoded as encoded_conversation
+from mpitrain.data.records import Position
 from mpitrain.data.token_files import META, Count, Counts, Prepared, mark_path, prepared
 from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
@@ -202,13 +204,15 @@ def _serve(link: Connection, encoding: Encoding) -> None:
 class Options(NamedTuple):
     """The options of `prepare`. It continues only an interrupted call with the same options.
 
-    separator  the token behind each document; -1: none
+    separator   the token behind each document; -1: none
+    recognised  of conversations, notes what they are
     """
 
     paths: Sequence[Path]
     tokenizer: Tokenizer
     separator: int
     form: Form
+    recognised: Recognised | None = None
 
 
 class Journal(BaseModel):
@@ -401,7 +405,7 @@ class _Writer:
         for source in self._inputs[journal.input :]:
             is_begun = source.number == journal.input
             start = Position(journal.offset, journal.documents) if is_begun else Position()
-            for chunk in chunks(source, self._options.form, start):
+            for chunk in chunks(source, self._options.form, start, self._options.recognised):
                 turns.append(source.number)
                 yield chunk
 

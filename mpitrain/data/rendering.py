@@ -37,37 +37,54 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 class Rendered(NamedTuple):
     """The text of a row.
 
-    spans      the characters of each answer, with the template's text after it
+    spans      the characters of each answer, with the template's text after it; one that ends behind
+               the text has all tokens until there
     is_tagged  whether the tag `generation` of the template marks them
     follows    whether the row before is of the same conversation
+    is_text    whether its template is one of texts without a template: the tokenizer takes what follows
+               the tokens that begin a text for a whole text
     """
 
     text: str
     spans: Sequence[Span]
     is_tagged: bool = False
     follows: bool = False
+    is_text: bool = False
 
 
-def rows_of(write: Writing, messages: Sequence[Message]) -> list[Rendered]:
+def rows_of(write: Writing, messages: Sequence[Message], prompt: int = 0) -> list[Rendered]:
     """Return the rows of a conversation.
 
     It is one row, unless the template writes earlier messages in another way when others follow.
     Then each answer is the end of a row of its own, whose text is that of the messages until there.
+    A message of the weight 0 is no answer.
+
+    prompt  as `Conversation` says; then there is one answer, all text behind that of these messages
     """
     text, tagged = write(messages, False)
+    if prompt:
+        asked = write(messages[:prompt], True)[0]
+        if not text.startswith(asked):
+            raise ValueError(
+                "its template writes the prompt in another way when the completion follows"
+            )
+        return [Rendered(text, [(len(asked), len(text) + 1)])]
     if tagged is not None:
+        for number in [n for n, message in enumerate(messages) if message.get("weight") == 0][::-1]:
+            first, stop = (len(write(messages[: number + n], False)[1] or ()) for n in (0, 1))
+            del tagged[first:stop]
         return [Rendered(text, tagged, True)]
     rows, end, is_one = list[Rendered](), 0, True
     for number, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            prompt, answered = (write(messages[: number + n], not n)[0] for n in (0, 1))
-            if not answered.startswith(prompt):
+        if message["role"] == ASSISTANT and message.get("weight") != 0:
+            asked, answered = (write(messages[: number + n], not n)[0] for n in (0, 1))
+            if not answered.startswith(asked):
                 raise ValueError(
                     f"its template writes the answer in message {number + 1} in another way than it asks for it; "
                     "mark answers in the template by {% generation %} and {% endgeneration %}"
                 )
-            rows.append(Rendered(answered, [(len(prompt), len(answered))], follows=bool(rows)))
-            is_one &= text.startswith(answered) and len(prompt) >= end
+            rows.append(Rendered(answered, [(len(asked), len(answered))], follows=bool(rows)))
+            is_one &= text.startswith(answered) and len(asked) >= end
             end = len(answered)
     if is_one:
         return [Rendered(text, [span for row in rows for span in row.spans])]
@@ -81,7 +98,7 @@ class _Limit(Exception):
 def serve() -> None:
     """Compile the template in the first line of the input, and answer each further line; the main function of the child.
 
-    A line is a list of [messages, tools, asks], where asks is null for the rows of a conversation, or
+    A line is a list of [messages, tools, prompt, asks], where asks is null for the rows of a conversation, or
     whether the assistant writes next. Each has a line as its answer.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -94,12 +111,12 @@ def serve() -> None:
     compiled = _answer("wrong", lambda: _Compiled(text, date.fromisoformat(day)))
     left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
     for line in sys.stdin.buffer:
-        for messages, tools, asks in json.loads(line.decode(errors="surrogatepass")):
+        for messages, tools, prompt, asks in json.loads(line.decode(errors="surrogatepass")):
             left = min(left, SECONDS) + PER_MESSAGE * (1 + len(messages))
             signal.setitimer(signal.ITIMER_PROF, left)
             answer = compiled
             if jinja := compiled.get("is"):
-                answer = _answer("refused", lambda: jinja.answer(messages, tools, asks))  # noqa: B023
+                answer = _answer("refused", lambda: jinja.answer(messages, tools, prompt, asks))  # noqa: B023
             try:
                 data = json.dumps(answer, ensure_ascii=False).encode(errors="surrogatepass")
             except MemoryError:
@@ -193,7 +210,7 @@ class _Compiled:
         self._template = environment.from_string(text)
         self._draws = "random" in text or "lipsum" in text
 
-    def answer(self, messages: list[Any], tools: Any, asks: bool | None) -> Any:
+    def answer(self, messages: list[Any], tools: Any, prompt: int, asks: bool | None) -> Any:
         most = TEXT + GROWTH * len(json.dumps([messages, tools]))
 
         def write(messages: Sequence[Message], asks: bool) -> tuple[str, list[Span] | None]:
@@ -210,7 +227,7 @@ class _Compiled:
             return "".join(parts), self.spans if self.has_tag else None
 
         messages = [_with_thoughts(message) for message in messages]
-        return rows_of(write, messages) if asks is None else write(messages, asks)[0]
+        return rows_of(write, messages, prompt) if asks is None else write(messages, asks)[0]
 
 
 def _with_thoughts(message: Message) -> Message:

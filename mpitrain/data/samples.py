@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class SampleSource(Shuffled):
         super().__init__(self.samples)
         self.classes = classes or max(1, int(max(train[1].max(), test[1].max())) + 1)
         self.held_out = len(test[1])
-        self.amounts = {
+        self.amounts: dict[str, Any] = {
             "samples": self.samples,
             "held_out_samples": self.held_out,
             "classes": self.classes,

@@ -188,8 +188,9 @@ class Request(NamedTuple):
         return self.validation.partition(":")[2]
 
 
-def amounts(source: Source | Unopened) -> dict[str, int]:
-    """Return {name: count} of the data, such as tokens and held_out_tokens; {} if it has no counts."""
+def amounts(source: Source | Unopened) -> dict[str, Any]:
+    """Return {name: count} of the data, such as tokens and held_out_tokens, and what records of
+    conversations are; {} if it has no counts."""
     return getattr(source, "amounts", {})
 
 

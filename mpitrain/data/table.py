@@ -139,7 +139,7 @@ SOURCES: Table[str, SourceKind] = Table(
         on_use("mpitrain.data.instructions:open_jsonl"),
         "tokens",
         ":FILE",
-        "conversations, or labelled texts",
+        "conversations, or labelled texts; lines or an array of JSON, or Parquet",
         is_text=True,
         can_validate=True,
         reads=("template", "tokenizer", "packing", "attend", "classes", "labels"),

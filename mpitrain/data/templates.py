@@ -41,10 +41,16 @@ BATCH = 64
 
 
 class Conversation(NamedTuple):
-    """The messages of a conversation, and the tools that its row offers, as JSON describes them."""
+    """A conversation.
+
+    tools   that its row offers, as JSON describes them
+    prompt  the number of messages that are the prompt, whose completion alone is trained on; 0: all
+            answers are
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
+    prompt: int = 0
 
 
 class Template(Protocol):
@@ -95,7 +101,7 @@ class _Plain(Template):
         return self._written(conversation.messages, asks)[0]
 
     def rows(self, conversations: Iterable[Conversation]) -> Iterator[list[Rendered]]:
-        return (rows_of(self._written, one.messages) for one in conversations)
+        return (rows_of(self._written, one.messages, one.prompt) for one in conversations)
 
     def _written(self, messages: Sequence[Message], asks: bool) -> tuple[str, None]:
         texts = [

@@ -3,14 +3,17 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents, reading_of, whole
+from mpitrain.files import contents, reading_of, text_of, whole
+from mpitrain.strict_json import parsed
 
 TOKENIZER = "tokenizer.json"
 """The name of a tokenizer's file in a directory of tokens and in a run directory."""
@@ -73,6 +76,10 @@ class Tokenizer(Protocol):
                 end
         """
 
+    @property
+    def begins(self) -> str:
+        """The names of the special tokens that the tokenizer puts before a text, such as <s>."""
+
     def named(self, name: str) -> int | None:
         """Return the token with a name such as <|endoftext|>; None if no token has this name."""
 
@@ -88,8 +95,33 @@ class _Bytes(TokensOfText):
         return int(self._bytes[char]) if 0 <= char < len(self._bytes) - 1 else None
 
 
+class _Behind(TokensOfText):
+    """The tokens of a text that other tokens and their names stand before."""
+
+    def __init__(self, tokens: Sequence[int], chars: int, text: TokensOfText):
+        self.ids = [*tokens, *text.ids]
+        self._tokens, self._chars, self._text = len(tokens), chars, text
+
+    def char_to_token(self, char: int) -> int | None:
+        token = self._text.char_to_token(char - self._chars) if char >= self._chars else None
+        return None if token is None else self._tokens + token
+
+
+def tokens_of_text(tokenizer: Tokenizer, text: str, is_whole: bool) -> TokensOfText:
+    """Return the tokens of a text in which names of special tokens are these tokens.
+
+    is_whole  whether what follows the tokens that begin a text is a text of its own, as transformers
+              adds these tokens: some tokenizers put a blank before it. False for a chat template
+    """
+    begin = tokenizer.begins
+    if not is_whole or not begin or not text.startswith(begin):
+        return tokenizer.encode_marked(text)
+    rest = tokenizer.encode_marked(text[len(begin) :])
+    return _Behind(tokenizer.encode_marked(begin).ids, len(begin), rest)
+
+
 class ByteTokenizer(Tokenizer):
-    data, vocabulary, separator = BYTES_FILE, 256, -1
+    data, vocabulary, separator, begins = BYTES_FILE, 256, -1, ""
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int64)
@@ -162,6 +194,12 @@ class FileTokenizer(Tokenizer):
             shown = self._text(recent)
         yield self._text(recent)[len(shown) :].encode()
 
+    @property
+    def begins(self) -> str:
+        encoding = self._inner.encode("a")
+        marked = zip(encoding.tokens, encoding.special_tokens_mask, strict=True)
+        return "".join(name for name, _ in takewhile(lambda one: one[1], marked))
+
     def named(self, name: str) -> int | None:
         return self._inner.token_to_id(name)
 
@@ -199,6 +237,23 @@ def read_tokenizer(name: str) -> Tokenizer:
     with reading_of(f"The tokenizer {name}", f"Name a {TOKENIZER}, or {BYTES_NAME}.", DataError):
         data = contents(Path(name))
     return open_tokenizer(data, name)
+
+
+def ends_of_text(name: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the names of the tokens that begin and end a text in transformers, each empty if there is none.
+
+    name  of the tokenizer's file; eos_token of tokenizer_config.json beside it ends a text, else the separator
+    """
+    end, settings = None, Path(name).with_name("tokenizer_config.json") if name else None
+    if settings and settings.is_file():
+        with reading_of(str(settings), "Copy it again.", DataError):
+            content = text_of(settings)
+        with suppress(ValueError, AttributeError):
+            end = parsed(content).get("eos_token")
+            end = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(end, str):
+        end = tokenizer.decode([tokenizer.separator]).decode() if tokenizer.separator >= 0 else ""
+    return tokenizer.begins, end
 
 
 def digest(data: bytes) -> str:

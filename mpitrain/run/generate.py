@@ -14,9 +14,16 @@ import numpy as np
 from mpitrain.collectives.group import bind
 from mpitrain.config import Config, Data
 from mpitrain.data import writes_text
+from mpitrain.data.conversations import is_of_texts
 from mpitrain.data.rendering import Message
 from mpitrain.data.templates import USER, Conversation, end_of_answer, message, open_template
-from mpitrain.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, open_tokenizer
+from mpitrain.data.tokenizer import (
+    TOKENIZER,
+    ByteTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    tokens_of_text,
+)
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.files import contents, reading_of
 from mpitrain.formats import companions
@@ -247,7 +254,7 @@ def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Message]) -> 
         raise ConfigError(
             "Conversations are text, but the run has no tokenizer.", f"Copy its {TOKENIZER} there."
         )
-    return [*tokenizer.encode_marked(text).ids]
+    return [*tokens_of_text(tokenizer, text, is_of_texts(data.template)).ids]
 
 
 def samples(
@@ -509,9 +516,11 @@ def encoded(
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
         return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
-    tokens = (
-        [*tokenizer.encode_marked(prompt).ids] if template else tokenizer.encode(prompt).tolist()
-    )
+    if template:
+        begin = tokenizer.begins if (is_text := is_of_texts(template)) else ""
+        tokens = [*tokens_of_text(tokenizer, begin + prompt, is_text).ids]
+    else:
+        tokens = tokenizer.encode(prompt).tolist()
     if not tokens or max(tokens) >= vocabulary:
         raise ConfigError(
             f"A prompt needs at least one token, and all below {vocabulary}, but {prompt!r} has {tokens[:8]}.",

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -251,12 +251,14 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         unit, there = "samples", record["samples"]
         extent = f"{record.get('classes', record.get('outputs')):,} "
         extent += "classes" if "classes" in record else "output(s)"
+        extent += f", {words}" if (words := of_records(record)) else ""
         held_out = f"{record['held_out_samples']:,} held out"
     elif "conversations" in record:
         unit, there = "conversations", record["conversations"]
         extent = f"{record['cut_conversations']:,} cut after model.context"
         if source_kind(config.data.source).is_text:
             extent += f", in {'tokens of ' + visible(name) if (name := config.data.tokenizer) else 'bytes'}"
+        extent += f", {words}" if (words := of_records(record)) else ""
         held_out = f"{record['held_out_conversations']:,} held out ({source})"
         if count := record.get("without_answer"):
             first = record["first_without_answer"]
@@ -275,6 +277,13 @@ def amounts(config: Config, record: dict[str, Any]) -> str:
         f"{there:,} {unit} to train on, {held_out}, {extent}; {size:,} {unit} a step: "
         f"{epochs:,.{0 if epochs >= 100 else 1 if epochs >= 1 else 3}f} epochs in {steps:,} steps{rate}"
     )
+
+
+def of_records(record: Mapping[str, Any]) -> str:
+    """Return what the records of conversations are, and which of their keys are ignored; "" if they are not known."""
+    ignored = ", ".join(map(visible, record.get("ignored_keys", [])))
+    words = [f"records are {record['records']}"] if record.get("records") else []
+    return ", ".join([*words, *([f"ignored keys {ignored}"] if ignored else [])])
 
 
 def perplexity(loss: float) -> float:

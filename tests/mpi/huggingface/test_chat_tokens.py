@@ -5,9 +5,12 @@ import random
 import pytest
 
 from mpitrain.config import Data
-from mpitrain.data.instructions import COUNTS, encoded
+from mpitrain.data.conversations import Recognised
+from mpitrain.data.instructions import COUNTS, encoded, written
+from mpitrain.data.records import DataRecord
 from mpitrain.data.templates import Conversation, message, open_template, with_names
-from mpitrain.data.tokenizer import open_tokenizer
+from mpitrain.data.tokenizer import ends_of_text, open_tokenizer, read_tokenizer
+from mpitrain.formats.chat import chat_template
 from mpitrain.run.generate import asked
 
 pytest.importorskip("jinja2")
@@ -165,3 +168,46 @@ def test_tokens_and_what_counts_are_those_of_transformers(tokenizers, name, temp
     for one in spoken[:2]:
         prompt = theirs.apply_chat_template(one[:-1], add_generation_prompt=True)["input_ids"]
         assert asked(ours, data, one[:-1]) == prompt
+
+
+@pytest.mark.parametrize("kind", ["texts", "lists of messages"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_completions_of_trl_are_its_tokens_and_those_that_count(tokenizers, tmp_path, name, kind):
+    """As TRL's SFTTrainer: those count that differ from the prompt's, and the token of the end follows a text."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer.from_str(tokenizers[name].to_str())
+    begin, end = NAMES.values()
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, inner.token_to_id(begin))]
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **NAMES)
+    theirs.chat_template = TEMPLATES["Zephyr"].replace("[{{", "{{").replace("}}]", "}}")
+    theirs.save_pretrained(tmp_path)
+    template = chat_template(tmp_path)
+    ours = read_tokenizer(str(tmp_path / "tokenizer.json"))
+    recognised = Recognised(template, ends_of_text(str(tmp_path / "tokenizer.json"), ours))
+    records, wanted = [], []
+    for one in conversations(COUNT):
+        prompt, completion = one[:-1], one[-1:]
+        if kind == "texts":
+            prompt, completion = (part[-1]["content"] for part in (prompt, completion))
+            tokens = theirs(f"{prompt}{completion}{end}")["input_ids"]
+            asks = theirs(prompt)["input_ids"]
+        else:
+            tokens = theirs.apply_chat_template(one)["input_ids"]
+            asks = theirs.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        records.append({"prompt": prompt, "completion": completion})
+        wanted.append((tokens, [0] * len(asks) + [1] * (len(tokens) - len(asks)), asks))
+    read = [DataRecord("", number, value) for number, value in enumerate(records)]
+    count = 0
+    for (_, (row,)), (tokens, counts, asks) in zip(
+        written(read, recognised, tmp_path), wanted, strict=True
+    ):
+        own, marks = encoded(ours, row)
+        assert own.tolist() == tokens, row.text
+        if asks == tokens[: len(asks)]:  # Otherwise TRL warns that tokens cross the border.
+            assert (marks & COUNTS).tolist() == counts, row.text
+            count += 1
+    assert count > COUNT // 2

@@ -181,6 +181,7 @@ def test_tokens_of_conversations_are_those_of_their_bytes(tmp_path, bpe, templat
         reading=Reading()._replace(packing=packing, attend=attend),
     )
     assert files.template == lines.template == (template or PLAIN)
+    assert lines.amounts.pop("records") == "messages and prompt and answer"
     assert lines.amounts == files.amounts and lines.amounts["conversations"] == 12
     found = [source.batch(0, 0, lines.samples, range(lines.samples)) for source in (lines, files)]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))

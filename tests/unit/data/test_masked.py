@@ -109,7 +109,6 @@ def test_labels_that_are_names_are_numbered_in_their_order(tmp_path):
             "label good, but .*not known",
         ),
         ('{"text": "a", "label": -1}\n', "label"),
-        ('{"text": "a", "label": 1, "more": 2}\n', "more"),
         ('{"prompt": "a", "answer": "b"}\n', "text"),
         ('{"text": "a", "label": 0}\n', "at least 2 texts"),
         ("\n", "has none"),

@@ -52,7 +52,8 @@ def text_of(folder, name):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("mpitrain.data.documents.CHUNK", 700)
+    for room in ("documents", "records"):
+        monkeypatch.setattr(f"mpitrain.data.{room}.CHUNK", 700)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a kill does not lose pages of the system
 
 

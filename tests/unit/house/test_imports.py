@@ -48,7 +48,7 @@ DOORS = {
     "cupy": ("machine/", "kernels/"),
     "click": ("cli/",),
     "tokenizers": ("data/tokenizer.py",),
-    "pyarrow": ("data/documents.py",),
+    "pyarrow": ("data/records.py",),
     "os.environ": ("machine/process.py", "cli/"),
 }
 
