@@ -8,6 +8,7 @@ PATHS         the (section, key) of all paths
 # ruff: noqa: F401  these names are the face of the room
 from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.sections import (
+    ALL_LINEAR,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,

@@ -19,6 +19,8 @@ RECOMPUTE = r"^(none|attention|unit|[1-9][0-9]{0,8})$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
+ALL_LINEAR = "all-linear"
+"""The value of lora.targets for every linear layer but the output layer, as in peft."""
 """The compression formats with error-feedback residuals, which are in host memory."""
 WHOLE = 2**63 - 1
 """The largest integer of 64 bits."""
@@ -317,7 +319,8 @@ class Lora(Section):
     targets: list[str] = ["c_attn"]
     """linear layers that get an adapter, separated by commas: names of Hugging Face's models such
     as c_attn, q_proj, query, lm_head or h.0.attn.c_attn, or the names of this model, such as qkv or
-    blocks.0.mlp.up. q, k and v are a part of qkv each"""
+    blocks.0.mlp.up. q, k and v are a part of qkv each. all-linear: every one but the output layer,
+    as in peft"""
 
     dropout: float = Field(0.0, ge=0, lt=1)
     """rate of dropout of the input of the adapters; the model has model.dropout"""
@@ -332,7 +335,9 @@ class Lora(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return [ALL_LINEAR if n.lower() == ALL_LINEAR else n for n in names] if is_list else names
 
 
 class Batch(Section):

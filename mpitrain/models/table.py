@@ -29,6 +29,7 @@ class Model(NamedTuple):
     has_peer  whether `bench train --peer torch` has the same network
     flops     (section [model], parameters) -> floating-point operations of forward and backward of
               one row, without recomputation; None: they are counted
+    linear    the names that all-linear of lora.targets stands for; empty: every layer but the last
     phrases   {key: text about this kind in the help of that key}
     """
 
@@ -42,6 +43,7 @@ class Model(NamedTuple):
     hides: bool = False
     has_peer: bool = False
     flops: Callable[[Keys, int], float] | None = None
+    linear: Sequence[str] = ()
     phrases: Mapping[str, str] = {}
 
 
@@ -163,6 +165,7 @@ MODELS: Table[str, Model] = Table(
         writes=True,
         has_peer=True,
         flops=_transformer_flops,
+        linear=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
         phrases={
             "model.layers": "transformer blocks",
             "model.width": "channels of the residual stream",
@@ -178,6 +181,7 @@ MODELS: Table[str, Model] = Table(
         check=_check_all_seen,
         hides=True,
         flops=_transformer_flops,
+        linear=["query", "key", "value", "dense"],
         phrases={
             "model.layers": "transformer blocks",
             "model.width": "channels of the residual stream",

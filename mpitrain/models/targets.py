@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from mpitrain.config import Lora
+from mpitrain.config import ALL_LINEAR, Lora
 from mpitrain.errors import ConfigError
 from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.layers.adapted import InputDropout, LowRank
@@ -83,11 +83,14 @@ def chosen_targets(every: Sequence[Target], patterns: Sequence[str]) -> list[Tar
     """
     chosen = set[Target]()
     for pattern in patterns or [""]:
-        fitting = [
-            target
-            for target in every
-            if pattern and any(f".{name}".endswith(f".{pattern}") for name in target.names())
-        ]
+        if pattern == ALL_LINEAR:
+            fitting = [target for target in every[:-1] if not target.region]
+        else:
+            fitting = [
+                target
+                for target in every
+                if pattern and any(f".{name}".endswith(f".{pattern}") for name in target.names())
+            ]
         if not fitting:
             raise ConfigError(
                 f"Each name of lora.targets must match a linear layer, but {pattern!r} matches none.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.algorithm import is_file
-from mpitrain.config import Config, ConfigKey, Optimizer, check_choice, refusal
+from mpitrain.config import ALL_LINEAR, Config, ConfigKey, Optimizer, check_choice, refusal
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import MARK, load
@@ -145,7 +145,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         from mpitrain.run.model_keys import with_keys_of_folder
 
         tables = with_keys_of_folder(tables)
-    config = parse_sections(_with_kind(tables), path, names)
+    config = _with_linear(parse_sections(_with_kind(tables), path, names))
     _check_rules(config, path)
     return config
 
@@ -177,6 +177,15 @@ def _with_kind(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         return tables
     fitting = kinds(lambda row: source_kind(source).form in row.takes.split())
     return {**tables, "model": {**model, "kind": fitting[0]}} if fitting else tables
+
+
+def _with_linear(config: Config) -> Config:
+    """Replace all-linear in lora.targets by the names of the layers, where the kind of model has such names."""
+    names, targets = MODELS[config.model.kind].linear, config.lora.targets
+    if not names or ALL_LINEAR not in targets:
+        return config
+    others = [name for name in targets if name != ALL_LINEAR and name not in names]
+    return config.changed({"lora.targets": [*names, *others]})
 
 
 def check(config: Config) -> None:

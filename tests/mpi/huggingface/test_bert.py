@@ -289,6 +289,20 @@ def test_peft_computes_the_logits_of_an_exported_adapter(given, tmp_path):
     assert float((found - truth).abs().max()) <= 1e-5 < float((plain - truth).abs().max())
 
 
+def test_all_linear_is_what_it_is_in_peft(given, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model, folder, data = given
+    if model.config.architectures != ["BertForMaskedLM"]:  # PEFT would save the classes, too.
+        return
+    theirs = type(model).from_pretrained(folder)
+    adapters = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear")
+    get_peft_model(theirs, adapters).save_pretrained(tmp_path / "every")
+    settings = [f"run.init_from={folder}", f"lora.init_from={tmp_path / 'every'}"]
+    begun = configured(*FLAT, *data, *settings, "lora.targets=all-linear")
+    run_ranks(1, lambda own: build(own, begun))  # An error if a layer lacks or has an adapter.
+
+
 def test_the_head_that_a_folder_lacks_is_drawn_and_named(given, tmp_path, capsys):
     model, folder, _ = given
     if model.config.architectures != ["BertForMaskedLM"]:

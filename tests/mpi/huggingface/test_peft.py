@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mpitrain.run.build import build, open_run
 from mpitrain.run.build import configured as opened
@@ -50,10 +51,11 @@ def near(found, truth, most):
         ("c_proj,lm_head,h.1.attn.c_attn", "gpt2, tied True"),
         ("q_proj,v_proj,down_proj,layers.1.mlp.gate_proj", "qwen2"),
         ("qkv,mlp.up,o_proj,lm_head", "llama"),  # q, k and v have one A
+        ("all-linear", "qwen2"),
     ],
 )
 def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, targets, base):
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     base = bases / base
     run = tmp_path / "run"
@@ -64,6 +66,14 @@ def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, target
     (found,) = run_ranks(1, ours, run, tokens)
     export(run, "peft", tmp_path / "peft", "float32", 10**9, [])
     bare = logits(loaded(base), tokens)[0]
+    if targets == "all-linear":
+        get_peft_model(loaded(base), LoraConfig(target_modules=targets)).save_pretrained(
+            tmp_path / "own"
+        )
+        own, same = (
+            {*load_file(tmp_path / name / "adapter_model.safetensors")} for name in ("own", "peft")
+        )
+        assert own == same
     theirs = PeftModel.from_pretrained(loaded(base), tmp_path / "peft").eval()
     truth = logits(theirs, tokens)[0]
     assert near(found, truth, 1e-4)
@@ -84,6 +94,7 @@ def test_peft_computes_the_logits_of_an_exported_adapter(bases, tmp_path, target
         ("gpt2, tied True", ["c_attn", "lm_head"]),
         ("llama", ["q_proj", "o_proj", "up_proj", "lm_head"]),
         ("qwen2", ["k_proj", "gate_proj", "down_proj"]),
+        ("gpt2, tied False", "all-linear"),
     ],
 )
 def test_ten_steps_of_peft_and_ours_train_the_same_adapters(bases, tmp_path, base, chosen):
@@ -128,6 +139,7 @@ def test_ten_steps_of_peft_and_ours_train_the_same_adapters(bases, tmp_path, bas
         return [one.loss for one in steps], rows[0].copy()
 
     begun = [f"run.init_from={base}", f"lora.init_from={tmp_path / 'begun'}"]
+    begun += [f"lora.targets={chosen}"] * (chosen == "all-linear")
     most = 1e-9 if "gpt2" in base.name else 1e-4  # The norms of a Llama there are in float32.
     for settings in ([], ["layout.tp=2"]):
         for own, found in run_ranks(2, ten_steps, configured(*FLAT, *exact, *begun, *settings)):
