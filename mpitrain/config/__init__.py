@@ -9,11 +9,13 @@ PATHS         the (section, key) of all paths
 from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.sections import (
     ALL_LINEAR,
+    EPOCH,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
     Data,
     Device,
+    Epochs,
     Layout,
     Lora,
     Memory,

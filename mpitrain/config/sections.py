@@ -3,11 +3,21 @@
 The string below a key is its help, in which `{...}` stands for names of rows (run/choices.py).
 """
 
+import math
 import os
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from mpitrain.config.faults import DELAY, INJECTION
@@ -19,9 +29,11 @@ RECOMPUTE = r"^(none|attention|unit|[1-9][0-9]{0,8})$"
 PARTITION = r"^time$|^( *[0-9]{1,9} *(, *[0-9]{1,9} *)*)?$"
 HALVES = ("bfloat16", "float16")
 KEPT_ON_HOST = ("topk", "powersgd")
+"""The compression formats with error-feedback residuals, which are in host memory."""
 ALL_LINEAR = "all-linear"
 """The value of lora.targets for every linear layer but the output layer, as in peft."""
-"""The compression formats with error-feedback residuals, which are in host memory."""
+EPOCH = "epoch"
+"""The value of run.eval_every for an evaluation after each pass over the data."""
 WHOLE = 2**63 - 1
 """The largest integer of 64 bits."""
 SMALL, LARGE = 1e-30, 1e30
@@ -90,6 +102,30 @@ class Section(BaseModel):
         return value
 
 
+class Epochs(NamedTuple):
+    """How epochs follow each other in the steps of a start.
+
+    rows     of an epoch
+    size     rows of a step
+    step     number of steps before this start
+    samples  number of rows in these steps
+    """
+
+    rows: float
+    size: int
+    step: int
+    samples: int
+
+    def next_end(self, step: int) -> int:
+        """Return the first step after `step` at whose end one more epoch is complete."""
+        passed = int((self.samples + (step - self.step) * self.size) // self.rows)
+        ends = (
+            self.step + math.ceil((epoch * self.rows - self.samples) / self.size)
+            for epoch in count(passed + 1)
+        )
+        return next(end for end in ends if end > step)
+
+
 class Run(Section):
     basic = ("seed", "steps", "out", "eval_every")
 
@@ -113,8 +149,9 @@ class Run(Section):
     of a row that a plugin has added to WATCHERS. A resumed run does not take them over"""
     log_every: int = Field(10, ge=1)
     """steps between two lines in metrics.jsonl and on the screen"""
-    eval_every: int = Field(0, ge=-1)
-    """steps between evaluations; 0: only at the end, -1: never"""
+    eval_every: int | Literal["epoch"] = 0
+    """steps between evaluations; epoch: after each pass over the data, 0: only at the end, -1:
+    never"""
     eval_rows: int = Field(10_000, ge=0)
     """largest number of held-out rows in an evaluation, spread evenly over all of them; 0: all rows
     """
@@ -177,6 +214,21 @@ class Run(Section):
     snapshot_every: int = Field(20, ge=1)
     """on_spike back: steps between snapshots of the state in host memory. The newest two are kept;
     each checkpoint is a snapshot, too"""
+    _epochs: Epochs | None = PrivateAttr(None)
+
+    @field_validator("eval_every", mode="before")
+    @classmethod
+    def _steps_or_epoch(cls, value: Any) -> Any:
+        if value != EPOCH and (type(value) is not int or value < -1):
+            raise PydanticCustomError("range", f"must be a whole number from -1 on, or {EPOCH}")
+        return value
+
+    def next_evaluation(self, step: int) -> int:
+        """Return the first step after `step` that an evaluation follows; beyond all steps if none does."""
+        if self.eval_every == EPOCH:
+            return self._epochs.next_end(step) if self._epochs else WHOLE
+        every = int(self.eval_every)
+        return step // every * every + every if every > 0 else WHOLE
 
 
 class Data(Section):

@@ -18,11 +18,13 @@ from pydantic import Field, ValidationError
 
 from mpitrain.config import sections
 from mpitrain.config.sections import (
+    EPOCH,
     KEPT_ON_HOST,
     Batch,
     Checkpoint,
     Data,
     Device,
+    Epochs,
     Layout,
     Lora,
     Memory,
@@ -103,7 +105,8 @@ class Config(Section):
                 if saves
                 else "Set checkpoint.every, too.",
             )
-        if (self.run.patience and every < 1) or (self.checkpoint.best and every < 0):
+        count = 1 if every == EPOCH else int(every)
+        if (self.run.patience and count < 1) or (self.checkpoint.best and count < 0):
             raise ConfigError(
                 f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",
                 "Set run.eval_every to the steps between two evaluations.",
@@ -150,10 +153,17 @@ class Config(Section):
                 "Set layout.algorithm to auto, or precision.compute to float32.",
             )
 
+    def with_epochs(self, epochs: Epochs) -> Self:
+        """Return a copy whose run.eval_every=epoch knows when epochs end, which no key says."""
+        config = self.changed({"run.eval_every": self.run.eval_every})
+        config.run._epochs = epochs
+        return config
+
     def next_pause(self, step: int) -> int:
         """Return the next step with a checkpoint or an evaluation, or the last step."""
-        everies = [every for every in (self.checkpoint.every, self.run.eval_every) if every > 0]
-        return min([self.run.steps, *(step // every * every + every for every in everies)])
+        every = self.checkpoint.every
+        pauses = [step // every * every + every] if every else []
+        return min(self.run.steps, self.run.next_evaluation(step), *pauses)
 
     @property
     def dense_steps(self) -> int:
@@ -219,14 +229,16 @@ def keys() -> Iterator[ConfigKey]:
     for section, field in Config.model_fields.items():
         assert field.annotation is not None
         for name, key in field.annotation.model_fields.items():
-            choices = get_args(key.annotation) if get_origin(key.annotation) is Literal else ()
+            parts = [key.annotation, *get_args(key.annotation)]
+            choices = [one for p in parts if get_origin(p) is Literal for one in get_args(p)]
             bounds = [
                 f"{sign} {getattr(bound, attribute):g}"
                 for bound in key.metadata
                 for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
                 if hasattr(bound, attribute)
             ]
-            kind = type(choices[0]).__name__ if choices else key.annotation.__name__
+            plain = (p for p in parts if isinstance(p, type))
+            kind = (next(plain, type(choices[0])) if choices else key.annotation).__name__
             texts = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
             allowed = " | ".join(texts) if choices else ", ".join(bounds)
             is_basic = name in field.annotation.basic

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpitrain.config import CONFIG, Config, with_settings
+from mpitrain.config import CONFIG, EPOCH, Config, Epochs, with_settings
 from mpitrain.config.faults import check_injection
 from mpitrain.config.plugins import load
 from mpitrain.data import (
@@ -235,13 +235,18 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
     """
     template = getattr(data, "template", config.data.template)
     config = config.changed({"data.template": template})
-    if not config.run.epochs or isinstance(data, Unopened):
+    by_epoch = {"run.epochs": config.run.epochs, "run.eval_every": config.run.eval_every == EPOCH}
+    if not any(by_epoch.values()) or isinstance(data, Unopened):
         return config
     if not (rows := rows_of_epoch(data)):
+        (key, *_) = (key for key, value in by_epoch.items() if value)
         raise ConfigError(
-            f"run.epochs needs data that know their size, but {config.data.source} does not.",
-            "Set run.steps instead.",
+            f"{key} needs data that know their size, but {config.data.source} does not.",
+            "Set a number of steps instead.",
         )
+    config = config.with_epochs(Epochs(rows, config.batch.size, begun.step, begun.samples))
+    if not config.run.epochs:
+        return config
     left = max(0, math.ceil(config.run.epochs * rows) - begun.samples)
     steps = max(1, begun.step + -(-left // config.batch.size))
     if error := schedule_error(config.optimizer, steps):

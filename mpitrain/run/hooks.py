@@ -615,9 +615,10 @@ class Evaluating(Hook):
 
     def pause(self, step: int, stop: bool) -> bool:
         """Return True if a rank asks to stop while steps or a due evaluation remain."""
-        run, every = self._run, self._run.config.run.eval_every
+        run, keys = self._run, self._run.config.run
         is_last = step == run.steps
-        is_due = (every >= 0 and is_last) or (every > 0 and step > 0 and step % every == 0)
+        is_due = is_last and keys.eval_every != -1
+        is_due |= step > 0 and step == keys.next_evaluation(step - 1)
         if not is_due or self._evaluated_at == step:
             self._end_if_spent(step)
             return stop and not is_last

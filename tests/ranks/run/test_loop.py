@@ -38,7 +38,7 @@ from mpitrain.trace.recorder import SILENT
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
 from tests.processes import SECONDS
-from tests.runs import go, records, validated
+from tests.runs import TINY, go, records, validated
 
 
 def test_a_stop_request_during_a_step_ends_the_run_after_it(book, tmp_path, monkeypatch):
@@ -60,6 +60,26 @@ class Killed(BaseException):
 
 def dies(*arguments, **more):
     raise Killed
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [
+        (1, []),
+        (2, ["replication.mode=local", "replication.period=5"]),
+        (2, ["layout.pp=2", "pipeline.schedule=async", "batch.micro_batches=2"]),
+    ],
+)
+def test_an_evaluation_follows_each_epoch_also_of_a_resume_with_another_batch(
+    ranks, keys, tmp_path
+):
+    lines = [json.dumps({"prompt": f"{n}?", "answer": "yes"}) for n in range(30)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    settings = [*TINY, *keys, f"data.source=jsonl:{tmp_path}/data.jsonl", "data.template={content}"]
+    settings += ["model.layers=2", "run.eval_every=epoch", f"run.out={tmp_path}/run"]
+    go(ranks, [*settings, "batch.size=8", "run.steps=8"])
+    go(ranks, [*settings, "batch.size=4", "run.steps=25"], "yes")
+    assert validated(tmp_path) == [4, 7, 8, 13, 19, 25]  # 27 rows are an epoch; the last step, too
 
 
 @pytest.mark.parametrize("ranks", (1, 3))
