@@ -48,11 +48,11 @@ def companions(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER))
 
 
 def of_folder(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER)) -> Companions:
-    """Return the companions of a model in a folder: {} for a run that began with random parameters."""
-    present = names(folder)
+    """Return the companions of a model in a folder: {} for a run that began with random ones."""
+    present = names(folder) if folder.exists() else []
     if INIT_FROM in present:
         return companions(folder / INIT_FROM, chosen)
-    return {} if CONFIG in present else companions(folder, chosen)
+    return companions(folder, chosen) if present and CONFIG not in present else {}
 
 
 def special_tokens(files: Companions) -> dict[str, Any]:
