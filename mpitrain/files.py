@@ -34,6 +34,8 @@ IN_THE_WAY = (
     errno.ENXIO,
 )
 BYTE_ORDER_MARK = codecs.BOM_UTF8
+FOUND_WRONG = (*IN_THE_WAY, errno.ENOENT, None)
+"""The numbers of errors that a file itself causes: it is missing, no regular file, a link, or too short."""
 BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # These flags open every name in an open directory.
 
 
@@ -279,7 +281,9 @@ def reading_of(what: str, way_out: str, kind: type[MpitrainError] = ConfigError)
     try:
         yield
     except OSError as error:
-        raise kind(f"{what} cannot be read: {error.strerror or error}.", way_out) from None
+        raise kind(
+            f"{what} cannot be read: {error.strerror or error}.", remedy(error, way_out)
+        ) from None
 
 
 def check_regular(path: Path) -> None:
@@ -306,6 +310,16 @@ def largest_file() -> float:
     """Return the bytes that a file of this process may have: `ulimit -f`."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return math.inf if most == resource.RLIM_INFINITY else most
+
+
+def remedy(error: OSError, way_out: str) -> str:
+    """Return what to do about a file that could not be read: `way_out` only if it was found wrong."""
+    is_wrong = error.errno in FOUND_WRONG
+    return (
+        way_out
+        if is_wrong
+        else "Let this user read it, or look at the file system: it may be whole."
+    )
 
 
 def mend(error: OSError) -> str:

@@ -1,5 +1,6 @@
 """Options of several commands that describe the training job: the configuration file and keys."""
 
+import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,6 +206,10 @@ def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = 
         check_drawable(drawn)
 
 
+FOREIGN = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""The numbers of errors of a folder that this user may only read."""
+
+
 class Outputs:
     """The output files of a command. A failed write does not end it: `settle` raises the error.
 
@@ -213,22 +218,32 @@ class Outputs:
 
     def __init__(self) -> None:
         self._refusals: dict[Path, ConfigError] = {}
+        self._notes: dict[Path, str] = {}
 
     @contextmanager
-    def to(self, path: Path) -> Iterator[None]:
-        """Catch the errors of writing `path` for `settle`; a later successful write clears them."""
+    def to(self, path: Path, extra: str = "") -> Iterator[None]:
+        """Catch the errors of writing `path` for `settle`; a later successful write clears them.
+
+        extra  what is written there beside the output of the command; where this user may not write,
+               as in another's run, a note says that it is missing, and there is no error
+        """
         try:
             yield
         except BrokenPipeError:
             # Standard output was closed: this is no error of the output file.
             raise
         except OSError as error:
-            self._refusals[path] = cannot_write(path, error)
+            if extra and error.errno in FOREIGN:
+                self._notes[path] = f"note: no {extra}: {path} cannot be written: {error.strerror}."
+            elif path not in self._notes:  # The first error is the cause of the next ones.
+                self._refusals.setdefault(path, cannot_write(path, error))
         else:
             self._refusals.pop(path, None)
 
     def settle(self) -> None:
         """Raise ConfigError if a file could not be written. Call it after all output is printed."""
+        for note in self._notes.values():
+            click.echo(note, err=True)
         for refusal in self._refusals.values():
             raise refusal
 

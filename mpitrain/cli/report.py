@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Drawn = tuple[Timeline, range | None]
 
 FOLDER, PAGE, PERFETTO = "report", "report.html", "perfetto.json"
+PICTURES = "timeline, picture or page"
 TIMELINE, METRICS_PICTURE = "timeline.png", "metrics.png"
 
 
@@ -83,7 +84,7 @@ def _write_page(
 
     folder = runs[0] / FOLDER
     metrics = {str(run): read_metrics(run / METRICS) for run in runs}
-    with outputs.to(folder):
+    with outputs.to(folder, PICTURES):
         draw_metrics(metrics, folder / METRICS_PICTURE)
         write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
         say([f"{folder / PAGE} has all of it, with pictures"])
@@ -126,7 +127,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
     words = visible(in_words(lines))
     click.echo(words)
-    with outputs.to(run / FOLDER), opened(run) as directory:
+    with outputs.to(run / FOLDER, PICTURES), opened(run) as directory:
         directory.make(FOLDER).close()
         return PageSection(words, *(_draw(run, drawn) if drawn else (None, None)))
     return PageSection(words, None, None)

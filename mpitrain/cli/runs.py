@@ -78,14 +78,14 @@ def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
     "--verify",
     "does_verify",
     is_flag=True,
-    help="Read all files, and compare them with their SHA-256; exit with 1 if one is damaged.",
+    help="Read all files, and compare them with their SHA-256; exit with 1 if one is damaged or cannot be read.",
 )
 def checkpoints(run: Path, does_verify: bool) -> None:
     """List the checkpoints of a run: step, size, seconds that the save took, validation loss."""
     from mpitrain.run.run_dir import checkpoints_of
     from mpitrain.tools.text_table import TextColumn, TextTable
 
-    rows = list(checkpoints_of(run, does_verify))
+    rows = checkpoints_of(run, does_verify)
     table = TextTable(
         [
             TextColumn("step", "8d", "step"),

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
-from mpitrain.files import contents, opened, reading
+from mpitrain.files import contents, opened, reading, remedy
 from mpitrain.formats.safetensors_files import FLOATS, Located, located
 from mpitrain.formats.tensors import AnyTensor, parts_of
 from mpitrain.strict_json import parsed, validated
@@ -174,7 +174,7 @@ def refusing(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or folder
         raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}.", AGAIN
+            f"{where} cannot be read: {error.strerror or error}.", remedy(error, AGAIN)
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{folder} cannot be used: {error}.", AGAIN) from None

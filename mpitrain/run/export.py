@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.data.tokens import BYTES
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.chat import SETTINGS, chat_template, template_files
 from mpitrain.formats.companions import (
     GENERATION,
@@ -28,7 +28,14 @@ from mpitrain.models.table import MODELS
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
 from mpitrain.run.checkpoint.loading import parameters
-from mpitrain.run.checkpoint.manifest import MANIFEST, read_chosen, read_manifest, verify
+from mpitrain.run.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    read_chosen,
+    read_manifest,
+    steps,
+    verify,
+)
 from mpitrain.run.generate import end_token, tokenizer_of_run
 from mpitrain.run.initial import check_base, open_base
 from mpitrain.run.model_keys import determined
@@ -85,8 +92,31 @@ def export(
     check_has_adapters(config, base)
     folder = folder or run / name
     check_new(folder)
-    saved, manifest = read_chosen(lambda: checkpoint_of(run, best))
-    check_meaning(config.flat(), saved, manifest)
+    while True:
+        saved, manifest = read_chosen(lambda: checkpoint_of(run, best))
+        check_meaning(config.flat(), saved, manifest)
+        try:
+            return _export(
+                run, config, saved, manifest, name, folder, dtype, shard_bytes, merge, base
+            )
+        except MpitrainError:
+            if saved in steps(saved.parent):  # Else an active run has removed it meanwhile.
+                raise
+
+
+def _export(
+    run: Path,
+    config: Config,
+    saved: Path,
+    manifest: Manifest,
+    name: str,
+    folder: Path,
+    dtype: str,
+    shard_bytes: int,
+    merge: bool,
+    base: str,
+) -> Exported:
+    """Write one checkpoint; arguments and errors as of `export`."""
     stored = parameters(saved)
     tensors: Mapping[str, AnyTensor] = stored
     if base:

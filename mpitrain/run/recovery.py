@@ -254,8 +254,10 @@ class Recovery:
             return agreed, None
         facts = complete.facts
         self.facts |= {"filled_from": facts.of, "loss": facts.loss}
-        done = {"step": facts.done.step, "samples": facts.done.samples}
-        return agreed._replace(location=agreed.location._replace(saved="", **done)), complete
+        location = agreed.location._replace(
+            saved="", step=facts.done.step, samples=facts.done.samples
+        )
+        return agreed._replace(location=location), complete
 
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""

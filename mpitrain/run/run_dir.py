@@ -16,6 +16,7 @@ RUN/
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -25,7 +26,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from mpitrain.data import (
 from mpitrain.data.templates import day_of, without_day
 from mpitrain.data.tokenizer import BYTES_FILE, TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError, DataError, say
-from mpitrain.files import Directory, cannot_write, contents, opened
+from mpitrain.files import FOUND_WRONG, Directory, cannot_write, contents, opened, remedy
 from mpitrain.formats.companions import INIT_FROM, OF_MODEL, of_folder
 from mpitrain.formats.writing import is_of_bytes
 from mpitrain.optim import checked, without_unread
@@ -169,9 +170,15 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
 
 
 def is_run(folder: Path) -> bool:
-    with contextlib.suppress(OSError), opened(folder) as run:
-        return run.facts(CONFIG) is not None
-    return False
+    """Return whether a folder holds a run; ConfigError if that cannot be seen."""
+    try:
+        with opened(folder) as run:
+            return run.facts(CONFIG) is not None
+    except OSError as error:
+        if error.errno in (*FOUND_WRONG, errno.ENAMETOOLONG):
+            return False
+        law = f"The run directory {folder} cannot be read: {error.strerror}."
+        raise ConfigError(law, remedy(error, "")) from None
 
 
 def _how_to_resume(ranks: int) -> str:
@@ -509,39 +516,59 @@ class ListedCheckpoint(NamedTuple):
     problem: str
 
 
-def checkpoints_of(run: Path, does_verify: bool) -> Iterator[ListedCheckpoint]:
-    """Iterate over the checkpoints of a run, oldest first; with `does_verify` read all their blocks.
+def checkpoints_of(run: Path, does_verify: bool) -> list[ListedCheckpoint]:
+    """Return the checkpoints of a run, oldest first; with `does_verify` read all their blocks.
+
+    An active run may remove one meanwhile; then its successors are listed.
 
     raises  ConfigError if this is no run
     """
+    metrics_of(run)
+    seen: dict[Path, tuple[float, str, str]] = {}
+    while fresh := [path for path in steps(run / CHECKPOINTS) if path not in seen]:
+        seen |= {path: _examined(path, does_verify) for path in fresh}
+        here = steps(run / CHECKPOINTS)
+        gone = [path for path, (*_, problem) in seen.items() if problem and path not in here]
+        for path in gone:
+            del seen[path]
+        if not gone:
+            break
     records = metrics_of(run)
-    paths = {step_of(path.name): path for path in steps(run / CHECKPOINTS)}
+    paths = {step_of(path.name): path for path in seen}
     took = {one.get("step"): one["checkpoint_s"] for one in records if "checkpoint_s" in one}
     losses = _losses(records, paths)
-    for step, path in paths.items():
-        notes, problem, nbytes = [], "", math.nan
-        if losses and step == _best(losses):
-            notes.append("best")
-        if path == [*paths.values()][-1]:
-            notes.append("newest")
-        try:
-            manifest = read_manifest(path)
-            nbytes = sum(file.nbytes for file in manifest.files.values())
-            if does_verify:
-                verify(path, manifest, 0, 1)
-                notes.append("verified")
-        except CheckpointError as error:
-            notes.append("damaged")
-            problem = error.law
+    rows = []
+    for step, path in sorted(paths.items()):
+        nbytes, result, problem = seen[path]
+        places = {"best": losses and step == _best(losses), "newest": step == max(paths)}
+        notes = [name for name, is_here in places.items() if is_here] + [result] * bool(result)
         seconds = took.get(step)
-        yield ListedCheckpoint(
-            step,
-            nbytes,
-            seconds if is_number(seconds) and seconds else math.nan,
-            losses.get(step, math.nan),
-            ", ".join(notes),
-            problem,
+        rows.append(
+            ListedCheckpoint(
+                step,
+                nbytes,
+                seconds if is_number(seconds) and seconds else math.nan,
+                losses.get(step, math.nan),
+                ", ".join(notes),
+                problem,
+            )
         )
+    return rows
+
+
+def _examined(path: Path, does_verify: bool) -> tuple[float, str, str]:
+    """Return the bytes of a checkpoint, a note, and the reason why it cannot be read, or ""."""
+    nbytes = math.nan
+    try:
+        manifest = read_manifest(path)
+        nbytes = sum(file.nbytes for file in manifest.files.values())
+        if does_verify:
+            verify(path, manifest, 0, 1)
+        return nbytes, "verified" * does_verify, ""
+    except CheckpointError as error:
+        cause = error.__context__
+        is_unknown = isinstance(cause, OSError) and cause.errno not in FOUND_WRONG
+        return nbytes, "not readable" if is_unknown else "damaged", error.law
 
 
 def text_in(folder: Path, name: str) -> bytes | None:
@@ -570,10 +597,12 @@ def noted_scaling(folder: Path) -> Any:
         return parsed(contents(folder / SCALING, inner=1))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / SCALING} cannot be read: {error}.", "Copy it again."
-        ) from None
+    except OSError as error:
+        law = f"{folder / SCALING} cannot be read: {error.strerror or error}."
+        raise CheckpointError(law, remedy(error, "Copy it again.")) from None
+    except ValueError as error:
+        law = f"{folder / SCALING} is damaged: {error}."
+        raise CheckpointError(law, "Copy it again.") from None
 
 
 def _fresh() -> Path:

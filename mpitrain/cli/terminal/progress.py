@@ -116,7 +116,7 @@ class Progress(Watcher):
         for line in filter(None, lines):
             print(line, flush=True)
         for key, (then, now) in record.get("changed", {}).items():
-            is_total = key in ("run.steps", "run.epochs") or (key in OF_TOTAL and c.run.epochs)
+            is_total = key in ("run.steps", "run.epochs") or (key in OF_TOTAL and c.run.epochs > 0)
             does_decay = is_total and c.optimizer.schedule != "constant"
             follows = "; the learning rate follows the new total" * does_decay
             print(f"changed since it was last run: {key} {then!r} -> {now!r}{follows}", flush=True)

@@ -26,6 +26,7 @@ from mpitrain.run.checkpoint.manifest import (
     Stored,
     read_manifest,
     steps,
+    unreadable,
     verify,
     way_out,
 )
@@ -93,10 +94,10 @@ def fill(
             else:
                 continue
             put(kept[held.number].array, held, values, backend)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename} is missing.", way_out(path)) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error, path) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", way_out(path)) from None
     finally:
         files.close()
     return changed
@@ -134,8 +135,10 @@ def parameters(path: Path) -> dict[str, StoredTensor]:
         return {name: StoredTensor(files[file][name]) for name, file in listed.items()}
     except KeyError as error:
         raise CheckpointError(f"{path} has no tensor {error}.", way_out(path)) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", way_out(path)) from None
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error, path) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", way_out(path)) from None
 
 
 def _joined(files: "_Files", held: HeldRegion, regions: Sequence[Stored]) -> np.ndarray:

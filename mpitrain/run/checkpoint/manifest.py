@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import Directory, contents, opened, reading
+from mpitrain.files import FOUND_WRONG, Directory, contents, opened, reading, remedy
 from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing
 from mpitrain.run.checkpoint.regions import Region, part_of_text
 from mpitrain.strict_json import validated
@@ -131,6 +131,25 @@ def way_out(path: Path) -> str:
     return f"Remove {path}" + (
         f" to go on from {older[-1]}." if older else " and start the run again."
     )
+
+
+def unreadable(what: Path, error: OSError, path: Path) -> CheckpointError:
+    """Return the error for a file of the checkpoint `path` that could not be read.
+
+    Only what was found to be wrong is damaged. Another error of the system says nothing about the file.
+    """
+    if isinstance(error, FileNotFoundError):
+        if os.path.lexists(path):
+            return CheckpointError(f"{what} is missing.", way_out(path))
+        return CheckpointError(
+            f"The checkpoint {path} cannot be found.",
+            "If its run goes on, it has newer ones: start again. Else name the run directory by a full path in a folder "
+            "that all ranks share.",
+        )
+    is_damaged = error.errno in FOUND_WRONG
+    fault = "is damaged" if is_damaged else "cannot be read"
+    way = way_out(path) if is_damaged else remedy(error, "")
+    return CheckpointError(f"{what} {fault}: {error.strerror or error}.", way)
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -263,15 +282,8 @@ def read_manifest(path: Path) -> Manifest:
             body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
         )
         format_name = body["format"]
-    except FileNotFoundError:
-        if not path.is_dir():
-            raise CheckpointError(
-                f"The checkpoint {path} cannot be found.",
-                "Name the run directory by a full path in a folder that all ranks share.",
-            ) from None
-        raise CheckpointError(f"{file} is missing.", way_out(path)) from None
     except OSError as error:
-        raise CheckpointError(f"{file} is damaged: {error}.", way_out(path)) from None
+        raise unreadable(file, error, path) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged: it is no manifest.", way_out(path)) from None
     if is_altered:
@@ -357,7 +369,7 @@ def _tensor_files(path: Path) -> list[str]:
         with opened(path, INNER - 1) as folder:
             return [name for name in folder.names() if name.endswith(".safetensors")]
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", way_out(path)) from None
+        raise unreadable(path, error, path) from None
 
 
 def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
@@ -370,10 +382,8 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
                 if hashlib.sha256(stored.read(manifest.block)).hexdigest() != wanted.digests[block]:
                     altered = block
                     break
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing.", way_out(folder)) from None
     except OSError as error:
-        raise CheckpointError(f"{file} is damaged: {error}.", way_out(folder)) from None
+        raise unreadable(file, error, folder) from None
     if nbytes == wanted.nbytes and altered < 0:
         return
     if nbytes != wanted.nbytes:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from mpitrain.cli.job_options import check_files
+from mpitrain.cli.job_options import Outputs, check_files
 from mpitrain.cli.launch.supervise import LauncherOutput, Passage
 from mpitrain.cli.launch.supervise import OutputFilter as OutputWords
 from mpitrain.cli.terminal.output import Output, OutputError
@@ -84,3 +84,21 @@ def test_launch_hears_a_run_to_its_end_though_its_own_output_is_full(is_courtesy
     os.close(write)
     passage.join(SECONDS)
     assert words.end == ("ended" if is_courtesy else "")
+
+
+def test_what_may_not_be_written_beside_anothers_run_is_a_note_and_no_error(tmp_path, capsys):
+    errors = [PermissionError(13, "Permission denied"), FileNotFoundError(2, "No such file")]
+    outputs = Outputs()
+    for error in errors:
+        with outputs.to(tmp_path, "pictures"):
+            raise error
+    outputs.settle()
+    assert (
+        f"no pictures: {tmp_path} cannot be written: Permission denied." in capsys.readouterr().err
+    )
+    outputs = Outputs()
+    for error in errors:
+        with outputs.to(tmp_path):
+            raise error
+    with pytest.raises(ConfigError, match="Permission denied"):
+        outputs.settle()

@@ -1,5 +1,6 @@
 """Checkpoints and metrics: atomic, verified, strict."""
 
+import errno
 import itertools
 import json
 import math
@@ -15,10 +16,13 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import Directory
 from mpitrain.formats.safetensors_files import INDEX
+from mpitrain.run import run_dir
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import loading, manifest
+from mpitrain.run.checkpoint.loading import parameters
 from mpitrain.run.checkpoint.manifest import MANIFEST, Done, newest, steps
 from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
+from mpitrain.run.run_dir import checkpoints_of
 from mpitrain.transport.threads import run_ranks
 from tests.saving import load, save
 
@@ -235,6 +239,52 @@ def test_a_pipe_in_a_checkpoint_is_refused_at_once(tmp_path, name):
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=f"{name} is damaged: .*it is not a regular file"):
         read(folder)
+
+
+@pytest.mark.parametrize("number", (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE))
+@pytest.mark.parametrize("name", (MODEL, STATE, INDEX, MANIFEST, "step-00000002"))
+def test_what_the_system_does_not_let_one_read_is_not_damaged(tmp_path, monkeypatch, name, number):
+    trainer = trained()
+    for step in (1, 2):
+        folder = save(tmp_path / "checkpoints", trainer, after(step), keep=2)
+    MetricsFile(tmp_path / "metrics.jsonl").close()
+    checkpoint, real = read(folder), os.open
+
+    def refused(path, *arguments, **more):
+        if os.path.basename(path) == name:
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    readers = [lambda: read(folder)]
+    readers += [lambda: parameters(folder)] * (name not in (STATE, MANIFEST))
+    if name != MANIFEST:
+        axes = trainer.resolved.axes.sizes
+        state = trainer.replication.kept(), trainer.storage, trainer.backend, axes, 0
+        readers.append(lambda: loading.fill(folder, checkpoint.manifest, *state))
+    for reader in readers:
+        with pytest.raises(
+            CheckpointError, match=f"cannot be read: {os.strerror(number)}"
+        ) as raised:
+            reader()
+        assert "Remove" not in str(raised.value) and "damaged" not in str(raised.value)
+    *_, last = checkpoints_of(tmp_path, does_verify=True)
+    assert last.note == "newest, not readable" and os.strerror(number) in last.problem
+
+
+def test_a_checkpoint_that_a_run_replaces_while_it_is_listed_is_no_problem(tmp_path, monkeypatch):
+    trainer = trained()
+    MetricsFile(tmp_path / "metrics.jsonl").close()
+    save(tmp_path / "checkpoints", trainer, after(1), keep=1)
+
+    def replaced(*arguments):
+        monkeypatch.undo()
+        save(tmp_path / "checkpoints", trainer, after(2), keep=1)
+        return manifest.verify(*arguments)
+
+    monkeypatch.setattr(run_dir, "verify", replaced)
+    (only,) = checkpoints_of(tmp_path, does_verify=True)
+    assert (only.step, only.note, only.problem) == (2, "newest, verified", "")
 
 
 def test_another_models_checkpoint_names_the_first_tensor_that_differs(tmp_path):
