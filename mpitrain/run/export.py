@@ -92,13 +92,15 @@ def export(
     check_has_adapters(config, base)
     folder = folder or run / name
     check_new(folder)
+    if base:
+        moved = config.run.model_copy(update={"init_from": os.path.abspath(base)})
+        config = config.model_copy(update={"run": moved})
+    _check_adapters(run, config, name, merge, of_model)
     while True:
         saved, manifest = read_chosen(lambda: checkpoint_of(run, best))
         check_meaning(config.flat(), saved, manifest)
         try:
-            return _export(
-                run, config, saved, manifest, name, folder, dtype, shard_bytes, merge, base
-            )
+            return _export(run, config, saved, manifest, name, folder, dtype, shard_bytes, merge)
         except MpitrainError:
             if saved in steps(saved.parent):  # Else an active run has removed it meanwhile.
                 raise
@@ -114,15 +116,10 @@ def _export(
     dtype: str,
     shard_bytes: int,
     merge: bool,
-    base: str,
 ) -> Exported:
     """Write one checkpoint; arguments and errors as of `export`."""
     stored = parameters(saved)
     tensors: Mapping[str, AnyTensor] = stored
-    if base:
-        moved = config.run.model_copy(update={"init_from": os.path.abspath(base)})
-        config = config.model_copy(update={"run": moved})
-    _check_adapters(run, config, name, merge, of_model)
     if merge:
         config, tensors = with_adapters(config, manifest.base, stored)
     row = FORMATS[name]
