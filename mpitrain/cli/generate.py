@@ -54,6 +54,12 @@ sampling_options = with_options(
     "file",
     metavar="FILE",
 )
+@click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="A prompt is what a user says: put it in the template of the run, and write the answer.",
+)
 @sampling_options
 @click.option(
     "--stop",
@@ -79,6 +85,7 @@ def command(
     run: Path,
     prompt_texts: tuple[str, ...],
     file: Path | None,
+    is_chat: bool,
     count: int,
     temperature: float,
     top_k: int,
@@ -103,10 +110,12 @@ def command(
         from mpitrain.run.generate import (
             PromptRequest,
             Sampling,
+            asked_alone,
             check_room,
             check_writes,
             continued,
             encoded,
+            end_of_turn,
             ends_of,
             last_document,
             read_prompts,
@@ -131,11 +140,14 @@ def command(
                 stop_bytes(stop, tokenizer)
             if transport.rank:
                 return []  # A file may differ on another host.
-            texts = [*prompt_texts, *(read_prompts(file) if file else [])] or ["\n"]
-            prompts = [
-                (text, encoded(text, tokenizer, source.inputs, config.data.template))
-                for text in texts
-            ]
+            texts = [*prompt_texts, *(read_prompts(file) if file else [])]
+            if is_chat:
+                prompts = asked_alone(tokenizer, config.data, texts, run)
+            else:
+                prompts = [
+                    (text, encoded(text, tokenizer, source.inputs, config.data.template))
+                    for text in texts or ["\n"]
+                ]
             if past_context == "stop":
                 separator = separator_of(config.data)
                 documents = [last_document(tokens, separator) for _, tokens in prompts]
@@ -143,11 +155,17 @@ def command(
             return prompts
 
         prompts = from_all_ranks(transport, read)[0]
+        if config.data.template and not is_chat and transport.rank == 0:
+            note = f"note: {run} has a template of conversations, in which --chat puts a prompt; `mpitrain chat` talks"
+            click.echo(visible(note), err=True)
         sampling = Sampling(temperature, top_k, top_p)
-        request = PromptRequest(sampling, seed, count, stops, past_context == "cut", ends)
+        turn = end_of_turn(config.data) * (is_chat and not ignore_eos)
+        cuts = past_context == "cut"
+        request = PromptRequest(sampling, seed, count, [*stops, *turn], cuts, ends)
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
         write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks
-        parts = write([text for text, _ in prompts], written)
+        shown = "\n" * (is_chat and not as_json)  # An answer begins a line.
+        parts = write([text + shown for text, _ in prompts], written)
         for part in parts if as_json else readable(parts):
             if transport.rank == 0:
                 sys.stdout.buffer.write(part)

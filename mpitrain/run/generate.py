@@ -257,6 +257,19 @@ def asked(tokenizer: Tokenizer | None, data: Data, turns: Sequence[Message]) -> 
     return [*tokens_of_text(tokenizer, text, is_of_texts(data.template)).ids]
 
 
+def asked_alone(
+    tokenizer: Tokenizer | None, data: Data, texts: Sequence[str], run: Path
+) -> list[tuple[str, list[int]]]:
+    """Return each text of a user with the tokens after which the assistant answers; ConfigError without a template."""
+    if not data.template:
+        raise ConfigError(
+            f"--chat needs the template of conversations, but {run} has none.", "Leave out --chat."
+        )
+    if not texts:
+        raise ConfigError("--chat needs what a user says.", "Give --prompt or --prompts.")
+    return [(text, asked(tokenizer, data, [message(USER, text)])) for text in texts]
+
+
 def samples(
     trainer: Trainer,
     folder: Path,

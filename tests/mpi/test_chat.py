@@ -14,7 +14,7 @@ from mpitrain.run.build import configured, open_run
 from mpitrain.run.chat import Chat
 from mpitrain.run.generate import PromptRequest, Sampling
 from mpitrain.transport.threads import run_ranks
-from tests.processes import PROGRAM
+from tests.processes import PROGRAM, launch, mpitrain
 from tests.runs import TINY, go
 from tests.terminals import on_a_terminal, rendered
 
@@ -118,3 +118,14 @@ def test_a_run_without_conversations_is_no_partner(tmp_path):
             Chat(opened.trainer, tmp_path / "run", PromptRequest(Sampling(), 0, 4), None)
 
     run_ranks(2, talk)
+
+
+def test_generate_answers_what_a_user_says_or_names_the_template(run):
+    words = ["generate", run, "--prompt", "q1", "--prompt", "q2", "--temperature", 0]
+    plain, chat = launch(2, *words, "--tokens", 4), launch(2, *words, "--chat", "--json")
+    assert plain.returncode == 0 and "--chat" in plain.stderr and "`mpitrain chat`" in plain.stderr
+    answers = [json.loads(line) for line in chat.stdout.splitlines()]
+    assert [(one["prompt"], one["text"]) for one in answers] == [("q1", ANSWER), ("q2", ANSWER)]
+    assert {one["ended"] for one in answers} == {"stop"} and not chat.stderr
+    nothing = mpitrain("generate", run, "--chat")
+    assert nothing.returncode == 2 and "--prompt" in nothing.stderr
