@@ -210,6 +210,16 @@ def _say_next(finished: Any) -> None:
     sys.stdout.flush()
 
 
+def configured_by(arguments: list[str]) -> Any:
+    """Return the configuration that the arguments of `train` ask for."""
+    options = dict(command.make_context("train", arguments).params)
+    config_file, preset, settings, resume = (
+        options.pop(name) for name in ("config_file", "preset", "settings", "resume")
+    )
+    options.pop("described")
+    return _configured(config_file, changes(settings, **options), resume or "no", preset)
+
+
 def _configured(
     config_file: Path | None, settings: list[str], resume: str, preset_name: str | None = None
 ) -> Any:

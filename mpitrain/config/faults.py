@@ -38,6 +38,15 @@ def delays(text: str) -> list[Delay]:
     ]
 
 
+def of_ranks(text: str, ranks: int) -> str:
+    """Return run.delay without the delays of ranks that a job of so many ranks does not have."""
+    return ",".join(
+        entry
+        for entry in text.split(",")
+        if not entry.partition(":")[0].isdigit() or int(entry.partition(":")[0]) < ranks
+    )
+
+
 def delay_s(delays: Sequence[Delay], rank: int, *drawn_from: int) -> float:
     """Return the seconds to add to a step of this rank.
 

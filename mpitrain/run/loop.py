@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpitrain.config import Config, Run
-from mpitrain.errors import CheckpointError, PeerLost, TrainingError
+from mpitrain.errors import CheckpointError, MpitrainError, PeerLost, TrainingError
 from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import Job, build
@@ -109,6 +109,10 @@ def train(
                 if not starts.recovery:
                     raise
                 law = error.law
+            except MpitrainError as error:
+                if not (starts.recovery and starts.recovery.is_under_way and error.agreed):
+                    raise
+                raise starts.recovery.refused(error) from None
             configured, resume = starts.recovery.go_on(law), "auto"
     finally:
         if starts.recovery:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
+from mpitrain.config.faults import of_ranks
 from mpitrain.data import Source, Unopened
-from mpitrain.errors import ConfigError, PeerLost, TrainingError
+from mpitrain.errors import ConfigError, MpitrainError, PeerLost, TrainingError
 from mpitrain.files import opened
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
@@ -72,6 +73,7 @@ class Recovery:
 
     facts         of this start for the metrics; {} before a loss
     copied_bytes  bytes of the snapshots and copies of this rank
+    is_under_way  whether ranks were lost and no step has begun since
     """
 
     def __init__(self, config: Config, transport: Transport):
@@ -86,7 +88,7 @@ class Recovery:
         self._saved: int | None = None
         self._began, self._timer, self._doing = time.monotonic(), threading.Timer(0, bool), ""
         self.facts: dict[str, Any] = {}
-        self.copied_bytes = 0
+        self.copied_bytes, self.is_under_way = 0, False
 
     def built(self, transport: Transport, agreed: Given) -> Job:
         """Build the job of a start, with the state of the living ranks if that is the newest; collective."""
@@ -153,7 +155,7 @@ class Recovery:
         self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
         self._timer.daemon = True
         self._timer.start()
-        self._copies = None
+        self._copies, self.is_under_way = None, True
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
         before = self._root.size
         known, left = self._connected()
@@ -166,7 +168,9 @@ class Recovery:
         folders, are_open, _ = zip(*known, strict=True)
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
-        run = self._config.run.model_copy(update={"inject": ""})
+        # Artificial failures and delays of ranks that are lost are over.
+        delay = of_ranks(self._config.run.delay, size - servers_of(self._config))
+        run = self._config.run.model_copy(update={"inject": "", "delay": delay})
         replication = self._config.replication
         if len({*Counter(self._root.hosts).values()}) > 1:
             # replication.shard=host needs hosts with equally many ranks.
@@ -262,6 +266,15 @@ class Recovery:
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""
         self._timer.cancel()
+        self.is_under_way = False
+
+    def refused(self, error: MpitrainError) -> PeerLost:
+        """Return the error of a start after a loss that these ranks cannot make; they were enough before."""
+        lost, size = self.facts["lost"], self._root.size
+        return PeerLost(
+            f"After the loss of {lost} rank(s) the other {size} cannot go on alone: {error.law}",
+            "Start it again with --resume=auto on as many ranks as before.",
+        ).on_every_rank()
 
     def _give_up(self) -> None:
         seconds = self._config.run.recover_seconds

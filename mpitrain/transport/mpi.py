@@ -39,6 +39,7 @@ from mpitrain.transport.failures import (
     end_alone,
     end_job,
     unlink_mapped,
+    watching_siblings,
 )
 from mpitrain.transport.windows import Tenants, Windows, no_room
 
@@ -86,9 +87,10 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
             _check_folder(mpi4py.rc)
         if process.outlives_ranks():
             mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
-    from mpi4py import MPI
+    with watching_siblings():
+        from mpi4py import MPI
 
-    transport = from_communicator(MPI.COMM_WORLD)
+        transport = from_communicator(MPI.COMM_WORLD)
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
         unlink_mapped(transport.size == 1)
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
+from mpitrain.cli import USAGE
 from mpitrain.cli.job_options import path_option
 from mpitrain.cli.launch.hosts import (
     Allocation,
@@ -266,7 +267,9 @@ def command(
         asks = any(word == "-h" or word.startswith("--help") for word in target.words)
         is_training = target.command == "train" and not asks
         last_line = EXIT if target.command == "chat" else ""
-        restarts = Restarts(places, ranks, partial(answers, line[0], words))
+        restarts = Restarts(
+            places, ranks, partial(answers, line[0], words), partial(_configured, target.words)
+        )
         program_words = target.words
         while True:
             options, output = len(line) - len(program_words) + 1, LauncherOutput()
@@ -277,12 +280,21 @@ def command(
             can_restart = fault_tolerant and is_training and not requests
             again = restarts.after(output, code) if can_restart else None
             if not again:
-                sys.exit(code)
+                # What a user could not have typed differently is no wrong usage.
+                sys.exit(1 if code == USAGE and not restarts.is_first else code)
             on = f"{again.ranks} ranks" + (f" of {', '.join(again.hosts)}" if again.hosts else "")
-            say(Screen(), f"starting it again from its newest checkpoint, on {on}")
+            begins = " from its newest checkpoint" * output.began
+            say(Screen(), f"starting it again{begins}, on {on}")
             program_words = [*target.words, *again.words]
             placed = placed._replace(hosts=again.hosts)
             line, settings = command_line(again.ranks, words, program_words, by or "", placed, True)
+
+
+def _configured(words: list[str]) -> Any:
+    """Return the configuration that the words of a program ask for, whose command is `train`."""
+    from mpitrain.cli.train import configured_by
+
+    return configured_by(words[words.index("train") + 1 :])
 
 
 def dim(text: str) -> str:

@@ -12,6 +12,8 @@ RANK = re.compile(rb"^((?:rank \d+(?: on \S+)?|PeerLost): (?!run\.inject)[^\n]*)
 """A line in which a rank reports its end, or all ranks that no replica is whole."""
 TIMER = re.compile(rb"^Timeout \(([\d:.]+)\)!", re.MULTILINE)
 """The line of the timer that limits MPI_Init and MPI_Finalize; the stack of the rank follows."""
+TOO_EARLY = re.compile(rb"^rank \d+: ended on \S+ before the ranks were connected", re.MULTILINE)
+"""A line about a rank of a fault-tolerant job without which MPI_Init of the others does not end."""
 ALL_ENDED = re.compile(
     rb"^rank \d+: (?:ends the stalled job|TrainingError: After a loss the run did not go on)",
     re.MULTILINE,
@@ -36,10 +38,12 @@ class Failure:
     refusal    the line in which srun itself reported a failure; "" without one
     is_agreed  whether rank 0 printed an error of all ranks, which says everything
     aborted    the time at which a rank of a fault-tolerant job ended all of them; 0: none has
+    too_early  whether a rank of such a job ended before the ranks were connected
     """
 
     def __init__(self) -> None:
         self.report, self.refusal, self.is_agreed, self.aborted = "", "", False, 0.0
+        self.too_early = False
 
     def read(self, text: bytes) -> None:
         """Search whole lines of output. A line may be read again."""
@@ -52,8 +56,14 @@ class Failure:
         if (refused := REFUSED.search(text)) and not self.refusal:
             self.refusal = brief(refused[1].decode(errors="replace").strip())[:LONGEST]
         self.is_agreed = self.is_agreed or bool(AGREED.search(text))
-        if ALL_ENDED.search(text) and not self.aborted:
+        self.too_early = self.too_early or bool(TOO_EARLY.search(text))
+        if (self.too_early or ALL_ENDED.search(text)) and not self.aborted:
             self.aborted = time.monotonic()
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the first report says that a rank was lost, not that one raised an error."""
+        return self.too_early or "PeerLost: " in self.report
 
     def last_line(self, code: int, run: str, start: Path) -> str:
         """Return the last line of a failed job; "" if an error of all ranks is already the last one.

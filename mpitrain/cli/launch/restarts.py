@@ -13,9 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from mpitrain.cli import STOPPED, USAGE
 from mpitrain.cli.launch.supervise import LauncherOutput
-from mpitrain.errors import ConfigError
+from mpitrain.config import Config
+from mpitrain.config.faults import of_ranks
+from mpitrain.errors import ConfigError, MpitrainError
 
 ANSWER = 30.0
 """Seconds in which a host must start a process."""
@@ -38,28 +42,47 @@ class Restart(NamedTuple):
     words: list[str]
 
 
-class Restarts:
-    """The restarts of one run. Each needs a newer checkpoint than the one before, or has lost a host."""
+ATTEMPTS = 3
+"""Number of starts in a row that may end without a newer checkpoint, if ranks were lost in each."""
 
-    def __init__(self, hosts: Mapping[str, int], ranks: int, answers: Callable[[str], bool]):
-        """hosts, ranks: of the first start; answers: host -> whether it starts processes"""
+
+class Restarts:
+    """The restarts of one run. Each but a few needs a newer checkpoint than the one before, or has lost a host.
+
+    is_first  whether there was none yet
+    """
+
+    def __init__(
+        self,
+        hosts: Mapping[str, int],
+        ranks: int,
+        answers: Callable[[str], bool],
+        configured: Callable[[], Config],
+    ):
+        """Take the hosts and ranks of the first start.
+
+        answers     host -> whether it starts processes
+        configured  returns the configuration of the command line
+        """
         self._hosts, self._ranks, self._answers = dict(hosts), ranks, answers
-        self._step = -1
+        self._configured, self.is_first = configured, True
+        self._step, self._vain = -1, 0
 
     def after(self, words: LauncherOutput, code: int) -> Restart | None:
         """Return the next start after one that returned `code`, or None if that is the end."""
-        is_over = words.end or not words.began or words.failure.is_agreed
-        if is_over or code in (0, STOPPED, USAGE):
+        is_over = words.end or words.failure.is_agreed or code in (0, STOPPED, USAGE)
+        if is_over or not (words.began or words.failure.is_loss or words.killed.first()):
             return None
         from mpitrain.parallel.modes import servers_of
         from mpitrain.run.checkpoint.manifest import CHECKPOINTS, step_of, steps
         from mpitrain.run.run_dir import check_idle, configuration
 
-        run = Path(words.run)
         try:
-            config = configuration(run)
-            saved = steps(run / CHECKPOINTS)
-        except (ConfigError, OSError):
+            config = configuration(Path(words.run)) if words.began else self._configured()
+            # A run that resumes may have been lost before it began.
+            run = Path(words.run or config.run.out)
+            saved = steps(run / CHECKPOINTS) if words.began or config.run.out else []
+        except (MpitrainError, click.ClickException, OSError):
             return None
         step = step_of(saved[-1].name) if saved else -1
         with ThreadPoolExecutor(max(1, len(self._hosts))) as pool:
@@ -67,8 +90,9 @@ class Restarts:
         hosts = {
             host: n for (host, n), is_up in zip(self._hosts.items(), living, strict=True) if is_up
         }
-        is_further = step > self._step or (saved and len(hosts) < len(self._hosts))
-        if config.run.on_failure != "continue" or not is_further:
+        is_further = step > self._step or len(hosts) < len(self._hosts)
+        self._vain = 0 if is_further else self._vain + 1
+        if config.run.on_failure != "continue" or self._vain >= ATTEMPTS:
             return None
         layout, servers = config.layout, servers_of(config)
         size = layout.tp * layout.pp * layout.cp
@@ -82,8 +106,11 @@ class Restarts:
                 check_idle(run)
                 break
             time.sleep(LOOK)
-        self._hosts, self._step = hosts, step
-        again = ["--out", words.run, "--resume=auto", "--set", "run.inject="]
+        self._hosts, self._step, self.is_first = hosts, step, False
+        again = ["--out", str(run), "--resume=auto"] if words.began or config.run.out else []
+        again += ["--set", "run.inject="]
+        if (delay := of_ranks(config.run.delay, ranks - servers)) != config.run.delay:
+            again += ["--set", f"run.delay={delay}"]
         return Restart(hosts, ranks, again)
 
 

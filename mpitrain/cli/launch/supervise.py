@@ -319,7 +319,7 @@ def run(
     ]
     process.stdout.close()
     process.stderr.close()
-    passed, reached_run = 0, False
+    passed, reached_run, has_ended = 0, False, False
     while (code := process.poll()) is None:
         if len(requests) > passed:
             passed, reached_run = passed + 1, words.began
@@ -330,6 +330,9 @@ def run(
             reached_run = True
             # The launcher may have had no ranks when it got the first signal: send it again.
             process.send_signal(signal.SIGUSR1)
+        if words.failure.too_early and not has_ended:
+            has_ended = True
+            process.terminate()
         if words.failure.aborted and time.monotonic() > words.failure.aborted + ABORTING:
             _kill(process.pid)  # mpirun waits for the daemon of a host without power.
         time.sleep(0.02)

@@ -163,6 +163,35 @@ def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("ranks", "killed", "keys", "law"),
+    [
+        (4, (2, 3), "replication.mode=server replication.servers=2", "servers 2 needs 3 ranks"),
+        (
+            4,
+            (2, 3),
+            "replication.zero=1 memory.limit_gb=0.0038 model.width=64",
+            "by memory.limit_gb",
+        ),
+    ],
+)
+def test_ranks_that_are_too_few_for_the_job_say_so_as_a_loss(
+    ranks, killed, keys, law, settings, tmp_path, monkeypatch
+):
+    """`launch` starts a lost run again; a wrong configuration, exit code 2, it does not."""
+    kill_together(monkeypatch, killed, ranks)
+    with pytest.raises(PeerLost, match=f"After the loss of 2 rank.s. the other 2 .*{law}") as error:
+        survive(ranks, [*settings, *keys.split()], hosts="aabb")
+    assert error.value.agreed and error.value.exit_code == 1
+
+
+def test_a_delay_of_a_lost_rank_is_lost_with_it(settings, tmp_path):
+    survive(3, [*settings, "run.delay=2:1,0:1", "run.inject=kill:2@6"])
+    assert restarts(tmp_path)[-1][0] == 2
+    (text,) = [line for line in (tmp_path / "run/config.toml").open() if line.startswith("delay")]
+    assert text == 'delay = "0:1"\n'
+
+
+@pytest.mark.parametrize(
     "ranks, killed, more, begun",
     [
         (6, 3, ["layout.tp=2"], [4, 5, 1, "ranks", 1]),
@@ -292,12 +321,14 @@ def test_a_recovery_that_takes_too_long_ends_the_job(settings):
 def test_launch_restarts_on_the_hosts_that_answer_while_checkpoints_advance(settings, tmp_path):
     survive(4, [*settings, "layout.tp=2", "model.heads=2", "run.steps=4", "checkpoint.every=2"])
     run, dead = tmp_path / "run", set()
-    restarts = Restarts({"a": 3, "b": 2}, 5, lambda host: host not in dead)
+    config = parse(with_settings({}, [*settings, "layout.tp=2", "model.heads=2"]))
+    restarts = Restarts({"a": 3, "b": 2}, 5, lambda host: host not in dead, lambda: config)
 
-    def after(code=1, began=True, end="", agreed=False):
+    def after(code=1, began=True, end="", agreed=False, report=b""):
         words = LauncherOutput()
-        words.began, words.run, words.end = began, str(run), end
+        words.began, words.run, words.end = began, str(run) * began, end
         words.failure.is_agreed = agreed
+        words.failure.read(report)
         again = restarts.after(words, code)
         return again and (again.hosts, again.ranks)
 
@@ -311,14 +342,22 @@ def test_launch_restarts_on_the_hosts_that_answer_while_checkpoints_advance(sett
     ):
         assert after(**ended) is None, ended
     assert after() == ({"a": 3, "b": 2}, 4)  # two replicas of tp 2
-    assert after() is None  # no newer checkpoint
+    assert after() and after() and after() is None  # no newer checkpoint
     dead.add("b")
     assert after() == ({"a": 3}, 2)
-    assert after() is None
+    assert after() and after() and after() is None
     dead.add("a")
     assert after() is None
     shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000005")
     assert after() is None
     dead.clear()
-    restarts = Restarts({}, 5, lambda host: False)
+    restarts = Restarts({}, 5, lambda host: False, lambda: config)
     assert after(137) == ({}, 4)
+    restarts = Restarts({}, 5, lambda host: False, lambda: config)
+    assert after(began=False, report=b"rank 1: ended by an exception on a\n") is None
+    for lost in (
+        b"rank 0: PeerLost: recv\n",
+        b"rank 2: ended on a before the ranks were connected\n",
+    ):
+        assert after(began=False, report=lost) == ({}, 4)
+    assert after(began=False, report=lost) and after(began=False, report=lost) is None
