@@ -55,6 +55,9 @@ BLOCK, BLOCKS = 4096, 64
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
+COUNTS, BEGINS, FOLLOWS = 1, 2, 4
+"""Bits of a mark: the token counts as a target; a row begins with the token; the row before is of the same conversation."""
+ALL_BITS = COUNTS | BEGINS | FOLLOWS
 META = "meta.json"
 """A file in the folder of token files; its key "dtype" names their dtype."""
 FORMAT = "mpitrain tokens 1"
@@ -383,7 +386,7 @@ def marks_of(paths: Sequence[Path]) -> np.ndarray:
         with reading_of(f"The marks {name}", f"Copy them beside {path}.", DataError):
             marks = np.frombuffer(contents(name), np.uint8)
         wanted = facts.files[path.name].tokens if facts else 0
-        if len(marks) != wanted or not wanted or marks.max() > 3 or marks[0] < 2:
+        if len(marks) != wanted or not wanted or marks.max() > ALL_BITS or not marks[0] & BEGINS:
             raise DataError(
                 f"{name} must have a mark for each of the {wanted} tokens of {path}, but it does not.",
                 "Copy it again, or prepare the data again.",
