@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, contents, reading, reading_of
+from mpitrain.files import BYTE_ORDER_MARK, check_regular, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
 CHUNK = 1 << 22
@@ -238,9 +238,11 @@ def pydocs() -> np.ndarray:
 def text(path: Path) -> FlatTokens:
     """Return the bytes of a file as tokens; DataError if it is empty or cannot be read."""
     size = _size(path)
-    if size == 0:
+    with path.open("rb") as file:
+        start = len(BYTE_ORDER_MARK) * (file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK)
+    if size == start:
         raise DataError(f"{path} is empty.", "Name a file with text in it.")
-    return FileTokens(path, np.dtype(np.uint8), 0, size)
+    return FileTokens(path, np.dtype(np.uint8), start, size - start)
 
 
 def token_paths(place: str) -> list[Path]:
@@ -474,7 +476,7 @@ def prepared(path: Path) -> Prepared | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     try:
-        facts = validated(Prepared, contents(meta))
+        facts = validated(Prepared, text_of(meta))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{meta} must be as mpitrain data prepare writes it, but {error}.", "Prepare it again."
@@ -519,7 +521,7 @@ def _content(meta: Path) -> object:
     if not meta.is_file():
         return {}
     try:
-        return parsed(contents(meta))
+        return parsed(text_of(meta))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{meta} must be JSON, but {error}.", "Write it again, or set data.dtype."
