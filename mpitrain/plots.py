@@ -1,11 +1,15 @@
 """All pictures: matplotlib without a display, styles of curves, labels, checks of the file, and saving."""
 
+import io
 import logging
+import re
+import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, say
 from mpitrain.files import check_writable, whole
 
 COLOURS = (
@@ -59,14 +63,59 @@ def subplots(width: float, height: float, rows: int = 1, columns: int = 1) -> tu
 def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
     """Save a figure atomically, in the format of the file's suffix, and close it.
 
+    Names of runs may have letters that the usual font lacks: another font draws them, or a note says
+    that none has them.
+
     inner   how many names at the end of the path must not be links; see `files.reading`
     raises  OSError if the file cannot be written
     """
+    kind, drawn = path.suffix.removeprefix(".").lower(), io.BytesIO()
     try:
+        if letters := _draw(figure, drawn, kind, dpi):
+            if font := font_with(letters):
+                for text in figure.findobj(painter().Text):
+                    text.set_fontfamily([*text.get_fontfamily(), font])
+                drawn = io.BytesIO()
+                _draw(figure, drawn, kind, dpi)
+            else:
+                say(
+                    f"note: no font of this machine has {letters}, which {path.name} shows as boxes: install one "
+                    "such as fonts-noto-cjk"
+                )
         with whole(path, inner) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".").lower(), dpi=dpi)
+            file.write(drawn.getbuffer())
     finally:
         painter().close(figure)
+
+
+def _draw(figure: Any, file: io.BytesIO, kind: str, dpi: int) -> str:
+    """Draw into a file, and return the letters that no chosen font has; matplotlib warns of each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(file, format=kind, dpi=dpi)
+    letters = ""
+    for warning in caught:
+        if match := re.match(r"Glyph (\d+) .* missing from ", str(warning.message)):
+            letters += chr(int(match[1])) * (chr(int(match[1])) not in letters)
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return letters
+
+
+def font_with(letters: str) -> str | None:
+    """Return the name of a font of this machine that has all of these letters, or None."""
+    from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
+
+    for font in sorted(fontManager.ttflist, key=lambda font: font.name):
+        if font.name.startswith("Last Resort"):
+            continue  # It draws a box for each letter.
+        with suppress(OSError, RuntimeError):
+            if {*map(ord, letters)} <= FT2Font(font.fname).get_charmap().keys():
+                return str(font.name)
+    return None
 
 
 def numbered(path: Path, count: int) -> list[Path]:

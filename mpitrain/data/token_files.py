@@ -28,6 +28,8 @@ from mpitrain.errors import DataError
 from mpitrain.files import BYTE_ORDER_MARK, check_regular, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
+PEEK, FEWEST = 1 << 12, 64
+"""Tokens at the beginning, in the middle and at the end of a file that show its dtype, and the fewest that do."""
 CHUNK = 1 << 22
 """The number of tokens that a scan reads at a time."""
 LLM_C_MAGIC = 20240520
@@ -308,7 +310,35 @@ def _tokens_of(path: Path, dtype: str) -> FlatTokens:
             f"{path} should hold {layout.length} tokens, as its header says, but holds {room // itemsize}.",
             "Copy the file again.",
         )
-    return FileTokens(path, layout.dtype, layout.offset, room // itemsize)
+    tokens = FileTokens(path, layout.dtype, layout.offset, room // itemsize)
+    if layout.length is None and dtype == AUTO and itemsize == 2:
+        _check_width(path, tokens)
+    return tokens
+
+
+def _check_width(path: Path, tokens: FileTokens) -> None:
+    """Raise DataError if tokens without a noted dtype, read as uint16, are halves of wider numbers."""
+    length = min(PEEK, len(tokens) // 4 * 4)
+    starts = {part * (len(tokens) - length) // 8 * 4 for part in range(3)}
+    content = _content(path.with_name(META))
+    if length < FEWEST or not isinstance(content, dict) or "dtype" in content:
+        return
+    quads = np.empty((len(starts), length // 4, 4), tokens.dtype)
+    for start, out in zip(sorted(starts), quads, strict=True):
+        tokens.read(start, out.reshape(-1))
+    low, high = quads[..., ::2].max(), quads[..., 1::2].max()
+    # No vocabulary of 2^20 tokens is in use; one of 16 has no token of 256.
+    is_wide = high < 16 and (high == 0 or low >= 256)
+    if not is_wide or np.count_nonzero(quads[..., ::2]) < FEWEST // 4:
+        return
+    wide = "64-bit" if high == 0 == quads[..., 2].max() else "uint32"
+    says = "is 0" if high == 0 else f"is at most {high}"
+    raise DataError(
+        f"{path} is read as uint16 tokens, the default, but looks like {wide} numbers: every second uint16 {says}.",
+        "Set data.dtype to uint32; to uint16 if it is right."
+        if wide == "uint32"
+        else "Write it anew as numpy.uint32 and set data.dtype to uint32; to uint16 if it is right.",
+    )
 
 
 def _layout(path: Path, size: int, dtype: str) -> TokenLayout:

@@ -26,8 +26,9 @@ from mpitrain.data import (
     tokenizer_of,
     zeros,
 )
+from mpitrain.data.source import Targets
 from mpitrain.data.tokenizer import TOKENIZER
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, say
 from mpitrain.formats.chat import special_names
 from mpitrain.formats.companions import INIT_FROM
 from mpitrain.formats.table import format_of, has_model
@@ -72,6 +73,9 @@ from mpitrain.transport.base import Transport, aligned_zeros
 
 if TYPE_CHECKING:
     from mpitrain.run.initial import Models
+
+OF_NUMBERS = "mse"
+"""The loss of a run whose targets are numbers and whose configuration names no loss."""
 
 
 class Job(NamedTuple):
@@ -193,6 +197,7 @@ def _open(
     run = agreed.location.folder if agreed.location.has_run else ""
     data = source or _source(config, largest, scaling, run)
     check_data(config.model.kind, data.form, name)
+    config = _with_loss(config, targets_of(data), name, transport.rank == 0)
     check_targets(config.model.loss, targets_of(data), name)
     config = _with_data(config, data, agreed.location)
     check_injection(config.run.inject, axes.ranks, config.run.steps)
@@ -226,6 +231,16 @@ def _models(
 
     layers = described(resolved.device.ops, config.layout.model_copy(update={"tp": 1}))
     return open_models(config, checkpoint, data.inputs, lambda: model(config, data, layers), rank)
+
+
+def _with_loss(config: Config, targets: Targets, name: str, says: bool) -> Config:
+    """Return the configuration with a loss for numbers, if the targets are numbers and no loss is set."""
+    is_set = "loss" in config.model.model_fields_set or config.model.label_smoothing
+    if is_set or targets != "numbers" or LOSSES[config.model.loss].takes == targets:
+        return config
+    if says:
+        say(f"note: the targets of {name} are numbers, so model.loss is {OF_NUMBERS} (or set mae).")
+    return config.changed({"model.loss": OF_NUMBERS})
 
 
 def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> Config:
@@ -302,8 +317,9 @@ def alone(config: Config, hosts: Sequence[str]) -> Alone:
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
     source = _source(agreed.config, largest)
     check_data(agreed.config.model.kind, source.form, name)
-    check_targets(agreed.config.model.loss, targets_of(source), name)
-    resolved = resolve_here(agreed, hosts)
+    config = _with_loss(agreed.config, targets_of(source), name, True)
+    check_targets(config.model.loss, targets_of(source), name)
+    resolved = resolve_here(agreed._replace(config=config), hosts)
     resolved = resolved._replace(config=_with_data(resolved.config, source, RunLocation()))
     _models(resolved, source, None, 0)
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))

@@ -284,6 +284,8 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
         new[key] = _absolute_path(new[key])
     new["data.mixture"] = _absolute(new["data.mixture"])
     new["pipeline.schedule"] = _schedule(new["pipeline.schedule"])
+    if "loss" not in now.model.model_fields_set:
+        new["model.loss"] = old["model.loss"]  # The data choose it, as they did.
     for values in (old, new):  # The files may have moved.
         values["run.plugins"] = digests(values["run.plugins"])
         for key in ALGORITHMS:

@@ -133,6 +133,16 @@ def test_a_run_keeps_its_scaling_and_evaluates_and_predicts_in_the_unit_of_the_d
         run_ranks(1, reopened, "data.source=npy:x.npy")
 
 
+@pytest.mark.parametrize("form", ["npy:x.npy,y.npy", "csv:d.csv:u,v"])
+def test_numbers_as_targets_choose_their_loss_and_say_so(form, folder, capfd):
+    every = ["model.kind=mlp", *MLP[1:], f"data.source={form}", f"run.out={folder}/run"]
+    go(2, [*every, "run.steps=2"])
+    said = f"note: the targets of {form} are numbers, so model.loss is mse"
+    assert capfd.readouterr().err.count(said) == 1
+    assert 'loss = "mse"' in (folder / "run/config.toml").read_text()
+    go(2, [*every, "run.steps=3"], resume="yes")  # as with a file that leaves the key out
+
+
 def test_csv_files_may_have_quotes_a_byte_order_mark_and_blank_lines(tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(b'\xef\xbb\xbf\r\n"a, b",y\r\n"1",2\r\n\r\n3.5,4\r\n')

@@ -2,9 +2,11 @@
 
 import csv
 import math
+import warnings
 
 import pytest
 
+from mpitrain import plots
 from mpitrain.plots import readable
 from mpitrain.tools.bench.collectives.sweep import CollectiveRow
 from mpitrain.tools.bench.collectives.table import columns, footer, too_slow
@@ -226,3 +228,20 @@ def test_predictions_far_from_what_was_measured_do_not_flatten_the_picture(tmp_p
         assert bandwidth[0] == 0 and 2 <= bandwidth[1] < 3, factor
     monkeypatch.undo()
     pyplot.close("all")
+
+
+@pytest.mark.parametrize("font", [None, "DejaVu Serif"])
+def test_letters_that_the_font_lacks_are_a_note_or_drawn_by_another_font(
+    font, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("matplotlib")
+    asked = []
+    monkeypatch.setattr(plots, "font_with", lambda letters: asked.append(letters) or font)
+    drawn, axes = plots.subplots(2, 2)
+    axes.set_title("run \uc2e4\ud589")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.save(drawn, tmp_path / "a.svg", 50)
+    said = capsys.readouterr().err
+    assert asked == ["\uc2e4\ud589"] and (tmp_path / "a.svg").stat().st_size > 1000
+    assert said.count("no font of this machine has \uc2e4\ud589") == (font is None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.data import IGNORED, Reading, as_it_is, largest_token, open_source
-from mpitrain.data.token_files import FileTokens
+from mpitrain.data.token_files import FileTokens, tokens_of
 from mpitrain.errors import ConfigError, DataError
 
 CONTEXT = 8
@@ -208,6 +208,32 @@ def test_samples_read_none_of_these_keys(key, value):
     pytest.importorskip("sklearn")
     with pytest.raises(ConfigError, match=rf"data\.{key}"):
         open_source("digits", 8, "float32", reading=Reading()._replace(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "says"),
+    [
+        ("uint32", 50257, "looks like uint32 numbers: every second uint16 is 0"),
+        ("uint32", 128256, "looks like uint32 numbers: every second uint16 is at most 1"),
+        ("int64", 300, "looks like 64-bit numbers"),
+        ("uint16", 50257, ""),
+        ("uint16", 12, ""),
+    ],
+)
+def test_wider_tokens_than_the_default_are_not_read_in_halves(dtype, most, says, tmp_path):
+    numbers = np.random.default_rng(0).integers(0, most, 30_000).astype(dtype)
+    numbers[:5000] = 0  # a file may begin with padding
+    numbers.tofile(tmp_path / "book.bin")
+    book = f"{tmp_path}/book.bin"
+    if not says:
+        assert len(tokens_of(book)) == 30_000
+        return
+    with pytest.raises(DataError, match=says) as refused:
+        tokens_of(book)
+    assert "data.dtype to uint32" in refused.value.way_out
+    assert len(tokens_of(book, "uint16")) == numbers.nbytes // 2
+    (tmp_path / "meta.json").write_text('{"dtype": "uint16"}')
+    assert len(tokens_of(book)) == numbers.nbytes // 2
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
