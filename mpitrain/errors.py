@@ -145,11 +145,8 @@ class CheckpointError(MpitrainError):
     exit_code = 2
 
 
-class CommError(MpitrainError, RuntimeError):
-    """A communication error: ranks disagree about a message or a collective, or a peer is gone.
-
-    It is a RuntimeError, as the errors of torch.distributed are.
-    """
+class CommError(MpitrainError):
+    """A communication error: ranks disagree about a message or a collective, or a peer is gone."""
 
 
 class PeerLost(CommError):

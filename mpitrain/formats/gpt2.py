@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mpitrain.config import Model
+from mpitrain.errors import ConfigError
 from mpitrain.formats.architecture import (
     HEAD,
     THEIR_HEAD,
@@ -81,11 +82,18 @@ def keys(config: Gpt2Configuration) -> dict[str, Any]:
         "model.tied": config.tie_word_embeddings,
         "model.hidden": 0 if inner == 4 * config.n_embd else inner,
         "model.epsilon": config.layer_norm_epsilon,
+        "model.window": 0,
+        "model.window_from": 0,
         "data.vocabulary": config.vocab_size,
     }
 
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
+    if keys.window:
+        raise ConfigError(
+            f"A GPT-2 of transformers sees all earlier tokens, but model.window is {keys.window}.",
+            "Continue with `mpitrain generate`, or train a run of model.kind=llama: its folder can have a window.",
+        )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

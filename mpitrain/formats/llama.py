@@ -1,7 +1,7 @@
 """Llamas of HuggingFace's transformers: their tensors and keys of config.json, and ours.
 
-model_type is llama (as SmolLM has), mistral or qwen2; the last has biases of queries, keys and
-values. A tied head has no tensor of its own.
+model_type is llama (as SmolLM has), mistral and ministral, with a window, or qwen2, with biases of
+queries, keys and values, and perhaps a window. A tied head has no tensor of its own.
 """
 
 import json
@@ -84,9 +84,9 @@ class LlamaConfiguration(_Configuration):
 
 
 class MistralConfiguration(_Configuration):
-    """The keys that MistralConfig reads, with its defaults; its window needs no switch.
+    """The keys that MistralConfig and MinistralConfig read, with their defaults.
 
-    With layer_types transformers reads it as a Ministral.
+    The window needs no switch. A Mistral with layer_types is read as a Ministral.
     """
 
     num_key_value_heads: Size | None = 8
@@ -161,8 +161,6 @@ def window_of(config: _Configuration) -> Window:
 
 def keys(config: _Configuration) -> dict[str, Any]:
     window = window_of(config)
-    if 0 < window.tokens < config.max_position_embeddings:
-        check_only("sliding_window", window.tokens, [None])
     check_heads(config, "num_attention_heads", "hidden_size")
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     each = config.hidden_size // heads
@@ -182,19 +180,22 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.tied": config.tie_word_embeddings,
         "model.hidden": config.intermediate_size,
         "model.epsilon": config.rms_norm_eps,
+        "model.window": window.tokens,
+        "model.window_from": window.first,
         "data.vocabulary": config.vocab_size,
     }
 
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
-    name, model_type = ("Qwen2", "qwen2") if keys.qkv_bias else ("Llama", "llama")
+    of_window = ("Ministral" if keys.window_from else "Mistral") if keys.window else "Llama"
+    name = "Qwen2" if keys.qkv_bias else of_window
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
         rope = {"rope_type": "llama3", **dict(zip(SCALING, keys.rope_scaling, strict=True))}
         rope[SCALING[-1]] = int(rope[SCALING[-1]])
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": model_type,
+        "model_type": name.lower(),
         "hidden_size": keys.width,
         "intermediate_size": keys.hidden_units,
         "num_hidden_layers": keys.layers,
@@ -207,7 +208,22 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
         "hidden_act": "silu",
         "mlp_bias": False,
         **({"use_sliding_window": False} if keys.qkv_bias else {"attention_bias": False}),
+        **_with_window(keys),
     }
+
+
+def _with_window(keys: Model) -> dict[str, Any]:
+    """Return the keys of a model with a window: a Mistral, or if some layers have none a Ministral,
+    and with biases a Qwen2.
+    """
+    if not keys.window:
+        return {}
+    first, own = keys.window_from, {"sliding_window": keys.window}
+    types = {"layer_types": [FULL] * first + [SLIDING] * (keys.layers - first)}
+    if keys.qkv_bias:
+        return {**own, **types, "use_sliding_window": True, "max_window_layers": first}
+    # transformers 5.23 has no default of a Ministral's head_dim.
+    return {**own, **types, "head_dim": keys.width // keys.heads} if first else own
 
 
 LLAMA = Architecture(
@@ -216,6 +232,7 @@ LLAMA = Architecture(
     configs={
         "llama": LlamaConfiguration,
         "mistral": MistralConfiguration,
+        "ministral": MistralConfiguration,
         "qwen2": Qwen2Configuration,
     },
     only={

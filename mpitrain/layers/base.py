@@ -42,6 +42,7 @@ import numpy as np
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
+from mpitrain.ops.seen import first_keys
 
 Rectangle = tuple[slice, ...]
 """A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""
@@ -325,47 +326,52 @@ class TokenShare(NamedTuple):
             return rows
         return np.concatenate([rows[:, n.start : n.stop] for n in self.runs(rows.shape[1])], 1)
 
-    def seen(self, source: int, own: int) -> tuple[slice, slice]:
+    def seen(self, source: int, own: int, window: int = 0) -> tuple[slice, slice]:
         """Return this rank's queries that see tokens of another rank of a ring, and these tokens.
 
-        Every one of these queries sees all of them; of its own tokens a rank sees those before.
+        Without a window every one of these queries sees all of them; of its own tokens a rank sees
+        those before. If it sees none of the other rank's, both are empty.
 
-        own  number of tokens that each rank has
+        own     number of tokens that each rank has
+        window  the most tokens that a query sees, the last up to its own; 0: all up to its own
         """
-        queries = slice(own // 2 if source > self.rank else 0, own)
-        return queries, slice(0, own // 2 if source < self.rank else own)
+        tokens, queries, keys = own * self.ranks, [own], list[int]()
+        reach, theirs = window or tokens, self._replace(rank=source).runs(own * self.ranks)
+        for i, mine in enumerate(self.runs(tokens)):
+            for j, run in enumerate(theirs):
+                seeing = range(max(mine.start, run.start), min(mine.stop, run.stop + reach - 1))
+                seen = range(max(run.start, mine.start - reach + 1), min(run.stop, mine.stop))
+                if seeing and seen:
+                    queries.append(seeing.start - mine.start + i * len(mine))
+                    keys += [each - run.start + j * len(run) for each in (seen.start, seen.stop)]
+        return slice(min(queries), own), slice(min(keys, default=0), max(keys, default=0))
 
     def steps(self, tokens: int, window: int = 0) -> list[int]:
         """Return the steps of a ring in which some rank sees tokens of the rank so many before it.
 
         tokens  of a row
-        window  the most tokens that a query sees, the last up to its own; 0: all up to its own
+        window  as in `seen`
         """
-        every = range(self.ranks)
-        return [
-            step
-            for step in every
-            if any(self._replace(rank=rank)._reaches(rank - step, tokens, window) for rank in every)
-        ]
+        every, own = range(self.ranks), tokens // self.ranks
 
-    def _reaches(self, source: int, tokens: int, window: int) -> bool:
-        """Return whether this rank sees tokens of another one."""
-        theirs = self._replace(rank=source % self.ranks).runs(tokens)
-        return any(
-            queries.stop > keys.start and (not window or queries.start - keys.stop + 1 < window)
-            for queries in self.runs(tokens)
-            for keys in theirs
-        )
+        def sees(rank: int, source: int) -> bool:
+            _, keys = self._replace(rank=rank).seen(source % self.ranks, own, window)
+            return keys.start < keys.stop
 
-    def firsts(self, starts: np.ndarray) -> list[np.ndarray]:
-        """Return, for each rank's tokens, the first that each query of `seen` sees, (B, Q) int32.
+        return [step for step in every if any(sees(rank, rank - step) for rank in every)]
 
-        starts  (B, T), of each token: the first that it sees
+    def firsts(self, starts: np.ndarray, window: int = 0) -> list[np.ndarray]:
+        """Return, for each rank, the first of the keys of `seen` that each of its queries sees.
+
+        (B, Q) int32 each; the number of these keys: the query sees none
+
+        starts  (B, T), of each token: the first token of its document
+        window  as in `seen`
         """
-        mine, found = self.cut(starts), []
+        mine, found = self.cut(first_keys(starts, window)), []
         for source in range(self.ranks):
-            queries, _ = self.seen(source, mine.shape[1])
-            theirs = self._replace(rank=source).of(starts.shape[1])
+            queries, keys = self.seen(source, mine.shape[1], window)
+            theirs = self._replace(rank=source).of(starts.shape[1])[keys]
             found.append(theirs.searchsorted(mine[:, queries]).astype(np.int32))
         return found
 

@@ -18,7 +18,7 @@ class Seen(NamedTuple):
         offset  s <= t + offset               0: the causal mask; T - 1 or more: there is none
         window  s > t + offset - window       0: there is none
         starts  s >= starts[t]                None: there is none
-        closed  starts[s] == starts[t], too   queries and keys are the same tokens
+        closed  starts[s] == starts[t], too   of the same tokens, and without a window
 
     So every query sees a run of keys, and neither its first key nor its end ever falls from one
     query to the next. With all bounds of a block of queries and a block of keys an operation knows
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
         return self._replace(window=0) if self.window >= queries + self.offset else self
 
     def keys_of_a_query(self, keys: int) -> int:
-        """Return how many of so many keys one query computes with, whole squares of scores apart."""
+        """Return how many of so many keys a query computes with, if scores are whole squares."""
         return min(keys, self.window or keys)
 
     def mask(self, queries: int, keys: int) -> np.ndarray:

@@ -23,7 +23,6 @@ from mpitrain.layers.base import Loss, Places, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.seen import first_keys
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.replication.protocol import Replication
 from mpitrain.parallel.tensor.context import all_tokens
@@ -327,7 +326,7 @@ def _firsts(
     """Return `Places.firsts` for these windows: empty without a ring."""
     share = layers.now.tokens
     return {
-        window: [placed(each) for each in share.firsts(first_keys(starts, window))]
+        window: [placed(each) for each in share.firsts(starts, window)]
         for window in windows
         if share.is_ring
     }

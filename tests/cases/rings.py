@@ -10,7 +10,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
-from mpitrain.ops.seen import Seen, first_keys
+from mpitrain.ops.seen import Seen
 from tests.cases.documents import starts_of
 from tests.cases.numbers import assert_close, numbers, stored, values
 
@@ -27,11 +27,13 @@ def of_rank(
     firsts: Any = [None] * share.ranks
     if starts is not None or window:
         starts = np.zeros(kv.shape[:2], np.int32) if starts is None else starts
-        firsts = share.firsts(first_keys(starts, window))
+        firsts = share.firsts(starts, window)
     for step in share.steps(kv.shape[1], window):
         source = (share.rank - step) % share.ranks
-        where = firsts[source], own if step else 0
-        steps.append((source, *share.seen(source, own), Seen(*where)))
+        where = Seen(firsts[source], *((own, 0) if step else (0, window)))
+        queries, keys = share.seen(source, own, window)
+        if queries.start < queries.stop:
+            steps.append((source, queries, keys, where))
     passing = [share._replace(rank=rank).cut(kv) for rank in range(share.ranks)]
     for source, queries, keys, where in steps:
         seen = q[:, queries], passing[source][:, keys]

@@ -115,7 +115,7 @@ def attention_part_backward(kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, 
         dy, y, log_sums = (arena.take(each.shape, each.dtype) for each in rows)
         for target, source in zip((dy, y, log_sums), rows, strict=True):
             copy_rows(target, source)
-    whole = q, kv, y, log_sums, heads, (), seen
+    whole = q, kv, y, log_sums, heads, (), seen.narrow(q.shape[1])
     attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 

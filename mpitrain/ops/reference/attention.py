@@ -39,7 +39,7 @@ def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
 
     Queries and keys are as in `attention`, but need not be of the same tokens.
 
-    seen     without a window, and not closed; where starts are T, a query sees no key, and y is 0
+    seen     not closed; where starts are T, a query sees no key, and y is 0
     earlier  `saved` of the parts before, for these queries or for more, of which these are the last;
              y and `saved` are then theirs, with this part joined in place. None: this is the first
     """

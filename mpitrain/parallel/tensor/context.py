@@ -155,9 +155,10 @@ class RingAttention(HeadAttention):
         for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
             own = (here.array if step else kv)[:, keys]
             with self._shifted((here, ahead)) as (there,):
-                y, joined = self.ops.attention_part(
-                    q[:, queries], own, self.heads, arena, seen, joined
-                )
+                if queries.start < queries.stop:
+                    y, joined = self.ops.attention_part(
+                        q[:, queries], own, self.heads, arena, seen, joined
+                    )
             here = there
         return y, (q, kv, joined)
 
@@ -170,16 +171,17 @@ class RingAttention(HeadAttention):
             part.fill(0)
             dkv.array.fill(0)
             with self._shifted((here, ahead), (sums, step - last)) as (there, arrived):
-                self.ops.attention_part_backward(
-                    dy[:, queries],
-                    joined,
-                    q[:, queries],
-                    here.array[:, keys],
-                    part[:, queries],
-                    dkv.array[:, keys],
-                    arena,
-                    seen,
-                )
+                if queries.start < queries.stop:
+                    self.ops.attention_part_backward(
+                        dy[:, queries],
+                        joined,
+                        q[:, queries],
+                        here.array[:, keys],
+                        part[:, queries],
+                        dkv.array[:, keys],
+                        arena,
+                        seen,
+                    )
             here, last = there, step
             if step == 0:
                 dq, own = part, dkv
@@ -209,8 +211,10 @@ class RingAttention(HeadAttention):
         steps = share.steps(ranks * own, self.window)
         for step, after in zip_longest(steps, steps[1:]):
             source = (self._context.rank - step) % ranks
-            seen = Seen(firsts and firsts[source], own if step else 0)
-            yield step, (after or step) - step, *share.seen(source, own), seen
+            # Own tokens that lie a window apart in the row do so among themselves, or farther.
+            bounds = (own, 0) if step else (0, self.window)
+            seen = Seen(firsts and firsts[source], *bounds)
+            yield step, (after or step) - step, *share.seen(source, own, self.window), seen
 
     def _lease(self, like: Any, content: Any = None) -> ActivationBuffer:
         lease = self._context.exchange(like.shape, like.dtype)

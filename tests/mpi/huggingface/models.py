@@ -1,5 +1,7 @@
 """Small models of transformers, and what they compute."""
 
+from functools import partial
+
 import numpy as np
 
 from mpitrain.data import without_padding
@@ -46,6 +48,30 @@ def llama(kind="LlamaForCausalLM", **changes):
         for tensor in model.parameters():
             tensor.mul_(2).add_(0.01 * torch.randn_like(tensor))
     return model.eval()
+
+
+def exact(model):
+    """Return a model like a Llama in float64: transformers' norms and angles are float32 in it."""
+    import torch
+
+    def normal(norm, x):
+        return norm.weight * (x * torch.rsqrt((x * x).mean(-1, True) + norm.variance_epsilon))
+
+    model = model.double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(normal, module)
+    config = model.config
+    half = config.hidden_size // config.num_attention_heads // 2
+    theta = config.rope_parameters["rope_theta"]
+    powers = (1 / theta ** (torch.arange(half, dtype=torch.float64) / half)).float()
+
+    def turned(x, position_ids):
+        angles = (position_ids[..., None].float() * powers).double().repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = turned
+    return model
 
 
 def loaded(folder, dtype="float32"):

@@ -10,11 +10,21 @@ from mpitrain.transport.threads import run_ranks
 from tests.generation import every_text
 
 SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"]
+LLAMA = ["model.kind=llama", "model.kv_heads=2"]
 PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["model.hidden=40"], ["model.epsilon=0.1", "model.tied=true"]], ids=str
+    "changes",
+    [
+        [],
+        ["model.hidden=40"],
+        ["model.epsilon=0.1", "model.tied=true"],
+        [*LLAMA, "model.window=5"],
+        [*LLAMA, "model.window=4", "model.window_from=1", "model.qkv_bias=true"],
+        [*LLAMA, "model.window=4", "model.window_from=1"],
+    ],
+    ids=str,
 )
 def test_greedy_tokens_and_the_context_end_equal_those_of_transformers(changes):
     from mpitrain.tools.bench.generate import Transformers

@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.formats.llama import LLAMA
 from mpitrain.run.build import build
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama, loaded, logits
+from tests.mpi.huggingface.models import exact, llama, loaded, logits, loss_and_gradients, rows
+from tests.mpi.huggingface.test_round_trip import computed
 from tests.training import configured
 
 torch = pytest.importorskip("torch")
@@ -46,6 +48,12 @@ LLAMA3 = {
 }
 
 
+WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
+"""Of a Qwen2."""
+LATER = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 6}
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+
 @pytest.mark.parametrize(
     ("changes", "ranks", "settings", "dtype"),
     [
@@ -54,8 +62,20 @@ LLAMA3 = {
         ({"kind": "MistralForCausalLM", "sliding_window": None}, 1, [], "float32"),
         ({"kind": "Qwen2ForCausalLM", "tie_word_embeddings": True}, 2, ["layout.tp=2"], "float32"),
         ({"rope_parameters": LLAMA3}, 1, [], "float32"),
+        ({"kind": "MistralForCausalLM", "sliding_window": 5}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "Qwen2ForCausalLM", **WINDOW}, 2, ["layout.pp=2"], "float32"),
+        ({"kind": "MinistralForCausalLM", **LATER}, 1, [], "float32"),
     ],
-    ids=["llama", "tied, bfloat16", "mistral", "qwen2", "llama3"],
+    ids=[
+        "llama",
+        "tied, bfloat16",
+        "mistral",
+        "qwen2",
+        "llama3",
+        "window",
+        "from layer 1",
+        "ministral",
+    ],
 )
 def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
     model = llama(**changes).to(getattr(torch, dtype))
@@ -67,8 +87,13 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
     run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
     export(tmp_path / "run", "llama", tmp_path / "back", dtype, 20_000, [])
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="float32")
-    # A Mistral without windows is written as a Llama.
-    assert type(again).__name__ == type(model).__name__.replace("Mistral", "Llama")
+    if model.config.to_dict().get("sliding_window"):
+        assert [getattr(again.config, key, None) for key in OF_WINDOWS] == [
+            getattr(model.config, key, None) for key in OF_WINDOWS
+        ]
+        assert type(again) is type(model)
+    else:  # A Mistral without windows is written as a Llama.
+        assert type(again).__name__ == type(model).__name__.replace("Mistral", "Llama")
     assert_one_function(again, tmp_path / "back", 1)
     trained = [
         abs(a - b).max() for a, b in zip(again.parameters(), model.parameters(), strict=True)
@@ -85,7 +110,7 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("head_dim", 8, "head_dim 8"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
-        ("model_type", "qwen3", "but mpitrain has gpt2, llama, mistral, qwen2, bert"),
+        ("model_type", "qwen3", "but mpitrain has gpt2, llama, mistral, ministral, qwen2, bert"),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
@@ -105,6 +130,10 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
         ("Mistral", {"sliding_window": None, "use_sliding_window": True, "mlp_bias": True}),
         ("Mistral", {"sliding_window": 32, "attention_bias": True}),
         ("Mistral", {"sliding_window": 4, "layer_types": ["full_attention"] * 2}),
+        ("Mistral", {"sliding_window": 4, "use_sliding_window": False}),
+        ("Mistral", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("Qwen2", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}),
+        ("Qwen2", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}),
         ("Qwen2", {"sliding_window": 4, "max_window_layers": 0}),
         ("Qwen2", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}),
         ("Qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
@@ -123,21 +152,72 @@ def test_a_key_means_what_the_class_of_its_type_reads(kind, keys, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "keys", "says"),
     [
-        ("Mistral", {"sliding_window": 4, "use_sliding_window": False}, "sliding_window 4"),
-        (
-            "Qwen2",
-            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window 4",
-        ),
         ("Qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
         ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "no sliding_window"),
     ],
 )
-def test_a_window_in_use_is_refused(kind, keys, says, tmp_path):
+def test_layers_with_other_windows_than_ours_are_refused(kind, keys, says, tmp_path):
     llama(f"{kind}ForCausalLM").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
     with pytest.raises(MpitrainError, match=says):
         run_ranks(1, ours, f"run.init_from={tmp_path}")
+
+
+WINDOWS = {
+    "mistral": {"kind": "MistralForCausalLM", "sliding_window": 4},
+    "qwen2": {"kind": "Qwen2ForCausalLM", **WINDOW},
+}
+EXACT = ["precision.compute=float64"]
+
+
+@pytest.mark.parametrize("changes", WINDOWS)
+def test_windows_have_the_loss_and_gradients_of_transformers(changes, tmp_path):
+    model = exact(llama(**WINDOWS[changes]))
+    model.save_pretrained(tmp_path)
+    config = configured(*FLAT, *EXACT, f"run.init_from={tmp_path}")
+    (inputs, targets), largest = rows(4), 0.0
+    ((found, loss, gradients),) = run_ranks(1, computed, config, inputs, targets)
+    right, wanted = loss_and_gradients(model, inputs, targets, LLAMA, config.model)
+    assert np.abs(found - logits(model, inputs[:1])[0]).max() <= 1e-12
+    assert abs(loss - right) <= 1e-12 and gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert np.abs(gradient - wanted[name]).max() <= 1e-11, name
+        largest = max(largest, np.abs(gradient).max())
+    assert largest > 0.01
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
+        (2, ["layout.pp=2"]),
+        (2, ["layout.cp=2"]),
+        (2, ["layout.cp=2", "layout.cp_mode=ring"]),
+        (4, ["layout.cp=4", "layout.cp_mode=ring"]),
+        (2, ["replication.zero=3"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("changes", WINDOWS)
+def test_windows_have_the_logits_of_transformers_in_every_layout(
+    changes, ranks, settings, tmp_path
+):
+    model = exact(llama(**WINDOWS[changes]))
+    model.save_pretrained(tmp_path)
+    found = run_ranks(ranks, ours, f"run.init_from={tmp_path}", *EXACT, *settings)
+    assert any(own is not None for _, own in found)
+    for tokens, own in found:
+        if own is not None:
+            assert np.abs(own - logits(model, tokens)).max() <= 1e-11
+
+
+def test_a_window_that_a_folder_cannot_hold_is_refused(tmp_path):
+    run = ["model.window=3", "model.layers=2", f"run.out={tmp_path / 'run'}"]
+    config = configured(*FLAT, *run)
+    run_ranks(1, lambda own: train(own, lambda: config, "no", lambda: False))
+    with pytest.raises(ConfigError, match=r"model.window is 3.(.|\n)*model.kind=llama"):
+        export(tmp_path / "run", "gpt2", tmp_path / "back", "float32", 20_000, [])
+    assert not (tmp_path / "back").exists()

@@ -46,6 +46,17 @@ LAYOUTS = {
     "llama": (1, LLAMA),
     "llama, tp 2, pp 2": (4, [*LLAMA, "layout.tp=2", "layout.pp=2"]),
     "llama on simulated kernels": (1, [*LLAMA, "device.kind=cuda-sim"]),
+    "a window": (1, ["model.window=5"]),
+    "a window of one token, tp 2": (2, ["model.window=1", "layout.tp=2"]),
+    "llama with a window of some layers, tp 2, pp 2": (
+        4,
+        [*LLAMA, "model.window=3", "model.window_from=1", "layout.tp=2", "layout.pp=2"],
+    ),
+    "a window, ring of 2": (2, ["model.window=3", "layout.cp=2", "layout.cp_mode=ring"]),
+    "llama with a window on simulated kernels": (
+        1,
+        [*LLAMA, "model.window=6", "device.kind=cuda-sim"],
+    ),
     "a context of 1": (1, ["model.context=1"]),
     "an odd context": (1, ["model.context=5"]),
 }
