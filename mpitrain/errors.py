@@ -145,8 +145,11 @@ class CheckpointError(MpitrainError):
     exit_code = 2
 
 
-class CommError(MpitrainError):
-    """A communication error: ranks disagree about a message or a collective, or a peer is gone."""
+class CommError(MpitrainError, RuntimeError):
+    """A communication error: ranks disagree about a message or a collective, or a peer is gone.
+
+    It is a RuntimeError, as the errors of torch.distributed are.
+    """
 
 
 class PeerLost(CommError):

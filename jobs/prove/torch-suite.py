@@ -3,8 +3,9 @@
     python jobs/prove/torch-suite.py [--ranks 3 4] [--backends gloo mpitrain] [--only PATTERN]
 
 The tests are those of `torch.testing._internal.distributed.distributed_test`, which PyTorch's wheel contains. They need
-`pip install torch expecttest`. PyTorch starts the ranks of a test as children; here the ranks are those of one mpirun, which
-run one test after another. A test that fails or hangs ends its mpirun, and another one goes on behind it. About ten minutes.
+`pip install torch expecttest`. PyTorch starts the ranks of a test as children; here the ranks are those of one
+`mpitrain launch`, which run one test after another. A test that fails or hangs ends its ranks, and others go on behind it. About
+ten minutes.
 """
 
 import argparse
@@ -165,17 +166,17 @@ def known(folder: Path) -> dict[str, Found]:
 def series(backend: str, size: int, only: str, folder: Path) -> dict[str, Found]:
     """Start ranks until each test has run, and return what came of each."""
     words = [sys.executable, __file__, "--rank", backend, "--only", only, "--folder", str(folder)]
-    mpirun = ["mpirun", "-n", str(size), "--oversubscribe", "--bind-to", "none"]
+    launch = [sys.executable, "-m", "mpitrain", "launch", "-n", str(size), "--"]
     running, ended = folder / "running", False
     while not ended:
         with (folder / "output").open("a") as output:
-            job = subprocess.Popen([*mpirun, *words], stdout=output, stderr=output)
+            job = subprocess.Popen([*launch, *words], stdout=output, stderr=output)
             first = time.time() + SECONDS  # to start and to import PyTorch takes long, too
             while job.poll() is None:
                 time.sleep(0.2)
                 since = running.stat().st_mtime if running.exists() else 0
                 if time.time() - max(since, first) > SECONDS:
-                    job.terminate()  # mpirun ends the ranks
+                    job.terminate()  # launch ends the ranks
                     job.wait()
         ended = job.wait() == 0
         name = running.read_text() if running.exists() else ""
@@ -186,7 +187,9 @@ def series(backend: str, size: int, only: str, folder: Path) -> dict[str, Found]
             with (folder / "rank-0").open("a") as log:
                 text = f"{stacks}\nhangs, or ends its process"
                 log.write(json.dumps([name, "failed", text, SECONDS]) + "\n")
-    return known(folder)
+    if not (results := known(folder)):
+        raise SystemExit(f"No test has run.\n{(folder / 'output').read_text()[-3000:]}")
+    return results
 
 
 def last_line(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import faulthandler
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.terminal.output import silence
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import MpitrainError
 from mpitrain.machine import blas_kernels, process
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def mpi_session(
     from mpitrain.transport.agreement import ending_together
     from mpitrain.transport.decorators import Recorded
     from mpitrain.transport.failures import leave_within
-    from mpitrain.transport.mpi import join_world
+    from mpitrain.transport.mpi import join_world, refuse_strangers
 
     # mpi4py holds the GIL during MPI_Init, so a watchdog thread in Python could not run.
     # The timer of faulthandler needs no GIL, and exits with code 1.
@@ -84,7 +83,7 @@ def mpi_session(
 
     with ending_together(transport, leaving):
         if not allow_alone:
-            refuse_strangers(transport)
+            refuse_strangers()
         yield transport
 
 
@@ -113,25 +112,6 @@ def configured_of(folder: Path, settings: list[str]) -> Callable[[], Any]:
         return configured(folder, settings)
 
     return configured
-
-
-def refuse_strangers(transport: "Transport") -> None:
-    """Raise ConfigError if a launcher started N processes, but each is rank 0 of 1 for MPI.
-
-    Such processes would all write the same files. Only the first one raises; the others exit.
-    """
-    started = process.launched()
-    if started.size == 1 or transport.size > 1:
-        return
-    if started.rank > 0:
-        # No barrier joins these processes. The first exit may make the launcher end the process
-        # that prints the error.
-        time.sleep(1)
-        sys.exit(ConfigError.exit_code)
-    raise ConfigError(
-        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
-        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
-    ).on_every_rank()
 
 
 def leave_usage(show: Callable[[], None], exit_code: int) -> None:

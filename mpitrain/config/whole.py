@@ -38,7 +38,7 @@ from mpitrain.config.sections import (
     listed,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, paths_of, reading_of
+from mpitrain.files import paths_of, reading_of, text_of
 from mpitrain.strict_json import parsed
 
 
@@ -304,9 +304,9 @@ def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
     raises  ConfigError if the file cannot be read or is not TOML
     """
     with reading_of(f"The configuration file {path}", "Name a TOML file."):
-        data = contents(path, inner)
+        data = text_of(path, inner)
     try:
-        tables = tomllib.loads(data.decode("utf-8-sig"))
+        tables = tomllib.loads(data.decode())
     except (
         ValueError,
         RecursionError,

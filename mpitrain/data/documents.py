@@ -11,7 +11,15 @@ from typing import IO, Any, NamedTuple
 
 from mpitrain.data.conversations import Recognised
 from mpitrain.data.instructions import written
-from mpitrain.data.records import CHUNK, DataRecord, Position, blocks, parquet_reader, separated
+from mpitrain.data.records import (
+    CHUNK,
+    DataRecord,
+    Position,
+    blocks,
+    mark_length,
+    parquet_reader,
+    separated,
+)
 from mpitrain.data.rendering import Rendered
 from mpitrain.errors import DataError
 from mpitrain.files import reading, reading_of
@@ -124,13 +132,13 @@ def texts(paths: Iterable[Path], form: Form) -> Iterator[str]:
 
 def _text(file: IO[bytes], source: Input, form: Form, start: Position) -> Iterator[Chunk]:
     """Read a file that is one document. Its last fraction is held out, from the start of a line on."""
-    cut = source.nbytes
+    cut, begin = source.nbytes, mark_length(file)
     if form.fraction:
-        wanted = int(source.nbytes * (1 - form.fraction))
+        wanted = begin + int((source.nbytes - begin) * (1 - form.fraction))
         cut = _line_end(file, wanted, source.nbytes)
         if cut == source.nbytes:  # The last line is longer than the fraction.
             cut = _character(file, wanted)
-    at = start.offset
+    at = start.offset or begin
     while at < source.nbytes:
         stop = cut if at < cut else source.nbytes
         end = _line_end(file, min(at + CHUNK, stop), stop)

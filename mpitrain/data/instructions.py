@@ -20,6 +20,9 @@ from mpitrain.data.rows import Shuffled, first_fit
 from mpitrain.data.source import DOCUMENT_END, IGNORED, Form, Reading, Request
 from mpitrain.data.templates import Conversation, open_template, without_day
 from mpitrain.data.token_files import (
+    BEGINS,
+    COUNTS,
+    FOLLOWS,
     ArrayTokens,
     FlatTokens,
     marks_of,
@@ -38,9 +41,6 @@ from mpitrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from mpitrain.data.samples import SampleSource
-
-COUNTS, BEGINS, FOLLOWS = 1, 2, 4
-"""Bits of a mark: the token counts as a target; a row begins with the token; the row before is of the same conversation."""
 
 
 class Conversations:

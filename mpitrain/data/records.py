@@ -92,8 +92,7 @@ def separated(
 ) -> Iterator[tuple[list[bytes], Position]]:
     """Yield the strings between marks, about CHUNK bytes at once, and the position after them."""
     at, number, rest = start.offset, start.documents, b""
-    if not at and os.pread(file.fileno(), len(BYTE_ORDER_MARK), 0) == BYTE_ORDER_MARK:
-        at = len(BYTE_ORDER_MARK)
+    at = at or mark_length(file)
     while True:
         # A document without a mark doubles the read, so that no byte is searched often.
         size = max(CHUNK, len(rest))
@@ -107,6 +106,12 @@ def separated(
         if items:
             at, number, rest = at + len(rest) - len(tail), number + len(items), tail
             yield items, Position(at, number)
+
+
+def mark_length(file: IO[bytes]) -> int:
+    """Return the number of bytes of the byte-order mark at the start of a file."""
+    head = os.pread(file.fileno(), len(BYTE_ORDER_MARK), 0)
+    return len(head) - len(without_byte_order_mark(head))
 
 
 def _elements(file: IO[bytes], path: Path, start: Position) -> Iterator[Block]:

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import DataError
-from mpitrain.files import contents, reading_of
+from mpitrain.files import reading_of, text_of
 from mpitrain.strict_json import validated
 
 EXAMPLE = 'Write {"context": TEXT, "choices": [TEXT, TEXT], "answer": INDEX} on each line.'
@@ -41,7 +41,7 @@ def read_tasks(path: Path) -> list[Task]:
     raises  DataError if there is no task, or, with the number of the line, if a line is none
     """
     with reading_of(f"The tasks {path}", "Name a file of tasks.", DataError):
-        lines = contents(path).split(b"\n")
+        lines = text_of(path).split(b"\n")
     tasks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import check_regular, contents, reading, reading_of
+from mpitrain.files import BYTE_ORDER_MARK, check_regular, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
 PEEK, FEWEST = 1 << 12, 64
@@ -57,6 +57,9 @@ BLOCK, BLOCKS = 4096, 64
 
 TENTH = "tenth"
 """The value of data.validation that holds out the last tenth of the source."""
+COUNTS, BEGINS, FOLLOWS = 1, 2, 4
+"""Bits of a mark: the token counts as a target; a row begins with the token; the row before is of the same conversation."""
+ALL_BITS = COUNTS | BEGINS | FOLLOWS
 META = "meta.json"
 """A file in the folder of token files; its key "dtype" names their dtype."""
 FORMAT = "mpitrain tokens 1"
@@ -237,9 +240,11 @@ def pydocs() -> np.ndarray:
 def text(path: Path) -> FlatTokens:
     """Return the bytes of a file as tokens; DataError if it is empty or cannot be read."""
     size = _size(path)
-    if size == 0:
+    with path.open("rb") as file:
+        start = len(BYTE_ORDER_MARK) * (file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK)
+    if size == start:
         raise DataError(f"{path} is empty.", "Name a file with text in it.")
-    return FileTokens(path, np.dtype(np.uint8), 0, size)
+    return FileTokens(path, np.dtype(np.uint8), start, size - start)
 
 
 def token_paths(place: str) -> list[Path]:
@@ -413,7 +418,7 @@ def marks_of(paths: Sequence[Path]) -> np.ndarray:
         with reading_of(f"The marks {name}", f"Copy them beside {path}.", DataError):
             marks = np.frombuffer(contents(name), np.uint8)
         wanted = facts.files[path.name].tokens if facts else 0
-        if len(marks) != wanted or not wanted or marks.max() > 3 or marks[0] < 2:
+        if len(marks) != wanted or not wanted or marks.max() > ALL_BITS or not marks[0] & BEGINS:
             raise DataError(
                 f"{name} must have a mark for each of the {wanted} tokens of {path}, but it does not.",
                 "Copy it again, or prepare the data again.",
@@ -501,7 +506,7 @@ def prepared(path: Path) -> Prepared | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     try:
-        facts = validated(Prepared, contents(meta))
+        facts = validated(Prepared, text_of(meta))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{meta} must be as mpitrain data prepare writes it, but {error}.", "Prepare it again."
@@ -546,7 +551,7 @@ def _content(meta: Path) -> object:
     if not meta.is_file():
         return {}
     try:
-        return parsed(contents(meta))
+        return parsed(text_of(meta))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{meta} must be JSON, but {error}.", "Write it again, or set data.dtype."

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents, reading_of, text_of, whole
+from mpitrain.files import reading_of, text_of, whole
 from mpitrain.strict_json import parsed
 
 TOKENIZER = "tokenizer.json"
@@ -235,7 +235,7 @@ def read_tokenizer(name: str) -> Tokenizer:
     if name == BYTES_NAME:
         return ByteTokenizer()
     with reading_of(f"The tokenizer {name}", f"Name a {TOKENIZER}, or {BYTES_NAME}.", DataError):
-        data = contents(Path(name))
+        data = text_of(Path(name))
     return open_tokenizer(data, name)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from mpitrain.data.templates import as_jinja, with_names
-from mpitrain.files import contents
+from mpitrain.files import text_of
 from mpitrain.formats.folder import BENEATH, configuration, refusing
 
 TEMPLATE, SETTINGS, SPECIAL = (
@@ -36,7 +36,7 @@ def chat_template(folder: Path) -> str:
         if (folder / SETTINGS).exists():
             text = _default(configuration(folder, SETTINGS, _Settings).chat_template)
         if (folder / TEMPLATE).exists():
-            text = contents(folder / TEMPLATE, BENEATH).decode()
+            text = text_of(folder / TEMPLATE, BENEATH).decode()
     return with_names(text, special_names(folder)) if text else ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import CONFIG
-from mpitrain.files import contents
+from mpitrain.files import text_of
 from mpitrain.formats.chat import SETTINGS, SPECIAL, TEMPLATE
 from mpitrain.formats.folder import BENEATH, CONFIGURATION, json_text, names, refusing
 from mpitrain.strict_json import parsed
@@ -41,7 +41,7 @@ def companions(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER))
     """Return the chosen companions in a folder; CheckpointError for one that cannot be used."""
     with refusing(folder):
         present = names(folder)
-        files = {name: contents(folder / name, BENEATH) for name in chosen if name in present}
+        files = {name: text_of(folder / name, BENEATH) for name in chosen if name in present}
         for name in OF_MODEL:
             _of_json(files, name)
         return files

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
-from mpitrain.files import contents, opened, reading, remedy
+from mpitrain.files import opened, reading, remedy, text_of, without_byte_order_mark
 from mpitrain.formats.safetensors_files import FLOATS, Located, located
 from mpitrain.formats.tensors import AnyTensor, parts_of
 from mpitrain.strict_json import parsed, validated
@@ -141,7 +141,7 @@ def weight_map(index: Path, inner: int) -> dict[str, str]:
     inner  how many names at the end of the path must not be links
     """
     try:
-        return _Index.model_validate(parsed(contents(index, inner))).weight_map
+        return _Index.model_validate(parsed(text_of(index, inner))).weight_map
     except ValueError:
         raise ValueError(f"{index.name} is no index of tensors") from None
 
@@ -190,7 +190,7 @@ def configuration(folder: Path, name: str, model: type[Model]) -> Model:
             content = file.read(TEXT + 1)
         if len(content) > TEXT:
             raise ValueError(f"{name} has more than {TEXT} bytes")
-        return validated(model, content)
+        return validated(model, without_byte_order_mark(content))
     except ValueError as error:
         raise ValueError(f"{name} is damaged: {error}") from None
 

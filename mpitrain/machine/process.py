@@ -43,7 +43,10 @@ LAUNCHERS = (
     ("PALS", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE", "PALS_RANKID", "PMI_SIZE"),
     ("Flux", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("Slurm", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("torchrun", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
 )
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Without it the variables of torchrun are those of a program that sets them itself."""
 # Variables with these prefixes make a process believe that it is a rank. Variables that tune an MPI
 # library (OMPI_MCA_, UCX_, MPIR_CVAR_) are not among them.
 RANK_VARIABLES = (
@@ -62,6 +65,7 @@ RANK_VARIABLES = (
     "PALS_",
     "FLUX_TASK_",
     "FLUX_JOB_",
+    "TORCHELASTIC_",
 )
 # Ranks of one host share memory here; Docker limits it to 64 MiB by default (--shm-size).
 SHARED_MEMORY = "/dev/shm"
@@ -87,6 +91,8 @@ class Launched(NamedTuple):
 def launched() -> Launched:
     """Read the variables of the launcher; MPI itself may report other numbers."""
     for launcher, *names in LAUNCHERS:
+        if launcher == "torchrun" and TORCHRUN not in os.environ:
+            continue
         values = [os.environ.get(name, "") for name in names]
         if values[0].isdigit() and values[3].isdigit():
             # Slurm writes 2(x4) for two tasks on each of four hosts.

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, reading_of, write_whole
+from mpitrain.files import reading_of, text_of, write_whole
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -55,7 +55,7 @@ def read_plan(path: Path) -> Plan:
     raises   ConfigError, before any stage runs, if the plan is incomplete or could deadlock
     """
     with reading_of(f"The schedule {path}", "Name a file."):
-        data = contents(path)
+        data = text_of(path)
     try:
         table = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from mpitrain.data.tokenizer import (
     tokens_of_text,
 )
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import contents, reading_of
+from mpitrain.files import contents, reading_of, text_of
 from mpitrain.formats import companions
 from mpitrain.formats.folder import refusing
 from mpitrain.models.table import MODELS, kinds
@@ -474,7 +474,7 @@ def read_prompts(path: Path) -> list[str]:
     Empty lines are no prompts.
     """
     try:
-        text = contents(path).decode()
+        text = text_of(path).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"A file of prompts is UTF-8, but byte {error.start} of {path} is not.",

@@ -11,7 +11,7 @@ from mpitrain.config import CONFIG, Config, Model, read_toml
 from mpitrain.data import source_kind
 from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.files import contents
+from mpitrain.files import text_of
 from mpitrain.formats import peft
 from mpitrain.formats.chat import chat_template
 from mpitrain.formats.folder import names, refusing
@@ -62,7 +62,7 @@ def determined(folder: Path) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> str:
     """Return the path of a folder's tokenizer; empty if its tokens are bytes."""
     with refusing(folder):
-        is_bytes = is_of_bytes(contents(folder / TOKENIZER, inner=1))
+        is_bytes = is_of_bytes(text_of(folder / TOKENIZER, inner=1))
     return "" if is_bytes else str(folder / TOKENIZER)
 
 

@@ -50,7 +50,7 @@ from mpitrain.data import (
 from mpitrain.data.templates import day_of, without_day
 from mpitrain.data.tokenizer import BYTES_FILE, TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError, DataError, say
-from mpitrain.files import FOUND_WRONG, Directory, cannot_write, contents, opened, remedy
+from mpitrain.files import FOUND_WRONG, Directory, cannot_write, contents, opened, remedy, text_of
 from mpitrain.formats.companions import INIT_FROM, OF_MODEL, of_folder
 from mpitrain.formats.writing import is_of_bytes
 from mpitrain.optim import checked, without_unread
@@ -214,7 +214,7 @@ def configuration(folder: Path) -> Config:
         for key in keys()
         if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})
     ]
-    header = re.match(WHOLE.format("([0-9]{1,6})"), contents(folder / CONFIG, inner=1).decode())
+    header = re.match(WHOLE.format("([0-9]{1,6})"), text_of(folder / CONFIG, inner=1).decode())
     if missing and not (header and int(header[1]) == sum(map(len, tables.values()))):
         named = ", ".join(missing[:8]) + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -575,7 +575,7 @@ def _examined(path: Path, does_verify: bool) -> tuple[float, str, str]:
 
 def text_in(folder: Path, name: str) -> bytes | None:
     try:
-        return contents(folder / name, inner=1)
+        return text_of(folder / name, inner=1)
     except FileNotFoundError:
         return None
 
@@ -699,7 +699,7 @@ def _schedule(name: str) -> str:
 def _text(tiles: str) -> str:
     """Return the tile sizes as text; the run directory keeps them for a resume on another device."""
     try:
-        return contents(Path(tiles)).decode()
+        return text_of(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The table of tiles {tiles} cannot be read: {error}.",

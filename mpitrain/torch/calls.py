@@ -1,12 +1,19 @@
-"""The collectives of a process group in progress: a queue that runs them in order, and PyTorch's Work.
+"""The collectives of a process group in progress: queues that run them in order, and PyTorch's Work.
 
 A call runs in the thread that waits for it, or else in a thread of its group, beside the program.
+The callbacks of a future stand in the queue, too, where `get_future` was called. The calls that they
+make run in their place, in a queue of their own. So all ranks run all calls in one order, and a
+callback may wait for its calls:
+
+    queue of the group     all-reduce   callbacks of its future   all-reduce   ...
+    queue of the callbacks              all-reduce   all-reduce
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +27,14 @@ from mpitrain.transport.base import Transport
 TURN = 1e-3
 """Seconds after which a waiting thread looks again whether it may run the calls itself."""
 
+GRACE = 5.0
+"""Seconds beyond its time limit in which the thread that runs a call says why it has not ended."""
+
 
 class Call:
     """One collective of a group.
 
-    number    of this call within its group, from 0
+    number    of this call within its group, from 0 in the order in which they run; -1 before it runs
     name      the method of the process group, with what must be the same on all ranks
     run       performs it, and blocks
     tensors   the result: the tensors that PyTorch passed
@@ -32,20 +42,14 @@ class Call:
     """
 
     def __init__(
-        self,
-        number: int,
-        name: str,
-        run: Callable[["Call"], object],
-        tensors: Sequence,
-        seconds: float,
+        self, name: str, run: Callable[["Call"], object], tensors: Sequence, seconds: float
     ):
-        self.number, self.name, self.tensors = number, name, list(tensors)
+        self.number, self.name, self.tensors = -1, name, list(tensors)
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         self.error: BaseException | None = None
         self._run: Callable[[Call], object] | None = run
-        self._ended, self._future = threading.Event(), None
-        self._lock = threading.Lock()
+        self._ended = threading.Event()
 
     def execute(self) -> None:
         assert self._run is not None
@@ -54,61 +58,88 @@ class Call:
         except BaseException as error:
             self.error = error
         self._run = None  # It may hold large tensors.
-        with self._lock:
-            self._ended.set()
-            if self._future is not None:
-                self._settle(self._future)
+        self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """End a call that never ran."""
-
-        def refuse(call: "Call") -> None:
-            raise error
-
-        self._run = refuse
-        self.execute()
+        self.error, self._run = error, None
+        self._ended.set()
 
     @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
+    @property
+    def limit(self) -> str:
+        return f"its timeout of {self.deadline - self.began:.3g} s"
+
     def pause(self, seconds: float) -> None:
         self._ended.wait(seconds)
 
-    def future(self) -> Future:
-        with self._lock:
-            if self._future is None:
-                self._future = Future()
-                if self.has_ended:
-                    self._settle(self._future)
-            return self._future
-
-    def _settle(self, future: Future) -> None:
-        if self.error is None:
-            future.set_result(self.tensors)
-        else:
-            future.set_exception(self.error)
+    def result(self) -> list:
+        if self.error is not None:
+            raise self.error
+        return self.tensors
 
     def __str__(self) -> str:
-        return f"{self.name} (call {self.number} of its group)"
+        return self.name if self.number < 0 else f"{self.name} (call {self.number} of its group)"
 
 
 class CallQueue:
-    """The calls of a group that have not ended. They run one after another, in their order."""
+    """The calls of a group that have not ended. They run one after another, in their order.
 
-    def __init__(self, transport: Transport):
-        self._recorder, self._members = transport.recorder, transport.members
-        self._calls: deque[Call] = deque()
+    outer      the queue in which this one stands, or None for the one of a group
+    on_failure called with the first call of a group that fails, by the thread that ran it
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        outer: "CallQueue | None" = None,
+        on_failure: Callable[[Call], object] = bool,
+    ):
+        self._transport, self._on_failure = transport, on_failure
+        self._outer = outer
+        self._root: CallQueue = outer._root if outer else self
+        self._entries: deque[Call | Callbacks] = deque()
         self._driving = threading.Lock()
-        self._condition, self._is_wanted = threading.Condition(), False
+        self._condition, self._is_wanted, self.is_closed = threading.Condition(), False, False
         self._thread: threading.Thread | None = None
+        # Of the queue of a group:
+        self._count, self._is_stuck = 0, False
         self.error: BaseException | None = None
 
-    def add(self, call: Call, in_background: bool) -> None:
-        """Append a call; `in_background` asks the group's thread to run it, whoever waits for it."""
-        self._calls.append(call)
-        if in_background:
-            with self._condition:
+    def add(self, call: Call, in_background: bool) -> "CallQueue":
+        """Append a call of this thread, and return its queue.
+
+        in_background  ask the group's thread to run it, whoever waits for it
+        """
+        for queue in (*reversed(_RUNNING.get()), self):
+            if queue._root is self and queue._append(call, in_background):
+                queue._shorten(call)
+                return queue
+        raise CommError(
+            f"{call} cannot run: its process group was destroyed.",
+            "Make it before destroy_process_group, or make a new group.",
+        )
+
+    def future(self, call: Call) -> Future:
+        """Return a future of a call in this queue; its callbacks may make calls, and wait for them."""
+        complete, future = future_of(call.result)
+        callbacks = Callbacks(self._transport, self, call, complete)
+        queue: CallQueue | None = self
+        while queue and not queue._append(callbacks, True):
+            queue = queue._outer  # All calls of a closed queue have ended.
+        if not queue:
+            complete()
+        return future
+
+    def _append(self, entry: "Call | Callbacks", in_background: bool) -> bool:
+        with self._condition:
+            if self.is_closed:
+                return False
+            self._entries.append(entry)
+            if in_background:
                 self._is_wanted = True
                 self._condition.notify()
                 if self._thread is None:
@@ -116,53 +147,150 @@ class CallQueue:
                         target=self._work, name="process group", daemon=True
                     )
                     self._thread.start()
+            return True
 
     def wait(self, call: Call, seconds: float | None = None) -> None:
         """Run the calls up to this one, or wait for the thread that runs them; raise its error."""
-        late = None if seconds is None else time.monotonic() + seconds
-        if late is not None:
-            call.deadline = min(call.deadline, late)
-        recorder = self._recorder
-        wait = recorder.wait(recorder.name(call.name, self._members)) if recorder.is_on else 0
+        if seconds is not None:
+            call.deadline = min(call.deadline, time.monotonic() + seconds)
+            self._shorten(call)
+        recorder, members = self._transport.recorder, self._transport.members
+        wait = recorder.wait(recorder.name(call.name, members)) if recorder.is_on else 0
         while not call.has_ended:
             if self._driving.acquire(blocking=False):
                 try:
                     self._drive(call)
                 finally:
                     self._driving.release()
-            else:
+            if not call.has_ended:
                 call.pause(TURN)
+                self._refuse_stuck(call)
         recorder.go_on(wait)
         if call.error is not None:
             raise call.error
 
-    def drain(self) -> None:
-        """Run all calls that are left; their own waits raise their errors."""
-        with self._driving:
-            self._drive(None)
+    def close(self) -> None:
+        """Run what is left, and end the thread."""
+        while True:
+            with self._driving:
+                self._drive(None)
+            with self._condition:
+                if not self._entries:
+                    self.is_closed = True
+                    self._condition.notify()
+                    return
+
+    def _shorten(self, call: Call) -> None:
+        """Let no earlier call last longer than this one may, which runs behind them."""
+        for entry in self._entries.copy():
+            if entry is call:
+                return
+            if isinstance(entry, Call):
+                entry.deadline = min(entry.deadline, call.deadline)
 
     def _drive(self, last: Call | None) -> None:
-        while self._calls and not (last and last.has_ended):
-            call = self._calls[0]
-            if self.error is None:
-                call.execute()
-                # After a failure the ranks no longer agree on the messages in flight.
-                self.error = call.error
+        """Run the calls up to `last`; None: all, with all callbacks."""
+        while self._entries and not (last and last.has_ended):
+            entry = self._entries[0]
+            if isinstance(entry, Call):
+                self._root._execute(entry)
+            elif last:
+                return  # A callback may need the thread that waits for the call.
             else:
-                refusal = CommError(
-                    f"{call} cannot run: an earlier call of this process group has failed.",
-                    "Read the first error; then make a new group, or end the job.",
-                )
-                refusal.__cause__ = self.error
-                call.fail(refusal)
-            self._calls.popleft()
+                entry.run()
+            self._entries.popleft()
+
+    def _execute(self, call: Call) -> None:
+        call.number, self._count = self._count, self._count + 1
+        if self.error is not None:
+            call.fail(self._refusal(call))
+            return
+        call.execute()
+        if call.error is not None and self.error is None:
+            # The ranks no longer agree on the messages in flight.
+            self.error = call.error
+            self._on_failure(call)
+
+    def _refusal(self, call: Call) -> CommError:
+        refusal = CommError(
+            f"{call} cannot run: an earlier call of this process group has failed.",
+            "Read the first error; then make a new group, or end the job.",
+        )
+        refusal.__cause__ = self._root.error
+        return refusal
+
+    def _refuse_stuck(self, call: Call) -> None:
+        """Raise an error if the thread that runs the calls is stuck: it keeps no time limit."""
+        root = self._root
+        if root._is_stuck:
+            raise self._refusal(call)
+        if time.monotonic() < call.deadline + GRACE:
+            return
+        first = next(iter(self._entries.copy()), call)
+        error = CommError(
+            f"rank {self._transport.members[self._transport.rank]}: {call} has not ended within {call.limit}; "
+            + (f"{first} does not return." if first is call else f"it waits for {first}."),
+            "Let a callback wait only for calls that it makes itself, or give init_process_group a longer `timeout`.",
+        )
+        root._is_stuck, root.error = True, root.error or error
+        raise error
 
     def _work(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._is_wanted)
+                self._condition.wait_for(lambda: self._is_wanted or self.is_closed)
+                if not self._is_wanted:
+                    return
                 self._is_wanted = False
-            self.drain()
+            with self._driving:
+                self._drive(None)
+
+
+class Callbacks(CallQueue):
+    """The callbacks of a future, in the queue of its call: an entry, and the queue of the calls they make.
+
+    complete  completes the future, and so runs its callbacks
+    """
+
+    def __init__(
+        self, transport: Transport, outer: CallQueue, call: Call, complete: Callable[[], object]
+    ):
+        super().__init__(transport, outer)
+        self._call, self._complete = call, complete
+        # A callback may ask another group for a future; that one's callbacks run in this place, too.
+        self._context = copy_context()
+
+    def run(self) -> None:
+        self._context.run(self._run)
+
+    def _run(self) -> None:
+        _RUNNING.set((*_RUNNING.get(), self))
+        self._complete()
+        self.close()
+
+    def __str__(self) -> str:
+        return f"a callback of {self._call}"
+
+
+_RUNNING: ContextVar[tuple[Callbacks, ...]] = ContextVar("running", default=())
+"""The callbacks that this thread runs, the innermost last."""
+
+
+def future_of(result: Callable[[], Any]) -> tuple[Callable[[], object], Future]:
+    """Return a function that completes a future, and the future, which has the result or its error.
+
+    C++ sees an error only if a callback has raised it. That of `Future.set_exception` is a value for
+    C++, which DistributedDataParallel takes for gradients: a segmentation fault.
+    """
+
+    def value(completed: Future) -> Any:
+        try:
+            return result()
+        except BaseException as error:
+            raise RuntimeError(str(error) or repr(error)) from None
+
+    begun: Future = Future()
+    return lambda: begun.set_result(None), begun.then(value)
 
 
 class CallWork(dist.Work):
@@ -177,7 +305,7 @@ class CallWork(dist.Work):
         return True
 
     def get_future(self) -> Future:
-        return self._call.future()
+        return self._queue.future(self._call)
 
     def is_completed(self) -> bool:
         return self._call.has_ended
@@ -246,14 +374,10 @@ class MessageWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future:
-        future: Future = Future()
+        def ended() -> list[torch.Tensor]:
+            self.wait()
+            return self._tensors
 
-        def settle() -> None:
-            try:
-                self.wait()
-                future.set_result(self._tensors)
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=settle, daemon=True).start()
+        complete, future = future_of(ended)
+        threading.Thread(target=complete, daemon=True).start()
         return future

@@ -11,9 +11,10 @@ Calls run in their order (calls.py). A message of `send` or `recv` starts at onc
 import time
 import warnings
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -30,8 +31,9 @@ from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.selection.tuning import read_tuning
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, PeerLost
 from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
+from mpitrain.torch.comparison import ANSWER, DESTROY, Comparison, Notices
 from mpitrain.torch.store import world
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Transport
 
@@ -83,6 +85,9 @@ class GroupOptions(NamedTuple):
     trace: str = ""
 
 
+GROUPS = Counter[str]()
+"""{name of a group: how many groups of this name there were}: a later one must not read what an earlier one said."""
+
 TRACED: list[Transport] = []
 """The transport of all ranks with its recorder, if this program keeps a trace."""
 
@@ -105,13 +110,16 @@ def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
 
         TRACED[:] = [traced(transport, Path(options.trace))]
     part = (*TRACED, transport)[0].subset(ranks or range(transport.size))
-    return ProcessGroup(part, of_group.store, of_group.timeout, options or GroupOptions())
+    name = of_group.group_id
+    GROUPS[name] += 1
+    store = dist.PrefixStore(f"group {GROUPS[name]}", of_group.store)
+    return ProcessGroup(part, store, of_group.timeout, options or GroupOptions())
 
 
 class ProcessGroup(dist.ProcessGroup):
     """A process group over a transport, which it owns; collective over the transport's ranks.
 
-    store    where ranks that wait long compare their calls
+    store    where ranks that wait long compare their calls; of this group alone
     timeout  the longest that a call may take
     """
 
@@ -121,8 +129,8 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(transport.rank, transport.size)
         tuning = read_tuning(Path(options.tuning)) if options.tuning else None
         self.transport, self.group = transport, Group(transport, options.algorithm, tuning)
-        self._store, self._seconds = store, timeout.total_seconds()
-        self._queue, self._number = CallQueue(transport), 0
+        self._notices, self._seconds = Notices(store, transport), timeout.total_seconds()
+        self._queue = CallQueue(transport, on_failure=self._notices.write_failure)
         self._exchange_tag = transport.claim_tag()
         self._buffers: dict[int, np.ndarray] = {}
         self._bound: OrderedDict[tuple, Binding] = OrderedDict()
@@ -137,7 +145,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._hashes = np.empty(2, np.int64)
         self._agreement = Group(transport, "recursive-doubling").bind(self._hashes, "maximum")
         self._coalesced: list[CallWork] | None = None
-        self._is_published = False
         self._name = self._description = ""
 
     # What PyTorch asks of every process group
@@ -170,14 +177,42 @@ class ProcessGroup(dist.ProcessGroup):
         self._seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """End the calls that are left, and free communicator and windows; collective."""
-        self._queue.drain()
-        if self._is_published:  # A later group of this name counts its calls from 0 again.
-            self._store.delete_key(f"call/{self.rank()}")
+        """End the calls that are left, then free communicator and windows, all ranks together.
+
+        Nothing is freed if the group has failed on a rank, or if a rank has not come within the time
+        limit, or has ended.
+        """
+        if self._queue.error is None:
+            self._leave()
         self._bound.clear()
         self._lossy.clear()
         self._buffers.clear()
-        self.transport.close()
+        if self._queue.is_closed:
+            self.transport.close()
+
+    def _leave(self) -> None:
+        """Wait for all ranks, and close the queue if all of them have come."""
+        leaving = Leaving(self.transport)
+
+        def is_over() -> bool:
+            return leaving.has_one_ended or self._barrier.poll()
+
+        def run(call: Call) -> None:
+            for _ in range(2):  # A rank that gave up in the first round does not begin the second.
+                if not leaving.has_one_ended:
+                    self._barrier.start()
+                self._finish(call, is_over, leaving)
+                call.deadline = time.monotonic() + self._seconds
+
+        try:
+            self._call(DESTROY, run, []).wait()
+        except CommError as error:
+            if not leaving.is_alone and not isinstance(error, PeerLost):
+                # The error may be that of an earlier call, for which nobody has waited.
+                raise error.__cause__ or error from None
+            return
+        if not leaving.has_one_ended:
+            self._queue.close()
 
     def abort(self) -> None:
         """Forget the group; a later call fails."""
@@ -197,65 +232,56 @@ class ProcessGroup(dist.ProcessGroup):
         seconds = self._seconds
         if opts is not None and opts.timeout.total_seconds() > 0:
             seconds = opts.timeout.total_seconds()
-        call = Call(self._number, name, run, tensors, seconds)
-        self._number += 1
-        self._queue.add(call, getattr(opts, "asyncOp", True))
-        work = CallWork(self._queue, call)
+        call = Call(name, run, tensors, seconds)
+        queue = self._queue.add(call, getattr(opts, "asyncOp", True))
+        work = CallWork(queue, call)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _finish(self, call: Call, is_done: Callable[[], bool]) -> None:
-        """Poll until `is_done`; a call that takes long is compared with those of the other ranks."""
-        look = call.began + min(SLOW, 0.5 * (call.deadline - call.began))
-        awaited, traffic = Awaited(call, self.transport), self.transport.traffic
+    def _finish(
+        self,
+        call: Call,
+        is_done: Callable[[], bool],
+        awaited: "Awaited | None" = None,
+        pause: float | None = None,
+    ) -> None:
+        """Poll until `is_done`; a call that takes long is compared with those of the other ranks.
+
+        pause  seconds between two comparisons; None: SLOW
+        raises  CommError if a rank makes another call or has failed, and behind the time limit
+        """
+        pause = SLOW if pause is None else pause
+        due = call.began + min(pause, 0.5 * (call.deadline - call.began))
+        awaited, traffic = awaited or Awaited(call, self.transport), self.transport.traffic
+        me, members = self.rank(), self.transport.members
+        look: Comparison | None = None
 
         def poll() -> bool:
-            nonlocal look
+            nonlocal look, due
             if is_done():
                 return True
             traffic.waits_for = awaited  # Another wait of this rank may have ended meanwhile.
-            if (now := time.monotonic()) > min(look, call.deadline):
-                look = now + SLOW
-                self._compare(call, now > call.deadline)
+            now = time.monotonic()
+            if look is None:
+                if now > min(due, call.deadline):
+                    look = Comparison(self._notices, call)
+                return False
+            if look.is_over or now > max(look.began, call.deadline) + ANSWER:
+                look.check(call, me, members)
+                awaited.is_alone = True
+                look.check_failures(call, me, members)
+                if look.began > call.deadline or not look.is_over:
+                    raise CommError(
+                        f"rank {members[me]}: {call} has not ended within {call.limit}; "
+                        f"{look.absent(call, members)}.",
+                        "Look at what that rank does, or give init_process_group a longer `timeout`.",
+                    )
+                awaited.is_alone, look, due = False, None, now + pause
             return False
 
         if not is_done():
             self.transport.wait_until(poll, what=awaited)
-
-    def _compare(self, call: Call, is_late: bool) -> None:
-        """Publish this rank's call, and raise an error if another rank has made a different one.
-
-        is_late  also raise one if the call has reached its time limit
-        """
-        members = self.transport.members
-        self._store.set(f"call/{self.rank()}", f"{call.number} {call.name}")
-        self._is_published = True
-        absent = []
-        for rank, member in enumerate(members):
-            key = f"call/{rank}"
-            number, _, name = (
-                self._store.get(key).decode() if self._store.check([key]) else "-1 "
-            ).partition(" ")
-            if int(number) == call.number and name != call.name:
-                raise CommError(
-                    f"rank {members[self.rank()]}: all ranks make the same calls in one order, but call {call.number} of "
-                    f"this process group is {call.name} here, and {name} on rank {member}.",
-                    "Let all ranks call with tensors of the same shape and dtype.",
-                )
-            if int(number) < call.number:
-                absent.append(member)
-        if is_late:
-            who = (
-                f"rank {', '.join(map(str, absent))} has not made it"
-                if absent
-                else "no rank is missing"
-            )
-            raise CommError(
-                f"rank {members[self.rank()]}: {call} has not ended within its timeout of "
-                f"{call.deadline - call.began:g} s; {who}.",
-                "Look at what that rank does, or give init_process_group a longer `timeout`.",
-            )
 
     def _binding(
         self, call: Call, kind: str, count: int, dtype: torch.dtype, **how: Any
@@ -280,7 +306,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._agreement.start()
         self._finish(call, self._agreement.poll)
         if self._hashes[0] != -self._hashes[1]:
-            self._finish(call, lambda: self._compare(call, False) or False)
+            self._finish(call, lambda: False, pause=0.01)
+        # A rank that gave up in the first round does not begin the second one.
+        self._run(call, self._barrier)
 
     def _buffer(self, count: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
         """Return the first elements of a buffer of this group, for NumPy and for PyTorch.
@@ -583,18 +611,21 @@ class ProcessGroup(dist.ProcessGroup):
         self._check_tag(tag)
         host = on_host(tensor)
         request = self.transport.start_send(bytes_of(host), to, tag)
-        return MessageWork(request, self._await, lambda: None, [host])
+        return MessageWork(request, partial(self._await, [to]), lambda: None, [host])
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MessageWork:
         return self._receive(
-            tensors, tag, lambda array: self.transport.start_recv(array, source, tag)
+            tensors, tag, lambda array: self.transport.start_recv(array, source, tag), [source]
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MessageWork:
-        return self._receive(tensors, tag, lambda array: self.transport.start_recv_any(array, tag))
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        return self._receive(
+            tensors, tag, lambda array: self.transport.start_recv_any(array, tag), others
+        )
 
     def _receive(
-        self, tensors: Tensors, tag: int, start: Callable[[np.ndarray], Any]
+        self, tensors: Tensors, tag: int, start: Callable[[np.ndarray], Any], sources: list[int]
     ) -> MessageWork:
         (tensor,) = tensors
         self._check_tag(tag)
@@ -603,7 +634,8 @@ class ProcessGroup(dist.ProcessGroup):
         def finish() -> None:
             copy_home(host, tensor)
 
-        return MessageWork(start(bytes_of(host)), self._await, finish, tensors)
+        wait = partial(self._await, sources)
+        return MessageWork(start(bytes_of(host)), wait, finish, tensors)
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < FIRST_CLAIMED_TAG:
@@ -611,18 +643,34 @@ class ProcessGroup(dist.ProcessGroup):
                 f"rank {self.rank()}: tags are 0 to {FIRST_CLAIMED_TAG - 1}, but this message has {tag}."
             )
 
-    def _await(self, request: Any, seconds: float | None) -> None:
+    def _await(self, peers: Sequence[int], request: Any, seconds: float | None) -> None:
+        """Wait for a message from or to one of the peers."""
         seconds = seconds or self._seconds
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        name = f"rank {self.transport.members[self.rank()]}: {request}"
+        look, due, times = None, began + SLOW, 0
 
         def poll() -> bool:
+            nonlocal look, due, times
             if request.test():
                 return True
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + seconds:
                 raise CommError(
-                    f"rank {self.transport.members[self.rank()]}: {request} has not ended within its timeout of {seconds:g} s.",
+                    f"{name} has not ended within its timeout of {seconds:g} s.",
                     "Look at what that rank does, or give init_process_group a longer `timeout`.",
                 )
+            if look is None and now > due and peers:
+                look = Comparison(self._notices, None)
+            elif look and look.is_over:
+                have_left = look.said and all(look.said[peer].name == DESTROY for peer in peers)
+                times = times + 1 if have_left else 0
+                if times == 2:  # A message that was sent before has had its time to arrive.
+                    raise CommError(
+                        f"{name} cannot end: the other rank is in {DESTROY}.",
+                        "Let each rank receive all that is sent to it, before it destroys the group.",
+                    )
+                look, due = None, now + SLOW
             return False
 
         self.transport.wait_until(poll, what=request)
@@ -652,17 +700,35 @@ class Binding(NamedTuple):
     reduction: Reduction
 
 
-class Awaited(NamedTuple):
-    """What a rank waits for in a call, for the reports of deadlocks and ended ranks."""
+class Awaited:
+    """What a rank waits for in a call, for the reports of deadlocks and ended ranks.
 
-    call: Call
-    transport: Transport
+    is_alone  another rank has failed or is late
+    """
+
+    is_alone = False
+
+    def __init__(self, what: object, transport: Transport):
+        self._what, self._members = what, transport.members
 
     def needs(self, left: Any) -> bool:
-        return any(member in left for member in self.transport.members)
+        return any(member in left for member in self._members)
 
     def __str__(self) -> str:
-        return str(self.call)
+        return str(self._what)
+
+
+class Leaving(Awaited):
+    """The wait for all ranks in `destroy_process_group`; it is over, too, once a rank has ended."""
+
+    has_one_ended = False
+
+    def __init__(self, transport: Transport):
+        super().__init__(DESTROY, transport)
+
+    def needs(self, left: Any) -> bool:
+        self.has_one_ended = self.has_one_ended or super().needs(left)
+        return False
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

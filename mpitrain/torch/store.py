@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.transport.base import Transport
+from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.mpi import MpiTransport, connect
-from mpitrain.transport.objects import recv_bytes, recv_object, send_object
+from mpitrain.transport.objects import recv_bytes, send_object, start_send_object
 
 LONGEST_PAUSE = 5e-3
 """Seconds between two looks of a rank that waits for a key, and of rank 0 for a request."""
@@ -46,11 +46,10 @@ def world() -> MpiTransport:
         threading.Thread(
             target=_serve, args=(transport, tags, closing), name="store", daemon=True
         ).start()
-    _TAGS[:] = tags
+    _LINES[:] = [Line(transport, *tags)]
     return transport
 
 
-_TAGS: list[int] = []
 KEYS = dist.HashStore()
 """The keys of this process; those of rank 0 are the store of the job."""
 KEYS.set_timeout(timedelta(milliseconds=1))  # A call that would wait is not made.
@@ -66,13 +65,65 @@ def _serve(transport: Transport, tags: Sequence[int], closing: threading.Event) 
             pause = min(1.5 * pause, LONGEST_PAUSE)
             continue
         rank, pause = request.source, 1e-5
-        name, *arguments = recv_bytes(transport, int(length[0]), rank, ask)
+        number, name, *arguments = recv_bytes(transport, int(length[0]), rank, ask)
         try:
             value: Any = getattr(KEYS, name)(*arguments)
         except Exception as error:
             value = RuntimeError(f"{name} of the store: {error}")
-        send_object(transport, value, rank, answer)
+        send_object(transport, (number, value), rank, answer)
         request = transport.start_recv_any(length, ask)
+
+
+class Line:
+    """The requests of this rank to rank 0, one at a time; several threads of a rank may ask.
+
+    An answer that comes after its time limit is left out by the next request.
+    """
+
+    def __init__(self, transport: Transport, ask: int, answer: int):
+        self._transport, self._ask, self._answer = transport, ask, answer
+        self._lock, self._number = threading.Lock(), 0
+        self._length = np.empty(1, np.int64)
+        self._awaited: Request | None = None
+
+    def ask(self, seconds: float, name: str, *arguments: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        late = dist.DistStoreError(
+            f"rank {self._transport.rank}: rank 0, which keeps the store, has not answered {name} within {seconds:g} s"
+        )
+        if not self._lock.acquire(timeout=seconds):
+            raise late
+        try:
+            self._number += 1
+            request = self._number, name, *arguments
+            sent, number = start_send_object(self._transport, request, 0, self._ask), -1
+            while number != self._number:
+                number, value = self._next(deadline, late)
+            for message in sent:
+                message.wait()
+        finally:
+            self._lock.release()
+        if isinstance(value, RuntimeError):
+            raise value
+        return value
+
+    def _next(self, deadline: float, late: Exception) -> Any:
+        """Receive one answer."""
+        if self._awaited is None:
+            self._awaited = self._transport.start_recv(self._length, 0, self._answer)
+        request = self._awaited
+
+        def poll() -> bool:
+            if not request.test() and time.monotonic() > deadline:
+                raise late
+            return request.test()
+
+        self._transport.wait_until(poll, what=request)
+        self._awaited = None
+        return recv_bytes(self._transport, int(self._length[0]), 0, self._answer)
+
+
+_LINES: list[Line] = []
 
 
 class MpiStore(dist.Store):
@@ -85,16 +136,10 @@ class MpiStore(dist.Store):
         super().__init__()
         self._transport = world()
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _ask(self, name: str, *arguments: Any, seconds: float | None = None) -> Any:
         if self._transport.rank == 0:
             return getattr(KEYS, name)(*arguments)
-        ask, answer = _TAGS
-        with _ASKING:
-            send_object(self._transport, (name, *arguments), 0, ask)
-            value = recv_object(self._transport, 0, answer)
-        if isinstance(value, RuntimeError):
-            raise value
-        return value
+        return _LINES[0].ask(seconds or self.timeout.total_seconds(), name, *arguments)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -118,7 +163,7 @@ class MpiStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = (timeout or self.timeout).total_seconds()
         pause, deadline = 1e-4, time.monotonic() + seconds
-        while not self.check(keys):
+        while not self._ask("check", keys, seconds=seconds):
             if time.monotonic() > deadline:
                 missing = [key for key in keys if not self.check([key])]
                 raise dist.DistStoreError(
@@ -152,23 +197,24 @@ class MpiStore(dist.Store):
 STORES: list[MpiStore] = []
 """Keeps the stores alive: what PyTorch wraps around a store calls its methods in Python."""
 
-_ASKING = threading.Lock()
-"""Held from a request to its answer: several threads of a rank may ask."""
-
 
 def rendezvous_by_mpi() -> None:
     """Let `init_process_group` without an address find the ranks by MPI.
 
-    It asks the handler of env://, which this replaces. The old one still answers where MPI started
-    no other rank and the environment names more than one, as torchrun does.
+    It asks the handler of env://, which this replaces. The old one still answers where torchrun has
+    started the ranks, or where MPI started no other rank and the environment names more than one:
+    PyTorch's own backends connect such ranks.
     """
     by_environment = _rendezvous_handlers["env"]
 
     def by_mpi(
         url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
     ) -> Iterator[tuple[dist.Store, int, int]]:
-        transport = world()
-        if transport.size == 1 and int(process.environment().get("WORLD_SIZE", "1")) > 1:
+        is_by_torchrun = process.launched().launcher == "torchrun"
+        if is_by_torchrun or (
+            (transport := world()).size == 1
+            and int(process.environment().get("WORLD_SIZE", "1")) > 1
+        ):
             yield from by_environment(url, timeout, **options)
             return
         if transport.size == 1 and sys.stderr.isatty():

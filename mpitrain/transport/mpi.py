@@ -71,6 +71,7 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
     works in jobs of at most 256 ranks.
     """
     transport = join_world(thread_level)
+    refuse_strangers()
     if 1 < transport.size <= LARGEST and transport.needs_all:
         departures(transport.MPI).watch(transport.job, transport.traffic)
     return transport
@@ -90,7 +91,7 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     with watching_siblings():
         from mpi4py import MPI
 
-        transport = from_communicator(MPI.COMM_WORLD)
+        transport = _over(MPI.COMM_WORLD)
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
         unlink_mapped(transport.size == 1)
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
@@ -129,6 +130,7 @@ def ranks() -> Iterator[MpiTransport]:
     """
     transport = join_world()
     with ending_together(transport):
+        refuse_strangers()
         yield transport
     transport.close()
 
@@ -138,11 +140,37 @@ def from_communicator(comm: Any) -> MpiTransport:
 
     The transport duplicates the communicator, and frees the duplicate in its `close()`.
     """
+    refuse_strangers()
+    return _over(comm)
+
+
+def _over(comm: Any) -> MpiTransport:
     from mpi4py import MPI
 
     job, rank = MpiJob(MPI), comm.rank
     with Guard(job, comm, f"rank {rank}", range(comm.size), "MPI_Comm_dup"):
         return MpiTransport(comm.Dup(), rank, job)
+
+
+def refuse_strangers() -> None:
+    """Raise ConfigError if a launcher started N processes, but each is rank 0 of 1 for MPI.
+
+    Such processes would all write the same files. Only the first one raises; the others exit.
+    """
+    from mpi4py import MPI
+
+    started = process.launched()
+    if started.size == 1 or MPI.COMM_WORLD.size > 1:
+        return
+    if started.rank > 0:
+        # No barrier joins these processes. The first exit may make the launcher end the process
+        # that prints the error.
+        time.sleep(1)
+        sys.exit(ConfigError.exit_code)
+    raise ConfigError(
+        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
+        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
+    ).on_every_rank()
 
 
 @cache

@@ -5,13 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.transport.base import Transport
+from mpitrain.transport.base import Request, Transport
 
 
 def send_object(transport: Transport, value: Any, to: int, tag: int = 0) -> None:
+    for request in start_send_object(transport, value, to, tag):
+        request.wait()
+
+
+def start_send_object(transport: Transport, value: Any, to: int, tag: int = 0) -> list[Request]:
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    transport.send(np.array([data.size], np.int64), to, tag)
-    transport.send(data, to, tag)
+    length = np.array([data.size], np.int64)
+    return [transport.start_send(array, to, tag) for array in (length, data)]
 
 
 def recv_object(transport: Transport, source: int, tag: int = 0) -> Any:

@@ -444,6 +444,14 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
         assert done.stderr.count(
             "started 2 processes, but MPI tells each of them that it is alone"
         ) == (rank == 0), done.stderr
+    import_it = "import mpitrain\nfrom mpi4py import MPI\n"
+    for door in (
+        "with mpitrain.ranks(): pass",
+        "mpitrain.connect()",
+        "mpitrain.from_communicator(MPI.COMM_SELF)",
+    ):
+        done = alone(0, sys.executable, "-c", f"{import_it}{door}\nprint(1)")
+        assert "tells each of them that it is alone" in done.stderr and not done.stdout, done
     code = "from mpitrain.machine import blas_kernels; blas_kernels._child = lambda kernels: 1.0\n"
     code += "from mpitrain.cli import main; main(['doctor'])"  # without the seconds of the products
     warned = alone(0, sys.executable, "-c", code)

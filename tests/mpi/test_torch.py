@@ -26,6 +26,65 @@ NAMES = """
 OF_PYTORCH = NAMES.split()
 TRAININGS = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "zero"]
 DRAWN = 12
+CALLBACKS = """
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+def trained(group, hook=None):
+    "Parameters after ten steps; six buckets, whose callbacks make calls while later buckets are reduced."
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(24, 24, dtype=torch.float64) for _ in range(6)])
+    run = DistributedDataParallel(model, bucket_cap_mb=0.005, process_group=group)
+    if hook:
+        run.register_comm_hook(*hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randn(10, 8, 24, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    for batch in rows:
+        optimizer.zero_grad()
+        run(batch).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+def chained(group, other, n):
+    "Sums whose callbacks make calls of two groups, some of them in callbacks of their own; the next calls do not wait."
+    def started(value, of=group):
+        return dist.all_reduce(torch.tensor([float(value)]), group=of, async_op=True)
+
+    def value(future):
+        return future.value()[0].item()
+
+    def deeper(future):
+        return started(value(future), other).get_future().then(
+            lambda future: started(value(future)).get_future().wait()[0].item()).wait()
+
+    def callback(future):
+        tensor = torch.tensor([value(future)])
+        dist.all_reduce(tensor, group=group)
+        found = started(tensor.item()).get_future().then(deeper).wait()
+        dist.barrier(group=group)
+        started(1)
+        return found
+
+    futures = []
+    for number in range(6):
+        futures.append(started(number).get_future().then(callback).then(lambda future: future.value() + 1))
+        if number % 2:
+            dist.all_reduce(torch.ones(3 + number), group=group)
+    both = torch.futures.collect_all([started(1).get_future(), started(2).get_future()]).then(
+        lambda future: started(len(future.value())).get_future().wait()[0].item())
+    return [future.wait() for future in futures] == [number * n**5 + 1 for number in range(6)] and both.wait() == 2 * n
+
+dist.init_process_group("mpitrain")
+for n in range(1, world.size + 1):
+    group, other = dist.new_group([*range(n)]), dist.new_group([*range(n)])
+    if world.rank < n:
+        exact = PowerSGDState(group, matrix_approximation_rank=24, min_compression_rate=0.01, start_powerSGD_iter=2)
+        apart = (trained(group, (exact, powerSGD_hook)) - trained(group)).abs().max().item()
+        print(json.dumps([world.rank, f"callbacks {n}", [apart, chained(group, other, n)]]), flush=True)
+dist.destroy_process_group()
+"""
+"""A future's callbacks that make calls and wait for them, on 1, 2 and 3 ranks. PowerSGD of full rank averages exactly."""
 PROGRAM = f"""
 import importlib.util, json, os, warnings
 from pathlib import Path
@@ -53,7 +112,8 @@ for name in {OF_PYTORCH!r}:
 work = {{name: equal.TRAININGS[name] for name in {TRAININGS!r}}} | equal.drawn({DRAWN})
 for found in equal.compare(work, str(Path("store").resolve()), world.rank, world.size).items():
     print(json.dumps([world.rank, *found]), flush=True)
-"""
+import torch.distributed as dist
+{CALLBACKS}"""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +134,13 @@ def test_pytorchs_own_tests_pass(found):
 def test_twenty_steps_of_a_training_equal_those_over_gloo(found):
     for name in TRAININGS:
         assert len(found[name]) == RANKS and max(found[name]) <= 1e-6, name
+
+
+def test_callbacks_of_futures_make_calls_and_wait_for_them(found):
+    for ranks in range(1, RANKS + 1):
+        assert len(found[f"callbacks {ranks}"]) == ranks, ranks
+        for apart, is_right in found[f"callbacks {ranks}"]:
+            assert apart <= 1e-12 and is_right, (ranks, apart, is_right)
 
 
 def test_drawn_programs_of_collectives_equal_those_over_gloo(found):

@@ -1,10 +1,11 @@
 """What ranks of backend "mpitrain" say of each other when their calls do not match: one start for all cases."""
 
 import json
+import sys
 
 import pytest
 
-from tests.processes import python_ranks
+from tests.processes import python_ranks, run
 
 pytest.importorskip("torch", reason="backend mpitrain needs PyTorch")
 
@@ -13,8 +14,8 @@ import json, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, mpitrain.torch
 from mpitrain.transport import failures
-from mpitrain.torch import process_group
-failures.PATIENCE, process_group.SLOW, ones = 0.75, 0.3, torch.ones(10)
+from mpitrain.torch import calls, process_group
+failures.PATIENCE, process_group.SLOW, calls.GRACE, ones = 0.75, 0.3, 0.5, torch.ones(10)
 for late, call in ((1, lambda: dist.barrier()), (0, lambda: dist.all_reduce(ones)), (None, dist.barrier)):
     if dist.is_initialized(): dist.destroy_process_group()
     dist.init_process_group("mpitrain")  # under the name of the group before
@@ -45,21 +46,63 @@ def after_a_failure(group):
     try: absent(group)
     except Exception: dist.all_reduce(ones, group=group)
 
+def absent_in_ddp(group, hook=None):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    if hook: model.register_comm_hook(group, hook)
+    if rank != 2:
+        model(torch.ones(1, 2)).sum().backward()  # The calls are made in C++.
+
+def absent_in_a_hook(group):
+    absent_in_ddp(group, mpitrain.torch.hook("int8"))
+
+def more_steps(group):
+    for _ in range(2 + (rank == 1)):
+        dist.all_reduce(ones, group=group)
+    dist.destroy_process_group(group)
+
+def more_messages(group):
+    try:
+        if rank == 1: dist.recv(ones, 2, group=group)
+    finally:
+        dist.destroy_process_group(group)
+
+def waiting_callback(group):
+    first = dist.all_reduce(ones, group=group, async_op=True).get_future()
+    waited = first.then(lambda future: second.wait())  # It stands before the second call, as on all ranks.
+    second = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    waited.wait()
+
 def no_sum(group):
     dist.all_reduce(torch.ones(2, dtype=torch.float8_e5m2), group=group)
 
 def no_bits(group):
     dist.all_reduce(ones, dist.ReduceOp.BXOR, group=group)
 
-for case in (other_order, other_bound_call, other_shape, absent, absent_sender, after_a_failure, no_sum, no_bits):
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
+for case, seconds in {
+    other_order: 1.5, other_bound_call: 1.5, other_shape: 1.5, absent: 1.5, absent_sender: 1.5, after_a_failure: 1.5,
+    absent_in_ddp: 3, absent_in_a_hook: 3, more_steps: 900, more_messages: 900, waiting_callback: 1, no_sum: 1.5, no_bits: 1.5,
+}.items():
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     try: case(group)
     except mpitrain.MpitrainError as error: said[case.__name__] = error.law
-dist.barrier()
+    except RuntimeError as error: said[case.__name__] = str(error)
+    dist.barrier()
+    try: dist.destroy_process_group(group)
+    except ValueError: pass  # It is destroyed.
 print(json.dumps([rank, said]), flush=True)
 if rank == 1: sys.exit()
 dist.all_reduce(ones)
 """
+
+
+def test_torchrun_starts_pytorchs_own_backends_and_not_this_one(tmp_path):
+    code = "import sys, torch.distributed as dist, mpitrain.torch; dist.init_process_group(sys.argv[1])"
+    (tmp_path / "own.py").write_text(f"{code}; print(dist.get_rank(), dist.get_world_size())")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = run([*torchrun, "own.py", "gloo"], cwd=tmp_path)
+    assert sorted(done.stdout.split()) == ["0", "1", "2", "2"], done
+    done = run([*torchrun, "own.py", "mpitrain"], cwd=tmp_path)
+    assert done.returncode and "torchrun started 2 processes" in done.stderr and not done.stdout
 
 
 def test_a_mismatch_an_absent_rank_and_one_that_ends_are_named(tmp_path):
@@ -82,6 +125,20 @@ def test_a_mismatch_an_absent_rank_and_one_that_ends_are_named(tmp_path):
             "barrier" in said[rank]["absent"] and "rank 2 has not made it" in said[rank]["absent"]
         )
         assert "earlier call" in said[rank]["after_a_failure"]
+    for case in ("absent_in_ddp", "absent_in_a_hook"):
+        for rank in (0, 1):
+            assert f"rank {rank}: a" in said[rank][case], said[rank][case]
+            assert "rank 2 has not made it" in said[rank][case]
+        assert case not in said[2]
+    # The others raise it, too, unless they hear of this error first.
+    assert "here, and destroy_process_group on rank" in said[1]["more_steps"]
+    assert (
+        "recv from rank 2" in said[1]["more_messages"]
+        and "is in destroy" in said[1]["more_messages"]
+    )
+    assert all(
+        "waits for a callback of all_reduce" in said[rank]["waiting_callback"] for rank in said
+    )
     assert "absent" not in said[2] and "from rank 2" in said[1]["absent_sender"]
     assert all("float8_e5m2" in said[rank]["no_sum"] for rank in said)
     assert all("bxor" in said[rank]["no_bits"] for rank in said)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import reading
+from mpitrain.files import reading, without_byte_order_mark
 from mpitrain.machine.process import BLAS_VARIABLES
 
 LONGEST = 1 << 20
@@ -82,7 +82,10 @@ def host_lines(path: Path, what: str) -> list[str]:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
             raise OSError(0, f"it has more than {LONGEST >> 20} MiB")
-        lines = [line.partition("#")[0].strip() for line in text.decode().splitlines()]
+        lines = [
+            line.partition("#")[0].strip()
+            for line in without_byte_order_mark(text).decode().splitlines()
+        ]
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(

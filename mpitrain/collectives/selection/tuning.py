@@ -18,7 +18,7 @@ from mpitrain.collectives.selection.cost_model import (
     Tuning,
 )
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, reading_of, write_whole
+from mpitrain.files import reading_of, text_of, write_whole
 from mpitrain.strict_json import validated
 
 MOST_RANKS = 10**6
@@ -79,7 +79,7 @@ class _TuningFile(BaseModel):
 def read_tuning(path: Path) -> Tuning:
     """Read a tuning file; ConfigError if it is not a valid one."""
     with reading_of(f"The tuning file {path}", "mpitrain bench fit writes one."):
-        data = contents(path)
+        data = text_of(path)
     try:
         file = validated(_TuningFile, data)
     except ValueError as error:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, reading_of, write_whole
+from mpitrain.files import reading_of, text_of, write_whole
 from mpitrain.kernels.loader import GRAIN, Engine
 from mpitrain.ops.cuda.launches import c_type, shared_of
 from mpitrain.strict_json import validated
@@ -401,7 +401,7 @@ class _TilesFile(BaseModel):
 def read_tiles(path: Path) -> MeasuredTiles:
     """Return the table in a file of `write_tiles`; ConfigError if it is none."""
     with reading_of(f"The table of tiles {path}", "mpitrain bench gemm --tune writes one."):
-        data = contents(path)
+        data = text_of(path)
     try:
         return MeasuredTiles(map(_entry, validated(_TilesFile, data).measured))
     except ValueError as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, reading_of
+from mpitrain.files import reading_of, text_of
 from mpitrain.strict_json import parsed
 from mpitrain.tools.text_table import figure
 
@@ -59,7 +59,7 @@ def read_before(path: Path, facts: Mapping[str, Any]) -> Before:
     law = f"--against names a file of `mpitrain bench ... --json`, but {path}"
     way_out = "Name the file of the same benchmark on the same number of ranks."
     with reading_of(law, way_out):
-        data = contents(path)
+        data = text_of(path)
     try:
         document = parsed(data)
     except ValueError as error:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents
+from mpitrain.files import text_of
 from mpitrain.machine import process
 from mpitrain.run.build import model, unit_times
 from mpitrain.run.counting import Counter
@@ -144,7 +144,7 @@ def read_units(path: Path) -> UnitTimes:
     """Read the file of `bench units`; ConfigError if it is none."""
     way_out = "mpitrain bench units writes one."
     try:
-        file = validated(_UnitsFile, contents(path))
+        file = validated(_UnitsFile, text_of(path))
     except OSError as error:
         raise ConfigError(f"The units {path} cannot be read: {error.strerror}.", way_out) from None
     except ValueError as error:

@@ -11,7 +11,7 @@ from mpitrain.data.documents import Form
 from mpitrain.data.prepare import Options, prepare, processes
 from mpitrain.data.rows import first_fit
 from mpitrain.data.templates import PLAIN
-from mpitrain.data.tokenizer import read_tokenizer, train_tokenizer
+from mpitrain.data.tokenizer import ByteTokenizer, read_tokenizer, train_tokenizer
 from mpitrain.errors import ConfigError, DataError
 
 PAIRS = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(12)]
@@ -201,6 +201,32 @@ def test_tokens_of_conversations_are_those_of_their_bytes(tmp_path, bpe, templat
         open_source(
             f"jsonl:{tmp_path}/data.jsonl", 120, "float32", 299, reading=Reading(tokenizer=str(bpe))
         )
+
+
+LAST = "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last or m.role == 'user' else '-') + '|' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_a_template_rewrites_have_rows_of_their_own_in_lines_and_files(
+    tmp_path, packing
+):
+    """The last answer is written in another way than earlier ones; one conversation has one answer."""
+    pytest.importorskip("jinja2")
+    asks = LAST + "{% if add_generation_prompt %}assistant:{% endif %}"
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+    spoken = [*[{"messages": turns}] * 9, {"messages": turns[:2]}]
+    lines = opened(tmp_path, spoken, 60, template=asks, packing=packing)
+    form = Form(0, 0, "text", "", asks)
+    prepare(Options([tmp_path / "data.jsonl"], ByteTokenizer(), -1, form), tmp_path, processes(1))
+    reading = Reading()._replace(packing=packing)
+    files = open_source(f"tokens:{tmp_path}/train.bin", 60, "float32", reading=reading)
+    for source in (lines, files):
+        assert (source.amounts["conversations"], source.held_out) == (18, 1)
+        assert source.amounts["rewritten_conversations"] == 9
+        inputs, targets = source.batch(0, 0, source.samples, range(source.samples))
+        assert answers(targets) == [b"a|"] * 18
+        both = b"user:u|assistant:-|user:u|assistant:a|"
+        assert sum(bytes(row.astype(np.uint8)).count(both) for row in inputs) == 9
 
 
 GOOD = json.dumps(PAIRS[0])

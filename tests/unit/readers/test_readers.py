@@ -213,7 +213,7 @@ stored[2][4][2][0][1][1] += 1
         plain,
         lambda file, content: (written(file, content), seal(file.parent)),
         lambda file, text: (file.write_bytes(text), seal(file.parent)),
-        r"metadata.*|no metadata|more|weight_map: more",
+        r"metadata.*|no metadata|more|weight_map: more|utf-8-sig",
         "".join(
             f"weight_map['head.bias'] = {name!r}\n"
             for name in (STATE, INDEX, "..", "/etc/passwd", f"../{STEP}/{MODEL}", "", "no", "\x1b")
@@ -226,7 +226,7 @@ stored[2][4][2][0][1][1] += 1
         plain,
         written,
         lambda file, text: file.write_bytes(text),
-        r"machine: more|machine: no (?!hosts|cores).*|machine\.(?!hosts|cores).*|link.*"
+        r"utf-8-sig|machine: more|machine: no (?!hosts|cores).*|machine\.(?!hosts|cores).*|link.*"
         r"|levels\.host\.whole\.\d\.(plain|window): (more|no .*)",
         f"""
 levels['rack'] = levels.pop('host')
@@ -255,7 +255,7 @@ del {OF_TWO}['window'], levels['host']['whole']['2']['plain']
         plain,
         written,
         lambda file, text: file.write_bytes(text),
-        r"no device|measured: (shorter|\[\])|link.*",
+        r"utf-8-sig|no device|measured: (shorter|\[\])|link.*",
         "".join(f"measured[0]['plan'][0][0] = {size!r}\n" for size in (0, -1, 63, 64.0, True, "64"))
         + """
 measured[0]['plan'][1] = 0
@@ -326,7 +326,8 @@ def test_a_file_is_refused_by_name_exactly_where_it_is_damaged(name, tmp_path):
     altered = [("altered", texts(full).replace('"samples": 12', '"samples": 13').encode())]
     altered += [("not canonical", json.dumps(full, indent=1).encode())]
     for damage, data in [*of_text(texts(full)), *(altered if name == "manifests" else [])]:
-        tried(damage, False, lambda path, data=data: form.put_text(path, data))
+        is_sound = bool(re.fullmatch(form.sound, damage))
+        tried(damage, is_sound, lambda path, data=data: form.put_text(path, data))
     for way in WAYS:
         # Links below a run directory are not followed.
         tried(way, bool(re.fullmatch(form.sound, way)), lambda path, way=way: in_the_way(way, path))

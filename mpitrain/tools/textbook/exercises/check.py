@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mpitrain.collectives.plans.own_file import Wrong, answers
 from mpitrain.errors import ConfigError, visible
-from mpitrain.files import reading
+from mpitrain.files import reading, without_byte_order_mark
 from mpitrain.tools.textbook.exercises import answers as asked
 from mpitrain.tools.textbook.exercises.table import EXERCISES, AnswerCost, Case, Exercise
 from mpitrain.tools.words import text
@@ -88,7 +88,7 @@ def check_file(path: Path) -> Checked:
     """
     try:
         with reading(path) as file:
-            code = file.read(LARGEST + 1)
+            code = without_byte_order_mark(file.read(LARGEST + 1))
     except OSError as error:
         raise ConfigError(
             f"The file {path} cannot be read: {error.strerror or error}.",

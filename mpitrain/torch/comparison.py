@@ -1,0 +1,136 @@
+"""What each rank of a process group says of its calls, in the store: who made another call, who failed, who is absent.
+
+A rank writes its call there once it has waited long, and reads those of the others.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from mpitrain.errors import CommError, MpitrainError
+from mpitrain.torch.calls import Call
+from mpitrain.transport.base import Transport
+
+ANSWER = 2.0
+"""Seconds in which the store must answer a rank whose call is late."""
+
+DESTROY = "destroy_process_group"
+"""The last call of each rank."""
+
+
+class Said(NamedTuple):
+    """What a rank has said. number: of its call, -1: nothing yet; failure: why the group has failed there, or "" """
+
+    number: int
+    name: str
+    failure: str
+
+
+class Notices:
+    """The calls of a process group's ranks, as they have written them to a store of the group's own."""
+
+    def __init__(self, store: dist.Store, transport: Transport):
+        self._store, self._transport = store, transport
+        self._rank, self._ranks = transport.rank, range(transport.size)
+        self._writing, self._written = threading.Lock(), (-1, False)
+
+    def write(self, call: Call, failure: str = "") -> None:
+        with self._writing:
+            # The thread of a failure may come before that of an earlier look.
+            if (latest := (call.number, bool(failure))) > self._written:
+                self._store.set(f"call/{self._rank}", f"{call.number} {call.name}\n{failure}")
+                self._written = latest
+
+    def write_failure(self, call: Call) -> None:
+        """Tell the other ranks that the group has failed; does not wait for the store."""
+        error = call.error
+        text = error.law if isinstance(error, MpitrainError) else repr(error)
+
+        def write() -> None:
+            with suppress(Exception):  # The error itself is raised in any case.
+                self.write(call, text)
+
+        threading.Thread(target=write, name="failure", daemon=True).start()
+
+    def read(self) -> list[Said]:
+        """Return what each rank has said, by rank."""
+        return [self._read(f"call/{rank}") for rank in self._ranks]
+
+    def _read(self, key: str) -> Said:
+        if not self._store.check([key]):
+            return Said(-1, "", "")
+        call, _, failure = self._store.get(key).decode().partition("\n")
+        number, _, name = call.partition(" ")
+        return Said(int(number), name, failure)
+
+
+class Comparison:
+    """One reading of the notices, in a thread of its own, since the store may not answer.
+
+    call  of this rank, to be written first; None: no call, but a message
+    said  by rank; None before the answer
+    """
+
+    def __init__(self, notices: Notices, call: Call | None):
+        self._notices, self._call = notices, call
+        self.began, self.is_over = time.monotonic(), False
+        self.said: list[Said] | None = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._read, name="look", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            if self._call:
+                self._notices.write(self._call)
+            self.said = self._notices.read()
+        except Exception as error:
+            self._error = error
+        self.is_over = True
+
+    def check(self, call: Call, me: int, members: Sequence[int]) -> None:
+        """Raise an error if another rank's call is not this one.
+
+        me       this rank
+        members  for each rank, its rank in the whole job
+        """
+        for rank, said in enumerate(self.said or ()):
+            has_given_up = call.name == DESTROY and said.failure
+            if said.number == call.number and said.name != call.name and not has_given_up:
+                raise CommError(
+                    f"rank {members[me]}: all ranks make the same calls in one order, but call {call.number} of "
+                    f"this process group is {call.name} here, and {said.name} on rank {members[rank]}.",
+                    "Let all ranks make as many calls before they destroy the group."
+                    if DESTROY in (call.name, said.name)
+                    else "Let all ranks call with tensors of the same shape and dtype.",
+                )
+
+    def check_failures(self, call: Call, me: int, members: Sequence[int]) -> None:
+        """Raise an error if the group has failed on another rank; arguments as of `check`."""
+        for rank, said in enumerate(self.said or ()):
+            if said.failure and said.number <= call.number and rank != me:
+                raise CommError(
+                    f"rank {members[me]}: {call} cannot end, since this process group has failed on rank "
+                    f"{members[rank]}: {said.failure}",
+                    "Look at that rank first.",
+                )
+
+    def absent(self, call: Call, members: Sequence[int]) -> str:
+        """Return who has not made a call that is late, as text."""
+        if self.said is None:
+            return (
+                f"the store failed: {self._error}"
+                if self._error
+                else "the rank that keeps the store, usually rank 0, does not answer"
+            )
+        absent = [
+            member
+            for said, member in zip(self.said, members, strict=True)
+            if said.number < call.number
+        ]
+        if not absent:
+            return "no rank is missing"
+        return f"rank {', '.join(map(str, absent))} has not made it"
