@@ -11,6 +11,8 @@ import pytest
 import mpitrain
 from tests.processes import run
 
+ROOT = Path(mpitrain.__file__).parents[1]
+
 
 @pytest.mark.parametrize("name", mpitrain.__all__)
 def test_every_public_name_is_there_and_documented(name):
@@ -84,6 +86,38 @@ def test_type_checkers_see_the_public_names_where_programs_find_them():
         for alias in node.names
     }
     assert seen == {name: f"mpitrain.{home}.{name}" for name, home in mpitrain._HOMES.items()}
+
+
+PROGRAM = """
+import numpy as np
+import mpitrain
+
+def total(group: mpitrain.Group) -> float:
+    array = np.ones(4)
+    group.all_reduce(array)
+    return float(array[0])
+
+try:
+    with mpitrain.ranks() as transport:
+        print(total(mpitrain.Group(transport, "ring")) + transport.rank)
+    print(mpitrain.parse({"run": {"steps": 2}}).run.steps + 1)
+except mpitrain.PeerLost as error:
+    print(error.ranks[0] + 1, error.law.upper())
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_takes_a_users_program_and_finds_its_mistakes(tmp_path, monkeypatch):
+    assert (ROOT / "mpitrain/py.typed").is_file()
+    assert "mpitrain = py.typed" in (ROOT / "setup.cfg").read_text()
+    api = pytest.importorskip("mypy.api")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    wrong = PROGRAM.replace('"ring"', "3").replace("steps + 1", 'steps + "1"')
+    for text, mistakes in ((PROGRAM, 0), (wrong, 2)):
+        Path("own.py").write_text(text)
+        said, failure, _ = api.run(["--strict", "--follow-imports=silent", "own.py"])
+        assert said.count("error:") == mistakes and not failure, said
 
 
 @pytest.mark.slow
