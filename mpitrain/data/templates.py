@@ -138,10 +138,9 @@ class _Jinja(Template):
         self._send(conversations)
         for _ in conversations:
             if not (line := self._child.stdout.readline()).endswith(b"\n"):
-                ended = -self._child.wait()
-                if ended == signal.SIGPROF:
+                if (ended := self._child.wait()) == -signal.SIGPROF:
                     raise _beyond(f"takes more than {rendering.SECONDS:g} s")
-                raise _beyond(f"ends its process (signal {ended})")
+                raise _beyond(f"ended its process with {ended}")
             answer = json.loads(line.decode(errors="surrogatepass"))
             if "limit" in answer:
                 raise _beyond(answer["limit"])
@@ -168,14 +167,20 @@ def _child() -> Iterator[Any]:
                 f"{PLAIN.encode('unicode_escape').decode()}",
             )
         folders.append(str(Path(spec.origin).parents[1]))
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", rendering.__file__, *folders],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment_of_one(),
-        start_new_session=True,  # Ctrl-C is for this process.
-    )
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-S", rendering.__file__, *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment_of_one(),
+            start_new_session=True,  # Ctrl-C is for this process.
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"A chat template in Jinja runs in its own process, but {sys.executable or 'Python'} cannot start: {error}.",
+            "Raise the limits of processes and memory (ulimit -u, ulimit -v), or set data.template to a text.",
+        ) from None
     try:
         yield child
     finally:
