@@ -1,5 +1,6 @@
 """The table of models by kind, and the rules that a configuration must obey for its model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -324,7 +325,7 @@ def check_model(config: Config) -> None:
             f"model.label_smoothing shares a target among classes, but model.loss is {model.loss}.",
             "Set model.label_smoothing to 0.",
         )
-    _check_split(row, model, layout)
+    _check_split(row, config)
     for key, other in row.divides:
         count, of = getattr(model, key), getattr(model, other)
         if count and of % count:
@@ -340,37 +341,53 @@ def _is_ring(layout: Layout) -> bool:
     return layout.cp > 1 and layout.cp_mode == "ring"
 
 
-def _check_split(row: Model, model: Keys, layout: Layout) -> None:
+def _check_split(row: Model, config: Config) -> None:
+    model, layout = config.model, config.layout
     if not row.split and layout.tp > 1:
         raise ConfigError(
             f"Tensor parallelism does not split a model of kind {model.kind}, but layout.tp is {layout.tp}.",
             "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
         )
     for name in row.split.split():
-        _check_divided(row, model, layout, name)
+        _check_divided(row, config, name)
 
 
-def _check_divided(row: Model, model: Keys, layout: Layout, name: str) -> None:
+def _check_divided(row: Model, config: Config, name: str) -> None:
+    """Raise ConfigError unless the tensor-parallel ranks divide a key of the model.
+
+    The ways out begin with layouts: a folder, or a run that has begun, fixes the key.
+    """
+    model, layout = config.model, config.layout
     cp = 1 if _is_ring(layout) else layout.cp
     key, count, tp = f"model.{name}", getattr(model, name), layout.tp * cp
     divisor = "layout.tp" if cp == 1 else "layout.tp x layout.cp"
     if count % tp == 0:
         return
+    counts = [getattr(model, each) for each in row.split.split()]
+    common, own = math.gcd(*counts), math.gcd(layout.tp, *counts)
+    ways = [
+        f"Set {divisor} to {_nearest([n for n in range(1, common + 1) if common % n == 0], tp)}"
+    ]
+    ring, rest = "layout.cp_mode to ring", layout.tp // own
+    same = [ring] if rest == 1 else []  # Then it is layout.cp that does not fit.
+    if cp == 1 and rest * layout.pp <= model.layers:
+        same.append(f"layout.tp to {own} and layout.pp to {rest * layout.pp}")
+    if rest > 1 and "tokens" in row.takes and model.context % (2 * rest * layout.cp) == 0:
+        same.append(f"layout.tp to {own}, layout.cp to {rest * layout.cp} and {ring}")
+    if same:
+        ways.append(f"for as many ranks {', or '.join(same)}")
     bounds = [getattr(model, other) for own, other in row.divides if own == name]
     most = min(bounds, default=count + tp)
     fitting = [n for n in range(tp, most + 1, tp) if all(bound % n == 0 for bound in bounds)]
-    divisors = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
-    ways = [
-        f"{way} to {' or '.join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))}"
-        for way, numbers, now in ((key, fitting, count), (divisor, divisors, tp))
-        if numbers
-    ]
-    if cp > 1 and count % layout.tp == 0:
-        ways.append("layout.cp_mode to ring")
+    if fitting and not config.run.init_from:
+        ways.append(f"of a new model {key} to {_nearest(fitting, count)}")
     raise ConfigError(
-        f"{divisor} must divide {key}, but {tp} does not divide {count}.",
-        f"Set {', or '.join(ways)}.",
+        f"{divisor} must divide {key}, but {tp} does not divide {count}.", f"{'; or '.join(ways)}."
     )
+
+
+def _nearest(numbers: Sequence[int], now: int) -> str:
+    return " or ".join(map(str, sorted(sorted(numbers, key=lambda n: abs(n - now))[:2])))
 
 
 def check_data(kind: str, form: Form, name: str) -> None:

@@ -201,3 +201,19 @@ def test_packed_documents_train_as_in_rows_of_their_own():
 def test_a_shape_that_cannot_be_is_refused(settings, law):
     with pytest.raises(ConfigError, match=law):
         check_model(configured(*LLAMA, *settings))
+
+
+def test_heads_that_a_folder_fixes_are_no_way_out():
+    """The layouts that are named have as many ranks, and fit."""
+    config = configured(*LLAMA)
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"tp": 4})})
+    begun = config.model_copy(update={"run": config.run.model_copy(update={"init_from": "a"})})
+    for one, more in ((config, "; or of a new model model.kv_heads to 4."), (begun, ".")):
+        with pytest.raises(ConfigError) as raised:
+            check_model(one)
+        assert raised.value.way_out == (
+            "Set layout.tp to 1 or 2; or for as many ranks layout.tp to 2 and layout.pp to 2, "
+            f"or layout.tp to 2, layout.cp to 2 and layout.cp_mode to ring{more}"
+        )
+    for settings in (["layout.pp=2"], ["layout.cp=2", "layout.cp_mode=ring"]):
+        check_model(configured(*LLAMA, "layout.tp=2", *settings))

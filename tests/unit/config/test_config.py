@@ -124,17 +124,19 @@ def test_a_value_with_another_name_is_told_its_own(setting, hint):
         (
             ["layout.tp=3"],
             "layout.tp must divide model.heads, but 3 does not divide 4.",
-            "layout.tp to 2 or 4.",
+            "Set layout.tp to 2 or 4;",
         ),
         (
             ["layout.tp=4", "model.heads=6", "model.width=48"],
             "layout.tp must divide model.heads, but 4 does not divide 6.",
-            "Set model.heads to 4 or 8, or layout.tp to 2 or 3.",
+            "Set layout.tp to 2 or 3; or for as many ranks layout.tp to 2 and layout.pp to 2, or layout.tp to 2, layout.cp to 2 "
+            "and layout.cp_mode to ring; or of a new model model.heads to 4 or 8.",
         ),
         (
             ["layout.tp=8", "model.kind=mlp", "model.width=20"],
             "layout.tp must divide model.width, but 8 does not divide 20.",
-            "Set model.width to 16 or 24, or layout.tp to 5 or 10.",
+            "Set layout.tp to 5 or 10; or for as many ranks layout.tp to 4 and layout.pp to 2; or of a new model model.width to "
+            "16 or 24.",
         ),
         (
             ["layout.tp=2", "layout.sequence_parallel=true", "model.kind=mlp"],
@@ -159,7 +161,8 @@ def test_a_value_with_another_name_is_told_its_own(setting, hint):
         (
             ["layout.cp=4", "layout.tp=2"],
             "layout.tp x layout.cp must divide model.heads, but 8 does not divide 4.",
-            "Set model.heads to 8 or 16, or layout.tp x layout.cp to 2 or 4, or layout.cp_mode to ring.",
+            "Set layout.tp x layout.cp to 2 or 4; or for as many ranks layout.cp_mode to ring; or of a new model model.heads to "
+            "8 or 16.",
         ),
         (
             ["layout.cp=2", "pipeline.schedule=async"],
