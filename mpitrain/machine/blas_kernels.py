@@ -1,30 +1,33 @@
-"""The kernels of NumPy's OpenBLAS: those for AVX2 where they multiply faster than those for AVX-512.
+"""What multiplies matrices: NumPy's OpenBLAS with its own kernels, with those for AVX2, or Intel's MKL.
 
-OpenBLAS reads OPENBLAS_CORETYPE once, when NumPy is imported. So everything here works before that,
-and child processes measure.
+The others are chosen where they are measured to be faster. OpenBLAS reads OPENBLAS_CORETYPE once,
+when NumPy is imported. So everything here works before that, and child processes measure.
 """
 
+import ctypes
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import ascii_letters
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpitrain.errors import say
-from mpitrain.files import contents, write_whole
+from mpitrain.files import check_room, contents, write_whole
 from mpitrain.machine import process
 from mpitrain.machine.compiling import locked, shared_cache_of
+from mpitrain.machine.process import MKL
 
 AVX2 = "Haswell"
 """OpenBLAS's name of its kernels for AVX2."""
+NAMES = {"": "OpenBLAS's own choice of kernels", AVX2: "its kernels for AVX2", MKL: MKL}
 MARGIN = 1.03
-"""Smallest gain for which kernels are chosen, and largest ratio of the two fastest children of a kind."""
-PAIRS, SAMPLED, SECONDS = 3, 0.7, 20.0
+"""Smallest gain for which others are chosen, and largest ratio of the two fastest children of a kind."""
+TURNS, SAMPLED, SECONDS = 3, 0.7, 20.0
 """Children of each kind, seconds of processor time of a child, and its time limit in seconds.
 
 Other guests of a virtual machine's processor double the time of most products, but of few in so long.
@@ -34,41 +37,60 @@ SHAPES = ((512, 256, 768), (512, 256, 1024), (512, 1024, 256))
 
 
 class Measured(NamedTuple):
-    """The kernels that this machine should use; serialisable as JSON.
+    """What should multiply on this machine; serialisable as JSON.
 
-    kernels  value of OPENBLAS_CORETYPE; empty: OpenBLAS's own choice
-    gain     rate of the kernels for AVX2 over that of OpenBLAS's own; 0: the machine was too busy
+    kernels  as of `process.blas_kernels`
+    gains    {kernels: rate over that of OpenBLAS's own choice}; empty if nothing is known
+    reason   why nothing is known
     """
 
     kernels: str
-    gain: float
+    gains: dict[str, float]
+    reason: str = ""
 
     def __str__(self) -> str:
-        if not self.gain:
-            return "OpenBLAS's own: the machine was too busy to compare them"
-        whose = "those for AVX2" if self.kernels else "OpenBLAS's own: those for AVX2"
-        return f"{whose}, {self.gain:.2f} times as fast as its choice"
+        own = f"NumPy's BLAS by {NAMES[self.kernels]}" if self.kernels != MKL else MKL
+        if not self.gains:
+            return f"{own}: {self.reason}"
+        rates = [f"{NAMES[kernels]} {gain:.2f}" for kernels, gain in self.gains.items()]
+        return f"{own}; rates over OpenBLAS's own choice of kernels: {', '.join(rates)}"
 
 
 def choose(recorded: Callable[[], str | None] = lambda: None) -> None:
-    """Choose the kernels, before NumPy is imported; a user's OPENBLAS_CORETYPE or MKL stays.
+    """Choose what multiplies, before NumPy is imported; the choice of a user stays.
 
-    The first start on a machine measures, which takes some seconds.
+    The first start on a machine measures, which takes some seconds. All ranks of a host read one result.
     recorded  returns the kernels with which a run began on such a processor, or None
     """
-    if is_choice() and (kernels := _of(recorded)):
-        process.choose_blas_kernels(kernels)
-
-
-def _of(recorded: Callable[[], str | None]) -> str:
+    if not (others := _candidates()):
+        return
     kernels = recorded()
-    return measured().kernels if kernels is None else kernels
+    if kernels is None or (kernels == MKL and MKL not in others):
+        kernels = measured().kernels
+    process.choose_blas_kernels(kernels)
 
 
 def is_choice() -> bool:
-    """Return whether a processor with AVX-512 multiplies by NumPy's BLAS, and the user has not chosen."""
-    has_choice = not process.blas_kernels() and "avx512f" in process.processor().features
-    return has_choice and not _version("mkl")
+    return bool(_candidates())
+
+
+def _candidates() -> list[str]:
+    """Return what may multiply faster than OpenBLAS with its own kernels; nothing if a user has chosen."""
+    if process.has_chosen_blas():
+        return []
+    has_avx512 = "avx512f" in process.processor().features
+    return [AVX2] * has_avx512 + [MKL] * bool(mkl_file())
+
+
+def mkl_file() -> Path | None:
+    """Return the file of MKL's library, if it is installed as a package."""
+    from importlib.metadata import PackageNotFoundError, files
+
+    with suppress(PackageNotFoundError):
+        for file in files("mkl") or ():
+            if file.name.startswith("libmkl_rt.so"):
+                return Path(str(file.locate())).resolve()
+    return None
 
 
 def _version(package: str) -> str:
@@ -85,60 +107,120 @@ def measured(anew: bool = False) -> Measured:
 
     anew  measure in any case
     """
+    candidates = _candidates()
     if not (folder := shared_cache_of("blas-kernels")):
-        return Measured("", 0)  # Each rank would measure at every start.
-    facts = f"{_processor()} NumPy {_version('numpy')}"
+        # Each rank would measure at every start, and might choose otherwise.
+        return Measured("", {}, "no folder keeps a measurement")
+    facts = f"{_processor()} NumPy {_version('numpy')} {_version('mkl')} {' '.join(candidates)}"
     path = folder / f"{crc32(facts.encode()):08x}.json"
-    with suppress(OSError), locked(path, "kernels of OpenBLAS"):
-        if not anew:
-            with suppress(OSError, ValueError, TypeError):
-                kernels, gain = json.loads(contents(path))
-                if kernels in ("", AVX2):
-                    return Measured(kernels, float(gain))
-            say("measuring the kernels of OpenBLAS, once")
-        result = _compared([(_child(""), _child(AVX2)) for _ in range(PAIRS)])
-        write_whole(path, json.dumps(result) + "\n")
-        return result
-    return Measured("", 0)
+    try:
+        with locked(path, "matrix products"):
+            if not anew and (result := _cached(path, candidates)):
+                return result
+            check_room(path)
+            say("measuring matrix products, once on a machine")
+            kinds = ["", *candidates]
+            result = _compared(
+                [{kernels: _child(kernels) for kernels in kinds} for _ in range(TURNS)]
+            )
+            write_whole(path, json.dumps(result) + "\n")
+            return result
+    except OSError as error:
+        reason = f"{error.filename or path} keeps no measurement: {error.strerror or error}"
+        return Measured("", {}, reason)
 
 
-def _compared(pairs: list[tuple[float, float]]) -> Measured:
-    """Judge the seconds of (own kernels, those for AVX2), measured in turns."""
-    (own, second), (other, its_second) = (sorted(kind)[:2] for kind in zip(*pairs, strict=True))
-    if not (second < MARGIN * own and its_second < MARGIN * other):
-        return Measured("", 0)
-    gain = own / other
-    return Measured(AVX2 if gain >= MARGIN else "", round(gain, 3))
+def _cached(path: Path, candidates: list[str]) -> Measured | None:
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        kernels, gains, reason = json.loads(contents(path))
+        if kernels in ("", *candidates) and gains.keys() <= {*candidates}:
+            return Measured(kernels, {key: float(gain) for key, gain in gains.items()}, str(reason))
+    return None
 
 
-def _child(kernels: str) -> float:
-    """Return the processor's seconds of the products in a child; infinity if it fails."""
-    environment = process.environment_of_one()
-    environment.pop(process.OPENBLAS_KERNELS, None)
-    environment |= {process.OPENBLAS_KERNELS: kernels} if kernels else {}
+def _compared(turns: Sequence[dict[str, tuple[float, float]]]) -> Measured:
+    """Judge the (seconds of the processor, seconds) of each kind of kernels in each turn.
+
+    The processor's seconds are less disturbed. But MKL may use fewer threads, which only time shows.
+    """
+    by_work, by_time = (
+        _gains({kernels: sorted(turn[kernels][clock] for turn in turns) for kernels in turns[0]})
+        for clock in (0, 1)
+    )
+    gains = {
+        kernels: min(gain, by_time[kernels]) if kernels == MKL else gain
+        for kernels, gain in by_work.items()
+        if kernels != MKL or MKL in by_time
+    }
+    if not gains:
+        return Measured("", {}, "the machine was too busy to compare with others")
+    best = max(gains, key=gains.__getitem__)
+    return Measured(best if gains[best] >= MARGIN else "", gains)
+
+
+def _gains(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return {kernels: rate over that of OpenBLAS's own choice} where the two fastest of a kind agree."""
+    fastest = {kernels: one for kernels, (one, two, *_) in seconds.items() if two < MARGIN * one}
+    own = fastest.pop("", None)
+    return {kernels: round(own / each, 3) for kernels, each in fastest.items()} if own else {}
+
+
+def _child(kernels: str) -> tuple[float, float]:
+    """Return the processor's seconds and the seconds of the products in a child; infinity if it fails."""
+    environment = process.environment_with_blas(kernels, process.environment_of_one())
     command = (sys.executable, "-m", "mpitrain.machine.blas_kernels")
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=SECONDS)
-        return float(done.stdout)
+        work, wall = map(float, done.stdout.split())
+        return work, wall
     except (subprocess.TimeoutExpired, ValueError):
-        return float("inf")
+        return float("inf"), float("inf")
 
 
-def seconds() -> float:
-    """Return the processor's seconds of the fastest turn of products within `SAMPLED`."""
+def seconds() -> tuple[float, float]:
+    """Return the least processor's seconds and the least seconds of a turn of products within `SAMPLED`."""
     import numpy as np
 
-    operands = [(np.ones((m, k), "f4"), np.ones((k, n), "f4")) for m, k, n in SHAPES]
-    fastest, until = float("inf"), time.process_time() + SAMPLED
+    operands = [
+        (np.ones((m, k), "f4"), np.ones((k, n), "f4"), np.empty((m, n), "f4")) for m, k, n in SHAPES
+    ]
+    multiply = _mkl_product() if process.blas_kernels() == MKL else np.matmul
+    work = wall = float("inf")
+    until = time.process_time() + SAMPLED
     while (start := time.process_time()) < until:
-        for a, b in operands:
-            a @ b
-        fastest = min(fastest, time.process_time() - start)
-    return fastest
+        begun = time.perf_counter()
+        for a, b, out in operands:
+            multiply(a, b, out)
+        wall = min(wall, time.perf_counter() - begun)
+        work = min(work, time.process_time() - start)
+    return work, wall
+
+
+def _mkl_product() -> Callable[..., object]:
+    """Return MKL's product of contiguous float32 matrices."""
+    product = ctypes.CDLL(str(mkl_file())).cblas_sgemm
+    matrix: list[Any] = [ctypes.c_void_p, ctypes.c_int]
+    product.argtypes = [
+        *[ctypes.c_int] * 6,
+        ctypes.c_float,
+        *matrix,
+        *matrix,
+        ctypes.c_float,
+        *matrix,
+    ]
+
+    def multiply(a: Any, b: Any, out: Any) -> None:
+        (m, k), n = a.shape, b.shape[1]
+        addresses = a.ctypes.data, b.ctypes.data, out.ctypes.data
+        row_major, as_it_is = 101, 111  # constants of the CBLAS interface
+        sizes = row_major, as_it_is, as_it_is, m, n, k
+        product(*sizes, 1, addresses[0], k, addresses[1], n, 0, addresses[2], n)
+
+    return multiply
 
 
 def in_use() -> tuple[str, str]:
-    """Return the processor, and the kernels that OpenBLAS was told to use on it or ""."""
+    """Return the processor, and what multiplies on it, as of `process.blas_kernels`."""
     return _processor(), process.blas_kernels()
 
 
@@ -158,4 +240,4 @@ def recorded_in(metrics: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    print(seconds())
+    print(*seconds())

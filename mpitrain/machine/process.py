@@ -191,18 +191,33 @@ def yield_crowded_cores() -> None:
             os.environ.setdefault(name, "1")
 
 
-OPENBLAS_KERNELS = "OPENBLAS_CORETYPE"
+OPENBLAS_KERNELS, BY_MKL = "OPENBLAS_CORETYPE", "MPITRAIN_MKL"
+MKL = "MKL"
 
 
 def blas_kernels() -> str:
-    """Return the kernels that OpenBLAS was told to use; empty: its own choice."""
-    return os.environ.get(OPENBLAS_KERNELS, "")
+    """Return what multiplies matrices: MKL, kernels of OpenBLAS such as Haswell, or "": its own choice."""
+    return MKL if os.environ.get(BY_MKL) == "1" else os.environ.get(OPENBLAS_KERNELS, "")
+
+
+def has_chosen_blas() -> bool:
+    """Return whether the user, or a process above this one, has chosen what multiplies matrices."""
+    return bool(os.environ.get(BY_MKL) or os.environ.get(OPENBLAS_KERNELS))
+
+
+def environment_with_blas(kernels: str, environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which these kernels multiply; values as of `blas_kernels`."""
+    rest = {k: v for k, v in environment.items() if k not in (OPENBLAS_KERNELS, BY_MKL)}
+    return rest | (
+        {BY_MKL: "1"} if kernels == MKL else {OPENBLAS_KERNELS: kernels} if kernels else {}
+    )
 
 
 def choose_blas_kernels(kernels: str) -> None:
-    """Tell OpenBLAS to use kernels such as Haswell, or none, before NumPy is imported."""
-    os.environ.pop(OPENBLAS_KERNELS, None)
-    os.environ |= {OPENBLAS_KERNELS: kernels} if kernels else {}
+    """Let these kernels multiply, before NumPy is imported; values as of `blas_kernels`."""
+    for name in (OPENBLAS_KERNELS, BY_MKL):
+        os.environ.pop(name, None)
+    os.environ |= environment_with_blas(kernels, {})
 
 
 def lower_blas_threads(local_size: int) -> None:

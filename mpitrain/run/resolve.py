@@ -133,7 +133,7 @@ def agree_on(
     named["data.template"] = with_day(config.data.template, location.day or days[0])
     config = config.changed({"data.validation": validation, **named})
     if transport.rank == 0:
-        _say_that_kernels_differ(dict(zip(transport.hosts, map(tuple, products), strict=True)))
+        _say_that_kernels_differ({*zip(transport.hosts, *zip(*products, strict=True), strict=True)})
     passes = location.passes
     if passes == "auto":
         passes = "numpy" if any(lacking) else "compiled"
@@ -190,18 +190,15 @@ def facts_of(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _say_that_kernels_differ(by_host: dict[str, tuple[str, str]]) -> None:
-    """Warn if hosts with one type of processor chose several kernels of OpenBLAS.
+def _say_that_kernels_differ(products: set[tuple[str, str, str]]) -> None:
+    """Warn if equal processors multiply by several kernels.
 
-    by_host  {host: (processor, kernels)}
+    products  (host, processor, kernels) of the ranks
     """
-    kinds = {*by_host.values()}
-    if len(kinds) > len({processor for processor, _ in kinds}):
-        named = ", ".join(
-            f"{host} {kernels or 'its own'}" for host, (_, kernels) in by_host.items()
-        )
+    if len({(p, k) for _, p, k in products}) > len({p for _, p, _ in products}):
+        named = ", ".join(f"{host} {k or 'OpenBLAS by its own'}" for host, _, k in sorted(products))
         say(
-            f"warning: OpenBLAS multiplies with several kernels on equal processors: {named}. "
+            f"warning: equal processors multiply matrices with several kernels: {named}. "
             "To have one rounding, export OPENBLAS_CORETYPE on all hosts."
         )
 

@@ -20,7 +20,7 @@ from mpitrain.config import Config
 from mpitrain.data import source_kind
 from mpitrain.errors import visible
 from mpitrain.machine.process import processor
-from mpitrain.ops.host.product import mkl
+from mpitrain.ops.host.product import installed_mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.resolve import slow_heads
@@ -299,7 +299,7 @@ def unmeasured(config: Config, hosts: Sequence[str]) -> str:
 
 def slow_products(config: Config) -> str:
     """Return advice if MKL would multiply faster on this processor, else ""."""
-    would_gain = config.device.kind == "cpu" and processor().gains_from_mkl and not mkl()
+    would_gain = config.device.kind == "cpu" and processor().gains_from_mkl and not installed_mkl()
     return "MKL multiplies faster on this processor: pip install 'mpitrain[mkl]'" * would_gain
 
 

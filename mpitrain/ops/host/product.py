@@ -1,22 +1,21 @@
-"""Matrix products: by NumPy's BLAS, or by Intel's MKL if installed (`pip install 'mpitrain[mkl]'`).
+"""Matrix products: by NumPy's BLAS, or by Intel's MKL where that is chosen (`machine/blas_kernels.py`).
 
 On the matrices of a small GPT, MKL is 10 to 15% faster than the OpenBLAS of NumPy's wheels. That
-holds for Intel processors with AVX-512. Both libraries can add to a result in place. NumPy has no function for that,
-so short sums call its OpenBLAS directly.
+holds for Intel processors with AVX-512; on AMD's it may take twice as long. Both libraries can add
+to a result in place. NumPy has no function for that, so short sums call its OpenBLAS directly.
 """
 
 import ctypes
 from collections.abc import Callable
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mpitrain.machine import process
 from mpitrain.machine.backend import host_address
-from mpitrain.machine.blas_kernels import in_use
+from mpitrain.machine.blas_kernels import in_use, mkl_file
 from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
@@ -28,12 +27,13 @@ Such a sum is added to a result in place, with the bits of a product and an addi
 """
 
 
-def put_product(a, b, out, accumulate, arena):
+def put_product(a, b, out, accumulate, arena, products=None):
     """Write or add a b to out; BLAS reads strided views in place where it can.
 
     a: (M, K); b: (K, N); out: (M, N), all of one dtype
+    products  as of `installed_mkl`; None: MKL's, where it multiplies
     """
-    products = mkl()
+    products = products or mkl()
     if not products and accumulate and a.shape[1] * out.itemsize <= ONE_SUM:
         products = numpy_blas()
     if products and (multiply := products.get(out.dtype)):
@@ -61,15 +61,18 @@ def put_product(a, b, out, accumulate, arena):
 
 @cache
 def mkl() -> dict[np.dtype, Callable]:
+    """Return MKL's product for each dtype where it multiplies; else empty."""
+    return installed_mkl() if process.blas_kernels() == process.MKL else {}
+
+
+@cache
+def installed_mkl() -> dict[np.dtype, Callable]:
     """Return MKL's product for each dtype; empty if MKL is not installed or does not load."""
     try:
-        paths = [
-            file.locate() for file in files("mkl") or () if file.name.startswith("libmkl_rt.so")
-        ]
-        library = ctypes.CDLL(str(Path(paths[0]).resolve()))
-    except (PackageNotFoundError, IndexError, OSError):
+        library = ctypes.CDLL(str(mkl_file() or ""))
+        return _products(library.cblas_sgemm, library.cblas_dgemm, ctypes.c_int)
+    except (AttributeError, OSError):
         return {}
-    return _products(library.cblas_sgemm, library.cblas_dgemm, ctypes.c_int)
 
 
 def multiplier() -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain import __version__
 from mpitrain.errors import ConfigError
 from mpitrain.machine import blas_kernels, process
+from mpitrain.machine.blas_kernels import NAMES
 from mpitrain.machine.process import KINDS, processor
 
 SMALL_SHM = 64 << 20
@@ -49,7 +50,7 @@ class Rank(NamedTuple):
     memory      free bytes of main memory
     kinds       values of --device that it can use
     rates       {library: float32 operations per second}, measured while all ranks multiply
-    kernels     those of OpenBLAS, and why; empty where there is no choice
+    kernels     what multiplies in a run, and why; empty where there is no choice
     """
 
     host: str
@@ -87,9 +88,10 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "GPUs", gpus()
     name, threads = _blas()
     yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
-    yield "products", described(everyone[0].rates, processor().gains_from_mkl)
+    is_by_mkl = process.blas_kernels() == process.MKL
+    yield "products", described(everyone[0].rates, is_by_mkl, processor().gains_from_mkl)
     if kernels := everyone[0].kernels:
-        yield "", f"kernels: {kernels}"
+        yield "", kernels
     yield "compiler", _compiler()
     usable = extras()
     listed = {module: f"{module} ({use})" for module, use in uses().items()}
@@ -121,10 +123,10 @@ def uses() -> dict[str, str]:
 
 
 def extras() -> set[str]:
-    """Return the modules in `uses` that can be used. MKL can if matrix products use it."""
-    from mpitrain.ops.host.product import mkl
+    """Return the modules in `uses` that can be used. MKL can if its library loads."""
+    from mpitrain.ops.host.product import installed_mkl
 
-    return {module for module in uses() if (mkl() if module == MKL else find_spec(module))}
+    return {m for m in uses() if (installed_mkl() if m == MKL else find_spec(m))}
 
 
 def share_of_cores(sets: list[list[int]]) -> str:
@@ -251,23 +253,30 @@ def _cupy() -> str:
 
 
 def _kernels() -> str:
-    """Describe the kernels of OpenBLAS; the first rank of each host compares them anew."""
+    """Describe what multiplies; the first rank of each host compares it with others anew."""
     kernels = process.blas_kernels()
     process.choose_blas_kernels("")
-    best = None
-    if blas_kernels.is_choice():
-        best = blas_kernels.measured(anew=process.launched().local_rank == 0)
-    process.choose_blas_kernels(kernels)
-    if best and kernels in ("", best.kernels):
-        return str(best)
-    return kernels and f"{kernels}, by {process.OPENBLAS_KERNELS}"
+    try:
+        if not blas_kernels.is_choice():
+            by_hand = process.BY_MKL if kernels == process.MKL else process.OPENBLAS_KERNELS
+            return kernels and f"{kernels}, by {by_hand}"
+        before = blas_kernels.measured()
+        now = blas_kernels.measured(anew=process.launched().local_rank == 0)
+    finally:
+        process.choose_blas_kernels(kernels)
+    if kernels == now.kernels:
+        return str(now)
+    if kernels == before.kernels:
+        return f"{now}: from the next start on"
+    return f"{kernels or NAMES['']}, by a user's choice; measured: {now}"
 
 
 def _blas() -> tuple[str, int]:
     import numpy  # noqa: F401 (threadpoolctl finds only libraries that are loaded)
     from threadpoolctl import threadpool_info
 
-    for pool in threadpool_info():
+    # Others may be loaded as well, such as MKL. NumPy's wheels have theirs in numpy.libs.
+    for pool in sorted(threadpool_info(), key=lambda pool: "numpy" not in pool["filepath"]):
         if pool["user_api"] == "blas":
             return f"{pool['internal_api']} {pool['version']}", pool["num_threads"]
     return "unknown", 1

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
+from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.host import product
 
 LIBRARIES = [
     pytest.param(dict, id="numpy"),
     pytest.param(
-        product.mkl,
+        product.installed_mkl,
         id="mkl",
-        marks=pytest.mark.skipif(not product.mkl(), reason="MKL is not installed"),
+        marks=pytest.mark.skipif(not product.installed_mkl(), reason="MKL is not installed"),
     ),
 ]
 
@@ -64,7 +65,7 @@ def test_a_short_sum_is_added_in_place_bitwise(monkeypatch, dtype):
     assert arena.allocations == 1
 
 
-def test_mkl_is_used_where_it_is_installed(monkeypatch):
+def test_mkl_is_used_where_it_is_chosen(monkeypatch):
     calls = []
     monkeypatch.setattr(
         product, "mkl", lambda: {np.dtype("float32"): lambda *arguments: calls.append(arguments)}
@@ -80,9 +81,14 @@ def test_mkl_is_used_where_it_is_installed(monkeypatch):
     assert (alpha, beta, stride_a, stride_b, stride) == (1, 1.0, 3, 3, 4)
 
 
-def test_without_mkl_there_is_none(monkeypatch):
-    def nothing(name):
-        raise product.PackageNotFoundError(name)
+@pytest.mark.parametrize("by_mkl, is_used", [("1", True), ("0", False), ("", False)])
+def test_installing_mkl_does_not_choose_it(by_mkl, is_used, monkeypatch):
+    monkeypatch.setattr(product, "installed_mkl", lambda: {"float32": print})
+    monkeypatch.setenv(process.BY_MKL, by_mkl)
+    assert bool(product.mkl.__wrapped__()) == is_used
 
-    monkeypatch.setattr(product, "files", nothing)
-    assert product.mkl.__wrapped__() == {}
+
+@pytest.mark.parametrize("path", [None, "/dev/null"])
+def test_without_mkl_there_is_none(path, monkeypatch):
+    monkeypatch.setattr(product, "mkl_file", lambda: path)
+    assert product.installed_mkl.__wrapped__() == {}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.blas_kernels import MARGIN, SHAPES
-from mpitrain.ops.host.product import mkl, put_product
+from mpitrain.machine.blas_kernels import SHAPES
+from mpitrain.ops.host.product import installed_mkl, put_product
 from mpitrain.tools.bench.turns import take_turns
 
 TURNS = 15
@@ -33,9 +33,9 @@ def rates() -> dict[str, float]:
 def seconds() -> dict[str, float]:
     """Return {library: seconds of its fastest turn} of NumPy and, if installed, MKL."""
     libraries: dict[str, Callable[..., Any]] = {"NumPy": lambda a, b, out: np.matmul(a, b, out=out)}
-    if mkl():
+    if products := installed_mkl():
         arena = Arena()
-        libraries["MKL"] = lambda a, b, out: put_product(a, b, out, False, arena)
+        libraries["MKL"] = lambda a, b, out: put_product(a, b, out, False, arena, products)
     ones = [
         (np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32))
         for m, k, n in SHAPES
@@ -53,21 +53,21 @@ def seconds() -> dict[str, float]:
     }
 
 
-def described(rates: dict[str, float], gains_from_mkl: bool) -> str:
-    """Describe the library that multiplies and its rate; name a faster library if there is one.
+def described(rates: dict[str, float], is_by_mkl: bool, gains_from_mkl: bool) -> str:
+    """Describe the library that multiplies and its rate, and the other one if it is installed.
 
     rates           {library: float32 operations per second}
+    is_by_mkl       whether MKL multiplies in a run
     gains_from_mkl  whether MKL, if installed, would be faster on this processor
     """
     texts = {name: f"{rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items()}
     if "MKL" not in rates:
         advice = "; MKL is faster on this processor: pip install 'mpitrain[mkl]'" * gains_from_mkl
         return f"by NumPy's BLAS, {texts['NumPy']}{advice}"
-    ratio = rates["MKL"] / rates["NumPy"]
-    text = f"by MKL, {texts['MKL']}; NumPy's BLAS {texts['NumPy']}"
-    if ratio < 1 / MARGIN:
-        return f"{text}: it is {1 / ratio:.2f} times as fast, so pip uninstall mkl"
-    return f"{text}: MKL is {ratio:.2f} times as fast"
+    ratio = f"MKL is {rates['MKL'] / rates['NumPy']:.2f} times as fast"
+    if is_by_mkl:
+        return f"by MKL, {texts['MKL']}; NumPy's BLAS {texts['NumPy']}: {ratio}"
+    return f"by NumPy's BLAS, {texts['NumPy']}; MKL {texts['MKL']}: {ratio}"
 
 
 def sampler(
