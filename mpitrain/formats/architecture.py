@@ -22,6 +22,7 @@ from mpitrain.formats.folder import (
     Format,
     Initial,
     ModelType,
+    OtherModel,
     Trained,
     check_float,
     configuration,
@@ -34,6 +35,7 @@ from mpitrain.formats.tensors import (
     JoinedTensor,
     RowsOfTensor,
     StoredTensor,
+    is_copy,
     reversed_dims,
 )
 
@@ -197,10 +199,10 @@ def _configuration(own: Architecture, folder: Path) -> Any:
 
 
 def check_only(key: str, value: Any, values: Sequence[Any]) -> None:
-    """Raise ValueError if config.json has another value for a key than mpitrain's model."""
+    """Raise OtherModel if config.json has another value for a key than mpitrain's model."""
     if value not in values:
         law = " or ".join(json.dumps(one) for one in values)
-        raise ValueError(
+        raise OtherModel(
             f"{CONFIGURATION} says {key} {json.dumps(value)[:80]}, but mpitrain has {law}"
         )
 
@@ -261,10 +263,24 @@ def _matched(
                 )
             stored.append(StoredTensor(tensor, part.is_transposed))
         matched[ours] = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
-    left.pop(THEIR_HEAD, None)  # A tied head may be there as a copy.
+    for head in (row for row in own.tensors(keys) if keys.tied and row.ours == HEAD):
+        _check_copy(left.pop(head.theirs.removeprefix(own.prefix), None), matched)
     if strange := sorted(name for name in left if not re.fullmatch(own.buffers, name, re.ASCII)):
         raise ValueError(f"it has a tensor {left[strange[0]][0]!a}, which no {own.noun} has")
     return matched
+
+
+def _check_copy(head: tuple[str, Located] | None, matched: Mapping[str, AnyTensor]) -> None:
+    """Raise ValueError if a tied head has other values than the embedding, to which it is tied."""
+    if not head:
+        return
+    name, located = head
+    check_float(name, located)
+    if not is_copy(StoredTensor(located), matched["embedding.tokens"]):
+        raise OtherModel(
+            f"{CONFIGURATION} says tie_word_embeddings true, but {name} has other values than the embedding",
+            "To have a head of its own, as version 5 of transformers has it, write false there.",
+        )
 
 
 def numbered(classes: Sized) -> list[str]:

@@ -18,11 +18,12 @@ from mpitrain.formats.architecture import (
     Size,
     TensorRow,
     check_heads,
+    check_only,
     dropout_notes,
     format_of_architecture,
     numbered,
 )
-from mpitrain.formats.folder import ModelType
+from mpitrain.formats.folder import ModelType, OtherModel
 
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
@@ -46,6 +47,7 @@ class BertConfiguration(ModelType):
     quantization_config: Any = None
     architectures: list[str] | None = None
     id2label: dict[str, str] | None = None
+    problem_type: str | None = None
     hidden_dropout_prob: Rate = 0.1
     attention_probs_dropout_prob: Rate = 0.1
 
@@ -97,6 +99,12 @@ def keys(config: BertConfiguration) -> dict[str, Any]:
     is_classifier = "BertForSequenceClassification" in (config.architectures or [])
     names = (is_classifier and config.id2label) or {}
     labels = [names.get(number, "") for number in map(str, range(len(names)))]
+    if is_classifier:  # One label is a number to predict.
+        check_only("problem_type", config.problem_type, [None, "single_label_classification"])
+        if len(labels) == 1:
+            raise OtherModel(
+                "it has one class, whose output is a number, but mpitrain has two or more"
+            )
     return {
         "model.kind": "bert",
         "model.layers": config.num_hidden_layers,

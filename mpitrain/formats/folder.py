@@ -165,6 +165,14 @@ def names(folder: Path) -> list[str]:
         ) from None
 
 
+class OtherModel(ValueError):
+    """A folder has a model that mpitrain does not have; another download would have the same."""
+
+    def __init__(self, law: str, way_out: str = "Name a folder with another model."):
+        super().__init__(law)
+        self.way_out = way_out
+
+
 @contextmanager
 def refusing(folder: Path) -> Iterator[None]:
     try:
@@ -177,7 +185,8 @@ def refusing(folder: Path) -> Iterator[None]:
             f"{where} cannot be read: {error.strerror or error}.", remedy(error, AGAIN)
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{folder} cannot be used: {error}.", AGAIN) from None
+        way_out = error.way_out if isinstance(error, OtherModel) else AGAIN
+        raise CheckpointError(f"{folder} cannot be used: {error}.", way_out) from None
 
 
 def configuration(folder: Path, name: str, model: type[Model]) -> Model:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mpitrain.config import Model
 from mpitrain.errors import ConfigError
@@ -27,8 +27,23 @@ from mpitrain.formats.folder import ModelType
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
+OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Names that GPT2Config has for keys (attribute_map); a value under such a name replaces the other."""
+
+
 class Gpt2Configuration(ModelType):
     """The keys of config.json that determine the model; the defaults are those of GPT2Config."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        renamed = {own: values[name] for name, own in OTHER_NAMES.items() if name in values}
+        return {**values, **renamed}
 
     vocab_size: Size
     n_positions: Size

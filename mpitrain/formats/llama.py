@@ -21,7 +21,7 @@ from mpitrain.formats.architecture import (
     check_only,
     format_of_architecture,
 )
-from mpitrain.formats.folder import CONFIGURATION, ModelType
+from mpitrain.formats.folder import CONFIGURATION, ModelType, OtherModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in layer_types of a layer without a window, and with one."""
@@ -41,12 +41,19 @@ class Rope(BaseModel):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: float = 1.0
+    full_attention: Any = None
+    sliding_attention: Any = None
 
     @property
     def scaling(self) -> list[float]:
         """The value of model.rope_scaling; ValueError for another kind of scaling than llama3."""
         kind = self.rope_type or self.type or "default"
         check_only("rope_type", kind, ["default", "llama3"])
+        for layers in (FULL, SLIDING):  # Positions of their own.
+            check_only(layers, getattr(self, layers), [None])
+        if kind == "llama3":  # The type default does not read it.
+            check_only("partial_rotary_factor", self.partial_rotary_factor, [1])
         values = [getattr(self, key) for key in SCALING]
         if kind == "llama3" and None in values:
             raise ValueError(
@@ -148,12 +155,12 @@ def window_of(config: _Configuration) -> Window:
     if types is not None:
         first = types.index(SLIDING) if SLIDING in types else layers
         if len(types) != layers or {*types[:first]} - {FULL} or {*types[first:]} - {SLIDING}:
-            raise ValueError(
+            raise OtherModel(
                 f"{CONFIGURATION} says layer_types {json.dumps(types)[:80]}, but mpitrain has {FULL} in "
                 f"the first of num_hidden_layers {layers}, and {SLIDING} in the others"
             )
         if first < layers and not tokens:
-            raise ValueError(
+            raise OtherModel(
                 f"{CONFIGURATION} has {SLIDING} in layer_types, but no sliding_window in use"
             )
     return Window(tokens, first) if tokens and first < layers else Window(0, 0)
@@ -165,8 +172,8 @@ def keys(config: _Configuration) -> dict[str, Any]:
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     each = config.hidden_size // heads
     check_only("head_dim", config.head_dim or each, [each])
-    ropes = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
-    thetas = [theta for theta in (*(rope.rope_theta for rope in ropes), config.rope_theta) if theta]
+    given = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
+    rope = next((rope for rope in given if rope.model_fields_set), Rope())
     return {
         "model.kind": "llama",
         "model.layers": config.num_hidden_layers,
@@ -174,8 +181,8 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.heads": heads,
         "model.kv_heads": 0 if shared in (None, heads) else shared,
         "model.qkv_bias": config.model_type == "qwen2",
-        "model.theta": float(thetas[0]) if thetas else 10_000.0,
-        "model.rope_scaling": ropes[0].scaling if ropes else [],
+        "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
+        "model.rope_scaling": rope.scaling,
         "model.context": config.max_position_embeddings,
         "model.tied": config.tie_word_embeddings,
         "model.hidden": config.intermediate_size,

@@ -5,7 +5,15 @@ from pathlib import Path
 
 from mpitrain.errors import CheckpointError
 from mpitrain.formats import bert, gpt2, llama
-from mpitrain.formats.folder import CONFIGURATION, Format, ModelType, configuration, names, refusing
+from mpitrain.formats.folder import (
+    CONFIGURATION,
+    Format,
+    ModelType,
+    OtherModel,
+    configuration,
+    names,
+    refusing,
+)
 from mpitrain.formats.peft import PEFT
 from mpitrain.tables import Table
 
@@ -42,6 +50,6 @@ def format_of(folder: Path) -> Format:
         if own in known:
             return known[own]
         listed = ", ".join(known)
-        raise ValueError(
+        raise OtherModel(
             f"{CONFIGURATION} says model_type {json.dumps(own)[:80]}, but mpitrain has {listed}"
         )

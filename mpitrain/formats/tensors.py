@@ -113,6 +113,23 @@ class RowsOfTensor(NamedTuple):
 AnyTensor = StoredTensor | ComputedTensor | JoinedTensor | RowsOfTensor
 
 
+ROWS = 4096
+"""Rows that are compared at a time."""
+
+
+def is_copy(copy: "StoredTensor", of: AnyTensor) -> bool:
+    """Return whether a matrix has the values of another one, rounded to its own dtype."""
+    rows, columns = of.shape
+    pieces = [slice(first, min(first + ROWS, rows)) for first in range(0, rows, ROWS)]
+    dtype = FLOATS[copy.located.dtype]
+    return copy.shape == of.shape and all(
+        np.array_equal(
+            copy.read((some, slice(0, columns))), of.read((some, slice(0, columns))).astype(dtype)
+        )
+        for some in pieces
+    )
+
+
 def read_whole(tensor: AnyTensor) -> np.ndarray:
     return tensor.read(tuple(slice(0, length) for length in tensor.shape))
 

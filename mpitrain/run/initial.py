@@ -15,9 +15,8 @@ from mpitrain.errors import CheckpointError, ConfigError, say
 from mpitrain.formats import peft
 from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
-from mpitrain.formats.safetensors_files import FLOATS
 from mpitrain.formats.table import format_of
-from mpitrain.formats.tensors import AnyTensor, StoredTensor, read_whole
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, is_copy, read_whole
 from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
@@ -283,10 +282,6 @@ def _rows(rectangle: Rectangle, first: int, last: int) -> Rectangle:
     return (slice(start + first, start + last), *rectangle[1:])
 
 
-ROWS = 4096
-"""Rows of a head that are compared at a time."""
-
-
 def of_base(kept: Sequence[StateBuffer]) -> list[StateBuffer]:
     """Return the buffers of parameters without the adapters."""
     return _chosen(kept, lambda name: not is_adapter(name), lambda buffer: False)
@@ -348,19 +343,8 @@ def check_head(adapter: Initial, base: Initial) -> None:
     if not isinstance(head, StoredTensor) or MANIFEST in adapter.files:
         return
     weight = base.tensors.get(HEAD) or base.tensors.get("embedding.tokens")
-    dtype = FLOATS[head.located.dtype]
     with refusing(adapter.folder):
-        is_same = (
-            weight
-            and head.shape == weight.shape
-            and all(
-                np.array_equal(head.read(rows), weight.read(rows).astype(dtype))
-                for first in range(0, head.shape[0], ROWS)
-                for rows in [
-                    (slice(first, min(first + ROWS, head.shape[0])), slice(0, head.shape[1]))
-                ]
-            )
-        )
+        is_same = weight and is_copy(head, weight)
     if not is_same:
         raise CheckpointError(
             f"Adapters train on the model of run.init_from, but {adapter.folder} has another lm_head than {base.folder}.",
