@@ -16,6 +16,7 @@ from mpitrain.data.token_files import (
     file_digest,
     files_of_tokens,
     largest_token,
+    literal,
     token_paths,
     tokenizer_beside,
 )
@@ -406,6 +407,10 @@ def file_digests(names: Iterable[str]) -> dict[str, str]:
 
 def absolute(name: str) -> str:
     kind, _, place = name.partition(":")
+    if not place:
+        return name
+    if source_kind(name).is_token_file:
+        return f"{kind}:{literal(place)}"
     # Path.resolve would fail at a loop of links; the source itself names it.
     places = paths_of(place) if kind == "npy" else [place]
-    return f"{kind}:{','.join(map(os.path.realpath, places))}" if place else name
+    return f"{kind}:{','.join(map(os.path.realpath, places))}"

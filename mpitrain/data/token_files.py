@@ -205,8 +205,11 @@ def beside(name: str) -> str:
     path = Path(name.partition(":")[2])
     if path.name != "train.bin":  # a path such as . has no name at all
         return TENTH
-    held_out = path.with_name("val.bin")
-    return f"tokens:{held_out}" if held_out.exists() else TENTH
+    held_out = str(path.with_name("val.bin"))
+    with suppress(DataError):
+        if all(file.exists() for file in token_paths(held_out)):
+            return f"tokens:{held_out}"
+    return TENTH
 
 
 def as_it_is(name: str, dtype: str = AUTO) -> Scan:
@@ -219,7 +222,7 @@ def as_it_is(name: str, dtype: str = AUTO) -> Scan:
     sizes = [_size(path) for path in paths]
     dtypes = {_layout(*facts, dtype).dtype.name for facts in zip(paths, sizes, strict=True)}
     changed = sum(path.stat().st_mtime_ns for path in paths) % (1 << 62)
-    return Scan(str(Path(place).resolve()), sum(sizes), changed, -1, " ".join(sorted(dtypes)))
+    return Scan(literal(place), sum(sizes), changed, -1, " ".join(sorted(dtypes)))
 
 
 def largest_token(name: str, part: int, parts: int, dtype: str = AUTO) -> int:
@@ -250,14 +253,39 @@ def text(path: Path) -> FlatTokens:
 def token_paths(place: str) -> list[Path]:
     """Return the files that a path or a pattern names, in the order of their names.
 
+    A name of the path that exists, such as run[1], is no pattern.
+
     raises  DataError if no file matches a pattern
     """
-    if not glob.has_magic(place) or Path(place).exists():
+    if not glob.has_magic(place):
         return [Path(place)]
-    paths = sorted(map(Path, glob.glob(place)))
+    found = [Path(Path(place).anchor)]
+    for name in Path(place).parts[bool(Path(place).anchor) :]:
+        found = [path / match for path in found for match in _matches(path, name)]
+    paths = sorted(path for path in found if os.path.lexists(path))
     if not paths:
         raise DataError(f"{place} must match a file, but matches none.", f"Check {KEYS}.")
     return paths
+
+
+def _matches(folder: Path, name: str) -> list[str]:
+    is_pattern = glob.has_magic(name) and not os.path.lexists(folder / name)
+    return glob.glob(name, root_dir=folder) if is_pattern else [name]
+
+
+def literal(place: str) -> str:
+    """Return an absolute path or pattern whose folders and file, where they exist, are no patterns.
+
+    So a later reader of the place takes the same files, whatever else was made or moved meanwhile.
+    """
+    names, folder = list[str](), Path("/")
+    # Path.resolve would fail at a loop of links; who reads the file names it.
+    for name in Path(os.path.realpath(place)).parts[1:]:
+        is_there = glob.has_magic(name) and os.path.lexists(folder / name)
+        names.append(glob.escape(name) if is_there else name)
+        matches = _matches(folder, name)
+        folder = folder / (matches[0] if len(matches) == 1 else name)
+    return str(Path("/", *names))
 
 
 def file_digest(path: Path) -> str:

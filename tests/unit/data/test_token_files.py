@@ -8,8 +8,8 @@ import resource
 import numpy as np
 import pytest
 
-from mpitrain.data import IGNORED, Reading, as_it_is, largest_token, open_source
-from mpitrain.data.token_files import FileTokens, tokens_of
+from mpitrain.data import IGNORED, Reading, absolute, as_it_is, beside, largest_token, open_source
+from mpitrain.data.token_files import FileTokens, token_paths, tokens_of
 from mpitrain.errors import ConfigError, DataError
 
 CONTEXT = 8
@@ -196,6 +196,29 @@ def test_data_patterns_without_files_are_refused(tmp_path):
     (tmp_path / "t_2.bin").mkdir()
     with pytest.raises(DataError, match=r"t_2\.bin"):
         opened(tmp_path / "t_*.bin")
+
+
+@pytest.mark.parametrize(
+    "place", ["run[1]/part_*.bin", "part_*.bin", "run[1]/train.bin", "x[0-1]/*"]
+)
+def test_only_what_was_written_as_a_pattern_is_one(tmp_path, monkeypatch, place):
+    """Of two folders the one with the brackets in its name is meant, also when it has moved."""
+    for number, folder in enumerate(("run[1]", "run1", "x0", "x1")):
+        for name in ("part_0.bin", "part_1.bin", "train.bin", "val.bin"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            np.full(200, number, "<u2").tofile(tmp_path / folder / name)
+    monkeypatch.chdir(tmp_path / "run[1]" if "/" not in place else tmp_path)
+    whole = absolute(f"tokens:{place}").partition(":")[2]
+    assert largest_token(f"tokens:{place}", 0, 1) == (3 if "x" in place else 0)
+    assert token_paths(whole) == [path.absolute() for path in token_paths(place)]
+    assert absolute(f"tokens:{whole}") == f"tokens:{whole}"
+    if "train" in place:
+        beside_it = [beside(f"tokens:{one}").partition(":")[2] for one in (place, whole)]
+        assert [str(token_paths(one)[0])[-14:] for one in beside_it] == ["run[1]/val.bin"] * 2
+    if "x" not in place:
+        (tmp_path / "run[1]").rename(tmp_path / "moved")
+        with pytest.raises(DataError, match="matches none"):
+            token_paths(whole)
 
 
 def test_a_file_with_a_pattern_in_its_own_name_is_that_file(tmp_path):
