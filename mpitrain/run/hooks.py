@@ -222,7 +222,8 @@ class Hook:
         """Act at a point of the run.
 
         point  what begins there: step, batch (one of a step), save, evaluation, digests or end; in a
-               save that is copied also snapshot (the copies are made), and in its thread thread
+               save piece (another block or file); in one that is copied also snapshot
+               (the copies are made), and in its thread thread
                (the files are written) and publish
         """
 
@@ -247,6 +248,7 @@ class Watching(Hook):
         "step": "step {}",
         "batch": "step {}",
         "save": "the checkpoint of step {}",
+        "piece": "the checkpoint of step {}",
         "evaluation": "the evaluation after step {}",
         "digests": "the digests of step {}",
     }
@@ -459,6 +461,7 @@ class Saving(Hook):
                 self._stays,
                 room,
                 WORTH_COPYING if config.checkpoint.background == "auto" else 0,
+                lambda: run.reach("piece", step),
             )
         run.saved_at = step
         if save.is_copied:

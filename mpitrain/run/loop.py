@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from mpitrain.run.recovery import Recovery
 
 
+CLAIMED = 10
+"""The largest number of files that rank 0 writes when it claims a run directory, or so."""
+
+
 class Finished(NamedTuple):
     """The result of a run.
 
@@ -201,19 +205,28 @@ class _Starts:
             with transport.recorder.pausing("building the model"):
                 job = (recovery.built if recovery else build)(transport, agreed)
                 check_copies(job.trainer, recovery.copied_bytes if recovery else 0)
-            watchdog.alive("claiming the run directory")
             if self._begins:
                 self._begins()
+
+            def claiming() -> None:
+                watchdog.alive("claiming the run directory")
+
+            claiming()
+            keys = agreed.config.run
+            if transport.rank > 0:  # Rank 0 writes so many files while the others wait for it.
+                watchdog.patience(CLAIMED * keys.stall_seconds, keys.on_stall)
             locks: list[int] = []
             closed.callback(lambda: [os.close(lock) for lock in locks])
             over = job.trainer.transport
             refusals = over.refusals if isinstance(over, DeviceTransport) else []
             claimed, reasons = zip(
                 *from_all_ranks(
-                    transport, lambda: (_claimed(transport.rank, agreed, job, locks), refusals)
+                    transport,
+                    lambda: (_claimed(transport.rank, agreed, job, locks, claiming), refusals),
                 ),
                 strict=True,
             )
+            watchdog.patience(keys.stall_seconds, keys.on_stall)
             if transport.rank == 0 and not refusals and any(reasons):
                 from mpitrain.collectives.cuda_ipc import say_unshared
 
@@ -256,11 +269,12 @@ class _Starts:
 
 
 def _claimed(
-    rank: int, agreed: Given, job: Job, locks: list[int]
+    rank: int, agreed: Given, job: Job, locks: list[int], alive: Callable[[], None]
 ) -> tuple[str, ResumeInfo, dict[str, Any]] | None:
     """Claim the run directory on rank 0; return it with the earlier part of the run, and its meaning.
 
     locks   receives the descriptor of its lock, which the caller must close
+    alive   called after each file
     """
     steps = job.trainer.config.run.steps
     if job.step > steps:
@@ -273,7 +287,7 @@ def _claimed(
     place, before = agreed.location, ResumeInfo()
     if place.has_run:  # Where a run begins anew, no line counts.
         before = past(Path(place.folder), job.step if place.saved or job.step else -1)
-    folder, meant, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step)
+    folder, meant, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step, alive)
     locks.append(lock)
     return str(folder), before, meant
 

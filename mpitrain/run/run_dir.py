@@ -26,7 +26,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -280,6 +280,9 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
         values["data.template"] = without_day(values["data.template"])
     for key in ("data.source", "data.validation"):
         new[key] = absolute(new[key])  # The run directory has absolute paths.
+        old[key] = absolute(
+            old[key]
+        )  # That of an earlier version has folders with brackets as they are.
     for key in ("run.init_from", "lora.init_from"):
         new[key] = _absolute_path(new[key])
     new["data.mixture"] = _absolute(new["data.mixture"])
@@ -302,11 +305,16 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 
 
 def claim(
-    location: RunLocation, resolved: Resolved, source: Source | Unopened, step: int
+    location: RunLocation,
+    resolved: Resolved,
+    source: Source | Unopened,
+    step: int,
+    alive: Callable[[], None] = lambda: None,
 ) -> tuple[Path, dict[str, Any], int]:
     """Make and lock the run directory, and write its first files; only rank 0 calls this.
 
     step      number of steps before this start; metrics of later steps are removed
+    alive     called after each file
     returns   the directory, the `meaning` of its parameters, and the descriptor of its lock, which
               the caller must close
     """
@@ -318,7 +326,7 @@ def claim(
         with opened(folder) as run:
             lock = _lock(run)
             try:
-                meant = _begin(run, location, resolved, source, step, tiles)
+                meant = _begin(run, location, resolved, source, step, tiles, alive)
             except BaseException:
                 os.close(lock)
                 raise
@@ -336,10 +344,11 @@ def _begin(
     source: Source | Unopened,
     step: int,
     tiles: str,
+    alive: Callable[[], None],
 ) -> dict[str, Any]:
     config, folder = resolved.config, run.path
     with run.make(CHECKPOINTS) as checkpoints:
-        sweep(checkpoints)
+        sweep(checkpoints, alive)
     if run.facts(CONFIG) and not location.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
     if steps(folder / CHECKPOINTS)[-1:] != ([Path(location.saved)] if location.saved else []):
@@ -348,15 +357,21 @@ def _begin(
     run.write_whole(
         CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}"
     )
+    alive()
     if config.replication.tuning:
         run.write_whole(TUNING, tuning_text(resolved.tuning))
+        alive()
     if config.device.tiles:
         run.write_whole(TILES, tiles)
+        alive()
     if scan := getattr(source, "scan", None):
         run.write_whole(TOKENS, json.dumps(scan._asdict()) + "\n")
+        alive()
     if scaling := getattr(source, "scaling", None):
         run.write_whole(SCALING, scaling.model_dump_json() + "\n")
+        alive()
     _note_tokenizer(run, config, bool(location.saved))
+    alive()
     run.remove_tree(TRACE)
     if config.run.trace:
         run.make(TRACE).close()

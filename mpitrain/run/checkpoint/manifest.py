@@ -31,10 +31,10 @@ UNFINISHED = re.compile(r"\.step-.*\.(partial|dropped)", re.ASCII | re.DOTALL)
 REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
 
 
-def prepare(partial: Path) -> None:
+def prepare(partial: Path, alive: Callable[[], None]) -> None:
     """Make the temporary directory of a new checkpoint; remove leftovers of killed processes."""
     with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
-        sweep(folder)
+        sweep(folder, alive)
         folder.make(partial.name).close()
 
 
@@ -44,13 +44,16 @@ def abandon(partial: Path) -> None:
         folder.remove_tree(partial.name)
 
 
-def sweep(folder: Directory) -> None:
-    """Remove what killed processes left: half written, half removed or replaced checkpoints."""
+def sweep(folder: Directory, alive: Callable[[], None] = lambda: None) -> None:
+    """Remove what killed processes left: half written, half removed or replaced checkpoints.
+
+    alive  called after each file
+    """
     names = folder.names()
     for name in names:
         replaced = REPLACED.fullmatch(name)
         if UNFINISHED.fullmatch(name) or (replaced and replaced[1] in names):
-            folder.remove_tree(name)
+            _remove(folder, name, alive)
 
 
 def tidy(run: Path) -> None:
@@ -61,28 +64,58 @@ def tidy(run: Path) -> None:
             sweep(checkpoints)
 
 
-def put_in_place(partial: Path, target: Path, keep: int, keeps: Callable[[int], bool]) -> None:
-    """Rename a finished checkpoint to its final name, and remove old ones, as `drop_old`."""
+def put_in_place(
+    partial: Path,
+    target: Path,
+    keep: int,
+    keeps: Callable[[int], bool],
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Rename a finished checkpoint to its final name, and remove old ones, as `drop_old`.
+
+    alive  called after each file
+    """
     with opened(target.parent, inner=1) as folder:
         with folder.subdirectory(partial.name) as written:
             written.sync()
+            alive()
         replaced = f".{target.name}.replaced"
         if folder.facts(target.name):
-            folder.remove_tree(replaced)
+            _remove(folder, replaced, alive)
             folder.rename(target.name, replaced)
         folder.rename(partial.name, target.name)
-        folder.remove_tree(replaced)
+        _remove(folder, replaced, alive)
         folder.sync()
-        drop_old(folder, keep, keeps)
+        alive()
+        drop_old(folder, keep, keeps, alive)
 
 
-def drop_old(folder: Directory, keep: int, keeps: Callable[[int], bool]) -> None:
-    """Remove all checkpoints but the newest `keep`, and the steps of which `keeps` is true."""
+def _remove(folder: Directory, name: str, alive: Callable[[], None]) -> None:
+    """Remove a checkpoint, if there is one, file by file: each may be large."""
+    facts = folder.facts(name)
+    if facts and stat.S_ISDIR(facts.st_mode):
+        with folder.subdirectory(name) as checkpoint:
+            for file in checkpoint.names():
+                checkpoint.remove_tree(file)
+                alive()
+    folder.remove_tree(name)
+
+
+def drop_old(
+    folder: Directory,
+    keep: int,
+    keeps: Callable[[int], bool],
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Remove all checkpoints but the newest `keep`, and the steps of which `keeps` is true.
+
+    alive  called after each file
+    """
     for old in _finished(folder)[:-keep]:
         if not keeps(step_of(old)):
             dropped = f".{old.strip('.')}.dropped"
             folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
-            folder.remove_tree(dropped)
+            _remove(folder, dropped, alive)
 
 
 def step_of(name: str) -> int:

@@ -69,6 +69,8 @@ PIECE = "a piece of the checkpoint"
 """The name of each write in the trace."""
 LIST = "written-{:05d}.json"
 """The name of the list of a rank's files and stored regions, until the checkpoint is published."""
+LONGEST = 0.2
+"""Seconds between two looks whether the thread of a save has got further."""
 LOOK = 0.05
 """Seconds between two looks of rank 0 for the list of another rank."""
 COURTESY = 10
@@ -189,7 +191,8 @@ class Copies:
 class Save:
     """A checkpoint that is on its way: its elements are in files or copies, and the state may change.
 
-    Without `start`, `wait` does the rest. The thread of `start` makes no MPI call.
+    Without `start`, `wait` does the rest. The thread of `start` makes no MPI call. After each block that is
+    filled, and each file that is synced or removed, the watchdog hears that the save moves.
 
     path       of the published checkpoint
     nbytes     of the model and state files of all ranks; on rank 0, after publication
@@ -205,6 +208,7 @@ class Save:
         manifest: Manifest,
         keep: int,
         keeps: Callable[[int], bool],
+        alive: Callable[[], None],
     ):
         """Take a manifest without files, and the other arguments of `begin`."""
         step = manifest.done.step
@@ -216,7 +220,9 @@ class Save:
         )
         self._unfinished = folder / f".step-{step:08d}.partial"
         self._transport, self._manifest = transport, manifest
-        self._keep, self._keeps = keep, keeps
+        self._keep, self._keeps, self._alive = keep, keeps, alive
+        # Pieces of work that are done, and the thread that may record them.
+        self._moves, self._recording = 0, threading.get_ident()
         self._files: dict[str, Writing | Copies] = {}
         self._stored: list[Stored] = []
         self._thread: threading.Thread | None = None
@@ -260,9 +266,17 @@ class Save:
     ) -> None:
         """Make the temporary directory, and give this rank's files their elements; collective."""
         self.is_copied, self._shares = new_file is Copies, shares
-        self.attempt(lambda: self._transport.rank == 0 and prepare(self._unfinished))
+        moved = self._moved
+        self.attempt(lambda: self._transport.rank == 0 and prepare(self._unfinished, moved))
         self._files, self._stored = _fill(
-            self._unfinished, shares, kept, self._transport, backend, self._manifest, new_file
+            self._unfinished,
+            shares,
+            kept,
+            self._transport,
+            backend,
+            self._manifest,
+            new_file,
+            moved,
         )
         self.paused_s = time.perf_counter() - self._began
 
@@ -319,26 +333,42 @@ class Save:
             self._thread.join()
 
     def _result(self, part: Callable[[], None], done: Future[None]) -> None:
-        recorder = self._transport.recorder
         if not self._thread and not done.done():
-            with recorder.working(PIECE):
-                _do(part, done)
-        copies = [file for file in self._files.values() if isinstance(file, Copies)]
-        left = -1
-        while not wait([done], timeout=1.0).done:
-            before, left = left, sum(copy.left for copy in copies)
-            if left != before:
-                with recorder.working(PIECE):
-                    pass  # The watchdog sees that pieces were written.
+            _do(part, done)
+        before = None
+        while not wait([done], timeout=LONGEST).done:
+            if (now := self.progress()) != before:
+                self._say_alive()
+            before = now
         done.result()
+
+    def progress(self) -> tuple[int, int]:
+        """Return two numbers that change with each piece of work: what is done, and what is not written."""
+        copies = [file for file in self._files.values() if isinstance(file, Copies)]
+        return self._moves, sum(copy.left for copy in copies)
+
+    def _moved(self) -> None:
+        """Note that a piece of work is done, in the thread of the run or in that of `start`."""
+        self._moves += 1
+        if threading.get_ident() == self._recording:
+            self._say_alive()
+
+    def _say_alive(self) -> None:
+        """Let the watchdog of this rank, and those that read its trace, see that the save moves."""
+        with self._transport.recorder.working(PIECE):
+            self._alive()
 
     def _write(self) -> None:
         """Complete this rank's files, and leave the list of them in the temporary directory."""
         self._reach("thread", self.step)
         rank = self._transport.rank
-        files = {name: File(rank, *file.close()) for name, file in self._files.items()}
+        files = {}
+        for name, file in self._files.items():
+            files[name] = File(rank, *file.close())
+            self._moved()
         text = json.dumps([files, self._stored])
         write_whole(self._unfinished / LIST.format(rank), text, INNER)
+        self._moved()
 
     def _publish(self) -> None:
         """Publish the checkpoint once all ranks have left their lists; on rank 0."""
@@ -357,7 +387,8 @@ class Save:
                     folder.remove(name)
             self._reach("publish", self.step)
             manifest = self._manifest._replace(files=written, stored=stored)
-            _finish(self._unfinished, self.path, self._shares, manifest, self._keep, self._keeps)
+            keep = self._keep, self._keeps
+            _finish(self._unfinished, self.path, self._shares, manifest, *keep, self._moved)
         self.nbytes = sum(file.nbytes for file in written.values())
         self.seconds = time.perf_counter() - self._began
 
@@ -382,6 +413,7 @@ def begin(
     keeps: Callable[[int], bool] = lambda step: False,
     room: HostRoom | None = None,
     least: int = 0,
+    alive: Callable[[], None] = lambda: None,
 ) -> Save:
     """Begin a checkpoint under `folder`; its publication removes older ones; collective.
 
@@ -392,9 +424,10 @@ def begin(
     keeps     (step) -> whether to keep an older checkpoint, too; called in the thread of `start`
     room      the elements are copied if all ranks have room for that; None: they are not
     least     nor are they if no rank writes at least so many bytes
+    alive     called in this thread after each piece of work
     raises    TrainingError on every rank if any of them cannot write
     """
-    save = Save(folder, transport, manifest, keep, keeps)
+    save = Save(folder, transport, manifest, keep, keeps, alive)
     shares, short = share_out(kept, storage, transport, room)
     does_copy = room and not short and max(shares.nbytes) >= least
     save.fill(shares, kept, backend, Copies if does_copy else WritingTensors)
@@ -409,6 +442,7 @@ def _fill(
     backend: Backend,
     manifest: Manifest,
     new_file: Callable[..., Writing | Copies],
+    moved: Callable[[], None],
 ) -> tuple[dict[str, Writing | Copies], list[Stored]]:
     """Give elements to this rank's files, which stay open, and to other writers; collective."""
     rank = transport.rank
@@ -428,7 +462,7 @@ def _fill(
             if joined.writer == rank
         }
         model = files[names[rank]] = new_file(folder / names[rank], tensors, metadata)
-    join(shares, kept, model, transport, backend)
+    join(shares, kept, model, transport, backend, moved)
     regions = {_key(held): held for held in shares.pieces[rank]}
     name = f"state-{rank:05d}.safetensors"
     if regions:
@@ -440,10 +474,10 @@ def _fill(
             for start in range(
                 piece.offset, stop := piece.offset + piece.stop - piece.start, count
             ):
-                with transport.recorder.working(PIECE):
-                    files[name].write(
-                        backend.to_host(kept[region.number].array[start : min(start + count, stop)])
-                    )
+                files[name].write(
+                    backend.to_host(kept[region.number].array[start : min(start + count, stop)])
+                )
+                moved()
     return files, [
         Stored(name, key, region.name, region.kind, region.part.packed())
         for key, region in regions.items()
@@ -474,6 +508,7 @@ def _finish(
     manifest: Manifest,
     keep: int,
     keeps: Callable[[int], bool],
+    moved: Callable[[], None],
 ) -> None:
     names = _model_files(shares)
     index = {
@@ -482,10 +517,11 @@ def _finish(
     }
     file = Writing(unfinished / INDEX)
     file.write(json.dumps(index, indent=1).encode())
-    write_manifest(
-        unfinished, manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())})
-    )
-    put_in_place(unfinished, target, keep, keeps)
+    manifest = manifest._replace(files={**manifest.files, INDEX: File(0, *file.close())})
+    moved()
+    write_manifest(unfinished, manifest)
+    moved()
+    put_in_place(unfinished, target, keep, keeps, moved)
 
 
 def shared_out(everyone: Sequence[Sequence[HeldRegion]]) -> Shares:
@@ -581,6 +617,7 @@ def join(
     file: Writing | Copies | None,
     transport: Transport,
     backend: Backend,
+    moved: Callable[[], None],
 ) -> None:
     """Gather and write the tensors of this rank to `file`, and send elements to other writers.
 
@@ -599,8 +636,8 @@ def join(
                 if shared.length.size and me in (source.rank, joined.writer):
                     _bring(source, shared, chunk, joined, kept, transport, backend)
             if file:
-                with transport.recorder.working(PIECE):
-                    file.write(chunk)
+                file.write(chunk)
+                moved()
 
 
 def _bring(

@@ -186,10 +186,10 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks(failing, tmp_path, 
         def close(self):
             self.write(b"what was buffered")
 
-    def join(tasks, held, file, transport, backend):
+    def join(tasks, held, file, transport, backend, moved):
         if transport.rank == failing:
             file._file = Full()
-        real(tasks, held, file, transport, backend)
+        real(tasks, held, file, transport, backend, moved)
 
     monkeypatch.setattr(saving, "join", join)
 
@@ -225,7 +225,7 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
         monkeypatch.setattr(module, "MOVED", moved)
     for module in (safetensors_files, saving):
         monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), block, {}))
+    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), block, {}, {}))
     held = [large(rank, ranks, tensors, rows, columns) for rank in range(ranks)]
     wanted = [[one.array.copy() for one in found] for _, found in held]
     nbytes, taken, peaks, preadv = rows * columns * 4, [], [], os.preadv

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,16 +17,18 @@ from safetensors.numpy import load_file
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
 from mpitrain.files import Directory
+from mpitrain.formats import safetensors_files
 from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.run import run_dir
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint import loading, manifest
+from mpitrain.run.checkpoint import loading, manifest, saving
 from mpitrain.run.checkpoint.loading import parameters
 from mpitrain.run.checkpoint.manifest import MANIFEST, Done, newest, steps
 from mpitrain.run.metrics import MetricsFile, cut_after, read_metrics, strict
 from mpitrain.run.run_dir import checkpoints_of
 from mpitrain.transport.threads import run_ranks
 from tests.saving import load, save
+from tests.saving import manifest as manifest_of
 
 TINY = [
     "model.layers=1",
@@ -127,6 +131,47 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     listed = ["written-00000.json.partial", "written-00000.json", ".step-00000005.partial"]
     last = [".step-00000005.partial", "step-00000005", "c"]
     assert events == [MODEL, STATE, *listed, INDEX, MANIFEST, *last]
+
+
+@pytest.mark.parametrize("is_copied", (False, True))
+def test_the_watchdog_hears_of_each_file_and_block_that_a_disk_takes(
+    tmp_path, monkeypatch, is_copied
+):
+    for name, value in {"BLOCK": 1 << 12, "SYNCED": 2, "MOVED": 1 << 13}.items():
+        monkeypatch.setattr(safetensors_files, name, value)
+    monkeypatch.setattr(saving, "MOVED", 1 << 13)
+    trainer = trained()
+    save(tmp_path, trainer, after(1), keep=1)
+    (tmp_path / ".step-00000000.partial").mkdir()
+    (tmp_path / ".step-00000000.partial/a").touch()
+    heard, waits, now, main = 0, [], {}, threading.get_ident()
+
+    def noted(real, what):
+        def wait(*arguments, **more):
+            real(*arguments, **more)
+            waits.append((what, now["save"].progress() if "save" in now else heard))
+
+        return wait
+
+    def hear():
+        nonlocal heard
+        assert threading.get_ident() == main
+        heard += 1
+
+    for name in ("fsync", "fdatasync", "unlink"):
+        monkeypatch.setattr(os, name, noted(getattr(os, name), name))
+    room = saving.HostRoom(1 << 40, 0, 0) if is_copied else None
+    arguments = trainer.replication.kept(), trainer.storage, trainer.transport, trainer.backend
+    more = manifest_of(trainer, after(2)), 1, lambda step: False, room, 0, hear
+    now["save"] = saved = saving.begin(tmp_path, *arguments, *more)
+    if is_copied:
+        saved.start(lambda point, step: None)
+    saved.wait()
+    monkeypatch.undo()
+    assert heard and {what for what, _ in waits} == {"fsync", "fdatasync", "unlink"}
+    # A file or list may be synced together with its folder.
+    assert max(Counter(moves for what, moves in waits).values()) <= 2, waits
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_what_is_dropped_is_gone_at_once_and_left_overs_are_swept(tmp_path, monkeypatch):
