@@ -174,6 +174,11 @@ class RunState:
         return max(self.trainer.arena.peak, *self.peaks)
 
     @property
+    def written(self) -> Sequence[int]:
+        """Bytes of the metrics up to now, and their CRC-32, on rank 0."""
+        return self._metrics.written if self._metrics else ()
+
+    @property
     def is_common(self) -> bool:
         """Whether all ranks end a step together."""
         replication = self.config.replication
@@ -441,6 +446,7 @@ class Saving(Hook):
         base = trainer.begun_from if config.lora.rank else {}
         sizes = trainer.resolved.axes.sizes
         manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)
+        manifest = manifest._replace(metrics=run.written)
         room = room_for_copies(trainer) if in_background and config.checkpoint.background else None
         with (
             copying(

@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
+from mpitrain.errors import say
 from mpitrain.files import append, contents, opened, reading_of, write_whole
 from mpitrain.strict_json import once, refuse_constant
 
@@ -51,18 +53,72 @@ def is_number(value: Any) -> bool:
 
 
 class MetricsFile:
-    """Appends records; each line is passed to the system before the next one begins."""
+    """Appends records; each line is passed to the system before the next one begins.
+
+    written  bytes of the file, and their CRC-32
+    """
 
     def __init__(self, path: Path):
-        with opened(path.parent) as folder:
-            self._descriptor = folder.append(path.name)
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        with opened(self._path.parent) as folder:
+            self._descriptor = folder.append(self._path.name)
+        data = contents(self._path, inner=1)
+        if data and not data.endswith(b"\n"):  # It was cut within a line.
+            append(self._descriptor, b"\n")
+            data += b"\n"
+        self.written = summed(data)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(strict(record), allow_nan=False) + "\n"
-        append(self._descriptor, line.encode())
+        if not self._is_ours():
+            say(
+                f"warning: {self._path} was changed, cut or removed by another program; the run goes on, and this file lacks "
+                "what is gone."
+            )
+            self.close()
+            self._open()
+        line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
+        append(self._descriptor, line)
+        nbytes, crc = self.written
+        self.written = nbytes + len(line), crc32(line, crc)
+
+    def _is_ours(self) -> bool:
+        """Return whether the path still leads to the file that was opened, with the bytes that were written."""
+        file = os.fstat(self._descriptor)
+        try:
+            place = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(file, place) and file.st_size == self.written[0]
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def summed(data: bytes) -> tuple[int, int]:
+    """Return the number of some bytes, and their CRC-32."""
+    return len(data), crc32(data)
+
+
+def check_kept(path: Path, written: Sequence[int], step: int) -> None:
+    """Warn if a file of metrics has lost or changed lines from before the checkpoint of a step.
+
+    written  bytes of the file at that time, and their CRC-32; empty: not known
+    """
+    if not written:
+        return
+    try:
+        kept = contents(path, inner=1)[: written[0]]
+    except OSError:
+        kept = b""
+    if summed(kept) != tuple(written):
+        left = sum("val_loss" in record for _, record in _lines(path))
+        say(
+            f"warning: {path} is not as it was at step {step}: it was changed, cut or removed. The best evaluation, run.patience "
+            f"and the times of the run begin with what is left of it, {left} evaluation(s)."
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ from mpitrain.run.checkpoint.manifest import (
     verify,
 )
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.metrics import METRICS, cut_after, is_number, read_metrics
+from mpitrain.run.metrics import METRICS, check_kept, cut_after, is_number, read_metrics
 from mpitrain.run.resolve import Resolved, RunLocation
 from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
@@ -135,6 +135,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     then = configuration(folder)
     newest_saved, manifest = read_chosen(lambda: newest(folder / CHECKPOINTS))
     check_meaning(then.flat(), newest_saved, manifest)
+    check_kept(folder / METRICS, manifest.metrics, manifest.done.step)
     check_named(then.run.plugins, digests(config.run.plugins), folder)
     changed = _changes(then, checked(config))
     if fixed := [

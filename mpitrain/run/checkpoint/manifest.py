@@ -228,6 +228,7 @@ class Structure(BaseModel):
     sha256: Digest
     base: BaseRecord | None = None
     meaning: dict[Word, Any] | None = None
+    metrics: tuple[Count, Count] | None = None
 
 
 FORMAT = "mpitrain-3"
@@ -282,6 +283,7 @@ class Manifest(NamedTuple):
     base     of adapters, if only these are saved: the folder of the model under them, and the
              SHA-256 of its files; else empty
     meaning  what the parameters mean, as `run_dir.meaning`; empty in those of earlier versions
+    metrics  bytes of the metrics before it, and their CRC-32; empty in those of earlier versions
     """
 
     done: Done
@@ -292,12 +294,13 @@ class Manifest(NamedTuple):
     block: int = BLOCK
     base: Mapping[str, Any] = {}
     meaning: Mapping[str, Any] = {}
+    metrics: Sequence[int] = ()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"format": FORMAT, **manifest._asdict(), **manifest.done._asdict()}
     del body["done"]
-    for name in ("base", "meaning"):
+    for name in ("base", "meaning", "metrics"):
         if not body[name]:
             del body[name]
     file = Writing(folder / MANIFEST)
@@ -346,7 +349,17 @@ def read_manifest(path: Path) -> Manifest:
     ]
     base = read.base.model_dump() if read.base else {}
     meaning = read.meaning or {}
-    return Manifest(done, read.layout, read.scalars, files, stored, read.block, base, meaning)
+    return Manifest(
+        done,
+        read.layout,
+        read.scalars,
+        files,
+        stored,
+        read.block,
+        base,
+        meaning,
+        read.metrics or (),
+    )
 
 
 def read_chosen(choose: Callable[[], Path]) -> tuple[Path, Manifest]:

@@ -31,6 +31,7 @@ from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
+from mpitrain.run.metrics import read_metrics
 from mpitrain.run.run_dir import checkpoint_of, noted_largest
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.report.text import goodput, spent
@@ -712,6 +713,44 @@ def test_copies_that_find_no_memory_name_the_key_that_asks_for_them(
     with pytest.raises(TrainingError, match=r"no memory for .*: Unable to allocate 9 GiB") as error:
         go(2, [*book, "checkpoint.every=2", *keys])
     assert named in error.value.way_out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_text(""),
+        lambda path: path.write_text(path.read_text()[:300]),
+        lambda path: path.write_text(path.read_text().replace('"val_loss": ', '"val_loss": 1')),
+        lambda path: shutil.copy(path, copied := path.with_name("new")) and copied.replace(path),
+    ],
+    ids=["removed", "emptied", "cut", "edited", "replaced by its copy"],
+)
+def test_metrics_that_another_program_changes_are_not_taken_silently(
+    damage, book, tmp_path, capfd, request
+):
+    path, asked = tmp_path / "run/metrics.jsonl", []
+    every = [*book, "checkpoint.every=2", "run.eval_every=2"]
+    go(2, every)
+    go(2, [*every, "run.steps=8"], resume="yes")
+    assert "warning" not in capfd.readouterr().err
+    damage(path)
+    go(2, [*every, "run.steps=10"], resume="yes")
+    is_whole = "copy" in request.node.callspec.id
+    assert capfd.readouterr().err.count("is not as it was at step 8") == (not is_whole)
+
+    def stop(rank):
+        asked.append(rank)
+        if rank == 0 and asked.count(0) == 2:
+            damage(path)
+        return False
+
+    go(2, [*every, "run.steps=14"], resume="yes", stop=stop)
+    said = capfd.readouterr().err
+    assert said.count("was changed, cut or removed by another program; the run goes on") == 1, said
+    assert "is not as it was" not in said and read_metrics(path)[-1]["event"] == "end"
+    go(2, [*every, "run.steps=16"], resume="yes")
+    assert "warning" not in capfd.readouterr().err
 
 
 @pytest.mark.counted
