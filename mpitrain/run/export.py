@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.config import Config
+from mpitrain.data.templates import without_day
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.chat import SETTINGS, chat_template, template_files
@@ -155,7 +156,7 @@ def _companions(
             files |= tokenizer_files(
                 tokenizer, config.model.context, entries, end[0] if end else ""
             )
-        template = config.data.template
+        template = without_day(config.data.template)
         if template and not (kept and template == chat_template(run / INIT_FROM)):
             files |= template_files(template)
     if kept:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpitrain.config import CONFIG, Config, Model, read_toml
 from mpitrain.data import source_kind
+from mpitrain.data.templates import without_day
 from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.files import text_of
@@ -52,7 +53,7 @@ def determined(folder: Path) -> dict[str, Any]:
     return {
         **keys,
         "data.vocabulary": data.get("vocabulary", 0),
-        "data.template": data.get("template", ""),
+        "data.template": without_day(str(data.get("template", ""))),
         "data.classes": data.get("classes", 0),
         "data.labels": data.get("labels", []),
         "data.tokenizer": str(folder / TOKENIZER) if TOKENIZER in present else "",

@@ -26,6 +26,7 @@ from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError
 from mpitrain.formats.chat import chat_template, template_files
 from mpitrain.formats.writing import tokenizer_files
+from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
 from tests.mpi.huggingface.models import loaded
@@ -284,6 +285,10 @@ def test_a_resume_keeps_the_day_on_which_the_run_began(tmp_path):
     assert day_of(tomllib.loads(path.read_text())["data"]["template"]) == "2031-02-01"
     changed = [record["changed"] for record in records(tmp_path) if "changed" in record]
     assert all("data.template" not in keys for keys in changed) and changed
+    export(run, "gpt2", tmp_path / "gpt2", "float32", 10**9, [])
+    assert (tmp_path / "gpt2/chat_template.jinja").read_text() == THINKING
+    next_run = configured(*settings[:-1], f"run.init_from={run}", "run.out=")
+    assert next_run.data.template == THINKING
 
 
 CONTEXT, SIZE, STEPS = 40, 16, 50
