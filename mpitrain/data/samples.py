@@ -127,7 +127,8 @@ def _idx_array(folder: Path, name: str, dims: int) -> np.ndarray:
     try:
         raw = gzip.decompress(contents(path)) if path.suffix == ".gz" else contents(path)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}.", "Copy the file again.") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path} cannot be read: {reason}.", "Copy the file again.") from None
     head = 4 + 4 * dims
     if len(raw) < head or raw[:4] != bytes((0, 0, 8, dims)):
         raise DataError(

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import BYTE_ORDER_MARK, check_regular, contents, reading, reading_of, text_of
+from mpitrain.files import BYTE_ORDER_MARK, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
 PEEK, FEWEST = 1 << 12, 64
@@ -102,7 +102,7 @@ class _OpenedFile:
     """
 
     def __init__(self, path: Path):
-        file = path.open("rb", buffering=0)
+        file = reading(path)
         self.number = file.fileno()
         weakref.finalize(self, file.close)
 
@@ -243,7 +243,7 @@ def pydocs() -> np.ndarray:
 def text(path: Path) -> FlatTokens:
     """Return the bytes of a file as tokens; DataError if it is empty or cannot be read."""
     size = _size(path)
-    with path.open("rb") as file:
+    with reading(path) as file:
         start = len(BYTE_ORDER_MARK) * (file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK)
     if size == start:
         raise DataError(f"{path} is empty.", "Name a file with text in it.")
@@ -371,7 +371,7 @@ def _check_width(path: Path, tokens: FileTokens) -> None:
 
 def _layout(path: Path, size: int, dtype: str) -> TokenLayout:
     """Read the header of a file of tokens, if any; DataError for an unknown version or dtype."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         head = file.read(12)
     if head.startswith(NPY_MAGIC):
         return _npy(path)
@@ -389,7 +389,7 @@ def _layout(path: Path, size: int, dtype: str) -> TokenLayout:
 
 
 def _npy(path: Path) -> TokenLayout:
-    with path.open("rb") as file:
+    with reading(path) as file:
         try:
             version = np.lib.format.read_magic(file)
             read = {
@@ -417,9 +417,8 @@ def _size(path: Path) -> int:
     Opening a pipe or a terminal would block forever.
     """
     try:
-        check_regular(path)
-        with path.open("rb"):
-            return path.stat().st_size
+        with reading(path) as file:
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         is_full = error.errno in (errno.EMFILE, errno.ENFILE)
         raise DataError(

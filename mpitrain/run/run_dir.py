@@ -718,6 +718,6 @@ def _text(tiles: str) -> str:
         return text_of(Path(tiles)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"The table of tiles {tiles} cannot be read: {error}.",
+            f"The table of tiles {tiles} cannot be read: {getattr(error, 'strerror', error)}.",
             "mpitrain bench gemm --tune writes one.",
         ) from None

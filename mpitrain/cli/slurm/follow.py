@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import click
 
 from mpitrain.errors import ConfigError
+from mpitrain.files import reading, reading_of
 
 STATE_EVERY = 5.0
 """Seconds between two questions about the state of a job."""
@@ -131,7 +133,8 @@ class _Log:
 
     def show(self) -> None:
         """Print the bytes that are new. A log that does not exist yet has none."""
-        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+        named = reading_of(f"The log {self._path}", "Let the job write to a file.")
+        with named, suppress(FileNotFoundError), reading(Path(self._path)) as file:
             file.seek(self._read)
             while chunk := file.read(1 << 16):
                 self._read += len(chunk)

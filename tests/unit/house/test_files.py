@@ -1,11 +1,14 @@
 """Files: durable before they get their name; what a user names as a file may be anything and nothing waits for it."""
 
+import ast
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+import mpitrain
 from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.config import read_toml
 from mpitrain.data import open_source
@@ -69,6 +72,43 @@ def test_what_is_no_regular_file_is_refused_at_once(reader, kind, tmp_path):
     with pytest.raises(MpitrainError) as raised:
         READERS[reader](path)
     assert raised.value.exit_code == 2 and str(tmp_path) in str(raised.value)
+
+
+OPENS = {
+    "files.py",
+    *("data/arrays.py", "data/hdf5.py"),  # NumPy and h5py take a name; check_regular comes before.
+    *(
+        "cli/terminal/output.py",
+        "collectives/plans/own_file.py",
+        "transport/failures.py",
+    ),  # /dev/null
+    *("cli/terminal/stop_requests.py", "machine/compiling.py", "machine/process.py"),  # /proc
+    *("transport/library.py", "tools/doctor/probes.py"),  # /proc and /sys
+    *("run/watchdog.py", "tools/doctor/trials.py"),  # files that they have made
+    *("cli/slurm/script.py", "kernels/source.py", "kernels/simulator/build.py", "tools/words.py"),
+    *("ops/host/compiled.py", "tools/textbook/explain/page.py", "tools/textbook/explain/tiling.py"),
+}
+"""The files of the package that open a file themselves; those of the last lines open files of the package."""
+OPENERS = {"read_text", "read_bytes", "open_memmap", "memmap", "fromfile"}
+
+
+def test_every_file_that_a_user_names_is_opened_by_one_function():
+    """It wants a regular file: a pipe would hang, and a device fill memory."""
+    root, found = Path(mpitrain.__file__).parent, set()
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                *owner, name = ast.unparse(node.func).split(".")
+                is_open = name == "open" and (
+                    not owner or owner[-1] in ("os", "io", "path", "file")
+                )
+                if (
+                    is_open
+                    or name in OPENERS
+                    or (owner, name) in ((["h5py"], "File"), (["np"], "load"))
+                ):
+                    found.add(str(file.relative_to(root)))
+    assert found == OPENS
 
 
 def test_a_regular_file_is_read_whole(tmp_path):
