@@ -5,7 +5,8 @@
 The same ranks run everything over gloo, then over mpitrain. A training has 20 steps, and its losses and parameters must differ
 by at most 1e-6. A drawn program calls collectives of a group of some of the ranks, with drawn dtypes, shapes and orders of
 waiting. Results of integers must be equal in every bit, those of other numbers to rounding. Names are those of the functions
-of TRAININGS; without one, all of them run. A few minutes; needs `pip install torch transformers accelerate` and g++.
+of TRAININGS; without one, all of them run. A few minutes; needs `pip install torch transformers accelerate
+pytorch-lightning` and g++.
 """
 
 import argparse
@@ -188,9 +189,49 @@ def accelerated() -> list[torch.Tensor]:
     return [*losses, *map(local, wrapped.parameters())]
 
 
+def lightning() -> list[torch.Tensor]:
+    """The Trainer of Lightning, whose data loader divides the rows."""
+    from lightning_fabric.plugins.environments import MPIEnvironment
+    from pytorch_lightning import LightningModule, Trainer
+
+    class Own(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = model(), list[torch.Tensor]()
+
+        def training_step(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
+            loss = loss_of(self.model(inputs), inputs)
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.parameters())
+
+    size, own = dist.get_world_size(), Own()
+    data = torch.cat([rows(step, is_whole=True) for step in range(STEPS)])
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    run = Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp",
+        plugins=[MPIEnvironment()],
+        max_epochs=1,
+        **quiet,
+    )
+    assert run.world_size == size
+    run.fit(own, torch.utils.data.DataLoader(data, batch_size=ROWS // size))
+    assert len(own.losses) == STEPS
+    return [*own.losses, *map(local, own.parameters())]
+
+
 TRAININGS = {
     training.__name__: training
-    for training in (ddp, fsdp2, tensor_parallel, pipeline, zero, compiled, trainer, accelerated)
+    for training in (
+        *(ddp, fsdp2, tensor_parallel, pipeline, zero, compiled),
+        *(trainer, accelerated, lightning),
+    )
 }
 
 INTEGERS = torch.uint8, torch.int8, torch.int32, torch.int64

@@ -32,6 +32,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.errors import CommError, ConfigError, PeerLost
+from mpitrain.machine import process
 from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
 from mpitrain.torch.comparison import ANSWER, DESTROY, Comparison, Notices
 from mpitrain.torch.store import world
@@ -61,6 +62,9 @@ DTYPES = {
     },
 }
 """{dtype of PyTorch that can be reduced: NumPy's}."""
+
+BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"}
+"""Variables that `accelerate launch` sets where it is asked for several processes; on a CPU it starts one."""
 
 BINDINGS = 256
 """Most collectives that a process group keeps bound; the oldest goes first."""
@@ -100,6 +104,11 @@ def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
             f"The ranks of backend mpitrain are those of the MPI job, but this is rank {of_group.group_rank} of "
             f"{of_group.group_size} for PyTorch and rank {transport.rank} of {transport.size} for MPI.",
             "Start the ranks with mpirun, srun or `mpitrain launch`, and leave out rank and world_size.",
+        )
+    if transport.size == 1 and {*process.environment()} >= BY_ACCELERATE:
+        raise ConfigError(
+            "`accelerate launch` was asked for several processes, but has started this one alone.",
+            "Start the ranks with `mpitrain launch -n 4 -- python own.py`; accelerate finds them.",
         )
     if not isinstance(options, GroupOptions | None):
         raise ConfigError(
