@@ -99,12 +99,12 @@ def _named(template: str, ends: tuple[str, str]) -> str:
 
 def _of_messages(record: Fields, template: str) -> Conversation:
     messages = _messages(record["messages"], template)
-    return Conversation(_with_system(record, messages), _tools(record))
+    return Conversation(_with_system(record, messages), _tools(record, template))
 
 
 def _of_sharegpt(record: Fields, template: str) -> Conversation:
     messages = _messages(record["conversations"], template, SPEAKERS)
-    return Conversation(_with_system(record, messages), _tools(record))
+    return Conversation(_with_system(record, messages), _tools(record, template))
 
 
 def _of_answer(record: Fields, template: str) -> Conversation:
@@ -118,7 +118,7 @@ def _of_texts(record: Fields, template: str) -> Conversation:
 
 def _of_lists(record: Fields, template: str) -> Conversation:
     prompt, completion = (_messages(record[key], template) for key in ("prompt", "completion"))
-    return Conversation([*prompt, *completion], _tools(record), len(prompt))
+    return Conversation([*prompt, *completion], _tools(record, template), len(prompt))
 
 
 def _of_alpaca(record: Fields, template: str) -> Conversation:
@@ -136,7 +136,7 @@ def _of_alpaca(record: Fields, template: str) -> Conversation:
         for pair in pairs
         for role, text in zip((USER, ASSISTANT), pair, strict=True)
     ]
-    return Conversation(_with_system(record, messages), _tools(record))
+    return Conversation(_with_system(record, messages), _tools(record, template))
 
 
 def _are_lists(record: Fields) -> bool:
@@ -257,22 +257,25 @@ class Recognised:
             (one["role"] + one["content"]).encode()  # A lone surrogate is a ValueError, too.
         self._kinds[kind.name] = None
         self._ignored.note(record.keys() - {*kind.keys, *kind.others})
-        self._ignored.note({"tools"} if conversation.tools and not self._reads("tools") else ())
+        self._ignored.note(
+            {"tools"} if record.get("tools") and not _reads(template, "tools") else ()
+        )
         for one in conversation.messages:
             keys = one.keys() - {"role", "content", "weight"}
-            self._ignored.note(f"{key} of a message" for key in keys if not self._reads(key))
+            self._ignored.note(f"{key} of a message" for key in keys if not _reads(template, key))
         return conversation
 
     def _of(self, kind: RecordKind) -> str:
         return kind.template(self._given, self._ends)
 
-    def _reads(self, key: str) -> bool:
-        return is_jinja(self.template) and key in self.template
-
     @property
     def facts(self) -> dict[str, Any]:
         """The kinds and the ignored keys, as a run records them."""
         return {"records": " and ".join(self._kinds), **self._ignored.facts} if self._kinds else {}
+
+
+def _reads(template: str, key: str) -> bool:
+    return is_jinja(template) and key in template
 
 
 def _is(value: Json) -> str:
@@ -361,13 +364,16 @@ def _with_system(record: Fields, messages: Sequence[Message]) -> list[Message]:
     return [*first, *messages]
 
 
-def _tools(record: Fields) -> list[Any] | None:
-    """Return the tools of a record: a list, or the text of one; None: it has none."""
+def _tools(record: Fields, template: str) -> list[Any] | None:
+    """Return the tools of a record, a list or the text of one; None if there are none or the template reads none."""
     tools = record.get("tools")
-    if isinstance(tools, str):
-        tools = parsed(tools.encode()) if tools.strip() else None
-    if tools in (None, []):
+    if not tools or not _reads(template, "tools"):
         return None
+    if isinstance(tools, str):
+        try:
+            tools = parsed(tools.encode())
+        except ValueError as error:
+            raise ValueError(f"its tools are no JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("its tools are no list of objects")
-    return tools
+    return tools or None

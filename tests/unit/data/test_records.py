@@ -190,6 +190,13 @@ def test_a_call_of_a_tool_reaches_a_template_that_reads_it():
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert conversation.messages[1] == {**said("assistant", ""), "tool_calls": [call]}
     assert conversation.tools == [TOOL] and "ignored_keys" not in recognised.facts
+    for tools in ("a tool", "[1]", {"a": 1}):
+        with pytest.raises(ValueError, match="its tools are no"):
+            recognised.conversation({**RECORDS["a call"][0], "tools": tools})
+        assert (
+            Recognised(TEMPLATE).conversation({**RECORDS["a call"][0], "tools": tools}).tools
+            is None
+        )
     plain = {"conversations": spoken(("human", "a"), ("function_call", "no JSON"))}
     assert recognised.conversation(plain).messages[1] == said("assistant", "no JSON")
 

@@ -114,7 +114,6 @@ LINES = [
     b'{"conversations": [{"from": "who", "value": "a"}]}',
     b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}',
     b'{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}',
-    b'{"messages": [{"role": "user", "content": "a"}], "tools": "[1]"}',
     b'{"instruction": "a", "input": 1, "output": "b"}',
     b'{"instruction": "a", "output": "b", "history": [["c"]]}',
     b'{"prompt": "a", "prompt": "a", "answer": "b"}',
