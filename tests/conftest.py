@@ -29,7 +29,7 @@ SETTINGS = {
 
 JOBS = [f"ranks/{room}" for room in ("bench", "certify", "parallel", "plan", "report", "run")]
 """Rooms whose tests train or measure on several ranks."""
-COMPILED = ("cuda-sim", "simulated kernels", "compiled passes")
+COMPILED = ("cuda-sim", "simulated kernels", "compiled")
 """Words in parameters of tests that compile."""
 NO_GPU = "CuPy finds no GPU here"
 NO_COMPILER = "they need a compiler: pip install ziglang, or apt install g++"

@@ -7,8 +7,8 @@
 // M rows, C channels. Sums over a row have the order of the compiler's vectors: bits depend on the
 // processor, but not on M.
 
+// zig compiles this on machines without headers of the C library: so memcpy and memset are the compiler's own.
 #include <stdint.h>
-#include <string.h>
 
 #define EXPORTED __attribute__((visibility("default")))
 #define RESTRICT __restrict__
@@ -59,10 +59,10 @@ static inline real exponential(real x) {
     for (unsigned i = 1; i < sizeof E::p / sizeof *E::p; i++) p = p * r + E::p[i];
     p = p * r + 1;
     E::Bits bits, shift;
-    memcpy(&bits, &p, sizeof bits);
-    memcpy(&shift, &sum, sizeof shift);
+    __builtin_memcpy(&bits, &p, sizeof bits);
+    __builtin_memcpy(&shift, &sum, sizeof shift);
     bits += shift << E::fraction;
-    memcpy(&p, &bits, sizeof bits);
+    __builtin_memcpy(&p, &bits, sizeof bits);
     return p;
 }
 
@@ -122,10 +122,10 @@ EXPORTED void layer_norm_backward(int64_t m, int64_t c, char* dy_, char* gain_, 
     const real *RESTRICT inverse = at(inverse_), *RESTRICT residual = at(residual_);
     real *RESTRICT dx = at(dx_), *RESTRICT dgain = at(dgain_), *RESTRICT dbias = at(dbias_);
     real* RESTRICT part = at(part_);
-    memset(dgain, 0, c * sizeof *dgain);
-    memset(dbias, 0, c * sizeof *dbias);
+    __builtin_memset(dgain, 0, c * sizeof *dgain);
+    __builtin_memset(dbias, 0, c * sizeof *dbias);
     for (int64_t start = 0; start < m; start += BLOCK) {
-        memset(part, 0, 2 * c * sizeof *part);
+        __builtin_memset(part, 0, 2 * c * sizeof *part);
         const int64_t stop = start + BLOCK < m ? start + BLOCK : m;
         for (int64_t i = start; i < stop; i++, dy += c, normal += c, dx += c) {
             real first = 0, second = 0;
