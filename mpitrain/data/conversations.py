@@ -37,6 +37,8 @@ COMPLETION = (
     "{{ eos_token }}{% endif %}{% endfor %}"
 )
 """The template of texts without a template: TRL puts the tokens that begin and end a text around them."""
+UNWANTED = ("label", "kto_tag")
+"""The keys of preferences, of TRL and LLaMA-Factory, that say whether an answer is wanted."""
 INPUT = "\n\n### Input:\n"
 ALPACA = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -252,6 +254,9 @@ class Recognised:
                 f"it has {kind.name}, and those before have {others}, of another template"
             )
         record = _without_nulls(value)
+        for key in UNWANTED:
+            if record.get(key) is False:
+                raise ValueError(f"its {key} is false, so its answer is one that is not wanted")
         conversation = kind.read(record, template)
         for one in conversation.messages:
             (one["role"] + one["content"]).encode()  # A lone surrogate is a ValueError, too.

@@ -115,6 +115,7 @@ LINES = [
     b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}',
     b'{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}',
     b'{"instruction": "a", "input": 1, "output": "b"}',
+    b'{"prompt": "a", "completion": "b", "label": false}',
     b'{"instruction": "a", "output": "b", "history": [["c"]]}',
     b'{"prompt": "a", "prompt": "a", "answer": "b"}',
     b'{"prompt": "a", "answer": NaN}',
