@@ -13,8 +13,9 @@ import os
 import resource
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +37,8 @@ IN_THE_WAY = (
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 FOUND_WRONG = (*IN_THE_WAY, errno.ENOENT, None)
 """The numbers of errors that a file itself causes: it is missing, no regular file, a link, or too short."""
+ON_READ: ContextVar[Callable[[], None]] = ContextVar("after a block is read", default=lambda: None)
+"""Called after each block of a large file that is read: the watchdog of a run counts it as progress."""
 BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # These flags open every name in an open directory.
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from mpitrain.data.source import Scan
 from mpitrain.data.tokenizer import TOKENIZER, digest
 from mpitrain.errors import DataError
-from mpitrain.files import BYTE_ORDER_MARK, contents, reading, reading_of, text_of
+from mpitrain.files import BYTE_ORDER_MARK, ON_READ, contents, reading, reading_of, text_of
 from mpitrain.strict_json import parsed, validated
 
 PEEK, FEWEST = 1 << 12, 64
@@ -182,6 +182,7 @@ def largest(tokens: FlatTokens) -> int:
         some = buffer[: len(tokens) - start]
         tokens.read(start, some)
         most = max(most, int(some.max()))
+        ON_READ.get()()
     return most
 
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
-from mpitrain.files import opened, reading, remedy, text_of, without_byte_order_mark
-from mpitrain.formats.safetensors_files import FLOATS, Located, located
+from mpitrain.files import ON_READ, opened, reading, remedy, text_of, without_byte_order_mark
+from mpitrain.formats.safetensors_files import BLOCK, FLOATS, Located, located
 from mpitrain.formats.tensors import AnyTensor, parts_of
 from mpitrain.strict_json import parsed, validated
 
@@ -252,7 +252,11 @@ def check_float(name: str, tensor: Located) -> None:
 def sha256(path: Path, inner: int = BENEATH) -> str:
     """Return the SHA-256 of a file, as sha256sum prints it."""
     with reading(path, inner) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        digest = hashlib.sha256()
+        while block := file.read(BLOCK):
+            digest.update(block)
+            ON_READ.get()()
+        return digest.hexdigest()
 
 
 def json_text(value: Any) -> bytes:

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from mpitrain.files import opened, reading
+from mpitrain.files import ON_READ, opened, reading
 from mpitrain.strict_json import validated
 
 INNER = 3
@@ -244,3 +244,4 @@ def read_into(descriptor: int, array: np.ndarray, start: int) -> None:
         if not done:
             raise OSError(f"it ends before byte {start}")
         rest, start = rest[done:], start + done
+        ON_READ.get()()

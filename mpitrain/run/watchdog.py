@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from mpitrain.errors import ConfigError, say, visible
-from mpitrain.files import Directory, opened
+from mpitrain.files import ON_READ, Directory, opened
 from mpitrain.machine.compiling import OBSERVER
 from mpitrain.run.observation import Answering, Observation, observe, question, read_model
 from mpitrain.trace.blame import MOVING, Finding, named
@@ -51,7 +51,7 @@ WARNING = "warning: "
 class Watchdog:
     """A thread that reports a stall: `seconds` without a new record and without a call of `alive`.
 
-    A compilation counts as progress if it runs on the thread that has made the watchdog.
+    A compilation and a block of a file that is read count as progress on the thread that has made the watchdog.
 
     One rank prints the first divergence of all ranks, and ends the job with exit code 1. Without
     traces each rank prints its own position. The thread makes no MPI call. A launcher ends the job
@@ -81,12 +81,16 @@ class Watchdog:
         self._does_end = True
         self._compilations = Compilations()
         self._observed = OBSERVER.set(self._compilations.running)
+        self._reads = ON_READ.set(self._has_read)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def alive(self, doing: str) -> None:
         """Restart the clock, and note the action that begins now."""
         self._doing = doing
+        self._calls += 1
+
+    def _has_read(self) -> None:
         self._calls += 1
 
     def patience(self, seconds: float, on_stall: str = "end") -> None:
@@ -110,6 +114,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread. Only the thread that has made the watchdog may call this."""
         OBSERVER.reset(self._observed)
+        ON_READ.reset(self._reads)
         self._closed.set()
 
     def _watch(self) -> None:

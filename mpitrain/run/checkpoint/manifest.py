@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import FOUND_WRONG, Directory, contents, opened, reading, remedy
+from mpitrain.files import FOUND_WRONG, ON_READ, Directory, contents, opened, reading, remedy
 from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing
 from mpitrain.run.checkpoint.regions import Region, part_of_text
 from mpitrain.strict_json import validated
@@ -428,6 +428,7 @@ def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
                 if hashlib.sha256(stored.read(manifest.block)).hexdigest() != wanted.digests[block]:
                     altered = block
                     break
+                ON_READ.get()()
     except OSError as error:
         raise unreadable(file, error, folder) from None
     if nbytes == wanted.nbytes and altered < 0:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import CheckpointError, TrainingError
-from mpitrain.files import Directory
+from mpitrain.files import ON_READ, Directory
 from mpitrain.formats import safetensors_files
 from mpitrain.formats.safetensors_files import INDEX
 from mpitrain.run import run_dir
@@ -131,6 +131,24 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     listed = ["written-00000.json.partial", "written-00000.json", ".step-00000005.partial"]
     last = [".step-00000005.partial", "step-00000005", "c"]
     assert events == [MODEL, STATE, *listed, INDEX, MANIFEST, *last]
+
+
+def test_the_watchdog_hears_of_each_block_that_a_load_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_files, "MOVED", 1 << 12)
+    monkeypatch.setattr(loading, "MOVED", 1 << 12)
+    heard = []
+    trainer = trained()
+    folder = save(tmp_path, trainer, after(1), keep=1)
+    nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    token = ON_READ.set(lambda: heard.append(1))
+    read_manifest_of = manifest.read_manifest(folder)
+    manifest.verify(folder, read_manifest_of, 0, 1)
+    assert len(heard) == sum(len(file.digests) for file in read_manifest_of.files.values())
+    kept = trainer.replication.kept()
+    axes = trainer.resolved.axes.sizes
+    loading.fill(folder, read_manifest_of, kept, trainer.storage, trainer.backend, axes, 0)
+    assert len(heard) > nbytes / (1 << 12) * 0.9
+    ON_READ.reset(token)
 
 
 @pytest.mark.parametrize("is_copied", (False, True))
