@@ -13,6 +13,8 @@ TEMPLATE, SETTINGS, SPECIAL = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+DEFAULT, TOOL_USE = "default", "tool_use"
+TOOLS, BREAK = f"additional_chat_templates/{TOOL_USE}.jinja", "\n"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens whose names a template of transformers may use as variables."""
 
@@ -28,15 +30,24 @@ class _Settings(BaseModel):
 def chat_template(folder: Path) -> str:
     """Return the chat template in a folder; empty if there is none.
 
-    Of several templates it is the one with the name `default`. The names of special tokens are set
-    in the text itself.
+    Of several templates it is the one with the name `default`; as in transformers, `tool_use` writes
+    conversations with tools. The names of special tokens are set in the text itself.
     """
-    text = ""
     with refusing(folder):
+        templates = dict[str, str]()
         if (folder / SETTINGS).exists():
-            text = _default(configuration(folder, SETTINGS, _Settings).chat_template)
+            templates = _named(configuration(folder, SETTINGS, _Settings).chat_template)
         if (folder / TEMPLATE).exists():
-            text = text_of(folder / TEMPLATE, BENEATH).decode()
+            templates[DEFAULT] = text_of(folder / TEMPLATE, BENEATH).decode()
+        if (folder / TOOLS).exists():
+            templates[TOOL_USE] = text_of(folder / TOOLS, BENEATH + 1).decode()
+    text = templates.get(DEFAULT, "")
+    if text and (tools := templates.get(TOOL_USE)):
+        # An empty text keeps white space that a block would remove beside it.
+        tools, text = (
+            f"{{{{ '' }}}}{one.removesuffix(BREAK)}{{{{ '' }}}}" for one in (tools, text)
+        )
+        text = f"{{% if tools is not none %}}{tools}{{% else %}}{text}{{% endif %}}"
     return with_names(text, special_names(folder)) if text else ""
 
 
@@ -55,10 +66,10 @@ def special_names(folder: Path) -> dict[str, str]:
     return names
 
 
-def _default(templates: str | list[dict[str, str]] | None) -> str:
+def _named(templates: str | list[dict[str, str]] | None) -> dict[str, str]:
     if not isinstance(templates, list):
-        return templates or ""
-    return {one.get("name"): one.get("template", "") for one in templates}.get("default", "")
+        return {DEFAULT: templates or ""}
+    return {one.get("name", ""): one.get("template", "") for one in templates}
 
 
 def template_files(template: str) -> dict[str, bytes]:

@@ -230,6 +230,21 @@ def test_a_template_that_rewrites_answers_makes_each_answer_the_end_of_a_row(fol
     assert "five" in first.text and "five" not in second.text and "seven" in second.text
 
 
+@pytest.mark.parametrize("has_files", [False, True])
+def test_the_template_tool_use_of_a_folder_writes_conversations_with_tools(
+    folder, tmp_path, has_files
+):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    tools = "\n{% if tools %}\n{{ tools | tojson }}\n{% endif %}\n{{ messages[0].content }}\n  "
+    theirs.chat_template = {"default": TEMPLATES["ChatML"] + "\n", "tool_use": tools}
+    theirs.save_pretrained(tmp_path, save_jinja_files=has_files)
+    for more in ({}, {"tools": TOOLS}):
+        wanted = theirs.apply_chat_template(TURNS, tokenize=False, **more)
+        assert written(chat_template(tmp_path), TURNS, **more) == wanted
+
+
 def test_a_template_without_a_prompt_that_begins_its_answer_is_refused_with_a_way_out():
     text = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     with pytest.raises(ValueError, match=r"message 2 .*generation %\}"):
