@@ -99,6 +99,7 @@ def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied, windows)
         assert np.abs(found - tensor.grad.numpy()).max() <= 1e-12, name
 
 
+RING = "layout.cp_mode=ring"
 LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
     "dp 3": (3, []),
@@ -159,10 +160,14 @@ def test_every_layout_equals_one_rank(layout):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("settings", [[], ["layout.tp=2"]], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["layout.tp=2"], ["model.window=3"], ["layout.cp=2", RING, "model.window=4"]],
+    ids=str,
+)
 def test_the_simulator_trains_as_the_host(settings):
     common = [*LLAMA, *settings, "precision.compute=float32", "optimizer.name=sgd"]
-    ranks = 1 + len(settings)
+    ranks = 2 if "layout" in " ".join(settings) else 1
     host, simulated = (
         run_ranks(ranks, trained, configured(*common, f"device.kind={kind}"), 5)
         for kind in ("cpu", "cuda-sim")
@@ -196,6 +201,9 @@ def test_packed_documents_train_as_in_rows_of_their_own():
         (["layout.tp=4"], "layout.tp must divide model.kv_heads"),
         (["model.width=36"], "a head has 9"),
         (["model.kind=gpt"], "model.kv_heads is 2, but a model of kind gpt"),
+        (["model.window_from=1"], "model.window_from is the first"),
+        (["model.window=3", "model.window_from=2"], "is 2 of 2 layers"),
+        (["model.kind=bert", "model.kv_heads=0", "model.window=3"], "model.window is for a gpt"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(settings, law):

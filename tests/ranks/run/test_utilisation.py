@@ -42,21 +42,33 @@ def works(ranks, *settings):
     return run_ranks(ranks, run), config
 
 
-def test_a_gpt_has_the_flops_of_palm():
-    ((found, _, parameters),), config = works(1, *TINY)
-    layers, width, context = config.model.layers, config.model.width, config.model.context
-    each = 6 * parameters + 12 * layers * width * context
+SEEN = {
+    (): [8, 8],
+    ("model.window=3",): [3, 3],
+    ("model.window=3", "model.window_from=1"): [8, 3],
+    ("model.window=9",): [8, 8],
+}
+"""{settings of a window: the keys that a query sees in each of two layers}."""
+
+
+@pytest.mark.parametrize("window", SEEN, ids=str)
+def test_a_gpt_has_the_flops_of_palm(window):
+    own = *TINY, "model.layers=2", "model.context=8", *window
+    ((found, _, parameters),), config = works(1, *own)
+    context = config.model.context
+    each = 6 * parameters + 12 * config.model.width * sum(SEEN[window])
     assert found.model == found.hardware == config.batch.size * context * each
 
 
-def test_counted_flops_are_palms_for_parameters_in_products():
-    row = MODELS["gpt"]
+@pytest.mark.parametrize("window", SEEN, ids=str)
+def test_counted_flops_are_palms_for_parameters_in_products(window):
+    row, own = MODELS["gpt"], (*TINY, "model.layers=2", "model.context=8", *window)
     with replaced(MODELS, "gpt", row._replace(flops=None)):
-        ((found, counted, parameters),), config = works(1, *TINY)
+        ((found, counted, parameters),), config = works(1, *own)
     m = config.model
     width, vocabulary, context = m.width, 256, m.context
     unread = (vocabulary + context) * width + (2 * m.layers + 1) * 2 * width + m.layers * 9 * width
-    each = 6 * (parameters - unread) + 12 * m.layers * width * context
+    each = 6 * (parameters - unread) + 12 * width * sum(SEEN[window])
     assert found.model == found.hardware == counted.flops == config.batch.size * context * each
 
 

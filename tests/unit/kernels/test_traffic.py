@@ -14,6 +14,7 @@ from mpitrain.ops.cuda.attention import CAUSAL
 from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
 from mpitrain.ops.operands import operands
+from mpitrain.ops.seen import Seen
 from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn
 
@@ -330,3 +331,27 @@ def test_each_operation_moves_the_bytes_of_its_row():
             exact.add(name)
             assert row.products or row.launches > 1 or moved == row.nbytes(**sizes), name
     assert {"add", "gelu", "relu_backward", "row_maximum", "sgd", "adamw"} <= exact
+
+
+def test_attention_within_a_window_reads_no_key_before_it():
+    """Of 400 tokens with a window of 65, blocks of 128 queries see the keys from their first less 64 on."""
+    heads, row, seen = 1, 2 * 16, Seen(window=65)
+    q, dy, dq = (stored(numbers(seed, 1, 400, 16), "float16") for seed in (1, 2, 3))
+    kv, dkv = (stored(numbers(seed, 1, 400, 32), "float16") for seed in (4, 5))
+    tokens = 128 + 192 + 192 + 80
+    forward = moved("attention_tensor", lambda ops: ops.attention(q, kv, heads, Arena(), seen))
+    assert forward.read["kv"] == row * 2 * tokens
+    saved = q, kv, np.zeros_like(dy), np.zeros((1, heads, 400), np.float32), heads, (), seen
+    for half, name, each in (("kv", "q", row), ("q", "kv", row * 2)):
+        backward = moved(
+            f"attention_tensor_backward_{half}",
+            lambda ops: ops.attention_backward(dy, saved, dq, dkv, Arena()),
+        )
+        again = 192 + 192 + 144 + 16 if half == "kv" else tokens
+        assert backward.read[name] == each * again
+    plain = moved("attention", lambda ops: ops.attention(*wide(q, kv), heads, Arena(), seen))
+    assert plain.read["kv"] == 2 * row * 2 * (64 + 5 * 128 + 80)
+
+
+def wide(*arrays):
+    return [array.astype(np.float32) for array in arrays]
