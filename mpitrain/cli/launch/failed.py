@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +77,7 @@ class Failure:
         if self.is_agreed:
             return ""
         reason = self.report or self.refusal
-        reason = reason or f"exit code {code}, and no rank gave a reason"
+        reason = reason or f"exit code {code}{_signal(code)}, and no rank gave a reason"
         if run:
             if not self.report:
                 reason += f"; `mpitrain runs report {shlex.quote(run)}` names the rank that fell silent first"
@@ -87,6 +89,14 @@ class Failure:
             first = standing(start, 3600 * hours + 60 * minutes + seconds)
             reason += f"; {first or 'which rank stood still first is not known'}"
         return f"the run failed: {reason}"
+
+
+def _signal(code: int) -> str:
+    """Return the signal that an exit code above 128 stands for, in brackets; "" if it stands for none."""
+    with suppress(ValueError):
+        number = signal.Signals(code - 128)
+        return f" ({number.name}: {signal.strsignal(number)})"
+    return ""
 
 
 KILLED = (

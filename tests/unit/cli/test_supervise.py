@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import NOT_BEGUN
+from mpitrain.cli.launch.failed import Failure
 from mpitrain.cli.launch.supervise import Errors, LauncherOutput
 from mpitrain.cli.terminal.stop_requests import FLAG, StatusFilter
 from tests.processes import SECONDS, run
@@ -213,6 +214,14 @@ def test_the_last_line_of_a_failed_run_is_its_first_failure():
     ]
     for (code, errors), last in zip(supervised_in_turn(codes), LAST_LINES.values(), strict=True):
         assert code == 3 and errors.splitlines()[-1] == last, errors
+
+
+def test_the_signal_behind_an_exit_code_is_named():
+    failure = Failure()
+    assert "exit code 153 (SIGXFSZ: File size limit exceeded), and" in failure.last_line(
+        153, "", Path()
+    )
+    assert "exit code 213, and" in failure.last_line(213, "", Path())
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
