@@ -11,7 +11,7 @@ import pytest
 from mpitrain.cli.launch.restarts import Restarts
 from mpitrain.cli.launch.supervise import LauncherOutput
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import ConfigError, PeerLost
+from mpitrain.errors import ConfigError, PeerLost, TrainingError
 from mpitrain.run import injection, loop, recovery
 from mpitrain.run.loop import train
 from mpitrain.run.recovery import Recovery, check
@@ -182,6 +182,16 @@ def test_ranks_that_are_too_few_for_the_job_say_so_as_a_loss(
     with pytest.raises(PeerLost, match=f"After the loss of 2 rank.s. the other 2 .*{law}") as error:
         survive(ranks, [*settings, *keys.split()], hosts="aabb")
     assert error.value.agreed and error.value.exit_code == 1
+
+
+def test_copies_that_find_no_memory_name_their_key(settings, monkeypatch):
+    def refused(*arguments):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(recovery.NeighbourCopies, "take", refused)
+    with pytest.raises(TrainingError, match=r"run\.copies_every asks: Unable to allocate") as error:
+        survive(2, [*settings, *COPIES])
+    assert "run.copies_every=0" in error.value.way_out
 
 
 def test_a_delay_of_a_lost_rank_is_lost_with_it(settings, tmp_path):

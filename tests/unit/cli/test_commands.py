@@ -16,6 +16,7 @@ from mpitrain.cli.config_help import EXPERT
 from mpitrain.cli.generate import readable
 from mpitrain.cli.job_options import changes
 from mpitrain.cli.launch import command as launch_command
+from mpitrain.cli.launch.restarts import Restart
 from mpitrain.cli.terminal.progress import way
 from mpitrain.config import Config, with_settings
 from mpitrain.data import Unopened
@@ -391,6 +392,29 @@ def test_a_folder_for_temporary_files_that_mpi_cannot_use_is_refused(name, monke
     assert "set TMPDIR" in refused.value.way_out
     monkeypatch.setenv(name, str(tmp_path / "new"))
     assert line_for(monkeypatch, "Open MPI", 2) and not [*(tmp_path / "new").iterdir()]
+
+
+@pytest.mark.parametrize(("codes", "last"), [([2], 2), ([1, 2], 1), ([1, 0], 0)])
+def test_a_start_after_a_loss_is_never_wrong_usage(codes, last, monkeypatch):
+    class Lost:
+        is_first = True
+
+        def __init__(self, *arguments): ...
+
+        def after(self, output, code):
+            if code != 1:
+                return None
+            self.is_first = False
+            return Restart({}, 2, [])
+
+    left = [*codes]
+    monkeypatch.setattr(
+        launch_command, "command_line", lambda *arguments: (["mpirun", "train"], {})
+    )
+    monkeypatch.setattr(launch_command, "run", lambda *arguments: left.pop(0))
+    monkeypatch.setattr(launch_command, "Restarts", Lost)
+    words = ["launch", "-n", "2", "--fault-tolerant", "--", "train"]
+    assert CliRunner().invoke(commands, words).exit_code == last and not left
 
 
 def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
