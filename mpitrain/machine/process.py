@@ -181,6 +181,18 @@ def limit_blas_threads() -> None:
             os.environ[name] = str(blas_threads())
 
 
+UCX_DEVICES = Path("/sys/class/infiniband")
+
+
+def silence_ucx() -> None:
+    """Leave out Open MPI's one-sided component of UCX where no device needs it: it prints errors.
+
+    Call it before MPI starts. `launch` leaves it out, too.
+    """
+    if not UCX_DEVICES.is_dir() or not any(UCX_DEVICES.iterdir()):
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
+
 def yield_crowded_cores() -> None:
     """Let MPI leave the core while it waits, if this host has fewer cores than ranks.
 

@@ -84,6 +84,7 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     process.leave_job_of_parent()
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
+        process.silence_ucx()
         if process.launched().launcher == "none":
             _check_folder(mpi4py.rc)
         if process.outlives_ranks():

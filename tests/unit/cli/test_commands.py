@@ -429,6 +429,11 @@ def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
         ("-n 2 --dry-run -- mpitrain train --dp 2", "-m mpitrain train --dp 2"),
         ("-n 2 --dry-run train --dp 2", "-m mpitrain train --dp 2"),
         ("-n 4 --mca a b -- train", "No such option: --mca. Those of mpirun"),
+        ("-np 0 -- train", "Invalid value for '-n' / '-np': 0 is not in the range x>=1"),
+        ("--nproc-per-node 2 -- train", "Here it is -n 4"),
+        ("--nproc_per_node=2 own.py", "Here it is -n 4"),
+        ("--nnodes=2 -- train", "Here it is --hosts a:4,b:4"),
+        ("-n 2 --master_addr a --master_port 1 -- train", "MPI connects the ranks"),
     ],
 )
 @pytest.mark.slow

@@ -143,6 +143,23 @@ def test_ranks_of_a_crowded_host_leave_its_cores_while_they_wait(ranks, yields, 
     assert environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD") == yields
 
 
+def test_the_component_of_ucx_is_left_out_unless_a_device_or_the_user_wants_it(
+    tmp_path, monkeypatch
+):
+    for devices, wish, left in (
+        ("none", {}, "^ucx"),
+        ("mlx5_0", {}, None),
+        ("none", {"OMPI_MCA_osc": "ucx"}, "ucx"),
+    ):
+        monkeypatch.setattr(os, "environ", wish)
+        monkeypatch.setattr(process, "UCX_DEVICES", tmp_path / devices)
+        (tmp_path / devices).mkdir(exist_ok=True)
+        if devices != "none":
+            (tmp_path / devices / devices).mkdir()
+        process.silence_ucx()
+        assert wish.get("OMPI_MCA_osc") == left, (devices, wish)
+
+
 def test_variables_of_libraries_are_exported_alone():
     given = {"PATH", "HOME", "SLURM_JOB_ID", "UCX_TLS", "MKL_NUM_THREADS", "MPITRAIN_X"}
     assert exported(dict.fromkeys(given, "1")) == ["MKL_NUM_THREADS", "MPITRAIN_X", "UCX_TLS"]
@@ -153,6 +170,11 @@ def test_variables_of_libraries_are_exported_alone():
     [
         ("", ("none", 0, 1, 0, 1)),
         ("SLURM_PROCID=5 SLURM_LOCALID=1", ("none", 0, 1, 0, 1)),  # of a batch shell
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", ("none", 0, 1, 0, 1)),
+        (
+            "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none",
+            ("torchrun", 1, 2, 1, 2),
+        ),
         (
             "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=2(x4)",
             ("Slurm", 1, 2, 5, 8),
