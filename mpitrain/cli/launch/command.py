@@ -306,7 +306,7 @@ def command(
                 # What a user could not have typed differently is no wrong usage.
                 sys.exit(1 if code == USAGE and not restarts.is_first else code)
             on = f"{again.ranks} ranks" + (f" of {', '.join(again.hosts)}" if again.hosts else "")
-            begins = " from its newest checkpoint" * output.began
+            begins = " from its newest checkpoint" * (restarts.step >= 0)
             say(Screen(), f"starting it again{begins}, on {on}")
             program_words = [*target.words, *again.words]
             placed = placed._replace(hosts=again.hosts)

@@ -50,6 +50,7 @@ class Restarts:
     """The restarts of one run. Each but a few needs a newer checkpoint than the one before, or has lost a host.
 
     is_first  whether there was none yet
+    step      of the checkpoint from which the next start goes on; -1: there is none
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Restarts:
         """
         self._hosts, self._ranks, self._answers = dict(hosts), ranks, answers
         self._configured, self.is_first = configured, True
-        self._step, self._vain = -1, 0
+        self.step, self._vain = -1, 0
 
     def after(self, words: LauncherOutput, code: int) -> Restart | None:
         """Return the next start after one that returned `code`, or None if that is the end."""
@@ -90,7 +91,7 @@ class Restarts:
         hosts = {
             host: n for (host, n), is_up in zip(self._hosts.items(), living, strict=True) if is_up
         }
-        is_further = step > self._step or len(hosts) < len(self._hosts)
+        is_further = step > self.step or len(hosts) < len(self._hosts)
         self._vain = 0 if is_further else self._vain + 1
         if config.run.on_failure != "continue" or self._vain >= ATTEMPTS:
             return None
@@ -106,7 +107,7 @@ class Restarts:
                 check_idle(run)
                 break
             time.sleep(LOOK)
-        self._hosts, self._step, self.is_first = hosts, step, False
+        self._hosts, self.step, self.is_first = hosts, step, False
         again = ["--out", str(run), "--resume=auto"] if words.began or config.run.out else []
         again += ["--set", "run.inject="]
         if (delay := of_ranks(config.run.delay, ranks - servers)) != config.run.delay:

@@ -397,7 +397,7 @@ def test_a_folder_for_temporary_files_that_mpi_cannot_use_is_refused(name, monke
 @pytest.mark.parametrize(("codes", "last"), [([2], 2), ([1, 2], 1), ([1, 0], 0)])
 def test_a_start_after_a_loss_is_never_wrong_usage(codes, last, monkeypatch):
     class Lost:
-        is_first = True
+        is_first, step = True, -1
 
         def __init__(self, *arguments): ...
 
