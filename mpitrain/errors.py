@@ -48,6 +48,15 @@ def line_in(error: BaseException, file: str) -> int:
     return lines[-1] or 0 if lines else 0
 
 
+def gigabytes(*nbytes: float) -> list[str]:
+    """Return amounts in GB as text, with the digits (2 or more) that tell any two and 0 apart."""
+    for digits in range(2, 10):
+        *texts, nothing = [f"{each / 1e9:,.{digits}f} GB" for each in (*nbytes, 0)]
+        if len({*texts, nothing}) == len({*nbytes, 0}):
+            break
+    return texts
+
+
 class Sentence(str):
     """A sentence that a page can translate: a text with the values of its fields in braces.
 

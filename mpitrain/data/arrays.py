@@ -23,7 +23,7 @@ from mpitrain.data.hdf5 import datasets
 from mpitrain.data.rows import Shuffled
 from mpitrain.data.source import IGNORED, Form, Request, Targets
 from mpitrain.data.token_files import TENTH, UNREADABLE
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, gigabytes
 from mpitrain.files import check_regular, paths_of, reading
 from mpitrain.machine.process import free_memory
 
@@ -130,9 +130,10 @@ def _two(name: str, arrays: Sequence[Any]) -> Arrays:
 def _check_room(name: str, nbytes: float, what: str) -> None:
     """Raise DataError if this host has no memory for so many bytes of a source."""
     if nbytes > (free := free_memory("cpu")):
+        needed, room = gigabytes(nbytes, free)
         raise DataError(
-            f"{name} is too large for this host: it has {what}, of which {nbytes / 1e9:,.3g} GB must be in memory "
-            f"together, but {free / 1e9:.3g} GB are free.",
+            f"{name} is too large for this host: it has {what}, of which {needed} must be in memory "
+            f"together, but {room} are free.",
             "Name data with smaller rows, or with fewer.",
         )
 

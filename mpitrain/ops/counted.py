@@ -17,7 +17,7 @@ import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
-from mpitrain.ops.operands import DIM, operands
+from mpitrain.ops.operands import operands, terms
 from mpitrain.ops.seen import Seen
 from mpitrain.ops.weightless import Weightless
 
@@ -147,11 +147,11 @@ def sizes_of(row: Operation, arguments: Sequence[Any]) -> dict[str, int]:
     return sizes
 
 
-def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
+def _fit(dims: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
     """Add the letters of a shape such as B,T,3HD that are not known yet."""
-    for term, length in zip(terms.split(","), shape, strict=False):
-        ((number, letters),) = [match for match in DIM.findall(term) if any(match)] or [("", "")]
-        rest = length // int(number or 1)
+    for term, length in zip(dims.split(","), shape, strict=False):
+        ((number, letters),) = terms(term) or ((1, ""),)
+        rest = length // number
         for letter in letters:
             rest //= max(1, sizes.get(letter, 1))
         unknown = [letter for letter in letters if letter not in sizes]
@@ -160,8 +160,8 @@ def _fit(terms: str, shape: Sequence[int], sizes: dict[str, int]) -> None:
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
-    ((number, letters),) = [match for match in DIM.findall(term) if any(match)]
-    return int(number or 1) * math.prod(sizes[letter] for letter in letters)
+    ((number, letters),) = terms(term)
+    return number * math.prod(sizes[letter] for letter in letters)
 
 
 def _of_kind(kind: type[T], value: Any) -> Iterator[T]:

@@ -105,7 +105,13 @@ def operands(line: str) -> Operands:
 def dims(shape: str, sizes: Sizes) -> tuple[int, ...]:
     """Return the dims of a shape such as 2,M,3HD."""
     return tuple(
-        int(number or 1) * math.prod(sizes[letter] for letter in letters)
-        for number, letters in DIM.findall(shape)
-        if number or letters
+        number * math.prod([sizes[s] for s in letters]) for number, letters in terms(shape)
+    )
+
+
+@cache
+def terms(shape: str) -> tuple[tuple[int, str], ...]:
+    """Return the number and the letters of each dim of a shape such as 2,M,3HD."""
+    return tuple(
+        (int(number or 1), letters) for number, letters in DIM.findall(shape) if number or letters
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.layers.base import Unit, freeze
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
@@ -78,9 +78,10 @@ def check_memory(
             estimate = frozen_sizes(estimate, config, source, axes, chunks, device)
     needed = ranks * mode_of(config).memory(estimate)
     if needed > free:
+        sum_needed, sum_free = gigabytes(needed, free)
         raise ConfigError(
-            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {needed / 1e9:,.2f} GB {where}, "
-            f"but {free / 1e9:,.2f} GB {allowed}.",
+            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {sum_needed} {where}, "
+            f"but {sum_free} {allowed}.",
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -23,11 +23,21 @@ from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_saved, ch
 
 TIME = "time"
 """The value of `pipeline.partition` for measured times; run/build.py replaces it by counts."""
-REPEATS = 3
-"""Measured passes of each unit; the fastest counts."""
+REPEATS, MOST, AGREE = 3, 6, 1.1
+"""Measured passes of each unit, at most so many while the two fastest differ by more than this ratio."""
 Units = Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]]
 """A model, or a function of a layer factory that returns one."""
 NO_LORA = Lora()
+
+
+class UnitTime(NamedTuple):
+    """A unit's seconds, forward and backward, of its fastest pass.
+
+    is_doubtful  whether no other pass took about as long
+    """
+
+    seconds: float
+    is_doubtful: bool
 
 
 class Chunks(NamedTuple):
@@ -257,8 +267,9 @@ def unit_seconds(
     stored: Any,
     computed: Any,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Measure the seconds of each unit's forward and backward on this rank.
+    wanted: Sequence[int] | None = None,
+) -> Iterator[UnitTime | None]:
+    """Measure each unit's forward and backward on this rank.
 
     The last unit's time includes the loss. Units before the first trained tensor run no backward.
     Only one unit's parameters are in memory at a time.
@@ -268,13 +279,18 @@ def unit_seconds(
     loss      (output of the last unit) -> the gradient of that output
     stored    dtype of the parameters' gradients
     computed  dtype of the layers' arithmetic
+    wanted    indices of the units to measure; the others yield None
     """
-    draw, seconds, frozen = np.random.default_rng(0), [], forward_only(units)
+    draw, frozen = np.random.default_rng(0), forward_only(units)
 
     def drawn(shape: tuple[int, ...], size: float) -> Any:
         return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
 
     for index, unit in enumerate(units):
+        if wanted is not None and index not in wanted:
+            x = None if index == len(units) - 1 else drawn(unit.layer.output_shape(x.shape), 1.0)
+            yield None
+            continue
         storage = Storage([replace(unit, tied={}, held={})], stored)
         (weights,) = storage.weights(
             *(drawn((length,), 0.02) for length in (storage.length, storage.frozen.length))
@@ -282,8 +298,8 @@ def unit_seconds(
         (gradients,), (leaves,) = storage.gradients(backend.zeros(storage.length, stored))
         end = loss if index == len(units) - 1 else None
         drawn_dy: Any = None if end else drawn(unit.layer.output_shape(x.shape), 1e-3)
-        times = []
-        for _ in range(REPEATS):
+        times: list[float] = []
+        while len(times) < REPEATS or (_disagree(times) and len(times) < MOST):
             for leaf in leaves:
                 leaf.filled = False
             backend.synchronize()
@@ -297,9 +313,13 @@ def unit_seconds(
             backend.synchronize()
             times.append(clock() - start)
             del saved, dy
-        seconds.append(min(times))
+        yield UnitTime(min(times), _disagree(times))
         x = y
-    return seconds
+
+
+def _disagree(times: Sequence[float]) -> bool:
+    fastest, second = sorted(times)[:2]
+    return second > AGREE * fastest
 
 
 def by_time(

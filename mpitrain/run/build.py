@@ -3,7 +3,7 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,7 @@ from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.pipeline.partition import TIME, Units
+from mpitrain.pipeline.partition import TIME, Units, UnitTime
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, read_chosen
 from mpitrain.run.choices import parse
@@ -325,8 +325,10 @@ def alone(config: Config, hosts: Sequence[str]) -> Alone:
     return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
 
 
-def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
-    """Measure the seconds of each unit, forward and backward, for one micro-batch on this rank."""
+def unit_times(
+    resolved: Resolved, source: Source | Unopened, wanted: Sequence[int] | None = None
+) -> Iterator[UnitTime | None]:
+    """Measure each unit, forward and backward, for one micro-batch on this rank, as `unit_seconds`."""
     from mpitrain.pipeline.partition import unit_seconds
 
     config, device, axes = resolved.config, resolved.device, resolved.axes
@@ -350,7 +352,8 @@ def unit_times(resolved: Resolved, source: Source | Unopened) -> list[float]:
         return gradient.reshape(logits.shape)
 
     placed = backend.from_host(inputs if inputs.dtype.kind != "f" else inputs.astype(computed))
-    return unit_seconds(units, placed, loss, backend, arena, config.precision.stored, computed)
+    stored = config.precision.stored
+    return unit_seconds(units, placed, loss, backend, arena, stored, computed, wanted=wanted)
 
 
 def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
@@ -359,7 +362,8 @@ def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unop
 
     config, axes = resolved.config, resolved.axes
     transport.barrier()  # All ranks measure at the same time, as they compute in training.
-    seconds = transport.gather_text(unit_times(resolved, source))
+    own = [each.seconds for each in unit_times(resolved, source) if each]
+    seconds = transport.gather_text(own)
     stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
     counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
     values = {"pipeline.partition": ",".join(map(str, counts))}

@@ -20,7 +20,7 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import ConfigError, MpitrainError, gigabytes
 from mpitrain.layers.base import Gradients, Loss, Unit, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
@@ -559,11 +559,14 @@ def check_activations(
         room.free - room.needed,
         lambda proposed: needed(proposed)[0],
     )
+    both, free, state, of_rows = gigabytes(
+        room.needed + activations, room.free, room.needed, activations
+    )
     raise ConfigError(
-        f"{len(room.ranks)} rank(s) need {room.needed / 1e9:,.2f} GB for parameters, gradients and optimizer state "
-        f"and {activations / 1e9:,.2f} GB for activations {room.where}, with {micro_batches} micro-batch(es) of "
-        f"{-(-rows // micro_batches)} row(s), but {room.free / 1e9:,.2f} GB {room.allowed}.",
-        f"Set batch.micro_batches to {fitting.micro_batches}: activations then need {fitting.needed / 1e9:,.2f} GB."
+        f"{len(room.ranks)} rank(s) need {both}, {state} for parameters, gradients and optimizer state and "
+        f"{of_rows} for activations {room.where}, with {micro_batches} micro-batch(es) of "
+        f"{-(-rows // micro_batches)} row(s), but {free} {room.allowed}.",
+        f"Set batch.micro_batches to {fitting.micro_batches}: activations then need {gigabytes(fitting.needed)[0]}."
         if fitting
         else f"{_savings(job.config)} model.width or model.context: no larger number of micro-batches "
         "fits.",

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import ConfigError, MpitrainError, TrainingError, say
+from mpitrain.errors import ConfigError, MpitrainError, TrainingError, gigabytes, say
 from mpitrain.files import mend, opened
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
@@ -608,10 +608,12 @@ def check_copies(trainer: Trainer, copied: int) -> None:
         keys += [("run.copies_every", "run.copies_every to 0")] * bool(run.copies_every)
         names, ways = (" and ".join(words) for words in zip(*keys, strict=True))
         copied, left = (n + snapshots * short.ranks for n in (short.needed, short.room))
+        needed, room_left = gigabytes(copied, max(0, left))
+        (missing,) = gigabytes(copied - left)
         raise ConfigError(
-            f"With {names} {short.ranks} rank(s) of {short.host} copy {copied / 1e9:,.3f} GB of their state, but "
-            f"{max(0, left) / 1e9:,.3f} GB are left for that.",
-            f"Set {ways}, or find {(copied - left) / 1e9:,.3f} GB more: raise memory.limit_gb, or use more hosts.",
+            f"With {names} {short.ranks} rank(s) of {short.host} copy {needed} of their state, but "
+            f"{room_left} are left for that.",
+            f"Set {ways}, or find {missing} more: raise memory.limit_gb, or use more hosts.",
         ).on_every_rank()
 
 

@@ -72,7 +72,7 @@ def command(
             TextColumn("unit", "<14", "unit"),
             TextColumn("rows", "6", "rows"),
             TextColumn("GFLOP", "10.3f", lambda row: row.flops / 1e9),
-            TextColumn("ms", "10.3f", lambda row: 1e3 * row.seconds),
+            TextColumn("ms", "11", lambda row: f"{1e3 * row.seconds:.3f}{'~' * row.is_doubtful}"),
             TextColumn("GFLOP/s", "10.1f", lambda row: row.flops / row.seconds / 1e9),
         ]
     )
@@ -80,7 +80,7 @@ def command(
     click.echo(f"{facts['processor']}, {facts['device']}, {threads} of {facts['cores']} cores\n")
     click.echo("\n".join(table.heading()))
     rows, sizes = [], [1 << n for n in range(most_rows.bit_length())]
-    for row in timed(job, source, sizes):
+    for row in timed(job, source, sizes, min(on_host, process.cores() // threads) - 1):
         rows.append(row)
         click.echo(table.line(row))
     outputs = Outputs()

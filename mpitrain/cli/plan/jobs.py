@@ -3,9 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +138,19 @@ def layout(
     given = configured(config_file, changes(settings, **options), preset)
     names = [f"host {number * hosts // ranks}" for number in range(ranks)]
     work = read_units(units_file) if units_file else 1e9 * rate if rate else None
-    planner = Planner(given, names, work, 1e9 * (memory or 0))
-    with (
-        uncollected(),
-        click.progressbar(
-            [*planner.layouts(given)],
-            label="layouts",
-            file=sys.stderr,
-            hidden=not sys.stderr.isatty(),
-        ) as layouts,
-    ):
+    bar: Callable[..., Any] = partial(
+        click.progressbar, file=sys.stderr, hidden=not sys.stderr.isatty()
+    )
+
+    def shown(steps: Iterator[tuple[float, Any]]) -> Iterator[tuple[float, Any]]:
+        with bar(length=100, label="units") as units:
+            for done, rows in steps:
+                units.update(round(100 * done) - units.pos)
+                yield done, rows
+            units.update(100 - units.pos)
+
+    planner = Planner(given, names, work, 1e9 * (memory or 0), shown)
+    with uncollected(), bar([*planner.layouts(given)], label="layouts") as layouts:
         ranking = rank(planner, given, layouts)
     say(report(ranking, planner, names))
     outputs = Outputs()

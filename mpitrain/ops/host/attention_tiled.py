@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
-from mpitrain.ops.host.blocks import TileLimits, constant, rounds, take_columns, tile_for
+from mpitrain.ops.host.blocks import TileLimits, constant, rounds, rounds_of, take_columns, tile_for
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.seen import CAUSAL, Bounds, Seen
 
@@ -173,10 +173,10 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
     part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
     mask, tiles = causal_mask(short, dtype), []
-    for first in range(0, len(q), short):
+    for first in rounds_of(range(0, len(q), short), q):
         rows = slice(first, min(first + short, len(q)))
         count, seen, diagonal = rows.stop - first, min(rows.stop + offset, length), first + offset
-        for start in range(0, seen, long):
+        for start in rounds_of(range(0, seen, long), q):
             keys = slice(start, min(start + long, seen))
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
             late = max(diagonal, start)
@@ -354,10 +354,10 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
     dropped = arena.take((short * long,), dtype) if drops else weights
     part = arena.take((max(short, long), width), dtype)
     mask, tiles = causal_mask(short, dtype), []
-    for first in range(0, length, short):
+    for first in rounds_of(range(0, length, short), q):
         keys = slice(first, min(first + short, length))
         count = keys.stop - first
-        for start in range(max(0, first - offset), len(q), long):
+        for start in rounds_of(range(max(0, first - offset), len(q), long), q):
             rows = slice(start, min(start + long, len(q)))
             shape, size = (rows.stop - start, count), (rows.stop - start) * count
             own = weights[:size].reshape(shape)

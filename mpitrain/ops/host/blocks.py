@@ -39,11 +39,16 @@ def take_columns(count, rows, columns, dtype, arena):
 
 
 def rounds(count: int, like: np.ndarray) -> range:
-    """Return the rounds of a loop: `count`, but two at most if the arrays have no memory.
+    """Return the rounds of a loop: `count`, but two at most if the arrays have no memory."""
+    return rounds_of(range(count), like)
+
+
+def rounds_of(starts: range, like: np.ndarray) -> range:
+    """Return the starts of the rounds of a loop, but two at most if the arrays have no memory.
 
     Without memory only leases matter: every round after the second leases the same as the second.
     """
-    return range(count if has_memory(like) else min(count, 2))
+    return starts if has_memory(like) else starts[:2]
 
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:

@@ -9,6 +9,7 @@ import numpy as np
 from mpitrain.data.source import IGNORED
 from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.reference.loss import columns_of, counted_rows
+from mpitrain.ops.weightless import has_memory
 
 
 def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
@@ -51,7 +52,8 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=
     facts.fill(0)
     if share:
         facts[1] = share * (logits.sum(1) - logits.shape[1] * maxima)
-    facts[1, rows] += (1 - smoothing) * (logits[rows, columns] - maxima[rows])
+    if has_memory(logits):  # Else every target's page would be mapped, to read nothing.
+        facts[1, rows] += (1 - smoothing) * (logits[rows, columns] - maxima[rows])
     for some in row_blocks(logits):
         block = logits[some]
         block -= maxima[some, None]
@@ -66,7 +68,8 @@ def cross_entropy_split(
     rows, columns = columns_of(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
-    logits[rows, columns] -= scale * (1 - smoothing)
+    if has_memory(logits):
+        logits[rows, columns] -= scale * (1 - smoothing)
     if share:
         logits -= scale * share
     logits[targets == IGNORED] = 0

@@ -33,7 +33,7 @@ from mpitrain.collectives.selection.cost_model import (
 from mpitrain.collectives.selection.table import TABLES
 from mpitrain.collectives.selection.tuning import foreign
 from mpitrain.config import Config, with_settings
-from mpitrain.errors import ConfigError, multiples_near
+from mpitrain.errors import ConfigError, gigabytes, multiples_near
 from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
@@ -56,7 +56,7 @@ from mpitrain.run.build import alone, model
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
 from mpitrain.run.resolve import Given, RunLocation, resolve_here
-from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed
+from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
 
 SHOWN = 10
@@ -285,7 +285,8 @@ class Planner:
 
     hosts  name of the host of each rank
     work   FLOPs per second of a rank, or timed units; None: they are timed here, by the threads of
-           this process
+           this process, while other processes load the other cores of a host
+    shown  shows the progress of the steps of timing, as of `timed_quickly`
     limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
     """
 
@@ -295,6 +296,7 @@ class Planner:
         hosts: Sequence[str],
         work: float | UnitTimes | None = None,
         limit: float = 0,
+        shown: Callable[[Iterator[Any]], Iterable[Any]] = iter,
     ):
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job, self._source, units = alone(alone_config, hosts[:1])
@@ -306,8 +308,10 @@ class Planner:
         on_host = 1 if is_on_device else hosts.count(hosts[0])
         if work is None:
             threads = max(1, process.cores() // on_host)
-            rows = (1, max(2, min(8, self._config.batch.size)))
-            work = UnitTimes(facts_of(self._job, threads), [*timed(self._job, self._source, rows)])
+            others = 0 if is_on_device else min(on_host, process.cores() // threads) - 1
+            steps = timed_quickly(self._job, self._source, others)
+            rows = [row for _, of_size in shown(steps) for row in of_size]
+            work = UnitTimes(facts_of(self._job, threads), rows)
         self.times: UnitTimes | None = None
         if isinstance(work, UnitTimes):
             self._check_kinds(work)
@@ -338,6 +342,10 @@ class Planner:
                 "Time those of this configuration: mpitrain bench units.",
             )
 
+    @property
+    def is_doubtful(self) -> bool:
+        return self.times is not None and bool(self.times.doubtful())
+
     def _beyond(self) -> list[str]:
         """Return the kinds of units of which one row takes more FLOPs than any that was timed."""
         units, counts = self._two(ParallelLayout(1, 1, 1, 0, 1, "none"), 1)
@@ -365,6 +373,8 @@ class Planner:
                 yield f"replication.tuning is of other hardware, {there}: units were timed on {here}"
         if self.times is not None and (kinds := self._beyond()):
             yield f"units of a smaller model were timed: those of {', '.join(kinds)} are extrapolated"
+        if self.is_doubtful and self.times:
+            yield f"~: other work disturbed the timing of {', '.join(self.times.doubtful())}; time again"
         if advice := foreign(tuning, self._hosts):
             yield f"{advice} in replication.tuning"
 
@@ -797,9 +807,9 @@ def _nothing_fits(
         f"{setting} ({nbytes / 1e9:,.3g} GB)"
         for setting, nbytes in planner.savings(given, smallest)
     ]
+    limit, needed = gigabytes(planner.limit, smallest.nbytes)
     return ConfigError(
-        f"No layout fits in {planner.limit / 1e9:,.3g} GB a rank: the smallest needs {smallest.nbytes / 1e9:,.3g} GB, "
-        f"with {settings}.",
+        f"No layout fits in {limit} a rank: the smallest needs {needed}, with {settings}.",
         f"Take more ranks{', or set ' * bool(lower)}{' or '.join(lower)}.",
     )
 
@@ -833,7 +843,8 @@ def _reason(planner: Planner, each: Prediction, best: Prediction) -> str:
     if refused := planner.refusal(each.layout):
         return f"refused: {refused.law}"
     if each.nbytes > planner.limit:
-        return f"needs {each.nbytes / 1e9:.2f} GB"
+        needed, limit = gigabytes(each.nbytes, planner.limit)
+        return f"needs {needed} of {limit}"
     more = {part: getattr(each, part) - getattr(best, part) for part in PARTS}
     part = max(more, key=lambda part: more[part])
     slower = each.step_s / best.step_s - 1
@@ -850,13 +861,19 @@ def _ms(name: str) -> Callable[[Prediction], float]:
 
 def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str]:
     """Return the lines that `plan layout` prints."""
+    mark = "~" * planner.is_doubtful
+
+    def marked(name: str) -> Callable[[Prediction], str]:
+        return lambda each: f"{1e3 * getattr(each, name):.1f}{mark}"
+
     columns = TextTable(
         [
             *(TextColumn(key, "4", _field(key)) for key in ("dp", "cp", "tp", "pp", "zero")),
             TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
             TextColumn("recompute", "9", _field("recompute")),
-            TextColumn("step time", "9.1f", lambda each: 1e3 * each.step_s, unit="ms"),
-            *(TextColumn(part, "9.1f", _ms(part), unit="ms") for part in PARTS),
+            TextColumn("step time", "10", marked("step_s"), unit="ms"),
+            TextColumn("computing", "10", marked("computing"), unit="ms"),
+            *(TextColumn(part, "9.1f", _ms(part), unit="ms") for part in [*PARTS][1:]),
             TextColumn("memory", "8.3g", lambda each: each.nbytes / 1e9, unit="GB"),
         ]
     )

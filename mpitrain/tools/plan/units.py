@@ -1,14 +1,17 @@
 """Seconds of the units of a model on one rank: timed at several sizes, kept in a file, interpolated."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mpitrain.data import Source
+from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.files import text_of
 from mpitrain.machine import process
@@ -17,8 +20,16 @@ from mpitrain.run.counting import Counter
 from mpitrain.run.resolve import Resolved
 from mpitrain.strict_json import validated
 
-MOST_LAYERS = 2
-"""Layers of a timed model: all layers of a kind take equally long."""
+MOST_LAYERS, MOST_TOKENS = 2, 4096
+"""Layers and vocabulary of a timed model: all layers of a kind take equally long, and so does each token of the
+vocabulary in a head.
+"""
+MOST_FLOPS = 4e10
+"""FLOPs of a timed pass: about half a second on a core. Units of more are extrapolated from fewer tokens."""
+SIZES = (8.0, 1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
+"""Rows of the timed micro-batches, the largest first; less than one: a row of so much of the context."""
+OF_KIND = 2
+"""Sizes at which `plan layout` times each kind of unit."""
 
 
 class TimedUnit(NamedTuple):
@@ -34,6 +45,7 @@ class TimedUnit(NamedTuple):
     flops: Annotated[int, Field(ge=0, le=1 << 62)]
     elements: Annotated[int, Field(ge=1, le=1 << 62)]
     seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    is_doubtful: bool = False
 
     @property
     def size(self) -> int:
@@ -60,10 +72,14 @@ class UnitTimes(NamedTuple):
             of_kind.setdefault(unit, []).append((size, min(row.seconds for row in same)))
         return of_kind
 
+    def doubtful(self) -> list[str]:
+        """Return the kinds of units whose passes took unequally long: other work disturbed them."""
+        return [*dict.fromkeys(row.unit for row in self.rows if row.is_doubtful)]
+
     @property
     def rate(self) -> float:
-        """Return the FLOPs per second of all units with the most rows."""
-        most = [row for row in self.rows if row.rows == max(other.rows for other in self.rows)]
+        """Return the FLOPs per second of the largest timed unit of each kind."""
+        most = {row.unit: row for row in sorted(self.rows, key=lambda row: row.size)}.values()
         return sum(row.flops for row in most) / sum(row.seconds for row in most)
 
     def turns(self, on_host: int) -> float:
@@ -95,22 +111,111 @@ def kind_of(name: str) -> str:
     return next(word for word in reversed(name.split(".")) if not word.isdigit())
 
 
-def timed(job: Resolved, source: Source, every: Sequence[int]) -> Iterator[TimedUnit]:
-    """Time the units of a job's model for micro-batches of so many rows each.
+def timed(job: Resolved, source: Source, every: Sequence[int], others: int) -> Iterator[TimedUnit]:
+    """Time one unit of each kind of a job's model for micro-batches of so many rows each.
 
-    job  of one rank, with one micro-batch and without recomputation
+    job     of one rank, with one micro-batch and without recomputation
+    others  ranks that compute on this host at the same time
     """
-    layers = min(job.config.model.layers, MOST_LAYERS)
-    for rows in every:
-        config = job.config.changed({"model.layers": layers, "batch.size": rows})
-        part = job._replace(config=config)
-        counter = Counter(part, source, lambda made, c=config: model(c, source, made))  # type: ignore[misc]
-        counts, shape = counter.units(0), (rows, *source.shape)
-        for unit, counted, seconds in zip(
-            counter.model, counts, unit_times(part, source), strict=True
-        ):
+    with at_work(others):
+        for rows in every:
+            sized = _Sized.of(job, source, rows)
+            wanted = [*{each: n for n, each in reversed([*enumerate(sized.sizes())])}.values()]
+            yield from sized.timed(wanted)
+
+
+def timed_quickly(
+    job: Resolved, source: Source, others: int
+) -> Iterator[tuple[float, list[TimedUnit]]]:
+    """Time one unit of each kind, at the largest sizes of at most MOST_FLOPS.
+
+    Yields the fraction that is done with the rows of a size. Arguments as of `timed`.
+    """
+    left: dict[str, int] = {}
+    every = [rows for rows in SIZES if rows >= 1 or source.form == "tokens"]
+    with at_work(others):
+        for done, rows in enumerate(every, 1):
+            sized = _Sized.of(job, source, rows)
+            wanted: dict[str, int] = {}
+            for index, (kind, flops, _) in enumerate(sized.sizes()):
+                fits = flops <= MOST_FLOPS or rows == every[-1]
+                if fits and left.setdefault(kind, OF_KIND):
+                    wanted.setdefault(kind, index)
+            for kind in wanted:
+                left[kind] -= 1
+            yield done / len(every), [*sized.timed([*wanted.values()])] if wanted else []
+            if len(left) == len({kind for kind, *_ in sized.sizes()}) and not any(left.values()):
+                return
+
+
+class _Sized(NamedTuple):
+    """A job of few layers, whose micro-batch has some rows or a part of one.
+
+    counter  counts its units
+    """
+
+    job: Resolved
+    source: Source | Unopened
+    counter: Counter
+
+    @classmethod
+    def of(cls, job: Resolved, source: Source, rows: float) -> "_Sized":
+        settings: dict[str, int] = {
+            "model.layers": min(job.config.model.layers, MOST_LAYERS),
+            "batch.size": max(1, int(rows)),
+        }
+        part: Source | Unopened = source
+        if source.form == "tokens":
+            (context,) = source.shape
+            if rows < 1:
+                settings["model.context"] = context = max(2, int(rows * context))
+            tokens = min(source.inputs, MOST_TOKENS)
+            part = Unopened(source.form, (context,), tokens, min(source.classes, tokens))
+        config = job.config.changed(settings)
+        job = job._replace(config=config)
+        return cls(job, part, Counter(job, part, lambda made: model(config, part, made)))
+
+    def sizes(self) -> list[tuple[str, int, int]]:
+        """Return the kind, the FLOPs and the elements of the output of each unit."""
+        shape, sizes = (
+            (self.job.config.batch.size, *self.source.shape),
+            list[tuple[str, int, int]](),
+        )
+        for unit, counted in zip(self.counter.model, self.counter.units(0), strict=True):
             shape = unit.layer.output_shape(shape)
-            yield TimedUnit(kind_of(unit.name), rows, counted.flops, math.prod(shape), seconds)
+            sizes.append((kind_of(unit.name), counted.flops, math.prod(shape)))
+        return sizes
+
+    def timed(self, wanted: Sequence[int]) -> Iterator[TimedUnit]:
+        rows = self.job.config.batch.size
+        times = unit_times(self.job, self.source, wanted)
+        for (kind, flops, elements), time in zip(self.sizes(), times, strict=True):
+            if time:
+                yield TimedUnit(kind, rows, flops, elements, time.seconds, time.is_doubtful)
+
+
+PRODUCTS = """
+import select, sys
+import numpy
+a = numpy.ones((384, 384), "f4")
+while not select.select([sys.stdin], [], [], 0)[0]:
+    a @ a
+"""
+
+
+@contextmanager
+def at_work(others: int) -> Iterator[None]:
+    """Keep other cores at work: units of ranks of one host are slower together than alone.
+
+    others  processes that multiply matrices meanwhile, each with the BLAS threads of this one
+    """
+    command = (sys.executable, "-c", PRODUCTS)
+    with ExitStack() as running:
+        for _ in range(others):
+            # Its input ends with this process, whatever ends that.
+            child = running.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            running.callback(child.kill)
+        yield
 
 
 def facts_of(job: Resolved, threads: int) -> dict[str, Any]:

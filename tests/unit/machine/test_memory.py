@@ -10,7 +10,7 @@ from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import with_settings
 from mpitrain.data import Unopened
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
@@ -316,5 +316,8 @@ def test_a_containers_limit_is_a_smaller_host(limits, free, monkeypatch):
 def test_no_width_is_so_large_that_its_number_of_parameters_looks_small(kind, width):
     model = {"kind": kind, "layers": 3, "width": width, "heads": 1, "context": 8}
     config = parse({"model": model, "device": {"kind": "cpu"}})
+    assert gigabytes(2e8 + 1e4, 2e8, 3e9) == ["0.20001 GB", "0.20000 GB", "3.00000 GB"]
+    assert gigabytes(2e8, 2e8, 0) == ["0.20 GB", "0.20 GB", "0.00 GB"]
+    assert gigabytes(1e6) == ["0.001 GB"]
     with pytest.raises(ConfigError, match=r"parameters with gradients .* are free"):
         run_ranks(1, lambda transport: check(transport, resolved(config), SOURCES[kind]))

@@ -162,7 +162,7 @@ def test_units_are_timed_forward_and_backward_after_a_warm_up():
         Unit(f"slow.{i}", Slow(clock, i, 10.0 * i, 100.0 * i), {"gain": "slow.0.gain"} if i else {})
         for i in range(3)
     ]
-    found = unit_seconds(
+    times = unit_seconds(
         units,
         np.zeros((2, 4), np.float16),
         loss,
@@ -172,7 +172,30 @@ def test_units_are_timed_forward_and_backward_after_a_warm_up():
         "float16",
         clock,
     )
-    assert found == [0.0, 111.0, 222.5] and arena.live == 0
+    seconds = [(0.0, False), (111.0, False), (222.5, False)]
+    assert [*times] == seconds and arena.live == 0
+
+
+@pytest.mark.parametrize(
+    "passes, seconds, is_doubtful",
+    [([9, 5, 5.4], 5, False), ([9, 5, 7, 8, 5.4], 5, False), ([9, 5, 7, 8, 6, 7, 1], 5, True)],
+)
+def test_passes_that_disagree_are_repeated_and_doubtful_if_they_never_agree(
+    passes, seconds, is_doubtful
+):
+    left = iter(passes)
+
+    class Disturbed(Slow):
+        def forward(self, w, x, arena):
+            self.clock.now += next(left)
+            return super().forward(w, x, arena)
+
+    clock = Clock()
+    units = [Unit("a", Disturbed(clock, 0, 0.0, 0.0), {}), Unit("b", Slow(clock, 0, 0.0, 0.0), {})]
+    x, backend = np.zeros((2, 4), np.float16), backend_for("cpu")
+    arguments = (lambda y: y), backend, Arena(), "float32", "float16", clock
+    first, second = unit_seconds(units, x, *arguments, wanted=[0])
+    assert (first, second) == ((seconds, is_doubtful), None)
 
 
 def test_a_stage_is_as_fast_as_its_slowest_rank_and_has_units_accordingly():

@@ -1,6 +1,7 @@
 """`plan layout`: what it counts is what a job needs, and its choices follow the network."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import Axes
+from mpitrain.pipeline.partition import UnitTime
+from mpitrain.run.build import alone
 from mpitrain.tools.bench.results import write_json
+from mpitrain.tools.plan import units
 from mpitrain.tools.plan.layout import MessageTimes, ParallelLayout, Planner, rank, report
 from mpitrain.tools.plan.memory import count
 from mpitrain.tools.plan.units import TimedUnit, UnitTimes, kind_of, read_units, seconds_of
@@ -203,6 +207,53 @@ def test_tensor_parallelism_stays_within_a_host_and_what_is_set_stays():
     assert report(ranking, plan, hosts)[-1].startswith(
         "mpitrain launch -n 8 -- train --set layout.dp="
     )
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_a_disturbed_timing_marks_what_it_predicts(is_disturbed):
+    facts = {"device": "cpu", "processor": "P", "cores": 4, "threads": 1}
+    kinds = ("embedding", "attention", "mlp", "head")
+    rows = [TimedUnit(kind, 1, 1, 1, 0.25, is_disturbed and kind == "mlp") for kind in kinds]
+    given = configured("device.kind=cpu", "batch.size=1", "model.layers=1")
+    plan = Planner(given, ["a"], UnitTimes(facts, rows), GB)
+    lines = report(rank(plan, given), plan, ["a"])
+    assert (
+        any("~: other work disturbed the timing of mlp;" in line for line in lines) == is_disturbed
+    )
+    (first,) = [line for line in lines if line.split()[:4] == ["1"] * 4 and " none " in line][:1]
+    assert first.count("~") == (2 if is_disturbed else 0)
+
+
+def test_units_of_each_kind_are_timed_once_at_the_two_largest_sizes_of_few_flops(monkeypatch):
+    """A head of a large vocabulary and a long row would take most of the time."""
+    sizes, heads = [], []
+
+    def timed(job, source, wanted):
+        sizes.append((job.config.batch.size, *source.shape))
+        heads.append(source.inputs)
+        names = ("embedding", "attention", "mlp", "attention", "mlp", "head")
+        return [UnitTime(1.0, False) if n in wanted else None for n in range(len(names))]
+
+    monkeypatch.setattr(units, "unit_times", timed)
+    given = ["device.kind=cpu", "model.context=64", "data.vocabulary=50000", "model.width=64"]
+    job, source, _ = alone(configured(*given), ["a"])
+    for most in (1e12, 1e7):
+        sizes.clear()
+        monkeypatch.setattr(units, "MOST_FLOPS", most)
+        steps = [*units.timed_quickly(job, source, 0)]
+        rows = [row for _, of_size in steps for row in of_size]
+        numbers = {kind: [row.unit for row in rows].count(kind) for kind in {r.unit for r in rows}}
+        assert numbers == dict.fromkeys(("embedding", "attention", "mlp", "head"), 2)
+        assert {*heads} == {units.MOST_TOKENS} and 0 < steps[0][0] <= steps[-1][0] <= 1
+        assert all(row.flops <= most or row.elements <= 2 * 4096 for row in rows)
+
+
+def test_other_cores_multiply_while_units_are_timed():
+    with units.at_work(2):
+        children = [*Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        assert len(children) >= 2
+    left = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not {*children[-2:]} & {*left}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.data.tokens import TokenSource
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.machine import process
 from mpitrain.run.build import Job, build
 from mpitrain.tools.bench.training.floor import BareProducts, recorded
@@ -185,9 +185,9 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
     needed = 16 * job.trainer.parameter_count + 4 * rows * model.context * saved
     free = process.free_memory("cpu")
     if sides * ranks * needed > free:
+        of_all, room = gigabytes(sides * ranks * needed, free)
         raise ConfigError(
-            f"{sides} programs of {ranks} rank(s) may need {sides * ranks * needed / 1e9:.1f} GB, "
-            f"but {free / 1e9:.1f} GB are free.",
+            f"{sides} programs of {ranks} rank(s) may need {of_all}, but {room} are free.",
             "Leave this shape out of --shapes.",
         )
 
