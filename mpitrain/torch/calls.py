@@ -374,10 +374,22 @@ class MessageWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future:
+        errors: list[Exception] = []
+
         def ended() -> list[torch.Tensor]:
-            self.wait()
+            if errors:
+                raise errors[0]
             return self._tensors
 
         complete, future = future_of(ended)
-        threading.Thread(target=complete, daemon=True).start()
+
+        def wait() -> None:
+            # Not within the callback: a thread that waits below C++ aborts a process that exits.
+            try:
+                self.wait()
+            except Exception as error:
+                errors.append(error)
+            complete()
+
+        threading.Thread(target=wait, daemon=True).start()
         return future

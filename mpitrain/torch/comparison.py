@@ -3,9 +3,10 @@
 A rank writes its call there once it has waited long, and reads those of the others.
 """
 
+import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,6 +21,28 @@ ANSWER = 2.0
 
 DESTROY = "destroy_process_group"
 """The last call of each rank."""
+
+
+_THREADS: list[threading.Thread] = []
+
+
+def start(function: Callable[[], object]) -> None:
+    """Call the function in a thread; it has ANSWER seconds to end when the process exits.
+
+    Python ends a thread that is still within C++, as in a store of PyTorch, and C++ then aborts.
+    """
+    if not _THREADS:
+        atexit.register(_join)
+    _THREADS[:] = [thread for thread in _THREADS if thread.is_alive()]
+    thread = threading.Thread(target=function, name="comparison", daemon=True)
+    _THREADS.append(thread)
+    thread.start()
+
+
+def _join() -> None:
+    deadline = time.monotonic() + ANSWER
+    for thread in _THREADS:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Said(NamedTuple):
@@ -54,7 +77,7 @@ class Notices:
             with suppress(Exception):  # The error itself is raised in any case.
                 self.write(call, text)
 
-        threading.Thread(target=write, name="failure", daemon=True).start()
+        start(write)
 
     def read(self) -> list[Said]:
         """Return what each rank has said, by rank."""
@@ -80,7 +103,7 @@ class Comparison:
         self.began, self.is_over = time.monotonic(), False
         self.said: list[Said] | None = None
         self._error: Exception | None = None
-        threading.Thread(target=self._read, name="look", daemon=True).start()
+        start(self._read)
 
     def _read(self) -> None:
         try:
