@@ -171,7 +171,7 @@ def tokenizer_files(
         data, settings["mask_token"] = with_mask(data, entries - 1), MASK
     if entries:
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-        data = _with_marks(data, tokenizer)
+        data = with_marks(data, tokenizer)
     if tokenizer.separator >= 0:
         ends = [name for name in ENDS if tokenizer.named(name) == tokenizer.separator]
         settings["eos_token"] = settings["bos_token"] = ends[0]
@@ -193,7 +193,7 @@ def with_mask(data: bytes, number: int) -> bytes:
     return json_text(content)
 
 
-def _with_marks(data: bytes, tokenizer: Tokenizer) -> bytes:
+def with_marks(data: bytes, tokenizer: Tokenizer) -> bytes:
     """Return a tokenizer.json that writes [CLS] text [SEP] text_pair [SEP], as `data/labelled.py` does.
 
     One that has a step of its own behind its model, or not both names, stays as it is.

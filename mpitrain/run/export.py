@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.data.templates import without_day
+from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.chat import SETTINGS, chat_template, template_files
@@ -24,7 +25,7 @@ from mpitrain.formats.folder import CONFIGURATION, Trained, json_text, refusing,
 from mpitrain.formats.peft import by_layer
 from mpitrain.formats.table import FORMATS
 from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
-from mpitrain.formats.writing import check_new, tokenizer_files, write_folder
+from mpitrain.formats.writing import check_new, tokenizer_files, with_marks, write_folder
 from mpitrain.models.table import MODELS
 from mpitrain.models.targets import is_adapter
 from mpitrain.run.build import check_has_adapters, trained_configuration
@@ -156,6 +157,8 @@ def _companions(
             files |= tokenizer_files(
                 tokenizer, config.model.context, entries, end[0] if end else ""
             )
+        elif tokenizer and TOKENIZER in kept and MODELS[config.model.kind].hides:
+            files[TOKENIZER] = with_marks(kept[TOKENIZER], tokenizer)
         template = without_day(config.data.template)
         if template and not (kept and template == chat_template(run / INIT_FROM)):
             files |= template_files(template)

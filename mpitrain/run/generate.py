@@ -30,6 +30,7 @@ from mpitrain.formats import companions
 from mpitrain.formats.folder import refusing
 from mpitrain.models.table import MODELS, kinds
 from mpitrain.run.inference import Reader, diverged
+from mpitrain.run.run_dir import is_run
 from mpitrain.run.trainer import Trainer
 from mpitrain.strict_json import parsed
 from mpitrain.transport.agreement import on_all_ranks
@@ -93,14 +94,19 @@ class TextPiece(NamedTuple):
 
 
 def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
-    """Return the tokenizer of a run directory; None if the run knows only numbers of tokens."""
+    """Return the tokenizer of a run or of another folder; None if that knows only numbers of tokens."""
     if writes_text(data.source, data.mixture, data.tokenizer):
         return ByteTokenizer()
-    path, way_out = folder / TOKENIZER, "Copy it from the data of the run."
+    path, way_out = _home(folder, data) / TOKENIZER, "Copy it from the data of the run."
     if not os.path.lexists(path):
         return None
     with reading_of(f"The tokenizer {path}", way_out, DataError):
         return open_tokenizer(contents(path, inner=1), str(path))
+
+
+def _home(folder: Path, data: Data) -> Path:
+    """Return the folder with the tokenizer: of adapters of another project, it is that of their base."""
+    return folder if is_run(folder) or not data.tokenizer else Path(data.tokenizer).parent
 
 
 def texts(
@@ -225,7 +231,8 @@ def ends_of(tokenizer: Tokenizer | None, data: Data, folder: Path) -> list[int]:
     ends = {data.separator, tokenizer.separator if tokenizer else -1}
     ends |= {end[1]} if (end := end_token(tokenizer, data)) else set()
     with refusing(folder):
-        ends |= {*companions.ends(companions.of_folder(folder, companions.OF_MODEL))}
+        files = companions.of_folder(_home(folder, data), companions.OF_MODEL)
+        ends |= {*companions.ends(files)}
     return sorted(token for token in ends if token >= 0)
 
 
