@@ -142,3 +142,25 @@ def test_a_mismatch_an_absent_rank_and_one_that_ends_are_named(tmp_path):
     assert "absent" not in said[2] and "from rank 2" in said[1]["absent_sender"]
     assert all("float8_e5m2" in said[rank]["no_sum"] for rank in said)
     assert all("bxor" in said[rank]["no_bits"] for rank in said)
+
+
+LATE = """
+import time
+import torch, torch.distributed as dist, mpitrain.torch
+from mpitrain.torch.store import MpiStore
+dist.init_process_group("mpitrain")
+write = MpiStore.set
+
+def late(store, key, value):
+    time.sleep(b"same calls" in bytes(value))
+    write(store, key, value)
+
+MpiStore.set = late
+try: dist.all_reduce(torch.ones(2 + dist.get_rank()))
+except RuntimeError: print("caught", flush=True)
+"""
+
+
+def test_a_rank_that_ends_right_after_an_error_is_not_aborted(tmp_path):
+    done = python_ranks(2, LATE, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "caught\ncaught\n"), done.stderr
