@@ -283,13 +283,13 @@ def _conversations(
             own, mark = encoded(tokenizer, row)
             tokens.append(own.astype(dtype))
             marks.append(mark)
-    found = Conversations(ArrayTokens(np.concatenate(tokens)), np.concatenate(marks))
-    if len(found) < least:
+    conversations = Conversations(ArrayTokens(np.concatenate(tokens)), np.concatenate(marks))
+    if len(conversations) < least:
         raise DataError(
-            f"{path} must have at least {least} conversation(s), but has {len(found)}.",
+            f"{path} must have at least {least} conversation(s), but has {len(conversations)}.",
             "One of them is held out; add more." if least > 1 else "Add conversations.",
         )
-    return found
+    return conversations
 
 
 def written(

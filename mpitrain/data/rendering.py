@@ -62,6 +62,8 @@ def rows_of(write: Writing, messages: Sequence[Message], prompt: int = 0) -> lis
     prompt  as `Conversation` says; then there is one answer, all text behind that of these messages
     """
     text, tagged = write(messages, False)
+    if not text:
+        raise ValueError("it has no text")
     if prompt:
         asked = write(messages[:prompt], True)[0]
         if not text.startswith(asked):
@@ -226,7 +228,9 @@ class _Compiled:
                 self.length += len(part)
             if self.length > most:
                 raise _Limit(f"writes {self.length:,} characters")
-            return "".join(parts), self.spans if self.has_tag else None
+            text = "".join(parts)
+            text.encode()  # A lone surrogate is refused.
+            return text, self.spans if self.has_tag else None
 
         messages = [_with_thoughts(message) for message in messages]
         return rows_of(write, messages, prompt) if asks is None else write(messages, asks)[0]

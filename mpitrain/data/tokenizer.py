@@ -60,7 +60,10 @@ class Tokenizer(Protocol):
         """
 
     def encode_marked(self, text: str) -> TokensOfText:
-        """Return the tokens of a text in which names of special tokens are these tokens."""
+        """Return the tokens of a text in which names of special tokens are these tokens.
+
+        raises  as `encode`
+        """
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return the text of tokens as bytes, which may be invalid UTF-8.
@@ -170,6 +173,7 @@ class FileTokenizer(Tokenizer):
         return np.array(encoding.ids, np.int64)
 
     def encode_marked(self, text: str) -> TokensOfText:
+        _utf8(text)
         self._inner.encode_special_tokens = False
         try:
             encoding: TokensOfText = self._inner.encode(text, add_special_tokens=False)

@@ -244,6 +244,21 @@ def test_the_message_of_a_line_with_many_keys_lists_some(tmp_path):
     assert len(raised.value.law) < 1000
 
 
+def test_a_conversation_without_text_is_refused_not_left_out(tmp_path):
+    empty = {"prompt": "", "completion": ""}
+    with pytest.raises(DataError, match=r"Line 2 .*has no text"):
+        opened(tmp_path, [{"prompt": "a", "completion": "b"}, empty] * 2)
+
+
+@pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ '\\ud83d' }}{% endfor %}"])
+def test_text_that_is_no_unicode_is_one_error_with_its_place(tmp_path, bpe, template):
+    if template:
+        pytest.importorskip("jinja2")
+    lone = PAIRS[0] if template else {"prompt": "\ud83d", "answer": "b"}
+    with pytest.raises(DataError, match=r"Line 1 .*surrogates"):
+        opened(tmp_path, [lone, *PAIRS], template=template, tokenizer=bpe)
+
+
 @pytest.mark.parametrize("lines", [[], ["", " "], [GOOD]])
 def test_a_file_with_fewer_than_two_conversations_is_refused(tmp_path, lines):
     with pytest.raises(DataError, match="at least 2"):

@@ -64,8 +64,9 @@ def test_its_file_makes_the_same_tokenizer(tokenizer):
         tokenizer.vocabulary,
         tokenizer.separator,
     )
-    with pytest.raises(DataError, match="Unicode"):
-        again.encode("a\udcff")
+    for encode in (again.encode, again.encode_marked):
+        with pytest.raises(DataError, match="Unicode"):
+            encode("a\udcff")
 
 
 def test_a_bpe_tokenizer_has_every_byte_and_an_end_of_text(tmp_path):
