@@ -331,8 +331,13 @@ def mend(error: OSError) -> str:
         return f"Make room (`ulimit -f` allows files of {largest_file():,.0f} bytes)"
     if error.errno in NO_ROOM:
         return "Make room"
-    is_named = error.errno in IN_THE_WAY and error.filename
-    return f"Remove {error.filename}" if is_named else "Look at what is there"
+    path = path_of(error)
+    return f"Remove {path}" if error.errno in IN_THE_WAY and path else "Look at what is there"
+
+
+def path_of(error: OSError) -> str | None:
+    """Return the path that the system refused; of a rename, the new one."""
+    return error.filename2 or error.filename
 
 
 def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> ConfigError:
@@ -341,8 +346,9 @@ def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> Config
     what   the path, or words that end with it
     other  the remedy if neither space is missing nor another file is in the way
     """
-    is_named = error.errno in NO_ROOM + IN_THE_WAY and not str(what).endswith(str(error.filename))
-    at = f" {error.filename}:" if error.filename and is_named else ""
+    path = path_of(error)
+    is_named = error.errno in NO_ROOM + IN_THE_WAY and not str(what).endswith(str(path))
+    at = f" {path}:" if path and is_named else ""
     way_out = (
         "Choose a shorter name."
         if error.errno == errno.ENAMETOOLONG

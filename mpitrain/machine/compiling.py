@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.files import cannot_write, contents, opened
+from mpitrain.files import cannot_write, contents, opened, path_of
 from mpitrain.machine import process
 
 ANSWERING = 30.0
@@ -246,7 +246,7 @@ def compiled_once(
                         _publish(part, target)
         except OSError as error:
             remedy = "Set XDG_CACHE_HOME to a folder that you may write to."
-            raise cannot_write(error.filename or target, error, remedy) from None
+            raise cannot_write(path_of(error) or target, error, remedy) from None
     return target
 
 

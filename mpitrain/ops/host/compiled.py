@@ -73,7 +73,10 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
     key = "\0".join([SOURCE.read_text(encoding="utf-8"), *flags, processor_and_compiler()])
     target = cache_of("passes") / f"passes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     refusal = target.with_suffix(".failed")
-    way_out = f"{INSTEAD.capitalize()}, or remove {refusal} to try again."
+    way_out = (
+        f"{INSTEAD.capitalize()}; remove {refusal} to try again; or set XDG_CACHE_HOME to a folder "
+        "from which the system runs code."
+    )
 
     def compile(part: Path) -> None:
         if reason := _recent(refusal):
@@ -81,13 +84,13 @@ def library(dtype: np.dtype) -> ctypes.CDLL:
         say(f"compiling {SOURCE.name}, once on a machine")
         try:
             compile_cpp([*flags, str(SOURCE)], part, SOURCE.name, way_out, COMPILING)
-            _bound(part, number)
+            _bound(part, number, way_out)
         except KernelError as error:
             with suppress(OSError):
                 write_whole(refusal, error.law)
             raise
 
-    return _bound(compiled_once(target, SOURCE.name, compile), number)
+    return _bound(compiled_once(target, SOURCE.name, compile), number, way_out)
 
 
 def _recent(refusal: Path) -> str:
@@ -98,13 +101,9 @@ def _recent(refusal: Path) -> str:
     return ""
 
 
-def _bound(path: Path, number: type) -> ctypes.CDLL:
+def _bound(path: Path, number: type, way_out: str) -> ctypes.CDLL:
     """Load the library, whose functions take this type of C; KernelError if it is none."""
-    remedy = (
-        f"{INSTEAD.capitalize()}; remove the file, to compile it anew; or set XDG_CACHE_HOME to a "
-        "folder from which the system runs code."
-    )
-    passes = loaded(path, remedy)
+    passes = loaded(path, way_out)
     signatures: dict[str, list[Any]] = {
         "gelu": [SIZE, SIZE, number, number, *[ARRAY] * 3],
         "layer_norm": [SIZE, SIZE, number, *[ARRAY] * 6],
@@ -119,7 +118,7 @@ def _bound(path: Path, number: type) -> ctypes.CDLL:
         for name, types in signatures.items():
             getattr(passes, name).argtypes, getattr(passes, name).restype = types, None
     except (AttributeError, ValueError) as error:
-        raise KernelError(f"{path} is no library of {SOURCE.name}: {error}.", remedy) from None
+        raise KernelError(f"{path} is no library of {SOURCE.name}: {error}.", way_out) from None
     passes.weigh_block.restype = ctypes.c_int
     return passes
 

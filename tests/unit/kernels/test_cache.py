@@ -141,10 +141,12 @@ def test_code_and_its_digest_are_durable_before_they_get_their_names(tmp_path, m
     assert folder == (tmp_path.stat().st_ino, names)
 
 
-def test_a_folder_that_cannot_be_written_is_a_refusal_with_the_reason(tmp_path):
-    (tmp_path / "code.lock").mkdir()
-    with pytest.raises(ConfigError, match=r"code\.lock.*\n.*Remove "):
-        compiling.compiled_once(tmp_path / "code.so", "code", lambda part: None)
+@pytest.mark.parametrize("name", ["code.lock", "code.so", "code.so.sha256"])
+def test_a_folder_in_the_place_of_a_file_is_a_refusal_that_names_it(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError) as refusal:
+        compiling.compiled_once(tmp_path / "code.so", "code", lambda part: part.write_text("code"))
+    assert f"Remove {tmp_path / name}," in refusal.value.way_out
 
 
 @pytest.mark.parametrize("rank, said", [(0, 1), (1, 0)])

@@ -140,7 +140,7 @@ def passes_of(ranks, recorded="auto"):
     ],
 )
 def test_a_compiler_that_fails_costs_one_note_with_the_reason(
-    lines, reason, compilations, compiler, capsys
+    lines, reason, compilations, compiler, capsys, tmp_path
 ):
     """Of all ranks and starts one has tried to compile."""
     replace, compiled_times = compiler
@@ -150,6 +150,8 @@ def test_a_compiler_that_fails_costs_one_note_with_the_reason(
         notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
         assert len(notes) == 1 and reason in notes[0] and "On rank 0" in notes[0]
         assert "NumPy's passes" in notes[0] and compiled_times() == compilations
+        remembered = [*tmp_path.glob("cache/mpitrain/passes/*.failed")]
+        assert all(f"remove {refusal} to try again" in notes[0] for refusal in remembered)
     assert passes_of(1, "numpy") == ["numpy"] and not capsys.readouterr().err
 
 
