@@ -57,12 +57,10 @@ class Call:
             self._run(self)
         except BaseException as error:
             self.error = error
-        self._run = None  # It may hold large tensors.
-        self._ended.set()
 
-    def fail(self, error: BaseException) -> None:
-        """End a call that never ran."""
-        self.error, self._run = error, None
+    def end(self) -> None:
+        """Let go on who waits for the call."""
+        self._run = None  # It may hold large tensors.
         self._ended.set()
 
     @property
@@ -203,13 +201,14 @@ class CallQueue:
     def _execute(self, call: Call) -> None:
         call.number, self._count = self._count, self._count + 1
         if self.error is not None:
-            call.fail(self._refusal(call))
-            return
-        call.execute()
+            call.error = self._refusal(call)
+        else:
+            call.execute()
         if call.error is not None and self.error is None:
             # The ranks no longer agree on the messages in flight.
             self.error = call.error
-            self._on_failure(call)
+            self._on_failure(call)  # Before the program hears of it, and may exit.
+        call.end()
 
     def _refusal(self, call: Call) -> CommError:
         refusal = CommError(

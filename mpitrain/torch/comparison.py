@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,7 +24,8 @@ DESTROY = "destroy_process_group"
 """The last call of each rank."""
 
 
-_THREADS: list[threading.Thread] = []
+NAME = "comparison"
+"""The name of each thread that asks the store."""
 
 
 def start(function: Callable[[], object]) -> None:
@@ -31,18 +33,20 @@ def start(function: Callable[[], object]) -> None:
 
     Python ends a thread that is still within C++, as in a store of PyTorch, and C++ then aborts.
     """
-    if not _THREADS:
-        atexit.register(_join)
-    _THREADS[:] = [thread for thread in _THREADS if thread.is_alive()]
-    thread = threading.Thread(target=function, name="comparison", daemon=True)
-    _THREADS.append(thread)
-    thread.start()
+    _join_at_exit()
+    threading.Thread(target=function, name=NAME, daemon=True).start()
+
+
+@cache
+def _join_at_exit() -> None:
+    atexit.register(_join)
 
 
 def _join() -> None:
     deadline = time.monotonic() + ANSWER
-    for thread in _THREADS:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for thread in threading.enumerate():
+        if thread.name == NAME and thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Said(NamedTuple):
