@@ -129,7 +129,9 @@ class _Jinja(Template):
                 yield [Rendered(*row) for row in rows]
 
     def _send(self, value: Any) -> None:
-        data = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+        # As in transformers, a value that JSON does not have, such as a date of Parquet, is its type.
+        text = json.dumps(value, ensure_ascii=False, default=lambda one: f"<{type(one).__name__}>")
+        data = text.encode(errors="surrogatepass")
         with suppress(BrokenPipeError):  # `_answers` says why the child ended.
             self._child.stdin.write(data + b"\n")
             self._child.stdin.flush()

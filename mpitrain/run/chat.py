@@ -34,7 +34,7 @@ class Chat:
 
         request  how to draw an answer; its ends are those of the run
         system   the first message; None: there is none
-        raises   ConfigError if the run was not trained on conversations
+        raises   ConfigError if there is no template of conversations
         """
         data = trainer.config.data
 
@@ -42,7 +42,7 @@ class Chat:
             check_writes(trainer.config.model.kind)
             if not data.template:
                 raise ConfigError(
-                    f"A chat needs the template of conversations, but the run in {folder} was not trained on any.",
+                    f"A chat needs the template of conversations, but {folder} has none.",
                     "Use `mpitrain generate`.",
                 )
             tokenizer = tokenizer_of_run(folder, data)
@@ -52,7 +52,7 @@ class Chat:
         self._tokenizer, ends = on_all_ranks(trainer.transport, read)
         self._request = request._replace(stops=end_of_turn(data), cuts=False, ends=ends)
         self._first: list[Message] = [message("system", system)] if system else []
-        self._has_told = False
+        self._has_forgotten = False
         self.reset()
 
     def reset(self) -> None:
@@ -88,8 +88,8 @@ class Chat:
             if len(self._turns) == first + 1:
                 break
             del self._turns[first : first + 2]  # a question, and its answer
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_forgotten:
+                self._has_forgotten = True
                 self.note = "the conversation is longer than model.context, so the oldest turns are forgotten"
         if len(tokens) < context:
             return tokens

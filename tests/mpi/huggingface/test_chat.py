@@ -245,6 +245,15 @@ def test_the_template_tool_use_of_a_folder_writes_conversations_with_tools(
         assert written(chat_template(tmp_path), TURNS, **more) == wanted
 
 
+def test_values_that_json_does_not_have_reach_a_template_as_their_types(folder):
+    from transformers import AutoTokenizer
+
+    text = "{% for m in messages %}{{ m.content ~ m.more }}{% endfor %}"
+    theirs = AutoTokenizer.from_pretrained(folder, chat_template=text)
+    turns = [{**message("user", "?"), "more": [date(2031, 2, 1), b"\xff", {"at": {1}}]}]
+    assert written(text, turns) == theirs.apply_chat_template(turns, tokenize=False)
+
+
 def test_a_template_without_a_prompt_that_begins_its_answer_is_refused_with_a_way_out():
     text = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     with pytest.raises(ValueError, match=r"message 2 .*generation %\}"):
