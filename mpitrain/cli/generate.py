@@ -123,6 +123,7 @@ def command(
             stop_bytes,
             tokenizer_of_run,
         )
+        from mpitrain.run.run_dir import is_run
         from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False, best=best)
@@ -144,10 +145,8 @@ def command(
             if is_chat:
                 prompts = asked_alone(tokenizer, config.data, texts, run)
             else:
-                prompts = [
-                    (text, encoded(text, tokenizer, source.inputs, config.data.template))
-                    for text in texts or ["\n"]
-                ]
+                reading = tokenizer, source.inputs, config.data.template, is_run(run)
+                prompts = [(text, encoded(text, *reading)) for text in texts or ["\n"]]
             if past_context == "stop":
                 separator = separator_of(config.data)
                 documents = [last_document(tokens, separator) for _, tokens in prompts]

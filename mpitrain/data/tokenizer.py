@@ -59,9 +59,10 @@ class Tokenizer(Protocol):
         raises  DataError if the text has a lone surrogate, which has no bytes
         """
 
-    def encode_marked(self, text: str) -> TokensOfText:
+    def encode_marked(self, text: str, adds: bool = False) -> TokensOfText:
         """Return the tokens of a text in which names of special tokens are these tokens.
 
+        adds    whether the tokenizer adds the special tokens of a text, such as <s>, as in transformers
         raises  as `encode`
         """
 
@@ -129,7 +130,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int64)
 
-    def encode_marked(self, text: str) -> TokensOfText:
+    def encode_marked(self, text: str, adds: bool = False) -> TokensOfText:
         return _Bytes(text, _utf8(text))
 
     def decode(self, tokens: Sequence[int]) -> bytes:
@@ -172,11 +173,11 @@ class FileTokenizer(Tokenizer):
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int64)
 
-    def encode_marked(self, text: str) -> TokensOfText:
+    def encode_marked(self, text: str, adds: bool = False) -> TokensOfText:
         _utf8(text)
         self._inner.encode_special_tokens = False
         try:
-            encoding: TokensOfText = self._inner.encode(text, add_special_tokens=False)
+            encoding: TokensOfText = self._inner.encode(text, add_special_tokens=adds)
         finally:
             self._inner.encode_special_tokens = True
         return encoding

@@ -522,11 +522,18 @@ def check_writes(kind: str) -> None:
 
 
 def encoded(
-    prompt: str, tokenizer: Tokenizer | None, vocabulary: int, template: str = ""
+    prompt: str,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    template: str = "",
+    of_run: bool = True,
 ) -> list[int]:
     """Return the tokens of a prompt; without a tokenizer it is the numbers of its tokens.
 
+    A run was trained on text without the tokens that its tokenizer adds, unless the template has them.
+
     template  data.template; if the run has one, names of special tokens are these tokens
+    of_run    False for a folder of another project: the tokens are those of transformers
     """
     if not prompt:
         raise ConfigError(
@@ -536,7 +543,9 @@ def encoded(
         return _numbers(prompt, vocabulary)
     if isinstance(tokenizer, ByteTokenizer):
         return list(os.fsencode(prompt))  # The bytes need not be valid UTF-8.
-    if template:
+    if not of_run:
+        tokens = [*tokenizer.encode_marked(prompt, adds=True).ids]
+    elif template:
         begin = tokenizer.begins if (is_text := is_of_texts(template)) else ""
         tokens = [*tokens_of_text(tokenizer, begin + prompt, is_text).ids]
     else:

@@ -26,7 +26,7 @@ TRAINED += ["optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weig
 
 def saved(folder, kind):
     """Write a folder with special tokens and ends of its own; return its tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -34,6 +34,10 @@ def saved(folder, kind):
     inner.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
     text = [*map(" ".join, WORDS.items()), "user\n", "assistant\n", "What is\n"]
     inner.train_from_iterator(text, trainers.BpeTrainer(special_tokens=NAMES, vocab_size=80))
+    if kind == "llama":
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, chat_template=CHATML, model_max_length=32, **SPECIAL
     )
