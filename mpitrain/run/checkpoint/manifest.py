@@ -338,9 +338,10 @@ def read_manifest(path: Path) -> Manifest:
     done = Done(read.step, read.samples, read.run)
     named = re.search(r"step-(\d+)", path.name)
     if named and int(named[1]) != done.step:
+        right = path.with_name(f"step-{done.step:08d}")
         raise CheckpointError(
             f"{path} holds step {done.step}, as {MANIFEST} says, and not the one that its name says.",
-            way_out(path),
+            way_out(path) if right.exists() else f"Rename it to {right.name}.",
         )
     files = {name: File(*listed) for name, listed in read.files.items()}
     stored = [

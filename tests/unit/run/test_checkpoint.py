@@ -89,11 +89,17 @@ def test_only_the_newest_are_kept_and_one_can_be_written_again(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000010"]
 
 
-def test_one_that_was_given_another_steps_name_is_refused(tmp_path):
+def test_one_that_was_given_another_steps_name_is_refused_and_gets_its_own_again(tmp_path):
+    """Its parameters are whole: it is removed only if its own name is taken."""
+    right, wrong = tmp_path / "step-00000002", tmp_path / "step-00000003"
     save(tmp_path, trained(), after(2), keep=1)
-    (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
-    with pytest.raises(CheckpointError, match="step-00000003 holds step 2"):
-        read(newest(tmp_path))
+    right.rename(wrong)
+    for way_out in ("Rename it to step-00000002.", f"Remove {wrong} to go on from {right.name}."):
+        with pytest.raises(CheckpointError, match="step-00000003 holds step 2") as refusal:
+            read(newest(tmp_path))
+        assert refusal.value.way_out == way_out
+        shutil.copytree(wrong, right, dirs_exist_ok=True)
+        read(right)
 
 
 @pytest.mark.parametrize(
