@@ -137,7 +137,7 @@ def _tasks(
         kind = job.trainer.config.model.kind
         if not MODELS[kind].writes:
             raise ConfigError(
-                f"Tasks are for a {' or '.join(kinds(lambda row: row.writes))}, but this run trained a {kind}.",
+                f"Tasks are for a {' or '.join(kinds(lambda row: row.writes))}, but this model is a {kind}.",
                 "Leave out --tasks.",
             )
         tokenizer = tokenizer_of_run(run, job.trainer.config.data)

@@ -79,7 +79,8 @@ def with_end(files: Companions, token: int) -> Companions:
 def with_context(files: Companions, context: int) -> Companions:
     """Return the companions of a model that reads fewer tokens than the folder's."""
     settings = _of_json(files, SETTINGS)
-    if settings.get(LONGEST, 0) <= context:
+    longest = settings.get(LONGEST)
+    if not isinstance(longest, int | float) or longest <= context:  # null: there is no limit.
         return files
     return {**files, SETTINGS: json_text({**settings, LONGEST: context})}
 

@@ -516,8 +516,8 @@ def _prompt_of(line: str, where: str) -> str:
 def check_writes(kind: str) -> None:
     if not MODELS[kind].writes:
         raise ConfigError(
-            f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this run trained a {kind}.",
-            "Name another run.",
+            f"Only a {' or '.join(kinds(lambda row: row.writes))} writes text, but this model is a {kind}.",
+            "Name another model.",
         )
 
 

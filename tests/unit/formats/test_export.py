@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import MpitrainError
 from mpitrain.formats import writing
+from mpitrain.formats.companions import with_context
 from mpitrain.formats.folder import tensors as located
 from mpitrain.formats.tensors import StoredTensor, read_whole
-from mpitrain.formats.writing import byte_level
+from mpitrain.formats.writing import SETTINGS, byte_level
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
@@ -223,3 +224,12 @@ def test_a_checkpoint_that_vanishes_is_not_reported_as_the_new_folder(run, tmp_p
         export(run, "--to", "gpt2", "--out", tmp_path / "new")
     assert caught.value.law.startswith("model.safetensors cannot be read")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("longest", "written"), [(32, 24), (24, 24), (16, 16), (None, None), ("32", "32")]
+)
+def test_only_a_longer_limit_of_a_tokenizer_is_lowered_to_the_context(longest, written):
+    files = {SETTINGS: json.dumps({"model_max_length": longest, "x": 1}).encode()}
+    assert json.loads(with_context(files, 24)[SETTINGS]) == {"model_max_length": written, "x": 1}
+    assert with_context({}, 24) == {}
