@@ -81,18 +81,18 @@ class RecordKind(NamedTuple):
     is_meant: Callable[[Fields], bool] = lambda record: True
 
 
-def _chat(given: str, ends: tuple[str, str]) -> str:
-    return given or PLAIN
+def _chat(template: str, ends: tuple[str, str]) -> str:
+    return template or PLAIN
 
 
-def _plain(given: str, ends: tuple[str, str]) -> str:
-    if given == AS_IT_IS or given.endswith(COMPLETION):
-        return given
+def _plain(template: str, ends: tuple[str, str]) -> str:
+    if template == AS_IT_IS or template.endswith(COMPLETION):
+        return template
     return _named(COMPLETION, ends) if any(ends) else AS_IT_IS
 
 
-def _alpaca(given: str, ends: tuple[str, str]) -> str:
-    return given or _named(ALPACA, ends)
+def _alpaca(template: str, ends: tuple[str, str]) -> str:
+    return template or _named(ALPACA, ends)
 
 
 def _named(template: str, ends: tuple[str, str]) -> str:
@@ -233,9 +233,9 @@ class Recognised:
     template  of all records; empty before the first one
     """
 
-    def __init__(self, given: str, ends: tuple[str, str] = ("", "")):
-        """given: the template of the run or "". ends: the tokens that begin and end a text, as text."""
-        self._given, self._ends, self.template = given, ends, ""
+    def __init__(self, template: str, ends: tuple[str, str] = ("", "")):
+        """template: that of the run or "". ends: the tokens that begin and end a text, as text."""
+        self._of_run, self._ends, self.template = template, ends, ""
         self._kinds, self._ignored = dict[str, None](), Ignored()
 
     def begin(self, value: Json) -> str:
@@ -271,7 +271,7 @@ class Recognised:
         return conversation
 
     def _of(self, kind: RecordKind) -> str:
-        return kind.template(self._given, self._ends)
+        return kind.template(self._of_run, self._ends)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -186,14 +186,14 @@ def open_jsonl(request: Request) -> "InstructionSource | SampleSource":
         from mpitrain.data.labelled import open_texts
 
         return open_texts(request)
-    reading, given = request.reading, request.vocabulary
+    reading, vocabulary = request.reading, request.vocabulary
     tokenizer: Tokenizer = ByteTokenizer()
     if reading.tokenizer:
         tokenizer = read_tokenizer(reading.tokenizer)
-    if 0 < given < tokenizer.vocabulary:
+    if 0 < vocabulary < tokenizer.vocabulary:
         raise DataError(
             f"The tokenizer {reading.tokenizer} has {tokenizer.vocabulary} tokens, but data.vocabulary or the model of "
-            f"run.init_from has {given}.",
+            f"run.init_from has {vocabulary}.",
             "Name the tokenizer of that model with data.tokenizer.",
         )
     held_out = request.other
@@ -201,7 +201,7 @@ def open_jsonl(request: Request) -> "InstructionSource | SampleSource":
     read = (recognised, tokenizer)
     source = InstructionSource(
         _conversations(Path(request.place), *read, 1 if held_out else 2),
-        given or tokenizer.vocabulary,
+        vocabulary or tokenizer.vocabulary,
         request,
         recognised.template,
         _conversations(Path(held_out), *read, 1) if held_out else None,
