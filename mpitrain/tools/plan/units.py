@@ -209,7 +209,7 @@ def at_work(others: int) -> Iterator[None]:
 
     others  processes that multiply matrices meanwhile, each with the BLAS threads of this one
     """
-    command = (sys.executable, "-c", PRODUCTS)
+    command = (sys.executable, "-P", "-c", PRODUCTS)  # -P: no numpy.py of the current folder
     with ExitStack() as running:
         for _ in range(others):
             # Its input ends with this process, whatever ends that.
