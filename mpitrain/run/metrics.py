@@ -77,8 +77,9 @@ class MetricsFile:
                 f"warning: {self._path} was changed, cut or removed by another program; the run goes on, and this file lacks "
                 "what is gone."
             )
-            self.close()
+            before = self._descriptor
             self._open()
+            os.close(before)
         line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
         append(self._descriptor, line)
         nbytes, crc = self.written

@@ -23,7 +23,7 @@ from mpitrain.run.checkpoint.manifest import MANIFEST, newest, read_manifest, wr
 from mpitrain.run.choices import parse
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
-from mpitrain.run.metrics import read_metrics
+from mpitrain.run.metrics import MetricsFile, read_metrics
 from mpitrain.run.run_dir import configuration, look
 from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
@@ -452,3 +452,14 @@ def test_resume_without_a_directory_prints_the_newest_runs_command(tmp_path, mon
             os.utime(folder / "step-00000004", (1e9 - age, 1e9 - age))
     assert refusal(1).endswith("type: mpitrain train --resume --out 'runs/new est'")
     assert refusal(3).endswith("type: mpitrain launch -n 3 -- train --resume --out 'runs/new est'")
+
+
+def test_metrics_that_became_a_directory_are_one_error(tmp_path):
+    """The end of the run closes the file once more."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match="in the way"):
+        metrics.write({"step": 1})
+    metrics.close()
