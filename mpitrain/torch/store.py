@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
 from mpitrain.transport.base import Request, Transport
-from mpitrain.transport.mpi import MpiTransport, connect
+from mpitrain.transport.mpi import MpiTransport, connect, join_world
 from mpitrain.transport.objects import recv_bytes, send_object, start_send_object
 
 LONGEST_PAUSE = 5e-3
@@ -211,12 +211,12 @@ def rendezvous_by_mpi() -> None:
         url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
     ) -> Iterator[tuple[dist.Store, int, int]]:
         is_by_torchrun = process.launched().launcher == "torchrun"
-        if is_by_torchrun or (
-            (transport := world()).size == 1
-            and int(process.environment().get("WORLD_SIZE", "1")) > 1
-        ):
+        names_others = int(process.environment().get("WORLD_SIZE", "1")) > 1
+        # Such a process may be alone for MPI: `world` refuses it, where another launcher started several.
+        if is_by_torchrun or (names_others and join_world("multiple").size == 1):
             yield from by_environment(url, timeout, **options)
             return
+        transport = world()
         if transport.size == 1 and sys.stderr.isatty():
             print(
                 "mpitrain: this is the only rank; start several with `mpirun -n 4 python ...`.",
