@@ -63,17 +63,19 @@ def special_tokens(files: Companions) -> dict[str, Any]:
 
 def ends(files: Companions) -> list[int]:
     """Return the tokens at which generation ends in transformers."""
-    for name in reversed(OF_MODEL):
-        value = _of_json(files, name).get(EOS)
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []
+    value = _of_json(files, _of_ends(files)).get(EOS)
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def with_end(files: Companions, token: int) -> Companions:
     """Return the companions with another token at which generation ends."""
-    name = GENERATION if GENERATION in files else CONFIGURATION
+    name = _of_ends(files)
     return {**files, name: json_text({**_of_json(files, name), EOS: [*ends(files), token]})}
+
+
+def _of_ends(files: Companions) -> str:
+    """Return the file that says where generation ends; the other one then counts for nothing."""
+    return GENERATION if GENERATION in files else CONFIGURATION
 
 
 def with_context(files: Companions, context: int) -> Companions:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.errors import MpitrainError
 from mpitrain.formats import writing
-from mpitrain.formats.companions import with_context
+from mpitrain.formats.companions import ends, with_context, with_end
 from mpitrain.formats.folder import tensors as located
 from mpitrain.formats.tensors import StoredTensor, read_whole
 from mpitrain.formats.writing import SETTINGS, byte_level
@@ -233,3 +233,14 @@ def test_only_a_longer_limit_of_a_tokenizer_is_lowered_to_the_context(longest, w
     files = {SETTINGS: json.dumps({"model_max_length": longest, "x": 1}).encode()}
     assert json.loads(with_context(files, 24)[SETTINGS]) == {"model_max_length": written, "x": 1}
     assert with_context({}, 24) == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "last"),
+    [(None, [4]), ({}, []), ({"eos_token_id": None}, []), ({"eos_token_id": [3, 0]}, [3, 0])],
+)
+def test_generation_ends_where_its_own_file_says_if_there_is_one(generation, last):
+    files = {"config.json": b'{"eos_token_id": 4}'}
+    if generation is not None:
+        files["generation_config.json"] = json.dumps(generation).encode()
+    assert ends(files) == last and ends(with_end(files, 9)) == [*last, 9]
