@@ -32,6 +32,7 @@ KEYS = {
     "out": "run.out",
     "plugins": "run.plugins",
     "base": "run.init_from",
+    "context": "model.context",
 }
 """The configuration key that each option sets."""
 
@@ -143,6 +144,12 @@ BASE = click.option(
     metavar="DIR",
     help="The model under the adapters of the run, if it has moved: its run.init_from.",
 )
+CONTEXT = click.option(
+    "--context",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tokens that a folder of another project reads (default: its own, at most 4096).",
+)
 BEST = click.option(
     "--best", is_flag=True, help="The checkpoint with the best validation loss, not the newest."
 )
@@ -157,7 +164,7 @@ PLUGINS = click.option(
 
 
 RUN = click.argument("run", metavar="RUN_DIR", type=click.Path(path_type=Path))
-run_options = with_options(RUN, BEST, TP, PP, OWN_DEVICE, BASE, PLUGINS)
+run_options = with_options(RUN, BEST, TP, PP, OWN_DEVICE, BASE, CONTEXT, PLUGINS)
 """The directory of a trained run, or a folder of another project, and the options to open it."""
 
 

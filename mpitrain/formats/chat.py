@@ -14,7 +14,9 @@ TEMPLATE, SETTINGS, SPECIAL = (
     "special_tokens_map.json",
 )
 DEFAULT, TOOL_USE = "default", "tool_use"
-TOOLS, BREAK = f"additional_chat_templates/{TOOL_USE}.jinja", "\n"
+FURTHER = "additional_chat_templates"
+"""The folder in which transformers keeps templates other than `default`."""
+TOOLS, BREAK = f"{FURTHER}/{TOOL_USE}.jinja", "\n"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens whose names a template of transformers may use as variables."""
 
@@ -27,8 +29,11 @@ class _Settings(BaseModel):
     chat_template: str | list[dict[str, str]] | None = None
 
 
-def chat_template(folder: Path) -> str:
+def chat_template(folder: Path, base: Path | None = None) -> str:
     """Return the chat template in a folder; empty if there is none.
+
+    base  the folder of the model, if the first one has adapters: special tokens have its names, unless
+          the first one says others
 
     Of several templates it is the one with the name `default`; as in transformers, `tool_use` writes
     conversations with tools. The names of special tokens are set in the text itself.
@@ -48,7 +53,9 @@ def chat_template(folder: Path) -> str:
             f"{{{{ '' }}}}{one.removesuffix(BREAK)}{{{{ '' }}}}" for one in (tools, text)
         )
         text = f"{{% if tools is not none %}}{tools}{{% else %}}{text}{{% endif %}}"
-    return with_names(text, special_names(folder)) if text else ""
+    if not text:
+        return ""
+    return with_names(text, {**(special_names(base) if base else {}), **special_names(folder)})
 
 
 def special_names(folder: Path) -> dict[str, str]:

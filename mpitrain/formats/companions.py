@@ -10,7 +10,7 @@ from typing import Any
 
 from mpitrain.config import CONFIG
 from mpitrain.files import text_of
-from mpitrain.formats.chat import SETTINGS, SPECIAL, TEMPLATE
+from mpitrain.formats.chat import FURTHER, SETTINGS, SPECIAL, TEMPLATE
 from mpitrain.formats.folder import BENEATH, CONFIGURATION, json_text, names, refusing
 from mpitrain.strict_json import parsed
 
@@ -34,7 +34,7 @@ TOKEN = "_token_id"
 EOS, LONGEST = "eos_token_id", "model_max_length"
 
 Companions = Mapping[str, bytes]
-"""{name: content} of the files beside the tensors."""
+"""{name: content} of the files beside the tensors; a name may begin with that of a folder."""
 
 
 def companions(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER)) -> Companions:
@@ -44,6 +44,11 @@ def companions(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER))
         files = {name: text_of(folder / name, BENEATH) for name in chosen if name in present}
         for name in OF_MODEL:
             _of_json(files, name)
+        if TEMPLATE in chosen and FURTHER in present:
+            for name in names(folder / FURTHER):
+                if name.endswith(".jinja"):
+                    path = folder / FURTHER / name
+                    files[f"{FURTHER}/{name}"] = text_of(path, BENEATH + 1)
         return files
 
 

@@ -98,6 +98,7 @@ def _write(
             file.write(values.view(np.uint16) if dtype.itemsize == 2 else values)
         file.close()
     for name, content in files.items():
+        (partial / name).parent.mkdir(exist_ok=True)
         file = Writing(partial / name, INNER)
         file.write(content)
         file.close()

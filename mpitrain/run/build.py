@@ -478,8 +478,14 @@ def configured(folder: Path, settings: list[str]) -> Config:
     """
     if not is_run(folder) and has_model(folder):
         return _of_folder(folder, settings)
-    then = trained_configuration(folder, settings)
-    check_has_adapters(then, with_settings({}, settings).get("run", {}).get("init_from"))
+    then, changed = trained_configuration(folder, settings), with_settings({}, settings)
+    check_has_adapters(then, changed.get("run", {}).get("init_from"))
+    context = changed.get("model", {}).get("context", then.model.context)
+    if context != then.model.context:
+        raise ConfigError(
+            f"A run reads as many tokens as it was trained on, model.context {then.model.context}, not {context}.",
+            "Leave out --context, which is for folders of other projects.",
+        )
     # The rows of a micro-batch in training, which fit in the memory of a rank.
     rows = max(1, then.batch.size // (max(1, then.layout.dp) * then.batch.micro_batches))
     anew = ["run.delay=", "run.inject=", "batch.micro_batches=0", f"batch.size={rows}"]
@@ -488,7 +494,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
     # The layout of the training run does not matter here, nor how it reduced gradients.
     alone = {**then.model_dump(), "replication": {}, "layout": {}, "pipeline": {}}
     alone["data"] = held_out_as_before(then.data, settings)
-    if source := with_settings({}, settings).get("data", {}).get("source"):
+    if source := changed.get("data", {}).get("source"):
         alone["data"] = _read_by(source, then.model.kind, alone["data"])
     return parse(with_settings(alone, [*anew, *settings]))
 
@@ -523,6 +529,17 @@ def _of_folder(folder: Path, settings: list[str]) -> Config:
         "data": data,
     }
     return parse(with_settings(tables, settings))
+
+
+def _say_that_context_is_limited(config: Config) -> None:
+    """Print that a model of another project reads fewer tokens here than its folder allows."""
+    if config.model.context != LONGEST:
+        return
+    most = determined(Path(config.run.init_from))["model.context"]
+    if most > LONGEST:
+        say(
+            f"note: {config.run.init_from} reads {most} tokens, but {LONGEST} are taken: --context {most} takes all."
+        )
 
 
 def _read_by(source: str, model: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -582,6 +599,8 @@ def open_run(
                     "Name some: --data SOURCE.",
                 )
             _check_is_whole(config, best)
+            if transport.rank == 0:
+                _say_that_context_is_limited(config)
             return RunLocation()
         if transport.rank > 0:
             return RunLocation()

@@ -10,7 +10,7 @@ from mpitrain.data.templates import without_day
 from mpitrain.data.tokenizer import TOKENIZER
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.formats.chat import SETTINGS, chat_template, template_files
+from mpitrain.formats.chat import FURTHER, SETTINGS, chat_template, template_files
 from mpitrain.formats.companions import (
     GENERATION,
     INIT_FROM,
@@ -161,6 +161,7 @@ def _companions(
             files[TOKENIZER] = with_marks(kept[TOKENIZER], tokenizer)
         template = without_day(config.data.template)
         if template and not (kept and template == chat_template(run / INIT_FROM)):
+            files = {name: data for name, data in files.items() if not name.startswith(FURTHER)}
             files |= template_files(template)
     if kept:
         return special_tokens(kept), files

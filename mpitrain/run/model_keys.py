@@ -86,9 +86,20 @@ def with_keys_of_folder(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         keys = determined(Path(name))
     except ValueError:  # No path can have this name, and the check of keys says so.
         return tables
+    lora = tables.get("lora")
+    adapter = lora.get("init_from") if isinstance(lora, Mapping) else None
+    if isinstance(adapter, str) and adapter:
+        template = _template_of_adapter(Path(adapter), Path(name))
+        keys["data.template"] = template or keys["data.template"]
     configured = {f"model.{key}": value for key, value in model.items()}
     check_keys(name, keys, configured)
     return with_keys(tables, keys)
+
+
+def _template_of_adapter(folder: Path, base: Path) -> str:
+    if CONFIG in names(folder):
+        return str(determined(folder)["data.template"])
+    return chat_template(folder, base)
 
 
 def with_keys(tables: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

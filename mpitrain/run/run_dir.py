@@ -473,8 +473,10 @@ def _note_companions(
         files = {name: content for name, content in files.items() if name in OF_MODEL}
     if files:
         with run.make(INIT_FROM) as copies:
-            for name, content in files.items():
-                with copies.whole(name) as file:
+            for path, content in files.items():
+                *folders, name = path.split("/")
+                place = copies.make(folders[0]) if folders else contextlib.nullcontext(copies)
+                with place as inside, inside.whole(name) as file:
                     file.write(content)
     return tokenizer or of_model
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mpitrain.data.templates import Conversation, open_template
 from mpitrain.run.build import configured as from_folder
 from mpitrain.run.build import open_run
 from mpitrain.run.export import export
@@ -38,8 +39,10 @@ def saved(folder, kind):
         inner.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
         )
+    several = {"default": CHATML, "tool_use": "{{ tools | length }}" + CHATML}
+    template = CHATML if kind == "llama" else several
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, chat_template=CHATML, model_max_length=32, **SPECIAL
+        tokenizer_object=inner, chat_template=template, model_max_length=32, **SPECIAL
     )
     special = {"bos_token_id": 1, "eos_token_id": 4, "pad_token_id": 2}
     size = {"vocab_size": inner.get_vocab_size()}
@@ -121,13 +124,35 @@ def test_a_fine_tuned_folder_keeps_what_it_said_and_stops(kind, tmp_path):
     assert answers(tmp_path / "merged") == answers(tmp_path / "whole")
     export(tuned, "peft", tmp_path / "adapter", "float32", 10**9, [])
     assert answers(tmp_path / "whole", tmp_path / "adapter") == answers(tmp_path / "whole")
-    for path in folder.iterdir():
-        if "token" in path.name or "template" in path.name:
+    for path in folder.rglob("*.*"):
+        if "token" in path.name or path.suffix == ".jinja":
             for out in ("whole", "merged", "adapter"):
-                copy = (tmp_path / out / path.name).read_bytes()
+                copy = (tmp_path / out / path.relative_to(folder)).read_bytes()
                 # The run reads fewer tokens than the folder.
                 longest = b'"model_max_length": 32', b'"model_max_length": 24'
                 assert copy == path.read_bytes().replace(*longest), path.name
+
+
+@pytest.mark.parametrize("names", ["", "tokenizer_config.json", "chat_template.jinja"])
+def test_the_template_beside_adapters_is_read_before_that_of_their_base(names, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tokenizer = saved(base, "llama")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    settings = [f"run.init_from={base}", f"lora.init_from={adapter}", "data.source=jsonl:x"]
+    if names:
+        tokenizer.chat_template = "{{ bos_token }}" + CHATML
+        tokenizer.save_pretrained(adapter, save_jinja_files="jinja" in names)
+        if "jinja" in names:
+            (adapter / "tokenizer_config.json").unlink()
+    turns = [{"role": "user", "content": "What is red"}]
+    wanted = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    for config in (from_folder(adapter, settings[:1]), configured(*settings)):
+        with open_template(config.data.template) as template:
+            assert template.write(Conversation(turns), True) == wanted
 
 
 def loss_of(folder, data):
@@ -150,6 +175,9 @@ def test_a_folder_is_used_where_a_run_is(tmp_path):
         path.write_text(path.read_text().replace("4,\n    0", "70,\n    71"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    config = (folder / "config.json").read_text()
+    longer = config.replace('max_position_embeddings": 32', 'max_position_embeddings": 5000')
+    (folder / "config.json").write_text(longer)
     prompt = "What is red"
     wanted = model.generate(
         **tokenizer(prompt, return_tensors="pt"), do_sample=False, max_new_tokens=9
@@ -158,6 +186,11 @@ def test_a_folder_is_used_where_a_run_is(tmp_path):
     done = mpitrain("generate", folder, "--prompt", prompt, "--json", "--ignore-eos", *greedy)
     count = len(tokenizer(prompt).input_ids)
     assert json.loads(done.stdout)["tokens"] == wanted[count:].tolist(), done.stderr
+    note = "5000 tokens, but 4096 are taken: --context 5000 takes all"
+    assert done.stderr.count(note) == 1
+    done = mpitrain("generate", folder, "--prompt", prompt, "--context", 5000, *greedy)
+    assert not done.returncode and "are taken" not in done.stderr
+    (folder / "config.json").write_text(config)
     lora = ["lora.rank=2", "lora.targets=q_proj,v_proj", "optimizer.lr=0.1"]
     tuned = trained(tmp_path / "tuned", folder, 3, *lora)
     (adapter,) = (export(tuned, "", None, "float32", 10**9, []).folder,)
