@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -53,50 +54,7 @@ def end_alone() -> NoReturn:
     raise SystemExit(1)
 
 
-SIBLINGS = """
-import os, select, socket, sys, time
-launcher, ranks, local_rank, own = map(int, sys.argv[1:])
-first = own - local_rank
-known, until = {}, time.monotonic() + 2
-def state(number):
-    try:
-        with open(f"/proc/{number}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], int(fields[1])
-    except (OSError, ValueError, IndexError):
-        return "X", 0
-def rank_of(number):
-    with open(f"/proc/{number}/environ", "rb") as file:
-        return int(file.read().partition(b"OMPI_COMM_WORLD_RANK=")[2].partition(b"\\0")[0])
-while True:
-    if len(known) < ranks:
-        for number in filter(str.isdigit, os.listdir("/proc")):
-            if number not in known and state(number)[1] == launcher:
-                try:
-                    known[number] = rank_of(number)
-                except (OSError, ValueError):
-                    pass
-    living = {rank for number, rank in known.items() if state(number)[0] not in "ZX"} | {own}
-    lost = {*known.values()} - living
-    if len(known) < ranks and time.monotonic() > until:
-        lost |= {*range(first, first + ranks)} - living
-    if select.select([0], [], [], 0 if lost else 0.1)[0]:
-        if os.read(0, 1):
-            break
-        living -= {own}
-        lost = lost if living else {own}
-    if lost or own not in living:
-        if own == min(living, default=own):
-            where = f"ended on {socket.gethostname()} before the ranks were connected"
-            for rank in sorted(lost):
-                print(f"rank {rank}: {where}", file=sys.stderr)
-        break
-"""
-"""A program that each rank starts before it connects: it names the ranks of this host that end meanwhile.
-
-It stops when it reads a byte. The end of its standard input means that its own rank has ended. The
-program of the lowest living rank speaks.
-"""
+SIBLINGS = Path(__file__).with_name("siblings.py")
 
 
 @contextmanager
@@ -111,7 +69,7 @@ def watching_siblings() -> Iterator[None]:
         return
     numbers = map(str, (os.getppid(), own.local_size, own.local_rank, own.rank))
     watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", SIBLINGS, *numbers], stdin=subprocess.PIPE, bufsize=0
+        [sys.executable, "-I", "-S", str(SIBLINGS), *numbers], stdin=subprocess.PIPE, bufsize=0
     )
     yield
     with watch, suppress(OSError):
