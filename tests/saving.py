@@ -25,6 +25,12 @@ def save(folder, trainer, done, keep):
     )
 
 
+def blocks_of(nbytes, monkeypatch):
+    """Let new manifests have digests of blocks of this size."""
+    defaults = {**Manifest._field_defaults, "block": nbytes}
+    monkeypatch.setattr(Manifest.__new__, "__defaults__", tuple(defaults.values()))
+
+
 def manifest(trainer, done, **more):
     axes = trainer.resolved.axes.sizes
     return Manifest(done, axes, trainer.replication.step_end.skips.scalars(), **more)

@@ -237,7 +237,7 @@ BAD = [
     (
         "hdf5:far.h5:/large,/y",
         "",
-        r"float64 of shape \(50, 1000000000000\) \(4e\+05 GB\) and .*, of which 1.6e\+04 GB must",
+        r"float64 of shape \(50, 1000000000000\) \(4e\+05 GB\) and .*, of which 16,000.00 GB must",
     ),
     *(
         (source, "", f"{name} cannot be read.*: it is not a regular file")

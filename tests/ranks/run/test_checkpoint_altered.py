@@ -8,10 +8,11 @@ import pytest
 from mpitrain.errors import CheckpointError
 from mpitrain.formats import safetensors_files
 from mpitrain.formats.safetensors_files import INDEX
-from mpitrain.run.checkpoint import loading, saving
+from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import MANIFEST
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, save
+from tests.saving import blocks_of
 
 NAMES = [
     *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
@@ -113,7 +114,7 @@ def test_every_mutation_of_a_file_is_refused_and_names_it(written, tmp_path):
 
 def test_a_file_whose_blocks_are_right_and_that_goes_on_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "BLOCK", 8)  # a header ends at a multiple of it
-    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), 8, {}, {}))
+    blocks_of(8, monkeypatch)
     path = run_ranks(1, save, tmp_path, LAYOUTS["whole on 1"])[0]
     file = path / "model-00001-of-00001.safetensors"
     assert file.stat().st_size % 8 == 0

@@ -21,7 +21,7 @@ from mpitrain.run.checkpoint import loading, saving
 from mpitrain.run.checkpoint.manifest import Done, Manifest
 from mpitrain.transport.threads import run_ranks
 from tests.cases.layouts import LAYOUTS, Described, Layout, kept, load, logical, save
-from tests.saving import publish
+from tests.saving import blocks_of, publish
 
 
 def owed(held):
@@ -225,7 +225,7 @@ def test_loading_takes_memory_for_one_tensor_and_reads_only_its_rows(tmp_path, m
         monkeypatch.setattr(module, "MOVED", moved)
     for module in (safetensors_files, saving):
         monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(saving.Manifest.__new__, "__defaults__", ({}, (), block, {}, {}))
+    blocks_of(block, monkeypatch)
     held = [large(rank, ranks, tensors, rows, columns) for rank in range(ranks)]
     wanted = [[one.array.copy() for one in found] for _, found in held]
     nbytes, taken, peaks, preadv = rows * columns * 4, [], [], os.preadv
