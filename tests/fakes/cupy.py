@@ -305,8 +305,9 @@ def _block_of(ptr):
 
 
 def _is_pinned(ptr):
-    at = bisect.bisect_right(_pinned_spans, (ptr, float("inf")))
-    return at > 0 and ptr <= _pinned_spans[at - 1][1]
+    with _lock:  # A rank that allocates moves the spans.
+        at = bisect.bisect_right(_pinned_spans, (ptr, float("inf")))
+        return at > 0 and ptr <= _pinned_spans[at - 1][1]
 
 
 def _in_use(ptr, nbytes, before=()):
