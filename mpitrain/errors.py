@@ -131,6 +131,10 @@ class MpitrainError(Exception):
         name = f"{type(self).__name__}: "
         return name + ("\n" + " " * len(name)).join(self._lines())
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback."""
+        return self.named().splitlines()
+
     def _lines(self) -> list[str]:
         lines = [*self.law.splitlines(), *self.way_out.splitlines()]
         return visible("\n".join(map(brief, lines))).split("\n")

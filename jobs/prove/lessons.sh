@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Claim: every lesson runs in both languages, and judges its exercise: as it stands wrong, with its solution right.
-# About 4 minutes on two cores. Needs mpitrain[test].
+# Claim: all lessons run in one folder, in English and then in Korean, and judge an exercise: as it stands wrong, solved right.
+# About 2 minutes on two cores. Needs mpitrain[test].
 #     bash jobs/prove/lessons.sh [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/../.."

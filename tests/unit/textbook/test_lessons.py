@@ -13,8 +13,8 @@ from tests.processes import SECONDS
 
 ROOT = Path(__file__).parents[3]
 LESSONS = sorted((ROOT / "jobs/lessons").glob("*.ipynb"))
-RUN = LESSONS if os.environ.get("MPITRAIN_TEST_LESSONS") == "all" else LESSONS[:1]
-"""The lessons to run. jobs/prove/lessons.sh runs all."""
+RUN = LESSONS[::2] if os.environ.get("MPITRAIN_TEST_LESSONS") == "all" else LESSONS[2:3]
+"""The English lessons to run: all, or the one that trains. jobs/prove/lessons.sh runs all."""
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 
@@ -60,28 +60,40 @@ def test_a_lesson_is_stored_without_results():
             assert not cell.get("outputs") and not cell.get("execution_count"), path
 
 
+@pytest.fixture(scope="module")
+def classroom(tmp_path_factory):
+    """The folder in which a class opens all lessons, one after another."""
+    return tmp_path_factory.mktemp("classroom")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
-def test_a_lesson_runs_and_its_exercise_is_judged(path, tmp_path):
-    """The exercise as it stands is wrong, and with its solution right."""
+def test_a_lesson_runs_twice_in_one_folder_and_its_exercise_is_judged(path, classroom):
+    """First in English, then in Korean. The exercise as it stands is wrong, and with its solution right."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     name = exercise_of(path)
     solution = (SOLUTIONS / f"{name}.py").read_text()
-    notebook = nbformat.read(path, as_version=4)
-    for code in (f"%%writefile {name}.py\n{solution}", f'learn.check("{name}.py")'):
-        notebook.cells.append(nbformat.v4.new_code_cell(code))
-    client = nbclient.NotebookClient(
-        notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()
-    shown = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    assert not [one for each in shown for one in each if one.get("name") == "stderr"]
-    errors = [one for each in shown for one in each if one.output_type == "error"]
-    assert len(errors) == (name == "ring")
-    assert all("rank 1 waits in send" in error.evalue for error in errors)
-    begun, solved = (each[0]["data"]["text/plain"] for each in (shown[-3], shown[-1]))
-    assert "NotImplementedError" in begun
-    right = "right" if path.stem.endswith(".en") else "맞음"
-    assert f": {right}," in solved, solved
+    for language, right in (("en", "right"), ("ko", "맞음")):
+        notebook = nbformat.read(path.with_name(path.name.replace(".en.", f".{language}.")), 4)
+        for code in (f"%%writefile {name}.py\n{solution}", f'learn.check("{name}.py")'):
+            notebook.cells.append(nbformat.v4.new_code_cell(code))
+        wrong = nbformat.v4.new_code_cell(
+            'learn.explain("rings")', metadata={"tags": ["raises-exception"]}
+        )
+        notebook.cells.append(wrong)
+        client = nbclient.NotebookClient(
+            notebook, timeout=SECONDS, resources={"metadata": {"path": str(classroom)}}
+        )
+        client.execute()
+        shown = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+        assert not [one for each in shown for one in each if one.get("name") == "stderr"]
+        errors = [one for each in shown for one in each if one.output_type == "error"]
+        assert len(errors) == 1 + (name == "ring")
+        for error in errors:  # a message, without a traceback
+            assert "\n".join(error.traceback).split() == f"{error.ename}: {error.evalue}".split()
+        assert all("rank 1 waits in send" in error.evalue for error in errors[:-1])
+        begun, solved = (each[0]["data"]["text/plain"] for each in (shown[-4], shown[-2]))
+        assert "NotImplementedError" in begun
+        assert f": {right}," in solved, solved
