@@ -6,21 +6,17 @@ for activations of the same number of elements and dtype.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives.engine.executor import Reduction, agree
-from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import CommError, multiples_near
 from mpitrain.machine.arena import Arena, padded
-from mpitrain.trace.recorder import ExposedTime
-from mpitrain.transport.base import Transport
 
 SLAB = 32 << 20
 """Largest number of bytes that are allocated in advance for later buffers.
@@ -29,8 +25,8 @@ MPI has a limited number of windows, and a host has little memory for them.
 """
 
 
-class BoundBuffer:
-    """Buffer of a group, with the collectives that are bound to it so far.
+class BoundBuffer(NamedTuple):
+    """Memory of a group for activations, with the collectives that are bound to it so far.
 
     number    in the order in which the group made its buffers: the same on all ranks
     raw       bytes, padded to a multiple of 64
@@ -38,54 +34,10 @@ class BoundBuffer:
     bound     {(operation, op): reduction}; of an all-to-all or a shift, op has the number of the other buffer
     """
 
-    def __init__(self, number: int, raw: Any, count: int, dtype: np.dtype):
-        self.number, self.raw = number, raw
-        self.elements = raw[: count * dtype.itemsize].view(dtype)
-        self.bound: dict[tuple[str, str], TimedReduction] = {}
-
-    def settle(self) -> None:
-        """Wait for reductions that are still in flight, because their lease ended early."""
-        for reduction in self.bound.values():
-            if not reduction.poll():
-                reduction.wait()
-
-
-class TimedReduction:
-    """Decorator of a Reduction that measures how long its rank is blocked in it.
-
-    It refers to no group: such a cycle would keep arrays in windows alive beyond their last use.
-    """
-
-    def __init__(self, inner: Reduction, waited: ExposedTime, transport: Transport):
-        self._inner, self._waited, self._transport = inner, waited, transport
-        self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
-        self.state, self.learn, self.scratch_bytes = inner.state, inner.learn, inner.scratch_bytes
-        self.start, self.poll = inner.start, inner.poll
-
-    def run(self) -> None:
-        with self._waited:
-            self._inner.run()
-
-    def wait(self) -> None:
-        with self._waited:
-            self._inner.wait()
-
-    @contextmanager
-    def beside(self, *others: "TimedReduction") -> Iterator[None]:
-        """Reduce while the `with` block computes, and wait at its end.
-
-        Between hosts, a thread progresses the messages meanwhile.
-
-        others  further reductions of the same transport
-        """
-        every = self, *others
-        moving = mover(self._transport, [one._inner for one in every])
-        for one in every:
-            moving.start(one._inner)
-        yield
-        moving.leave()
-        for one in every:
-            one.wait()
+    number: int
+    raw: Any
+    elements: Any
+    bound: dict[tuple[str, str], Reduction]
 
 
 class ActivationBuffer:
@@ -101,26 +53,26 @@ class ActivationBuffer:
     array   uninitialised, contiguous, of the shape and dtype of the lease
     """
 
-    def __init__(self, group: Any, waited: ExposedTime, buffer: BoundBuffer, array: Any):
-        self._group, self._waited, self._buffer, self.array = group, waited, buffer, array
+    def __init__(self, group: Any, buffer: BoundBuffer, array: Any):
+        self._group, self._buffer, self.array = group, buffer, array
 
-    def bound_all_reduce(self, op: str = "add") -> TimedReduction:
-        return self._timed("all-reduce", op, lambda elements: self._group.bind(elements, op))
+    def bound_all_reduce(self, op: str = "add") -> Reduction:
+        return self._bound("all-reduce", op, lambda elements: self._group.bind(elements, op))
 
-    def bound_reduce_scatter(self, op: str = "add") -> TimedReduction:
+    def bound_reduce_scatter(self, op: str = "add") -> Reduction:
         """Return a reduce-scatter that leaves this rank's chunk of the sum in `own` (or `own_rows`).
 
         The rest of the array is then scratch.
         """
-        return self._timed(
+        return self._bound(
             "reduce-scatter", op, lambda elements: self._group.bind_reduce_scatter(elements, op)
         )
 
-    def bound_all_gather(self) -> TimedReduction:
+    def bound_all_gather(self) -> Reduction:
         """Return an all-gather of the `own` (or `own_rows`) of each rank."""
-        return self._timed("all-gather", "", self._group.bind_all_gather)
+        return self._bound("all-gather", "", self._group.bind_all_gather)
 
-    def bound_all_to_all(self, incoming: "ActivationBuffer") -> TimedReduction:
+    def bound_all_to_all(self, incoming: "ActivationBuffer") -> Reduction:
         """Return an all-to-all, out of place: chunk q of this array on rank p becomes chunk p of
         `incoming` on rank q.
 
@@ -128,7 +80,7 @@ class ActivationBuffer:
         """
         return self._apart("all-to-all", self._group.bind_all_to_all, incoming)
 
-    def bound_shift(self, incoming: "ActivationBuffer", distance: int = 1) -> TimedReduction:
+    def bound_shift(self, incoming: "ActivationBuffer", distance: int = 1) -> Reduction:
         """Return a shift, out of place: this array on rank r becomes `incoming` on rank r + distance.
 
         incoming  as in `bound_all_to_all`
@@ -141,20 +93,13 @@ class ActivationBuffer:
         bind: Callable[..., Reduction],
         incoming: "ActivationBuffer",
         *more: int,
-    ) -> TimedReduction:
+    ) -> Reduction:
         buffer = incoming._buffer
-        return self._timed(
+        return self._bound(
             operation,
             " ".join(map(str, (buffer.number, *more))),
             lambda elements: bind(elements, buffer.elements, *more),
         )
-
-    # The names of version 0.1, kept for one version: they bind, and run nothing.
-    all_reduce, reduce_scatter, all_gather = (
-        bound_all_reduce,
-        bound_reduce_scatter,
-        bound_all_gather,
-    )
 
     @property
     def own(self) -> Any:
@@ -179,12 +124,10 @@ class ActivationBuffer:
             )
         return self.own.reshape(rows // n, self.array.shape[-1])
 
-    def _timed(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> TimedReduction:
+    def _bound(self, operation: str, op: str, bind: Callable[[Any], Reduction]) -> Reduction:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
-            bound[key] = TimedReduction(
-                bind(self._buffer.elements), self._waited, self._group.transport
-            )
+            bound[key] = bind(self._buffer.elements)
         return bound[key]
 
 
@@ -197,11 +140,10 @@ class ActivationPool:
     wait for each other, or reduce different activations.
 
     arena   counts the bytes of the leases, and the allocations for them
-    waited  the time that this rank was blocked in reductions of the leases
     """
 
     def __init__(self, arena: Arena):
-        self._arena, self.waited = arena, ExposedTime()
+        self._arena = arena
         self._buffers: list[BoundBuffer] = []
         self._free: dict[tuple[int, np.dtype], list[BoundBuffer]] = {}
         self._rest: Any = np.empty(0, np.uint8)
@@ -213,12 +155,17 @@ class ActivationPool:
         if free:
             buffer = min(free, key=attrgetter("number"))
             free.remove(buffer)
-            buffer.settle()
+            _settle(buffer)
         else:
             buffer = self._made(group, count, dtype)
         return ActivationBuffer(
-            group, self.waited, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free)
+            group, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free)
         )
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank was blocked in reductions of the leases."""
+        return sum(one.waited_s for buffer in self._buffers for one in buffer.bound.values())
 
     def close(self) -> None:
         """Wait for all reductions in flight, and drop all buffers; collective.
@@ -226,7 +173,7 @@ class ActivationPool:
         Leased buffers live until their leases end.
         """
         for buffer in self._buffers:
-            buffer.settle()
+            _settle(buffer)
         self._buffers, self._free, self._rest = [], {}, np.empty(0, np.uint8)
 
     def _made(self, group: Any, count: int, dtype: np.dtype) -> BoundBuffer:
@@ -246,8 +193,15 @@ class ActivationPool:
             self._rest = group.transport.allocate(max(nbytes, min(taken, SLAB)), np.uint8)
         if not self._buffers:
             group.transport.tenants.add(self.close)
-        buffer = BoundBuffer(number, self._rest[:nbytes], count, dtype)
-        self._rest = self._rest[nbytes:]
+        raw, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        buffer = BoundBuffer(number, raw, raw[: count * dtype.itemsize].view(dtype), {})
         self._buffers.append(buffer)
         self._arena.allocations += 1
         return buffer
+
+
+def _settle(buffer: BoundBuffer) -> None:
+    """Wait for reductions that are still in flight, because their lease ended early."""
+    for reduction in buffer.bound.values():
+        if not reduction.poll():
+            reduction.wait()

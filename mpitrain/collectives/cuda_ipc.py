@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.executor import Combine, Execution, Reduction, started_twice
+from mpitrain.collectives.engine.executor import Combine, Execution, Reduction
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, say
@@ -223,18 +223,15 @@ def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
     return own, on_all_ranks(transport, lambda: [gpu.open_event(handle) for handle in others])
 
 
-class StreamOrdered:
-    """Collective over the GPU memory of all ranks of a host; a Reduction.
+class StreamOrdered(Reduction):
+    """Collective over the GPU memory of all ranks of a host.
 
     own     the event R of this rank (R and W as in the header of this file)
     others  the events R of all other ranks, opened
     work    function that launches W on the current stream
     """
 
-    state = learn = None
-    algorithm = ""
     is_messages = False
-    scratch_bytes = 0
 
     def __init__(
         self,
@@ -259,24 +256,18 @@ class StreamOrdered:
         self._done: Copy | None = None
         self._left: deque[Callable[[], bool]] = deque()
 
-    def run(self) -> None:
-        self.start()
-        self.wait()
-
-    def start(self) -> None:
-        if self._left:
-            raise started_twice()
+    def _start(self) -> None:
         self._own.record()
         self._recorded.start()
         self._left.extend((self._has_launched, self._has_computed, self._have_all_ended))
 
-    def poll(self) -> bool:
+    def _advance(self) -> bool:
         while self._left and self._left[0]():
             self._left.popleft()
         return not self._left
 
-    def wait(self) -> None:
-        self._transport.wait_until(self.poll, what=self)
+    def _finish(self) -> None:
+        self._transport.wait_until(self._advance, what=self)
 
     def __str__(self) -> str:
         return f"{self._recorded}{named(self._ends)}" or "the work of this GPU"

@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import Arithmetic
-from mpitrain.collectives.engine.executor import (
-    Agreed,
-    Execution,
-    Reduction,
-    by_numpy,
-    started_twice,
-)
+from mpitrain.collectives.engine.executor import Agreed, Execution, Reduction, by_numpy
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError
@@ -63,8 +57,8 @@ class Turn(NamedTuple):
     finished: list[tuple[np.ndarray, np.ndarray]]
 
 
-class SharedMemory:
-    """Collective through shared memory; a Reduction.
+class SharedMemory(Reduction):
+    """Collective through shared memory.
 
     turns  one Turn, or two that successive runs use alternately. With one, each run has a second
            barrier, before any rank may overwrite an array that others read. With two, each Turn has
@@ -72,10 +66,7 @@ class SharedMemory:
            copies of the run before
     """
 
-    state = learn = None
-    algorithm = ""
     is_messages = False
-    scratch_bytes = 0
 
     def __init__(
         self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Turn]
@@ -87,32 +78,30 @@ class SharedMemory:
             transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
         )
 
-    def run(self) -> None:
+    def _run(self) -> None:
         self._bring()
         for left in reversed(range(self._meetings)):
             self._transport.barrier()
             self._met(left)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._bring()
         self._meetings_left = self._meetings
         self._meeting.start()
 
-    def poll(self) -> bool:
+    def _advance(self) -> bool:
         while self._meetings_left:
             if not self._meeting.poll():
                 return False
             self._go_on()
         return True
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         while self._meetings_left:
             self._meeting.wait()
             self._go_on()
 
     def _bring(self) -> None:
-        if self._meetings_left:
-            raise started_twice()
         if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
             raise CommError(
                 f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
@@ -326,13 +315,10 @@ def _is_copied(flat: np.ndarray, own: np.ndarray) -> bool:
     return flat.ctypes.data != own.ctypes.data
 
 
-class Native:
-    """MPI's all-reduce bound to an array; a Reduction. A baseline, and a fallback."""
+class Native(Reduction):
+    """MPI's all-reduce bound to an array. A baseline, and a fallback."""
 
-    state = learn = None
-    algorithm = ""
     is_messages = False
-    scratch_bytes = 0
 
     def __init__(
         self,
@@ -343,24 +329,16 @@ class Native:
         arithmetic: Arithmetic,
     ):
         self._transport, self._array, self._op = transport, array, op
-        self._request: Request | None = None
+        self._request: Request
 
-    def run(self) -> None:
-        if self._request is not None:
-            raise started_twice()
+    def _run(self) -> None:
         self._transport.native_all_reduce(self._array, self._op)
 
-    def start(self) -> None:
-        if self._request is not None:
-            raise started_twice()
+    def _start(self) -> None:
         self._request = self._transport.start_native_all_reduce(self._array, self._op)
 
-    def poll(self) -> bool:
-        if self._request is not None and self._request.test():
-            self._request = None
-        return self._request is None
+    def _advance(self) -> bool:
+        return self._request.test()
 
-    def wait(self) -> None:
-        if self._request is not None:
-            self._request.wait()
-            self._request = None
+    def _finish(self) -> None:
+        self._request.wait()

@@ -8,7 +8,8 @@ checks and allocates nothing.
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
 from mpitrain.collectives.direct import give_up_shared, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
-from mpitrain.collectives.engine.compose import TracedReduction
 from mpitrain.collectives.engine.executor import Execution, Reduction, agree, unfit
+from mpitrain.collectives.engine.progress import mover
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
@@ -192,16 +193,28 @@ class Group:
     def _noted(self, operation: str, array: Any, bind: Callable[[], Reduction]) -> Reduction:
         """Call `bind` and count its scratch; a trace records the runs under the recorder's `naming`."""
         recorder = self.transport.recorder
-        if recorder.is_on:
-            what = f"{operation} of {recorder.naming}" if recorder.naming else operation
-            with recorder.called(what):
-                reduction: Reduction = TracedReduction(
-                    bind(), recorder, recorder.name(what, self.transport.members), array.nbytes
-                )
-        else:
+        what = f"{operation} of {recorder.naming}" if recorder.naming else operation
+        with recorder.called(what):
             reduction = bind()
+        if recorder.is_on:
+            name = recorder.name(what, self.transport.members)
+            reduction.noted_as(recorder, name, array.nbytes)
         self.scratch_bytes += reduction.scratch_bytes
         return reduction
+
+    @contextmanager
+    def beside(self, *reductions: Reduction) -> Iterator[None]:
+        """Run reductions of this group while the `with` block computes, and wait at its end.
+
+        Between hosts, a thread progresses the messages meanwhile.
+        """
+        moving = mover(self.transport, reductions)
+        for reduction in reductions:
+            moving.start(reduction)
+        yield
+        moving.leave()
+        for reduction in reductions:
+            reduction.wait()
 
     def exchange(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
         """Lease an uninitialised buffer for an activation, which layers reduce or gather in place.
@@ -219,7 +232,7 @@ class Group:
     @property
     def exchanged_s(self) -> float:
         """Seconds that this rank has waited in collectives of activations so far."""
-        return self._exchanges.waited.seconds
+        return self._exchanges.waited_s
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         """Reduce `array` over all ranks: `bind`, then one run."""

@@ -1,33 +1,28 @@
-"""Reductions made of reductions: one after the other, pipelined, or recorded in a trace."""
+"""Reductions made of reductions: one after the other, or pipelined."""
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from mpitrain.collectives.engine.executor import Reduction, started_twice
-from mpitrain.trace.recorder import REDUCTION, Recorder
+from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.transport.base import Transport
 
 
-class LocalReduction:
+class LocalReduction(Reduction):
     """Function without messages, as one link of a chain of reductions."""
 
-    state = learn = None
-    algorithm = ""
-    is_messages = True
-    scratch_bytes = 0
-
     def __init__(self, work: Callable[[], None]):
-        self.run = self.start = work
+        self._work = work
 
-    def poll(self) -> bool:
+    def _start(self) -> None:
+        self._work()
+
+    def _advance(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         pass
 
 
-class PipelinedChain:
+class PipelinedChain(Reduction):
     """Several chains as one Reduction: while one chain waits for messages, another one works.
 
     lanes    for each chain, its links: reductions that run one after the other. All chains have the
@@ -36,10 +31,6 @@ class PipelinedChain:
              may use the scratch and the tags of that chain
     scratch  bytes that the links use in addition to their own `scratch_bytes`
     """
-
-    state: dict[str, np.ndarray] | None = None
-    learn: Callable[[np.ndarray], None] | None = None
-    algorithm = ""
 
     def __init__(
         self,
@@ -58,24 +49,18 @@ class PipelinedChain:
             {id(link): link.scratch_bytes for lane in lanes for link in lane}.values()
         )
 
-    def run(self) -> None:
-        self.start()
-        self.wait()
-
-    def start(self) -> None:
-        if self._first < len(self._lanes):
-            raise started_twice()
+    def _start(self) -> None:
         self._ended = [-1] * len(self._lanes)
         self._first = 0
         self._go_on()
 
-    def poll(self) -> bool:
+    def _advance(self) -> bool:
         self._go_on()
         return self._first == len(self._lanes)
 
-    def wait(self) -> None:
+    def _finish(self) -> None:
         # Blocking on one chain would delay the others.
-        self._transport.wait_until(self.poll)
+        self._transport.wait_until(self._advance)
 
     def _go_on(self) -> None:
         """Progress all chains without blocking, the oldest chain first."""
@@ -101,61 +86,10 @@ class Chain(PipelinedChain):
     def __init__(self, transport: Transport, links: Sequence[Reduction], scratch: int = 0):
         super().__init__(transport, [links], 1, scratch)
 
-    def run(self) -> None:
-        if not self.poll():
-            raise started_twice()
+    def _run(self) -> None:
         for link in self._lanes[0]:
             link.run()
 
-    def wait(self) -> None:
-        while not self.poll():
+    def _finish(self) -> None:
+        while not self._advance():
             self._lanes[0][self._ended[0]].wait()
-
-
-class TracedReduction:
-    """Decorator of a Reduction that records its runs, from start to end, and its waits in a trace."""
-
-    def __init__(self, inner: Reduction, recorder: Recorder, name: int, nbytes: int):
-        self._inner, self._recorder, self._name, self._nbytes = inner, recorder, name, nbytes
-        self._span = 0
-        self.algorithm, self.is_messages = inner.algorithm, inner.is_messages
-        self.scratch_bytes = inner.scratch_bytes
-
-    @property
-    def state(self) -> dict[str, np.ndarray] | None:
-        return self._inner.state
-
-    @property
-    def learn(self) -> Callable[[np.ndarray], None] | None:
-        return self._inner.learn
-
-    def run(self) -> None:
-        self._begin()
-        wait = self._recorder.wait(self._name)
-        self._inner.run()
-        self._recorder.go_on(wait)
-        self._end()
-
-    def start(self) -> None:
-        self._begin()
-        self._inner.start()
-
-    def poll(self) -> bool:
-        if not self._inner.poll():
-            return False
-        self._end()
-        return True
-
-    def wait(self) -> None:
-        wait = self._recorder.wait(self._name)
-        self._inner.wait()
-        self._recorder.go_on(wait)
-        self._end()
-
-    def _begin(self) -> None:
-        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
-
-    def _end(self) -> None:
-        span, self._span = self._span, 0
-        if span:
-            self._recorder.end(span)

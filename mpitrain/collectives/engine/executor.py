@@ -3,14 +3,16 @@
 Binding compares arguments, makes views of the array and allocates scratch. A run does none of these.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError, ConfigError
+from mpitrain.trace.recorder import REDUCTION, SILENT, Recorder
 from mpitrain.transport.base import Request, Transport, named
 
 OPS: dict[str, np.ufunc] = {
@@ -39,10 +41,32 @@ They are enough to fill a link, and few enough not to queue in front of it.
 """
 
 
-class Reduction(Protocol):
-    """Collective bound to a buffer, as an MPI-4 persistent collective.
+class Reduction:
+    """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
-    Every run applies the same collective to the present contents of the buffer.
+    Every run applies the same collective to the present contents of the buffer. A subclass defines
+    `_start`, `_advance` and `_finish`. The base refuses a start before the end of the last run,
+    measures the time that its rank is blocked, and records runs and waits in a trace.
+
+    Attributes
+    ----------
+    algorithm : str
+        Name of the algorithm in use: the choice of "auto", or the substitute for a missing one. ""
+        for operations that have no choice of algorithm.
+    is_messages : bool
+        Whether any thread may poll this reduction, one thread at a time. If so, it consists only of
+        point-to-point messages and local work.
+    scratch_bytes : int
+        Bytes allocated for the lifetime of this reduction, without its buffer and its state.
+    state : dict or None
+        State of a lossy wire format between runs, for checkpoints. `residual` and `prediction` have
+        the layout of the buffer. The residual differs between ranks; all other arrays are the same
+        on all ranks.
+    learn : callable or None
+        Function that updates `state` with a sum by another reduction, an array with the layout of
+        the buffer.
+    waited_s : float
+        Seconds that this rank has been blocked in `run` and `wait`.
 
     Notes
     -----
@@ -56,37 +80,20 @@ class Reduction(Protocol):
     synchronise differently in the two cases.
     """
 
-    algorithm: str
-    """Name of the algorithm in use: the choice of "auto", or the substitute for a missing one.
+    algorithm = ""
+    is_messages = True
+    scratch_bytes = 0
+    state: dict[str, np.ndarray] | None = None
+    learn: Callable[[np.ndarray], None] | None = None
+    waited_s = 0.0
+    _is_under_way = False
+    # In the trace: no record, until `noted_as` names it.
+    _recorder: Recorder = SILENT
+    _name = _nbytes = _span = 0
 
-    The name is "" for operations that have no choice of algorithm.
-    """
-
-    @property
-    def state(self) -> dict[str, np.ndarray] | None:
-        """State of a lossy wire format between runs, for checkpoints; None if there is none.
-
-        `residual` and `prediction` have the layout of the buffer. The residual differs between
-        ranks; all other arrays are the same on all ranks.
-        """
-
-    @property
-    def learn(self) -> Callable[[np.ndarray], None] | None:
-        """Function that updates `state` with a sum by another reduction; None without state.
-
-        The function takes the sum, an array with the layout of the buffer.
-        """
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes allocated for the lifetime of this reduction, without its buffer and its state."""
-
-    @property
-    def is_messages(self) -> bool:
-        """Whether any thread may poll this reduction, one thread at a time.
-
-        If so, it consists only of point-to-point messages and local work.
-        """
+    def noted_as(self, recorder: Recorder, name: int, nbytes: int) -> None:
+        """Record the runs and waits from now on under a name of the recorder."""
+        self._recorder, self._name, self._nbytes = recorder, name, nbytes
 
     def run(self) -> None:
         """Run the collective: `start`, then `wait`.
@@ -96,6 +103,12 @@ class Reduction(Protocol):
         CommError
             If the previous run has not ended.
         """
+        self._begin()
+        began, wait = time.perf_counter(), self._recorder.wait(self._name)
+        self._run()
+        self._recorder.go_on(wait)
+        self.waited_s += time.perf_counter() - began
+        self._end()
 
     def start(self) -> None:
         """Start a run, and send the messages that need no other message first.
@@ -105,6 +118,9 @@ class Reduction(Protocol):
         CommError
             If the previous run has not ended.
         """
+        self._begin()
+        self._start()
+        self._is_under_way = True
 
     def poll(self) -> bool:
         """Progress the run as far as possible without blocking.
@@ -114,9 +130,48 @@ class Reduction(Protocol):
         bool
             True once the result is in the buffer, and before the first start.
         """
+        if self._is_under_way and self._advance():
+            self._end()
+        return not self._is_under_way
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
+        began, wait = time.perf_counter(), self._recorder.wait(self._name)
+        if self._is_under_way:
+            self._finish()
+        self._recorder.go_on(wait)
+        self.waited_s += time.perf_counter() - began
+        self._end()
+
+    def _run(self) -> None:
+        self._start()
+        self._finish()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _advance(self) -> bool:
+        """Progress the run under way, as `poll`."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Block until the run under way has ended."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        if self._is_under_way:
+            raise CommError(
+                "A reduction was started again before its last run had ended.",
+                "Call wait() first, or bind one reduction per buffer.",
+            )
+        if self._recorder.is_on:
+            self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
+
+    def _end(self) -> None:
+        self._is_under_way = False
+        if self._span:
+            self._recorder.end(self._span)
+            self._span = 0
 
 
 class Agreed(NamedTuple):
@@ -219,13 +274,6 @@ def by_numpy(array: Any, op: str) -> Combine:
     return combine
 
 
-def started_twice() -> CommError:
-    return CommError(
-        "A reduction was started again before its last run had ended.",
-        "Call wait() first, or bind one reduction per buffer.",
-    )
-
-
 class _BoundStep(NamedTuple):
     """Step, or slice of a long step, with views of arrays in place of element bounds.
 
@@ -242,16 +290,12 @@ class _BoundStep(NamedTuple):
     combines: list[tuple[np.ndarray, np.ndarray]]
 
 
-class Execution:
-    """Plan bound to an array and a tag; a Reduction.
+class Execution(Reduction):
+    """Plan bound to an array and a tag.
 
     array     receives and reductions write to it
     outgoing  sends read from it; None: from `array`
     """
-
-    state = learn = None
-    algorithm = ""
-    is_messages = True
 
     def __init__(
         self,
@@ -273,21 +317,18 @@ class Execution:
         self._posted = self._ended = len(self._steps)
         self._aside = transport.aside(array)
 
-    def run(self) -> None:
-        self.start()
-        self.wait()
+    def __str__(self) -> str:
+        return named(request for requests in self._requests for request in requests)
 
-    def start(self) -> None:
-        if self._ended < len(self._steps):
-            raise started_twice()
+    def _start(self) -> None:
         self._posted = self._ended = 0
         if self._aside is None:
             self._post()
         elif self._steps:
             self._aside.begin()
 
-    def poll(self) -> bool:
-        if self._aside is None or self._ended == len(self._steps):
+    def _advance(self) -> bool:
+        if self._aside is None or not self._steps:
             return self._go_on()
         if not self._posted and not self._aside.is_ready():
             return False
@@ -298,26 +339,24 @@ class Execution:
             self._aside.end()
         return ended
 
-    def wait(self) -> None:
-        if self._aside is None or self._ended == len(self._steps):
-            return self._finish()
+    def _finish(self) -> None:
+        if self._aside is None or not self._steps:
+            return self._wait_for_steps()
         self._aside.wait()
         with self._aside.here():
             self._post()
-            self._finish()
+            self._wait_for_steps()
         return self._aside.end()
-
-    def __str__(self) -> str:
-        return named(request for requests in self._requests for request in requests)
 
     def _go_on(self) -> bool:
         while self._ended < len(self._steps):
-            if not all(request.test() for request in self._requests[0]):
-                return False
+            for request in self._requests[0]:
+                if not request.test():
+                    return False
             self._end_step()
         return True
 
-    def _finish(self) -> None:
+    def _wait_for_steps(self) -> None:
         while self._ended < len(self._steps):
             for request in self._requests[0]:
                 request.wait()

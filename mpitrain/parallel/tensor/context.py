@@ -16,7 +16,7 @@ source  Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -231,7 +231,7 @@ class RingAttention(HeadAttention):
         arrived = [self._lease(lease.array) if lease and n else None for lease, n in leases]
         pairs = zip(leases, arrived, strict=True)
         moving = [lease.bound_shift(b, n) for (lease, n), b in pairs if lease and b]
-        with moving[0].beside(*moving[1:]) if moving else nullcontext():
+        with self._context.beside(*moving):
             yield arrived
 
 

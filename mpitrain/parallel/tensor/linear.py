@@ -106,7 +106,7 @@ class Column(Linear):
     def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
         """Return the gradient of the input; its reduction overlaps with the weight half."""
         lease, pending = self._summands(w, dy, saved, arena)
-        with self._rows.reduction(lease).beside():
+        with self._rows.group.beside(self._rows.reduction(lease)):
             self.backward_weight(pending, dw, arena)
         return self._rows.summed(lease, arena)
 

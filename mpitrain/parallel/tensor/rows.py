@@ -26,7 +26,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.collectives.activations import ActivationBuffer, TimedReduction
+from mpitrain.collectives.activations import ActivationBuffer
+from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, multiples_near
@@ -59,7 +60,7 @@ class ReplicatedRows:
         """Lease the buffer to which this rank writes its partial sum."""
         return self.group.exchange(shape, dtype)
 
-    def reduction(self, lease: ActivationBuffer) -> TimedReduction:
+    def reduction(self, lease: ActivationBuffer) -> Reduction:
         """Return the reduction of the ranks' partial sums in the leased buffer."""
         return lease.bound_all_reduce()
 
@@ -140,7 +141,7 @@ class SequenceSharded(ReplicatedRows):
         self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
         self._recomputes = False
 
-    def reduction(self, lease: ActivationBuffer) -> TimedReduction:
+    def reduction(self, lease: ActivationBuffer) -> Reduction:
         return lease.bound_reduce_scatter()
 
     def ends(self, lease: ActivationBuffer, arena: Arena) -> tuple[Any, Any]:
