@@ -73,10 +73,7 @@ MODES["toy"] = Mode(
     memory=lambda sizes: sizes.replica,
 )
 OPERATIONS["toy_step"] = Operation(
-    "half a step of gradient descent",
-    "p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p",
-    "mirror",
-    step,
+    "p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p", "mirror", step
 )
 RULES["toy-sgd"] = Rule(
     "half a step of gradient descent", (), {}, ElementWise("toy_step", lambda update: {})

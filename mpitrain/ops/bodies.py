@@ -1,12 +1,10 @@
 """The operations of each backend (reference, host, cuda), made from the rows of `OPERATIONS`.
 
-A plugin adds its rows before. Also here: half precision on the host, and the arguments of an
-example call of each operation.
+A plugin adds its rows before. Also here: half precision on the host.
 """
 
-from ast import literal_eval
-from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -19,12 +17,16 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops.host.attention import forwards
 from mpitrain.ops.host.blocks import row_blocks
-from mpitrain.ops.operands import Operand, Sizes, dims, operands
-from mpitrain.ops.table import OPERATIONS, Operation, Ops
+from mpitrain.ops.reference import ROWS
+from mpitrain.ops.table import Operation, Ops, operands
+from mpitrain.tables import Table
+
+OPERATIONS: Table[str, Operation] = Table(ROWS)
+"""Operations by name."""
 
 
 def reference() -> Ops:
-    return _each(lambda name, row: row.reference or row.host)
+    return _each(lambda name, row: row.reference)
 
 
 def host(attention: str = "auto", passes: str = "numpy") -> Ops:
@@ -41,41 +43,42 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
         chosen |= compiled.bodies(attention)
     else:
         chosen |= forwards(attention)._asdict()
-    return _each(lambda name, row: chosen.get(name, row.host))
+    return _each(
+        lambda name, row: (
+            chosen.get(name) or row.host or _of_file("host", name, row) or row.reference
+        )
+    )
 
 
 def cuda(
     kernels: Any, multiply: Callable[..., None] | None = None, backend: Backend | None = None
 ) -> Ops:
-    """Return the operations that launch these `Kernels`.
+    """Return the operations that launch these `Kernels`: bodies that take one `Launcher` first.
 
-    Each is the body of its row, called with `kernels` and what the row's `cuda_takes` names.
     multiply  the matrix product of linear layers; None: `gemm` of ops/cuda/product.py
     backend   the backend of the arrays; None: host memory
     """
+    from mpitrain.ops.cuda.launches import Launcher
     from mpitrain.ops.cuda.product import gemm
-    from mpitrain.ops.cuda.steps import LaunchNumbers
 
-    numbers = LaunchNumbers(backend or HostBackend())
-    second = {"": (), "multiply": (multiply or gemm,), "numbers": (numbers,)}
+    launcher = Launcher(kernels, multiply or gemm, backend or HostBackend())
 
-    def bound(name: str, row: Operation) -> Callable:
-        if row.cuda is None:
+    def bound(name: str, row: Operation) -> Callable[..., Any]:
+        body = row.cuda or _of_file("cuda", name, row)
+        if body is None:
             return partial(_refuse, name)
-        body = row.cuda
-        if isinstance(body, str):
-            body = getattr(import_module(f"mpitrain.ops.cuda.{body}"), name)
-        return (_OverRuns if row.takes_runs else partial)(body, kernels, *second[row.cuda_takes])
+        run: Any = partial(body, launcher)
+        if hasattr(body, "takes_runs"):
+            run.weight_decays = launcher.numbers.runs
+        return cast(Callable[..., Any], run)
 
     return _each(bound)
 
 
-class _OverRuns(partial):
-    """An optimizer step on a device, which steps several parameter groups in one launch."""
-
-    def weight_decays(self, runs: Sequence[Any]) -> Any:
-        """Return the argument `weight_decay` of one launch over all runs (optim/optimizer.py)."""
-        return self.args[-1].runs(runs)
+def _of_file(backend: str, name: str, row: Operation) -> Callable[..., Any] | None:
+    """Return the body of an operation in the file of its backend, or None."""
+    module = import_module(f"mpitrain.ops.{backend}.{row.file}") if row.file else None
+    return getattr(module, name, None)
 
 
 def _refuse(name: str, *arguments: Any, **named: Any) -> None:
@@ -85,7 +88,7 @@ def _refuse(name: str, *arguments: Any, **named: Any) -> None:
     )
 
 
-def _each(body: Callable[[str, Operation], Callable]) -> Ops:
+def _each(body: Callable[[str, Operation], Callable[..., Any]]) -> Ops:
     return cast(Ops, SimpleNamespace(**{name: body(name, row) for name, row in OPERATIONS.items()}))
 
 
@@ -189,34 +192,3 @@ def to_float16(x: np.ndarray, arena: Arena) -> None:
 
 
 TYPES: dict[str, Round] = {"bfloat16": to_bfloat16, "float16": to_float16}
-
-
-Draw = Callable[[Operand, tuple[int, ...]], Any]
-"""(operand, shape) -> an array of example values, in the memory that the operations compute in."""
-
-
-def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], dict[str, Any]]:
-    """Return a function: name of an operation -> {argument: example value}, with `arena`.
-
-    Operations share the arrays of equal operands. So an operation may overwrite the array of
-    another, as `row_exponentials` does for `cross_entropy_split`.
-    """
-
-    @cache
-    def value(operand: Operand) -> Any:
-        if operand.after:
-            return last(operand.after)
-        if number := operand.number:
-            return sizes[number] if number in sizes else literal_eval(number)
-        return draw(operand, dims(operand.shape or "", sizes))
-
-    def arguments(name: str) -> dict[str, Any]:
-        takes = operands(OPERATIONS[name].operands).takes
-        return {operand.name: value(operand) for operand in takes} | {"arena": arena}
-
-    @cache
-    def last(name: str) -> Any:
-        result = getattr(ops, name)(**arguments(name))
-        return result[1] if len(operands(OPERATIONS[name].operands).results) > 1 else result
-
-    return arguments

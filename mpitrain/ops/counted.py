@@ -17,8 +17,8 @@ import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
-from mpitrain.ops.operands import operands, terms
 from mpitrain.ops.seen import Seen
+from mpitrain.ops.table import operands, terms
 from mpitrain.ops.weightless import Weightless
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import numpy as np
 
 from mpitrain.kernels.loader import H100, Kernels
 from mpitrain.ops import OPERATIONS, bodies
-from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
-from mpitrain.ops.operands import Operand
+from mpitrain.ops.table import Operand
+from mpitrain.tools.bench.kernels.examples import examples
 
 SIZE = 64
 """Elements of a row; no kernel runs, so the number does not matter."""
@@ -75,7 +75,7 @@ def operations(kernels: Kernels) -> dict[str, Callable[[], Any]]:
                 **({"mirror": half} if row.rounds == "mirror" else {}),
             )
             for name, row in OPERATIONS.items()
-            if row.cuda
+            if row.launches
         },
         "add_into": partial(wire.add_into, kernels, p, half),
         "maximum_into": partial(wire.maximum_into, kernels, p, g),

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops import OPERATIONS, Ops, bodies
-from mpitrain.ops.bodies import examples
-from mpitrain.ops.operands import Operand, Sizes, dims, operands
+from mpitrain.ops.table import Operand, Sizes, dims, operands
+from mpitrain.tools.bench.kernels.examples import examples
 
 PRIVATE = ("saved", "pending")
 """Results whose content is private to a backend."""

@@ -26,7 +26,6 @@ from mpitrain.ops.cuda.launches import (
     row_blocks,
     sum_type,
 )
-from mpitrain.ops.cuda.steps import LaunchNumbers
 from mpitrain.ops.random_bits import scale, threshold
 from mpitrain.ops.seen import CAUSAL, Seen
 
@@ -56,29 +55,16 @@ class AttentionKernels(NamedTuple):
         return self.prefix == "attention_tensor"
 
 
-def attention(kernels: Kernels, q, kv, heads, arena, seen=CAUSAL):
+def attention(kernels, q, kv, heads, arena, seen=CAUSAL):
     return _attended(kernels, q, kv, heads, (), seen, arena)
 
 
-def attention_dropout(
-    kernels: Kernels,
-    numbers: LaunchNumbers,
-    q,
-    kv,
-    heads,
-    key,
-    step,
-    first,
-    every,
-    rate,
-    arena,
-    seen=CAUSAL,
-):
-    drop = (threshold(rate), scale(rate), first, every, *key, numbers.integer(step))
+def attention_dropout(kernels, q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL):
+    drop = (threshold(rate), scale(rate), first, every, *key, kernels.numbers.integer(step))
     return _attended(kernels, q, kv, heads, drop, seen, arena)
 
 
-def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
+def _attended(kernels: Any, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     drop, seen, arena = how
     batch, count, _ = q.shape
     seen = seen.narrow(count)
@@ -90,7 +76,7 @@ def _attended(kernels: Kernels, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     return y, (q, kv, y, log_sums, heads, drop, seen)
 
 
-def attention_part(kernels: Kernels, q, kv, heads, arena, seen=CAUSAL, earlier=None):
+def attention_part(kernels, q, kv, heads, arena, seen=CAUSAL, earlier=None):
     y, saved = _attended(kernels, q, kv, heads, (), seen, arena)
     log_sums = saved[3]
     if earlier is None:
@@ -108,7 +94,7 @@ def attention_part(kernels: Kernels, q, kv, heads, arena, seen=CAUSAL, earlier=N
     return whole, earlier
 
 
-def attention_part_backward(kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
+def attention_part_backward(kernels, dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     y, log_sums, heads = saved
     if first := y.shape[1] - q.shape[1]:
         rows = dy, y[:, first:], log_sums[..., first:]
@@ -119,7 +105,7 @@ def attention_part_backward(kernels: Kernels, dy, saved, q, kv, dq, dkv, arena, 
     attention_backward(kernels, dy, whole, dq, dkv, arena)
 
 
-def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
+def attention_backward(kernels, dy, saved, dq, dkv, arena):
     """Write dq and dkv, which have the strides of q and kv; the weights are recomputed tile by
     tile.    dy: (B, Q, H D)
     """
@@ -143,7 +129,7 @@ def attention_backward(kernels: Kernels, dy, saved, dq, dkv, arena):
         _launch(kernels, chosen, half, scale, q, kv, heads, seen, arrays)
 
 
-def attention_next(kernels: Kernels, q, kv, keys, values, past, heads, arena, window=0):
+def attention_next(kernels, q, kv, keys, values, past, heads, arena, window=0):
     """Return y of new tokens, and store their keys and values; one warp per query and head.
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); keys, values: (B, G, W, D); past: (B,)

@@ -1,14 +1,16 @@
-"""What launches share: macros of element types, blocks and threads, and sums in a fixed order."""
+"""What launches share: the kernels of a device and its product, numbers that change between steps,
+macros of element types, blocks and threads, and sums in a fixed order.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import ELEMENTS, Kernels, Macros, name_of
-from mpitrain.machine.backend import address
+from mpitrain.machine.backend import Backend, address
 
 
 class Typed(Macros):
@@ -58,6 +60,114 @@ class ByDtypes(dict):
         likes = [np.empty(0, dtype) for dtype in dtypes]
         typed = self[dtypes] = Typed(likes, self._make(*likes))
         return typed
+
+
+class GroupRuns(NamedTuple):
+    """The parameter groups of R runs of a flat buffer, as an argument of kernels.
+
+    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one group
+    groups  (factor of the learning rate, weight decay) of each group
+    """
+
+    table: Any
+    groups: tuple[tuple[float, float], ...]
+
+
+class LaunchNumbers:
+    """Small arrays in the memory of a backend: the numbers of a launch that change between steps,
+    such as the learning rate.
+
+    There is one array for each operation and dtype. It is written again only if its numbers change.
+    A launch that is still queued reads the old numbers, because copies and launches follow the
+    order of the stream.
+    """
+
+    def __init__(self, backend: Backend):
+        self._constant: Any = None
+        self._backend = backend
+        self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
+        self._kept = dict[Hashable, Any]()
+
+    def kept(self, key: Hashable, made: Callable[[], np.ndarray]) -> Any:
+        """Return an array that never changes, copied to the memory of the backend at the first call."""
+        if key not in self._kept:
+            self._kept[key] = self._backend.from_host(made())
+        return self._kept[key]
+
+    def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
+        """Return an array of these values, in the dtype that sums elements like those of `like`.
+
+        of  name of the operation, if it alternates with others that take numbers: each then has an
+            array of its own, and does not overwrite another's
+        """
+        key = KINDS[like.dtype].sums, of
+        entry = self._arrays.get(key)
+        return entry[0] if entry and entry[1] == values else self._write(key, values)
+
+    def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
+        if key not in self._arrays:
+            self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
+        array, _ = self._arrays[key]
+        padding = [0] * (array.size - len(values))
+        self._backend.put(array, np.array([*values, *padding], key[0]))
+        self._arrays[key] = array, values
+        return array
+
+    def rates(
+        self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
+    ) -> tuple[Any, Any]:
+        """Return two arguments of the kernel of an element-wise step: the table of `GroupRuns` or
+        None, and the array of scale, corrections, and (learning rate, weight decay) of each group.
+
+        weight_decay  a number, or `GroupRuns`, whose factors multiply lr
+        """
+        both = corrections or (1, 1)
+        if isinstance(weight_decay, GroupRuns):
+            table, groups = weight_decay
+            rates = [each for factor, decay in groups for each in (lr * factor, decay)]
+            values = scale, *both, *rates
+        else:
+            table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
+        key = KINDS[like.dtype].sums, groups
+        entry = self._arrays.get(key)
+        return table, entry[0] if entry and entry[1] == values else self._write(key, values)
+
+    def runs(self, runs: Sequence[Any]) -> GroupRuns:
+        """Copy the starts and groups of ascending runs to the memory of the backend."""
+        of_run = [(run.lr, run.weight_decay) for run in runs]
+        groups = {rates: index for index, rates in enumerate(dict.fromkeys(of_run))}
+        starts = [run.start - runs[0].start for run in runs]
+        table = [len(runs), *starts, *(groups[rates] for rates in of_run)]
+        is_one = len(groups) == 1
+        return GroupRuns(
+            None if is_one else self._backend.from_host(np.array(table, np.int64)), tuple(groups)
+        )
+
+    def integer(self, value: int) -> Any:
+        """Return the array of one integer of 64 bits, such as the step of a random mask."""
+        key = np.dtype(np.int64), ""
+        entry = self._arrays.get(key)
+        return entry[0] if entry and entry[1] == (value,) else self._write(key, (value,))
+
+    def constant(self, values: np.ndarray) -> Any:
+        """Return an array of these float32 values; every call must pass the same values."""
+        if self._constant is None:
+            self._constant = self._backend.zeros(values.size, values.dtype)
+            self._backend.put(self._constant, values)
+        return self._constant
+
+
+class Launcher:
+    """The first argument of a body on kernels: the kernels of a device, as `Kernels`, and beside them
+
+    multiply  the matrix product that device.gemm chooses, one of product.py without its `kernels`
+    numbers   the `LaunchNumbers` of these operations
+    """
+
+    def __init__(self, kernels: Any, multiply: Callable[..., None], backend: Backend):
+        self.engine, self.plans = kernels.engine, kernels.plans
+        self.launch, self.macros = kernels.launch, kernels.macros
+        self.multiply, self.numbers = partial(multiply, kernels), LaunchNumbers(backend)
 
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")

@@ -2,9 +2,9 @@
 and pooling.
 
 A linear layer is one matrix product, which also adds the bias and applies the activation.
-`multiply` is the matrix product that device.gemm chooses: `gemm` or `library` of product.py. The
-product that makes a weight gradient also sums dy over its rows, which is the bias gradient. If that
-must be added to an earlier one, `_Pending` keeps it until the bias half. Contents of `saved`:
+`kernels.multiply` is the matrix product that device.gemm chooses. The product that makes a weight
+gradient also sums dy over its rows, which is the bias gradient. If that must be added to an earlier
+one, `_Pending` keeps it until the bias half. Contents of `saved`:
 
 linear           (x, has a bias)
 with activation  that, and the data for the activation's derivative: z of GELU, y of ReLU, whose
@@ -68,38 +68,38 @@ class _Pending:
         self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
 
 
-def linear(kernels, multiply, x, w, b, arena, out=None, residual=None):
+def linear(kernels, x, w, b, arena, out=None, residual=None):
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
-    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, residual=residual)
+    kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, residual=residual)
     return y, (x, b is not None)
 
 
-def logits(kernels, multiply, x, w, b, arena):
+def logits(kernels, x, w, b, arena):
     """Return (y, saved) as `linear`.
 
     Rows of y are padded to a multiple of PITCH elements; no operation reads or writes the padding.
     """
     y = arena.take((len(x), pitch(len(w))), x.dtype)[:, : len(w)]
-    return linear(kernels, multiply, x, w, b, arena, y)
+    return linear(kernels, x, w, b, arena, y)
 
 
-def linear_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
+def linear_backward_input(kernels, dy, w, saved, arena, out=None):
     x, has_bias = saved
     dx = arena.take(x.shape, dy.dtype) if out is None else out
-    multiply(kernels, arena, dy, w, dx)
+    kernels.multiply(arena, dy, w, dx)
     return dx, _Pending(dy, x, has_bias)
 
 
-def gelu_linear_backward_input(kernels, multiply, dy, w, saved, before, arena):
+def gelu_linear_backward_input(kernels, dy, w, saved, before, arena):
     """Return (dz, pending) for a layer that follows `linear_gelu`: dz = (dy w) gelu'(z).
 
     dz is written over `before`, the z that `linear_gelu` saved; the weight half takes `pending`.
     """
-    multiply(kernels, arena, dy, w, before, activation="gelu backward")
+    kernels.multiply(arena, dy, w, before, activation="gelu backward")
     return before, _Pending(dy, *saved)
 
 
-def linear_backward_weight(kernels, multiply, pending, dw, accumulate, arena, db=None):
+def linear_backward_weight(kernels, pending, dw, accumulate, arena, db=None):
     """Write or add dw = dy^T x. The same product sums dy over rows, for db or for the bias half.
 
     The product writes its row sums to db, if db has their dtype.
@@ -109,15 +109,8 @@ def linear_backward_weight(kernels, multiply, pending, dw, accumulate, arena, db
     sums = db if is_direct else None
     if sums is None and (pending.has_bias or db is not None):
         sums = arena.take(dw.shape[:1], dtype)
-    multiply(
-        kernels,
-        arena,
-        pending.dy,
-        pending.x,
-        dw,
-        transposed_a=True,
-        beta=float(accumulate),
-        row_sums=sums,
+    kernels.multiply(
+        arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums
     )
     pending.sums = None if is_direct else sums
     if db is not None and not is_direct:
@@ -131,28 +124,28 @@ def linear_backward_bias(kernels, pending, db, accumulate, arena):
         add_parts(kernels, pending.sums[None], db, accumulate)
 
 
-def linear_gelu(kernels, multiply, x, w, b, arena):
+def linear_gelu(kernels, x, w, b, arena):
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
-    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
+    kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
     return y, ((x, b is not None), z)
 
 
-def linear_gelu_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
+def linear_gelu_backward_input(kernels, dy, w, saved, arena, out=None):
     saved, z = saved
     _through_activation(kernels, "gelu", z, dy, z)
-    return linear_backward_input(kernels, multiply, z, w, saved, arena, out)
+    return linear_backward_input(kernels, z, w, saved, arena, out)
 
 
-def linear_relu(kernels, multiply, x, w, b, arena):
+def linear_relu(kernels, x, w, b, arena):
     y = arena.take((len(x), len(w)), x.dtype)
-    multiply(kernels, arena, x, w, y, transposed_b=True, bias=b, activation="relu")
+    kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, activation="relu")
     return y, ((x, b is not None), y)
 
 
-def linear_relu_backward_input(kernels, multiply, dy, w, saved, arena, out=None):
+def linear_relu_backward_input(kernels, dy, w, saved, arena, out=None):
     saved, y = saved
     dz = _slope_times(kernels, "relu", y, dy, arena)
-    return linear_backward_input(kernels, multiply, dz, w, saved, arena, out)
+    return linear_backward_input(kernels, dz, w, saved, arena, out)
 
 
 def gelu(kernels, z, arena):
@@ -243,25 +236,14 @@ POSITIONED = ByDtypes(lambda x, positions: element(x) | index(positions))
 
 
 def rotate(
-    kernels,
-    numbers,
-    x,
-    heads,
-    turned,
-    theta,
-    context,
-    scaling,
-    direction,
-    arena,
-    positions=None,
-    out=None,
+    kernels, x, heads, turned, theta, context, scaling, direction, arena, positions=None, out=None
 ):
     y = arena.take(x.shape, x.dtype) if out is None else out
     (_, length, columns), sums = x.shape, KINDS[x.dtype].sums
     half = columns // heads // 2
     count = x.size // (2 * half)
     angles = theta, half, context, scaling
-    table = numbers.kept(("turns", *angles, sums), lambda: turns(*angles).astype(sums))
+    table = kernels.numbers.kept(("turns", *angles, sums), lambda: turns(*angles).astype(sums))
     integers = np.dtype(np.int32) if positions is None else positions.dtype
     by_rows(
         kernels,
@@ -273,7 +255,7 @@ def rotate(
     return y
 
 
-def dropout(kernels, numbers, x, key, step, first, columns, rate, arena, residual=None, out=None):
+def dropout(kernels, x, key, step, first, columns, rate, arena, residual=None, out=None):
     y = arena.take(x.shape, x.dtype) if out is None else out
     rows, width = x.shape
     if columns == width:
@@ -285,7 +267,7 @@ def dropout(kernels, numbers, x, key, step, first, columns, rate, arena, residua
         POINTWISE,
         (
             *(rows, width, first, columns, threshold(rate), scale(rate)),
-            *(*key, numbers.integer(step), x, residual, y),
+            *(*key, kernels.numbers.integer(step), x, residual, y),
         ),
         macros=KINDS[x.dtype].macros,
         fresh="" if y is x else "y",
@@ -496,11 +478,11 @@ TILE_BYTES = 32 << 20
 """Bytes of the windows of a tile: enough rows to fill a GPU with one product."""
 
 
-def conv2d(kernels, multiply, x, w, b, side, arena):
-    return _convolved(kernels, multiply, x, w, b, side, arena), x
+def conv2d(kernels, x, w, b, side, arena):
+    return _convolved(kernels, x, w, b, side, arena), x
 
 
-def conv2d_backward_input(kernels, multiply, dy, w, side, arena):
+def conv2d_backward_input(kernels, dy, w, side, arena):
     """Return dx: the convolution of dy with the kernel turned by 180 degrees, its channels swapped."""
     outputs, channels = len(w), w.shape[1] // side**2
     turned = arena.take((channels, side * side * outputs), w.dtype)
@@ -511,14 +493,14 @@ def conv2d_backward_input(kernels, multiply, dy, w, side, arena):
         KINDS[w.dtype].macros,
         fresh="turned",
     )
-    return _convolved(kernels, multiply, dy, turned, None, side, arena)
+    return _convolved(kernels, dy, turned, None, side, arena)
 
 
-def conv2d_backward_weight(kernels, multiply, dy, saved, dw, side, accumulate, arena):
+def conv2d_backward_weight(kernels, dy, saved, dw, side, accumulate, arena):
     pulls = dy.reshape(-1, dy.shape[-1])
     for rows, windows in _tiles(kernels, saved, side, arena):
         beta = float(accumulate or rows.start > 0)
-        multiply(kernels, arena, pulls[rows], windows, dw, transposed_a=True, beta=beta)
+        kernels.multiply(arena, pulls[rows], windows, dw, transposed_a=True, beta=beta)
 
 
 def conv2d_backward_bias(kernels, dy, db, accumulate, arena):
@@ -552,12 +534,12 @@ def max_pool_backward(kernels, dy, saved, size, arena):
     return dx
 
 
-def _convolved(kernels, multiply, x, w, b, side, arena):
+def _convolved(kernels, x, w, b, side, arena):
     """Return x's windows times w^T, plus b.    w: (N, S S C); result: (B, H, W, N)"""
     y = arena.take((*x.shape[:3], len(w)), x.dtype)
     flat = y.reshape(-1, len(w))
     for rows, windows in _tiles(kernels, x, side, arena):
-        multiply(kernels, arena, windows, w, flat[rows], transposed_b=True, bias=b)
+        kernels.multiply(arena, windows, w, flat[rows], transposed_b=True, bias=b)
     return y
 
 

@@ -1,18 +1,15 @@
 """Optimizer steps in place, and gradient statistics; sums over tensors stay in device memory.
 
 Numbers that change from step to step are in device memory. So the arguments of a launch never
-change. `kernels` are `Kernels`, `numbers` the device's `LaunchNumbers`, and `multiply` is the matrix
-product that device.gemm chooses. The other arguments are those of the definition.
+change: see `LaunchNumbers`. `kernels` is a `Launcher`; the other arguments are those of the definition.
 """
 
-from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpitrain.kernels.loader import Kernels
-from mpitrain.machine.backend import Backend
 from mpitrain.ops.codes import SIGNED, UNSIGNED, block_count
 from mpitrain.ops.cuda.launches import (
     KINDS,
@@ -32,99 +29,10 @@ from mpitrain.ops.reference.steps import LEAST_NORM, NEWTON_SCHULZ
 MIRRORED = ByDtypes(lambda p, mirror: element(p) | {"Mirror": c_type(mirror)})
 
 
-class GroupRuns(NamedTuple):
-    """The parameter groups of R runs of a flat buffer, as an argument of kernels.
-
-    table   (1 + 2 R,) int64: R, the start of each run, the group of each run; None: one group
-    groups  (factor of the learning rate, weight decay) of each group
-    """
-
-    table: Any
-    groups: tuple[tuple[float, float], ...]
-
-
-class LaunchNumbers:
-    """Small arrays in the memory of a backend: the numbers of a launch that change between steps,
-    such as the learning rate.
-
-    There is one array for each operation and dtype. It is written again only if its numbers change.
-    A launch that is still queued reads the old numbers, because copies and launches follow the
-    order of the stream.
-    """
-
-    def __init__(self, backend: Backend):
-        self._constant: Any = None
-        self._backend = backend
-        self._arrays = dict[tuple[np.dtype, Hashable], tuple[Any, tuple[float, ...]]]()
-        self._kept = dict[Hashable, Any]()
-
-    def kept(self, key: Hashable, made: Callable[[], np.ndarray]) -> Any:
-        """Return an array that never changes, copied to the memory of the backend at the first call."""
-        if key not in self._kept:
-            self._kept[key] = self._backend.from_host(made())
-        return self._kept[key]
-
-    def of(self, like: Any, *values: float, of: Hashable = "") -> Any:
-        """Return an array of these values, in the dtype that sums elements like those of `like`.
-
-        of  name of the operation, if it alternates with others that take numbers: each then has an
-            array of its own, and does not overwrite another's
-        """
-        key = KINDS[like.dtype].sums, of
-        entry = self._arrays.get(key)
-        return entry[0] if entry and entry[1] == values else self._write(key, values)
-
-    def _write(self, key: tuple[np.dtype, Hashable], values: tuple[float, ...]) -> Any:
-        if key not in self._arrays:
-            self._arrays[key] = self._backend.zeros(max(4, len(values)), key[0]), ()
-        array, _ = self._arrays[key]
-        padding = [0] * (array.size - len(values))
-        self._backend.put(array, np.array([*values, *padding], key[0]))
-        self._arrays[key] = array, values
-        return array
-
-    def rates(
-        self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
-    ) -> tuple[Any, Any]:
-        """Return two arguments of the kernel of an element-wise step: the table of `GroupRuns` or
-        None, and the array of scale, corrections, and (learning rate, weight decay) of each group.
-
-        weight_decay  a number, or `GroupRuns`, whose factors multiply lr
-        """
-        both = corrections or (1, 1)
-        if isinstance(weight_decay, GroupRuns):
-            table, groups = weight_decay
-            rates = [each for factor, decay in groups for each in (lr * factor, decay)]
-            values = scale, *both, *rates
-        else:
-            table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
-        key = KINDS[like.dtype].sums, groups
-        entry = self._arrays.get(key)
-        return table, entry[0] if entry and entry[1] == values else self._write(key, values)
-
-    def runs(self, runs: Sequence[Any]) -> GroupRuns:
-        """Copy the starts and groups of ascending runs to the memory of the backend."""
-        of_run = [(run.lr, run.weight_decay) for run in runs]
-        groups = {rates: index for index, rates in enumerate(dict.fromkeys(of_run))}
-        starts = [run.start - runs[0].start for run in runs]
-        table = [len(runs), *starts, *(groups[rates] for rates in of_run)]
-        is_one = len(groups) == 1
-        return GroupRuns(
-            None if is_one else self._backend.from_host(np.array(table, np.int64)), tuple(groups)
-        )
-
-    def integer(self, value: int) -> Any:
-        """Return the array of one integer of 64 bits, such as the step of a random mask."""
-        key = np.dtype(np.int64), ""
-        entry = self._arrays.get(key)
-        return entry[0] if entry and entry[1] == (value,) else self._write(key, (value,))
-
-    def constant(self, values: np.ndarray) -> Any:
-        """Return an array of these float32 values; every call must pass the same values."""
-        if self._constant is None:
-            self._constant = self._backend.zeros(values.size, values.dtype)
-            self._backend.put(self._constant, values)
-        return self._constant
+def takes_runs(body: Any) -> Any:
+    """Mark a step that takes `GroupRuns` as its weight_decay: one launch steps several parameter groups."""
+    body.takes_runs = True
+    return body
 
 
 MAPS = np.concatenate([SIGNED.values, SIGNED.bounds, UNSIGNED.values, UNSIGNED.bounds])
@@ -142,53 +50,39 @@ def _step(kernels, name, p, arrays, mirror, rates, *constants) -> None:
     pointwise(kernels, name, (p.size, p, *arrays, mirror, *rates, *constants), macros)
 
 
-def sgd(kernels, numbers, p, g, scale, lr, weight_decay, arena, mirror=None):
-    _step(kernels, "sgd", p, (g,), mirror, numbers.rates(p, lr, weight_decay, scale))
+@takes_runs
+def sgd(kernels, p, g, scale, lr, weight_decay, arena, mirror=None):
+    _step(kernels, "sgd", p, (g,), mirror, kernels.numbers.rates(p, lr, weight_decay, scale))
 
 
-def _with_momentum(
-    name, kernels, numbers, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None
-):
-    _step(kernels, name, p, (g, m), mirror, numbers.rates(p, lr, weight_decay, scale), beta)
+def _with_momentum(name, kernels, p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
+    _step(kernels, name, p, (g, m), mirror, kernels.numbers.rates(p, lr, weight_decay, scale), beta)
 
 
-momentum, nesterov = partial(_with_momentum, "momentum"), partial(_with_momentum, "nesterov")
+momentum, nesterov = (
+    takes_runs(partial(_with_momentum, name)) for name in ("momentum", "nesterov")
+)
 
 
-def lion(kernels, numbers, p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
-    rates = numbers.rates(p, lr, weight_decay, scale)
+@takes_runs
+def lion(kernels, p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
+    rates = kernels.numbers.rates(p, lr, weight_decay, scale)
     _step(kernels, "lion", p, (g, m), mirror, rates, 1 - beta1, 1 - beta2)
 
 
 def _with_two_moments(
-    name,
-    kernels,
-    numbers,
-    p,
-    g,
-    m,
-    v,
-    scale,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step,
-    arena,
-    mirror=None,
+    name, kernels, p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None
 ):
     # The bias corrections depend only on the step, so the host computes them, in double.
-    rates = numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
+    rates = kernels.numbers.rates(p, lr, weight_decay, scale, 1 - beta1**step, 1 - beta2**step)
     _step(kernels, name, p, (g, m, v), mirror, rates, 1 - beta1, 1 - beta2, eps)
 
 
-adam, adamw = partial(_with_two_moments, "adam"), partial(_with_two_moments, "adamw")
+adam, adamw = (takes_runs(partial(_with_two_moments, name)) for name in ("adam", "adamw"))
 
 
 def adamw8bit(
     kernels,
-    numbers,
     p,
     g,
     m,
@@ -221,8 +115,8 @@ def adamw8bit(
             m_scales,
             v_scales,
             mirror,
-            numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
-            numbers.constant(MAPS),
+            kernels.numbers.of(p, scale, lr, 1 - beta1**step, 1 - beta2**step),
+            kernels.numbers.constant(MAPS),
             1 - beta1,
             1 - beta2,
             eps,
@@ -266,13 +160,11 @@ def add_squares(kernels, x, squares, arena):
     _add_total(kernels, x, _facts(kernels, x, arena)[:1], squares)
 
 
-def lamb_moments(
-    kernels, numbers, p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena
-):
+def lamb_moments(kernels, p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena):
     macros = KINDS[p.dtype].macros
     count = max(blocks(p.size, macros.run)[0], 1)
     sums = arena.take((2, count), "float64")
-    values = numbers.of(p, scale, 1 - beta1**step, 1 - beta2**step, of="lamb_moments")
+    values = kernels.numbers.of(p, scale, 1 - beta1**step, 1 - beta2**step, of="lamb_moments")
     kernels.launch(
         "lamb_moments",
         (count,),
@@ -284,22 +176,7 @@ def lamb_moments(
     _add_total(kernels, p, sums, squares)
 
 
-def lamb(
-    kernels,
-    numbers,
-    p,
-    m,
-    v,
-    squares,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step,
-    arena,
-    mirror=None,
-):
+def lamb(kernels, p, m, v, squares, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     macros = _summed_types(p, squares, mirror)
     kernels.launch(
         "lamb",
@@ -312,7 +189,7 @@ def lamb(
             v,
             mirror,
             squares,
-            numbers.of(p, lr, 1 - beta1**step, 1 - beta2**step, of="lamb"),
+            kernels.numbers.of(p, lr, 1 - beta1**step, 1 - beta2**step, of="lamb"),
             eps,
             weight_decay,
         ),
@@ -320,12 +197,10 @@ def lamb(
     )
 
 
-def adafactor_squares(
-    kernels, numbers, g, rows, columns, row_squares, column_squares, scale, arena
-):
+def adafactor_squares(kernels, g, rows, columns, row_squares, column_squares, scale, arena):
     height, width = g.shape
     macros = SUMMED[g.dtype, column_squares.dtype]
-    values = numbers.of(g, scale, of="adafactor_squares")
+    values = kernels.numbers.of(g, scale, of="adafactor_squares")
     if rows is not None:
         kernels.launch(
             "row_squares",
@@ -353,9 +228,7 @@ def adafactor_squares(
     )
 
 
-def adafactor_variances(
-    kernels, numbers, row, column, row_squares, column_squares, weight, eps, arena
-):
+def adafactor_variances(kernels, row, column, row_squares, column_squares, weight, eps, arena):
     kernels.launch(
         "adafactor_variances",
         (1,),
@@ -367,7 +240,7 @@ def adafactor_variances(
             column,
             row_squares,
             column_squares,
-            numbers.of(column, weight, of="adafactor_variances"),
+            kernels.numbers.of(column, weight, of="adafactor_variances"),
             eps,
         ),
         macros=SUMMED[column.dtype, column_squares.dtype],
@@ -375,7 +248,7 @@ def adafactor_variances(
 
 
 def adafactor_update(
-    kernels, numbers, g, rows, columns, row_factors, column_factors, squares, scale, eps, arena
+    kernels, g, rows, columns, row_factors, column_factors, squares, scale, eps, arena
 ):
     height, width = g.shape
     sums = arena.take((1, max(1, min(height, MOST_BLOCKS))), "float64")
@@ -391,7 +264,7 @@ def adafactor_update(
             columns,
             row_factors,
             column_factors,
-            numbers.of(g, scale, of="adafactor_update"),
+            kernels.numbers.of(g, scale, of="adafactor_update"),
             eps,
             sums,
         ),
@@ -403,7 +276,6 @@ def adafactor_update(
 
 def adafactor(
     kernels,
-    numbers,
     p,
     g,
     rows,
@@ -439,7 +311,7 @@ def adafactor(
             parameter_squares,
             update_squares,
             float(count),
-            numbers.of(p, scale, lr, rate, of="adafactor"),
+            kernels.numbers.of(p, scale, lr, rate, of="adafactor"),
             eps,
             weight_decay,
         ),
@@ -447,18 +319,26 @@ def adafactor(
     )
 
 
-def muon_momentum(kernels, numbers, g, m, out, scale, momentum, arena):
+def muon_momentum(kernels, g, m, out, scale, momentum, arena):
     macros = KINDS[g.dtype].macros
     pointwise(
         kernels,
         "muon_momentum",
-        (g.size, g, m, out, numbers.of(g, scale, of="muon_momentum"), momentum, 1 - momentum),
+        (
+            g.size,
+            g,
+            m,
+            out,
+            kernels.numbers.of(g, scale, of="muon_momentum"),
+            momentum,
+            1 - momentum,
+        ),
         macros,
         fresh="out",
     )
 
 
-def newton_schulz(kernels, multiply, x, steps, arena):
+def newton_schulz(kernels, x, steps, arena):
     a, b, c = NEWTON_SCHULZ
     macros, is_wide = KINDS[x.dtype].macros, len(x) <= x.shape[1]
     side = min(x.shape)
@@ -467,23 +347,23 @@ def newton_schulz(kernels, multiply, x, steps, arena):
     gram, polynomial = arena.take((2, side, side), x.dtype)
     one, other = x, arena.take(x.shape, x.dtype)
     for _ in range(steps):
-        multiply(kernels, arena, one, one, gram, transposed_a=not is_wide, transposed_b=is_wide)
+        kernels.multiply(arena, one, one, gram, transposed_a=not is_wide, transposed_b=is_wide)
         polynomial[...] = gram
-        multiply(kernels, arena, gram, gram, polynomial, alpha=c, beta=b)
+        kernels.multiply(arena, gram, gram, polynomial, alpha=c, beta=b)
         other[...] = one
         left, right = (polynomial, one) if is_wide else (one, polynomial)
-        multiply(kernels, arena, left, right, other, beta=a)
+        kernels.multiply(arena, left, right, other, beta=a)
         one, other = other, one
     if one is not x:
         x[...] = one
 
 
-def muon(kernels, numbers, p, update, lr, ratio, weight_decay, arena, mirror=None):
+def muon(kernels, p, update, lr, ratio, weight_decay, arena, mirror=None):
     macros = KINDS[p.dtype].macros if mirror is None else MIRRORED[p.dtype, mirror.dtype]
     pointwise(
         kernels,
         "muon",
-        (p.size, p, update, mirror, numbers.of(p, lr, of="muon"), ratio, weight_decay),
+        (p.size, p, update, mirror, kernels.numbers.of(p, lr, of="muon"), ratio, weight_decay),
         macros,
     )
 

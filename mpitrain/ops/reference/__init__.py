@@ -1,4 +1,4 @@
-"""The definition of each operation, forward and backward, in plain NumPy.
+"""The definition of each operation, forward and backward, in plain NumPy, with its row above it.
 
 B batch, T tokens, C channels, H heads, D = C / H, V vocabulary;
 M rows, K inputs, N outputs of a matrix product.
@@ -30,5 +30,6 @@ derivative of the activation.
 """
 
 from mpitrain.ops.reference import attention, layers, loss, steps
+from mpitrain.ops.table import ROWS
 
-__all__ = ["attention", "layers", "loss", "steps"]
+__all__ = ["ROWS", "attention", "layers", "loss", "steps"]

@@ -9,8 +9,10 @@ import numpy as np
 from mpitrain.ops.random_bits import attention_number, scale, threshold
 from mpitrain.ops.reference.layers import random_bits
 from mpitrain.ops.seen import CAUSAL, Seen
+from mpitrain.ops.table import operation
 
 
+@operation("q:B,T,HD kv:B,T,2ED heads=H -> y:B,T,HD saved", "y", products="2BTTHD")
 def attention(q, kv, heads, arena, seen=CAUSAL):
     """Return (y, saved) with y = softmax(q k^T / sqrt(D)) v for each head (Vaswani et al. 2017).
 
@@ -34,6 +36,7 @@ def attended(q, kv, heads, mask, seen=CAUSAL):
     return y, (q, kv, weights, mask)
 
 
+@operation("q:B,T,HD kv:B,K,2ED heads=H -> y:B,T,HD saved", "y", products="2BTKHD")
 def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
     """Return (y, saved) of attention to some of the keys, joined to earlier parts (Liu et al. 2023).
 
@@ -59,6 +62,12 @@ def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
     return earlier[0], earlier
 
 
+@operation(
+    "dy:B,T,DH saved@attention_part|B,T,DH q:B,T,HD kv:B,K,2ED dq:B,T,DH|0 dkv:B,K,2ED|0 -> dq dkv",
+    "dq dkv",
+    launches=3,
+    products="4BTKHD",
+)
 def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     """Write what some of the keys add to dq, and their dkv.
 
@@ -81,6 +90,11 @@ def _scores(q, kv, heads, seen: Seen):
     return np.where(seen.mask(q.shape[1], kv.shape[1]), scores, -np.inf), v
 
 
+@operation(
+    "q:B,T,HD kv:B,T,2ED keys:B,E,2T,D values:B,E,2T,D past<T:B heads=H -> y:B,T,HD keys values",
+    "y",
+    products="4BTTHD",
+)
 def attention_next(q, kv, keys, values, past, heads, arena, window=0):
     """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
 
@@ -109,6 +123,12 @@ def attention_next(q, kv, keys, values, past, heads, arena, window=0):
     return y.swapaxes(1, 2).reshape(q.shape)
 
 
+@operation(
+    "dy:B,T,DH saved@attention|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv",
+    "dq dkv",
+    launches=3,
+    products="4BTTHD",
+)
 def attention_backward(dy, saved, dq, dkv, arena):
     """Write dq and dkv, of the shapes and strides of q and kv.    dy: (B, Q, H D)
 
@@ -136,6 +156,11 @@ def _put_gradients(dy, q, kv, weights, mask, dots, dq, dkv):
         out[...] = each.reshape(len(each), groups, heads // groups, *each.shape[2:]).sum(2)
 
 
+@operation(
+    "q:B,T,HD kv:B,T,2ED heads=H key=(5,3) step=2 first=7 every=11 rate=0.25 -> y:B,T,HD saved",
+    "y",
+    products="2BTTHD",
+)
 def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, seen=CAUSAL):
     """Return (y, saved) of attention with dropout of its probabilities.
 
@@ -151,7 +176,15 @@ def attention_dropout(q, kv, heads, key, step, first, every, rate, arena, seen=C
     return attended(q, kv, heads, mask, seen)
 
 
-attention_dropout_backward = attention_backward
+@operation(
+    "dy:B,T,DH saved@attention_dropout|B,T,DH+B,T,2ED+B,T,DH dq:B,T,DH|0 dkv:B,T,2ED|0 -> dq dkv",
+    "dq dkv",
+    launches=3,
+    products="4BTTHD",
+)
+def attention_dropout_backward(dy, saved, dq, dkv, arena):
+    """Write dq and dkv, as `attention_backward`."""
+    attention_backward(dy, saved, dq, dkv, arena)
 
 
 def _groups(q, kv, heads):

@@ -8,11 +8,13 @@ from functools import lru_cache
 import numpy as np
 
 from mpitrain.ops.random_bits import LANES, scale, threshold
+from mpitrain.ops.table import operation
 
 GELU_SCALE = float(np.sqrt(2 / np.pi))
 GELU_CUBIC = 0.044715
 
 
+@operation("a:L b:L out:L|0 -> out", "out")
 def add(a, b, out, arena):
     """Write a + b to out, which may be a or b.
 
@@ -21,6 +23,7 @@ def add(a, b, out, arena):
     np.add(a, b, out=out)
 
 
+@operation("a:L alpha=0.75 b:L beta=-0.5 out:L|0 -> out", "nothing")
 def weighted_sum(a, alpha, b, beta, out, arena):
     """Write alpha a + beta b to out; if b is None, write alpha a. out may be a or b.
 
@@ -29,6 +32,7 @@ def weighted_sum(a, alpha, b, beta, out, arena):
     out[...] = alpha * a if b is None else alpha * a + beta * b
 
 
+@operation("x:M,N b:N out:M,N|0 -> out", "out")
 def add_bias(x, b, out, arena, residual=None):
     """Write x + b + residual to out.
 
@@ -37,6 +41,7 @@ def add_bias(x, b, out, arena, residual=None):
     out[...] = plus(x if b is None else x + b, residual)
 
 
+@operation("q%:N,K scale:N out:N,K|0 -> out", "out")
 def dequantize(q, scale, out, arena):
     """Write (q - 128) times the scale of each row to out: a weight of 8 bits as numbers.
 
@@ -45,6 +50,7 @@ def dequantize(q, scale, out, arena):
     out[...] = (q.astype(scale.dtype) - 128) * scale[:, None]
 
 
+@operation("x:M,K w:N,K b:N -> y:M,N saved", "y", products="MNK")
 def linear(x, w, b, arena, out=None, residual=None):
     """Return (y, saved) with y = x w^T + b + residual.
 
@@ -75,6 +81,7 @@ def split_tf32(x):
     return high, ((x - high).view(np.uint32) & ~last).view(np.float32)
 
 
+@operation("x:M,K w:N,K b:N -> y:M,N saved", "y", products="MNK")
 def logits(x, w, b, arena):
     """Return the result of `linear` for the output layer of a language model.
 
@@ -84,6 +91,7 @@ def logits(x, w, b, arena):
     return linear(x, w, b, arena)
 
 
+@operation("dy:M,N w:N,K saved@linear -> dx:M,K pending", "dx", products="MNK")
 def linear_backward_input(dy, w, saved, arena, out=None):
     """Return (dx, pending) with dx = dy w.
 
@@ -93,6 +101,7 @@ def linear_backward_input(dy, w, saved, arena, out=None):
     return into(out, dy @ w), (dy, saved)
 
 
+@operation("dy:M,N w:N,K saved@linear before@gelu|M,K -> dz:M,K pending", "dz", products="MNK")
 def gelu_linear_backward_input(dy, w, saved, before, arena):
     """Return (dz, pending) with dz = (dy w) gelu'(z), for a layer that follows `linear_gelu`.
 
@@ -104,6 +113,9 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
     return dy @ w * _gelu_slope(before), (dy, saved)
 
 
+@operation(
+    "pending@linear_backward_input|M,N+M,K dw:N,K accumulate=1 -> dw", "nothing", products="MNK"
+)
 def linear_backward_weight(pending, dw, accumulate, arena, db=None):
     """Write or add dw = dy^T x.    dw: (N, K)
 
@@ -115,11 +127,13 @@ def linear_backward_weight(pending, dw, accumulate, arena, db=None):
         linear_backward_bias(pending, db, False, arena)
 
 
+@operation("pending@linear_backward_input|N db:N accumulate=1 -> db", "nothing")
 def linear_backward_bias(pending, db, accumulate, arena):
     """Write or add db, the sum of dy over rows.    db: (N,)"""
     put(pending[0].sum(0), db, accumulate)
 
 
+@operation("x:M,K w:N,K b:N -> y:M,N saved:M,N", "y", products="MNK")
 def linear_gelu(x, w, b, arena):
     """Return (y, saved) with y = gelu(x w^T + b), shapes as in `linear`.
 
@@ -129,6 +143,7 @@ def linear_gelu(x, w, b, arena):
     return gelu(z, arena)[0], (x, z)
 
 
+@operation("dy:M,N w:N,K saved@linear_gelu|M,N -> dx:M,K pending", "dx", launches=2, products="MNK")
 def linear_gelu_backward_input(dy, w, saved, arena, out=None):
     """Return (dx, pending), the input half of the backward pass of `linear_gelu`.
 
@@ -139,12 +154,14 @@ def linear_gelu_backward_input(dy, w, saved, arena, out=None):
     return linear_backward_input(dy * _gelu_slope(z), w, x, arena, out)
 
 
+@operation("x:M,K w:N,K b:N -> y:M,N saved", "y", products="MNK")
 def linear_relu(x, w, b, arena):
     """Return (y, saved) with y = max(0, x w^T + b), shapes as in `linear`."""
     z, _ = linear(x, w, b, arena)
     return np.maximum(z, 0), (x, z > 0)
 
 
+@operation("dy:M,N w:N,K saved@linear_relu|M,N -> dx:M,K pending", "dx", launches=2, products="MNK")
 def linear_relu_backward_input(dy, w, saved, arena, out=None):
     """Return (dx, pending), the input half of the backward pass of `linear_relu`.
 
@@ -154,6 +171,7 @@ def linear_relu_backward_input(dy, w, saved, arena, out=None):
     return linear_backward_input(dy * positive, w, x, arena, out)
 
 
+@operation("z:M,K -> y:M,K saved", "y")
 def gelu(z, arena):
     """Return (y, saved) with y = gelu(z), for a z that is not a product of `linear`.
 
@@ -162,11 +180,13 @@ def gelu(z, arena):
     return 0.5 * z * (1 + np.tanh(GELU_SCALE * (z + GELU_CUBIC * z**3))), z
 
 
+@operation("dy:M,K saved@gelu|M,K -> dz:M,K", "dz")
 def gelu_backward(dy, saved, arena):
     """Return dz = dy gelu'(z).    dy, dz: the shape of z"""
     return dy * _gelu_slope(saved)
 
 
+@operation("z:M,K -> y:M,K saved", "y")
 def gelu_erf(z, arena):
     """Return (y, saved) with y = z P(z), where P is the normal distribution: GELU as BERT has it.
 
@@ -175,6 +195,7 @@ def gelu_erf(z, arena):
     return z * _normal(z), z
 
 
+@operation("dy:M,K saved@gelu_erf|M,K -> dz:M,K", "dz")
 def gelu_erf_backward(dy, saved, arena):
     """Return dz = dy (P(z) + z P'(z)).    dy, dz: the shape of z"""
     density = np.exp(-0.5 * saved**2) / np.sqrt(2 * np.pi, dtype=saved.dtype)
@@ -186,17 +207,20 @@ def _normal(z):
     return (0.5 * half).astype(z.dtype)
 
 
+@operation("z:M,K -> y:M,K saved", "y")
 def tanh(z, arena):
     """Return (y, saved) with y = tanh(z).    z, y: (M, N)"""
     y = np.tanh(z)
     return y, y
 
 
+@operation("dy:M,K saved@tanh|M,K -> dz:M,K", "dz")
 def tanh_backward(dy, saved, arena):
     """Return dz = dy (1 - y^2).    dy, dz: the shape of z"""
     return dy * (1 - saved**2)
 
 
+@operation("z:M,K -> y:M,K saved", "y")
 def relu(z, arena):
     """Return (y, saved) with y = max(0, z), for a z that is not a product of `linear`.
 
@@ -205,11 +229,13 @@ def relu(z, arena):
     return np.maximum(z, 0), z > 0
 
 
+@operation("dy:M,K saved@relu|M,K -> dz:M,K", "dz")
 def relu_backward(dy, saved, arena):
     """Return dz; the gradient at 0 is 0.    dy, dz: the shape of z"""
     return dy * saved
 
 
+@operation("x:M,C gain:C bias:C epsilon=0.25 -> y:M,C saved", "y")
 def layer_norm(x, gain, bias, epsilon, arena):
     """Return (y, saved) with y = (x - mean) / sqrt(var + epsilon) * gain + bias over the last dim.
 
@@ -221,6 +247,7 @@ def layer_norm(x, gain, bias, epsilon, arena):
     return normal * gain + bias, (normal, inverse)
 
 
+@operation("dy:M,C gain:C saved@layer_norm|M,C -> dx:M,C pending", "dx")
 def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     """Return (dx, pending), the input half of the backward pass of `layer_norm`.
 
@@ -233,6 +260,9 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
     return plus(dx, residual), (dy, normal)
 
 
+@operation(
+    "pending@layer_norm_backward_input|2,C dgain:C dbias:C accumulate=1 -> dgain dbias", "nothing"
+)
 def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
     """Write or add dgain = sum over rows of dy times the normalised x, and dbias = sum of dy.
 
@@ -245,6 +275,7 @@ def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
         put(dy.sum(0), dbias, accumulate)
 
 
+@operation("x:M,C gain:C epsilon=0.25 -> y:M,C saved", "y")
 def rms_norm(x, gain, epsilon, arena):
     """Return (y, saved) with y = x / sqrt(mean of x^2 + epsilon) * gain over the last dim.
 
@@ -254,6 +285,7 @@ def rms_norm(x, gain, epsilon, arena):
     return x * inverse * gain, (x * inverse, inverse)
 
 
+@operation("dy:M,C gain:C saved@rms_norm|M,C -> dx:M,C pending", "dx")
 def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
     """Return (dx, pending), as `layer_norm_backward_input`."""
     normal, inverse = saved
@@ -262,12 +294,14 @@ def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
     return plus(dx, residual), (dy, normal)
 
 
+@operation("pending@rms_norm_backward_input|C dgain:C accumulate=1 -> dgain", "nothing")
 def rms_norm_backward_weight(pending, dgain, accumulate, arena):
     """Write or add dgain, the sum over rows of dy times the normalised x.    dgain: (C,)"""
     dy, normal = pending
     put((dy * normal).sum(0), dgain, accumulate)
 
 
+@operation("x:M,2N -> y:M,N saved", "y")
 def swiglu(x, arena):
     """Return (y, saved) with y = silu(gate) up, silu(z) = z / (1 + e^-z) (Shazeer 2020).
 
@@ -277,6 +311,7 @@ def swiglu(x, arena):
     return gate * _logistic(gate) * up, x
 
 
+@operation("dy:M,N saved@swiglu|M,2N -> dx:M,2N", "dx")
 def swiglu_backward(dy, saved, arena):
     """Return dx.    dy: (M, N); dx: (M, 2 N)"""
     gate, up = np.split(saved, 2, -1)
@@ -289,6 +324,10 @@ def _logistic(z):
     return 0.5 * (1 + np.tanh(0.5 * z))
 
 
+@operation(
+    "x:B,T,2HD heads=H turned=1 theta=100.0 context=T scaling=(2,1,4,9) direction=1 -> y:B,T,2HD",
+    "y",
+)
 def rotate(x, heads, turned, theta, context, scaling, direction, arena, positions=None, out=None):
     """Return y: the first `turned` heads of x, turned by their positions; the others as they are.
 
@@ -335,6 +374,7 @@ def scaled(frequencies, factor, low, high, context):
     return ((1 - weight) * frequencies / factor + weight * frequencies).astype(np.float32)
 
 
+@operation("tokens<V:B,T table:V,C|B,T,C positions:T,C -> x:B,T,C saved", "x")
 def embedding(tokens, table, positions, arena, first=0, out=None):
     """Return (x, saved) with x[b, t] = table[tokens[b, t] - first] + positions[t].
 
@@ -354,6 +394,7 @@ def embedding(tokens, table, positions, arena, first=0, out=None):
     )
 
 
+@operation("dx:B,T,C saved@embedding dtable:V,C|0 accumulate=0 -> dtable", "nothing")
 def embedding_backward_table(dx, saved, dtable, accumulate, arena):
     """Add each row of dx to its token's row of dtable, if the table has that row.
 
@@ -365,6 +406,7 @@ def embedding_backward_table(dx, saved, dtable, accumulate, arena):
     np.add.at(dtable, rows, dx[held])
 
 
+@operation("dx:B,T,C dpositions:T,C accumulate=1 -> dpositions", "nothing")
 def embedding_backward_positions(dx, dpositions, accumulate, arena):
     """Write or add the sum of dx over the batch.
 
@@ -406,6 +448,7 @@ LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
 
+@operation("x:M,C key=(5,3) step=2 first=7 columns=C rate=0.25 -> y:M,C", "y")
 def dropout(x, key, step, first, columns, rate, arena, residual=None, out=None):
     """Return x mask / (1 - p) + residual; its backward is the same function of dy.
 
@@ -447,6 +490,7 @@ def _product(factor, x):
     return high * above + (middle >> HALF) + (carried >> HALF), np.uint64(factor) * x
 
 
+@operation("x:B,I,J,F w:G,SSF b:G side=S -> y:B,I,J,G saved", "y", launches=2, products="BIJSSFG")
 def conv2d(x, w, b, side, arena):
     """Return (y, saved): the convolution with zeros around the image, as padding="same" of PyTorch.
 
@@ -462,6 +506,7 @@ def conv2d(x, w, b, side, arena):
     return y if b is None else y + b, x
 
 
+@operation("dy:B,I,J,G w:G,SSF side=S -> dx:B,I,J,F", "dx", launches=3, products="BIJSSFG")
 def conv2d_backward_input(dy, w, side, arena):
     """Return dx, (B, H, W, C).    dy: (B, H, W, N); w: (N, S S C)"""
     images, rows, columns, _ = dy.shape
@@ -472,6 +517,12 @@ def conv2d_backward_input(dy, w, side, arena):
     return around[:, border : border + rows, border : border + columns].copy()
 
 
+@operation(
+    "dy:B,I,J,G saved@conv2d|B,I,J,F dw:G,SSF side=S accumulate=1 -> dw",
+    "nothing",
+    launches=2,
+    products="BIJSSFG",
+)
 def conv2d_backward_weight(dy, saved, dw, side, accumulate, arena):
     """Write or add dw.    dy: (B, H, W, N); dw: (N, S S C)"""
     (_, rows, columns, channels), around = saved.shape, _surrounded(saved, side)
@@ -481,11 +532,13 @@ def conv2d_backward_weight(dy, saved, dw, side, accumulate, arena):
         tap += np.einsum("bhwn,bhwc->nc", dy, around[:, i : i + rows, j : j + columns])
 
 
+@operation("dy:B,I,J,G db:G accumulate=1 -> db", "nothing", launches=2)
 def conv2d_backward_bias(dy, db, accumulate, arena):
     """Write or add db, the sum of dy over images, rows and columns.    db: (N,)"""
     db[...] = dy.sum((0, 1, 2)) + (db if accumulate else 0)
 
 
+@operation("x:B,PI,PJ,F size=P -> y:B,I,J,F saved%:B,I,J,F", "nothing")
 def max_pool(x, size, arena):
     """Return (y, saved): the largest number of each window; rows and columns that fill none count not.
 
@@ -500,6 +553,7 @@ def max_pool(x, size, arena):
     return windows.max(3), (windows.argmax(3), x.shape)
 
 
+@operation("dy:B,I,J,F saved@max_pool size=P -> dx:B,PI,PJ,F", "nothing")
 def max_pool_backward(dy, saved, size, arena):
     """Return dx: dy at the first largest number of each window, elsewhere 0."""
     winners, shape = saved

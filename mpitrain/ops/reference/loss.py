@@ -14,8 +14,10 @@ import numpy as np
 
 from mpitrain.data.source import IGNORED
 from mpitrain.ops.reference.layers import into
+from mpitrain.ops.table import operation
 
 
+@operation("logits:M,V targets<V:M scale=0.125 -> loss dlogits:M,V", "dlogits", launches=3)
 def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
     """Return (loss_sum, dlogits); dlogits is written over `logits`.
 
@@ -43,6 +45,7 @@ def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
     return loss_sum, logits
 
 
+@operation("logits:M,V targets<V:M -> loss", "nothing", launches=3)
 def cross_entropy_loss(logits, targets, arena):
     """Return only loss_sum, for evaluation; logits do not change."""
     shifted = (logits - logits.max(-1, keepdims=True)).astype(np.float64)
@@ -50,11 +53,13 @@ def cross_entropy_loss(logits, targets, arena):
     return float((log_sum[rows] - shifted[rows, targets[rows]]).sum())
 
 
+@operation("logits:M,V targets<V:M -> count", "nothing", launches=3)
 def count_correct(logits, targets, arena):
     """Return the number of rows that have their largest logit at the target."""
     return int((logits.argmax(-1) == targets).sum())
 
 
+@operation("logits:M,V -> maxima:M", "nothing")
 def row_maximum(logits, arena, out=None):
     """Return maxima: the largest logit of each row, to be maximised over the slices by the caller.
 
@@ -63,6 +68,7 @@ def row_maximum(logits, arena, out=None):
     return into(out, logits.max(-1, initial=-np.inf))
 
 
+@operation("logits:M,V targets<V:M first=0 maxima@row_maximum|M -> facts:2,M", "nothing")
 def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=0.0, share=0.0):
     """Return facts, to be summed over the slices; may overwrite the logits with data for
     `cross_entropy_split`.
@@ -86,6 +92,12 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=
     return into(out, facts)
 
 
+@operation(
+    "logits:M,V targets<V:M first=0 maxima@row_maximum|M facts@row_exponentials|2,M "
+    "scale=0.125 -> loss dlogits:M,V",
+    "dlogits",
+    launches=3,
+)
 def cross_entropy_split(
     logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
 ):
@@ -107,6 +119,7 @@ def cross_entropy_split(
     return float(losses[counted_rows(targets)].sum()), logits
 
 
+@operation("logits:M,V first=0 maxima@row_maximum|M -> places:M", "nothing")
 def row_argmax(logits, first, maxima, arena, out=None):
     """Return places: minus the lowest index with the row's largest logit.
 
@@ -122,6 +135,7 @@ def row_argmax(logits, first, maxima, arena, out=None):
     )
 
 
+@operation("places@row_argmax|M targets<V:M -> count", "nothing", launches=3)
 def count_correct_split(places, targets, arena):
     """Return the result of `count_correct`, from the maximum of `row_argmax` over the slices.
 
@@ -130,6 +144,7 @@ def count_correct_split(places, targets, arena):
     return int((-places == targets).sum())
 
 
+@operation("predictions:L targets:L scale=0.125 -> loss dpredictions:L", "dpredictions", launches=3)
 def squared_error(predictions, targets, scale, arena):
     """Return (loss_sum, dpredictions): the sum of (prediction - target)^2, and its gradient.
 
@@ -141,12 +156,14 @@ def squared_error(predictions, targets, scale, arena):
     return _of_numbers(predictions, targets, scale, error**2, 2 * error)
 
 
+@operation("predictions:L targets:L scale=0.125 -> loss dpredictions:L", "dpredictions", launches=3)
 def absolute_error(predictions, targets, scale, arena):
     """Return the sum of |prediction - target| as `squared_error`; the gradient at 0 is 0."""
     error = predictions.reshape(-1) - targets.reshape(-1)
     return _of_numbers(predictions, targets, scale, np.abs(error), np.sign(error))
 
 
+@operation("predictions:L targets:L scale=0.125 -> loss dpredictions:L", "dpredictions", launches=3)
 def binary_cross_entropy(predictions, targets, scale, arena):
     """Return the sum of -log(probability of the target) as `squared_error`.
 

@@ -10,8 +10,10 @@ mirror: None, or (count,), which receives the parameters, rounded to its dtype.
 import numpy as np
 
 from mpitrain.ops import codes
+from mpitrain.ops.table import operation
 
 
+@operation("p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p", "mirror")
 def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
     """Step p in place: p -= lr (scale g + weight_decay p).
 
@@ -21,6 +23,7 @@ def sgd(p, g, scale, lr, weight_decay, arena, mirror=None):
     _write(mirror, p)
 
 
+@operation("p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m", "mirror")
 def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """Step p and m in place: m = beta m + scale g + weight_decay p, p -= lr m.
 
@@ -32,6 +35,7 @@ def momentum(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     _write(mirror, p)
 
 
+@operation("p:L g:L m:L scale=0.7 lr=0.1 beta=0.9 weight_decay=0.01 -> p m", "mirror")
 def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     """Step p and m in place, with Nesterov momentum.
 
@@ -49,6 +53,7 @@ def nesterov(p, g, m, scale, lr, beta, weight_decay, arena, mirror=None):
     _write(mirror, p)
 
 
+@operation("p:L g:L m:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.99 weight_decay=0.1 -> p m", "mirror")
 def lion(p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
     """Step p and m in place: p -= lr (sign(beta1 m + (1 - beta1) scale g) + weight_decay p).
 
@@ -63,6 +68,11 @@ def lion(p, g, m, scale, lr, beta1, beta2, weight_decay, arena, mirror=None):
     _write(mirror, p)
 
 
+@operation(
+    "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 "
+    "step=3 -> p m v",
+    "mirror",
+)
 def adam(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Step p, m and v in place, with the decay in the gradient (L2 regularisation).
 
@@ -76,6 +86,11 @@ def adam(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mi
     _write(mirror, p)
 
 
+@operation(
+    "p:L g:L m:L v>0:L scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 "
+    "step=3 -> p m v",
+    "mirror",
+)
 def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Step p, m and v in place, with decoupled weight decay.
 
@@ -90,6 +105,11 @@ def adamw(p, g, m, v, scale, lr, beta1, beta2, eps, weight_decay, step, arena, m
     _write(mirror, p)
 
 
+@operation(
+    "p:L g:L m%:L v%:L m_scales>0:L|0 v_scales>0:L|0 scale=0.7 lr=0.1 beta1=0.9 beta2=0.95 "
+    "eps=1e-08 weight_decay=0.1 step=3 lead=32 -> p m v",
+    "mirror",
+)
 def adamw8bit(
     p,
     g,
@@ -126,6 +146,7 @@ def _write(mirror, p):
         mirror[...] = p
 
 
+@operation("x:L -> squares nonfinite", "nothing", launches=2)
 def gradient_facts(x, arena):
     """Return (sum of squares; number of infinite or NaN elements).
 
@@ -141,11 +162,18 @@ LEAST_NORM = 1e-7
 """Lower bound of the norm by which Muon divides a matrix before its Newton-Schulz iteration."""
 
 
+@operation("x:L squares:1 -> squares", "nothing", launches=2)
 def add_squares(x, squares, arena):
     """Add the sum of the squares of x (count,) to squares (1,)."""
     squares += np.square(x, dtype=np.float64).sum()
 
 
+@operation(
+    "p:L g:L m:L v>0:L squares:2 scale=0.7 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 "
+    "step=3 -> m v squares",
+    "nothing",
+    launches=2,
+)
 def lamb_moments(p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, step, arena):
     """Step both moments, and add the squares of parameters and of the update to `squares`.
 
@@ -159,6 +187,10 @@ def lamb_moments(p, g, m, v, squares, scale, beta1, beta2, eps, weight_decay, st
     squares += [np.square(x, dtype=np.float64).sum() for x in (p, update)]
 
 
+@operation(
+    "p:L m:L v>0:L squares>0:2 lr=0.1 beta1=0.9 beta2=0.95 eps=1e-08 weight_decay=0.1 step=3 -> p",
+    "mirror",
+)
 def lamb(p, m, v, squares, lr, beta1, beta2, eps, weight_decay, step, arena, mirror=None):
     """Step p in place: p -= lr |p| / |update| update; the ratio is 1 where a norm is 0.
 
@@ -174,6 +206,12 @@ def _lamb_update(p, m, v, beta1, beta2, eps, weight_decay, step):
     return update + weight_decay * p
 
 
+@operation(
+    "g:M,N rows<M!:M columns<N!:N row_squares:M column_squares:N scale=0.7 -> row_squares "
+    "column_squares",
+    "nothing",
+    launches=3,
+)
 def adafactor_squares(g, rows, columns, row_squares, column_squares, scale, arena):
     """Add the squares of scale g to the sums of its rows and columns in the whole tensor.
 
@@ -185,6 +223,11 @@ def adafactor_squares(g, rows, columns, row_squares, column_squares, scale, aren
     column_squares[columns] += squares.sum(axis=0)
 
 
+@operation(
+    "row>0:K column>0:N row_squares>0:K column_squares>0:N weight=0.3 eps=1e-08 -> row "
+    "column row_squares column_squares",
+    "nothing",
+)
 def adafactor_variances(row, column, row_squares, column_squares, weight, eps, arena):
     """Step the factored variance, and overwrite the sums by the factors of its estimate.
 
@@ -199,6 +242,12 @@ def adafactor_variances(row, column, row_squares, column_squares, weight, eps, a
     column_squares[...] = column
 
 
+@operation(
+    "g:M,N rows<M!:M columns<N!:N row_factors>0:M column_factors>0:N squares:1 scale=0.7 "
+    "eps=1e-08 -> squares",
+    "nothing",
+    launches=2,
+)
 def adafactor_update(g, rows, columns, row_factors, column_factors, squares, scale, eps, arena):
     """Add the squares of scale g / sqrt(variance) to squares (1,).
 
@@ -208,6 +257,12 @@ def adafactor_update(g, rows, columns, row_factors, column_factors, squares, sca
     squares += np.square(update, dtype=np.float64).sum()
 
 
+@operation(
+    "p:M,N g:M,N rows<M!:M columns<N!:N row_factors>0:M column_factors>0:N "
+    "parameter_squares>0:1 update_squares>0:1 count=21 scale=0.7 lr=0.1 rate=0.05 eps=1e-08 "
+    "weight_decay=0.1 -> p",
+    "mirror",
+)
 def adafactor(
     p,
     g,
@@ -251,6 +306,7 @@ def _adafactor_update(g, rows, columns, row_factors, column_factors, scale, eps)
     return scale * g / np.sqrt(np.maximum(variance, eps * eps))
 
 
+@operation("g:L m:L out:L|0 scale=0.7 momentum=0.9 -> m out", "nothing")
 def muon_momentum(g, m, out, scale, momentum, arena):
     """Step m in place, and write Nesterov's momentum to out.
 
@@ -262,6 +318,7 @@ def muon_momentum(g, m, out, scale, momentum, arena):
     out[...] = g + momentum * (m - g)
 
 
+@operation("x:K,N steps=2 -> x", "nothing", launches=9)
 def newton_schulz(x, steps, arena):
     """Replace a matrix by nearly the nearest semi-orthogonal one.
 
@@ -277,6 +334,7 @@ def newton_schulz(x, steps, arena):
         y[...] = a * y + (b * gram + c * gram @ gram) @ y
 
 
+@operation("p:L update:L lr=0.1 ratio=1.5 weight_decay=0.1 -> p", "mirror")
 def muon(p, update, lr, ratio, weight_decay, arena, mirror=None):
     """Step p in place: p = (1 - lr weight_decay) p - lr ratio update.
 

@@ -8,13 +8,13 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, bodies
-from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.attention import CAUSAL
 from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
-from mpitrain.ops.operands import operands
 from mpitrain.ops.seen import Seen
+from mpitrain.ops.table import operands
+from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn
 

@@ -12,9 +12,10 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import OPERATIONS, Operation, bodies
-from mpitrain.ops.bodies import examples, rounded
+from mpitrain.ops.bodies import rounded
 from mpitrain.ops.device import device_for
-from mpitrain.ops.operands import dims, operands
+from mpitrain.ops.table import dims, operands
+from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases import launches
 from tests.laws.operations import PRIME, OperationLaws, computed, drawn
 from tests.laws.transport import laws_of
@@ -58,29 +59,28 @@ def test_every_backend_has_the_rows_with_the_parameters_of_the_definition(make):
     assert vars(ops).keys() == OPERATIONS.keys() and differences(ops) == []
     ops.linear, ops.add = (lambda w, x, arena: None), None
     assert differences(SimpleNamespace(**{**vars(ops), "add": lambda a, b: None})) == [
-        "linear",
         "add",
+        "linear",
     ]
 
 
 def test_the_operands_of_a_row_are_the_parameters_up_to_the_arena():
     for name, row in OPERATIONS.items():
-        names, line = parameters(row.host), operands(row.operands)
+        names, line = parameters(row.reference), operands(row.operands)
         assert names[: names.index("arena")] == [one.name for one in line.takes], name
         assert {*row.rounds.split()} <= {*names, *line.results, "nothing"}, name
-        assert (row.cuda is None) == (row.launches == 0) and row.help, name
 
 
 def test_a_function_of_an_arena_beside_the_operations_is_in_the_table():
     """A body without a row would never be called."""
     device = vars(bodies.cuda(KERNELS))
     functions = {device[name].func for name in OPERATIONS}
-    functions |= {body for row in OPERATIONS.values() for body in (row.reference, row.host)}
+    functions |= {*vars(bodies.host()).values(), *vars(bodies.reference()).values()}
     for module in {inspect.getmodule(body) for body in functions}:
         for name, found in inspect.getmembers(module, inspect.isfunction):
             is_own = found.__module__ == module.__name__ and name[0] != "_"
             if is_own and "arena" in parameters(found):
-                assert found in functions, f"{module.__name__}.{name}"
+                assert name in OPERATIONS, f"{module.__name__}.{name}"
 
 
 def test_launches_of_the_examples_are_those_of_the_rows():
@@ -160,7 +160,7 @@ def halve(x, arena):
 
 
 def test_a_row_from_outside_is_computed_and_rounded_as_a_built_in_one(monkeypatch):
-    row = Operation("half of an array", "x:L -> y:L", "y", halve)
+    row = Operation("x:L -> y:L", "y", halve)
     monkeypatch.setitem(OPERATIONS, "halve", row)
     x = np.float32([2.004, -6])
     np.testing.assert_array_equal(device_for("cpu").ops.halve(x, Arena()), x / 2)
@@ -172,9 +172,7 @@ def test_a_row_from_outside_is_computed_and_rounded_as_a_built_in_one(monkeypatc
 
 
 def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
-    monkeypatch.setitem(
-        OPERATIONS, "halve", Operation("half of an array", "x:L -> y:L", "y", halve)
-    )
+    monkeypatch.setitem(OPERATIONS, "halve", Operation("x:L -> y:L", "y", halve))
     with pytest.raises(ConfigError) as caught:
         bodies.cuda(KERNELS).halve(np.zeros(3), Arena())
     message = (
@@ -185,12 +183,8 @@ def test_a_row_without_kernels_is_refused_on_a_device_in_words(monkeypatch):
     assert "halve" not in launches.operations(KERNELS)
 
 
-@pytest.mark.parametrize(
-    ("second", "kinds"), [("", []), ("multiply", ["function"]), ("numbers", ["LaunchNumbers"])]
-)
-def test_a_row_from_outside_may_have_a_body_on_kernels(second, kinds, monkeypatch):
-    row = Operation("half of an array", "x:L -> y:L", "y", halve, 1, lambda *first: first)
-    monkeypatch.setitem(OPERATIONS, "halve", row._replace(cuda_takes=second))
-    kernels, *others, x, arena = bodies.cuda(KERNELS).halve(3, None)
-    assert (kernels, x, arena) == (KERNELS, 3, None)
-    assert [type(other).__name__ for other in others] == kinds
+def test_a_row_from_outside_may_have_a_body_on_kernels(monkeypatch):
+    row = Operation("x:L -> y:L", "y", halve, 1, cuda=lambda *first: first)
+    monkeypatch.setitem(OPERATIONS, "halve", row)
+    launcher, x, arena = bodies.cuda(KERNELS).halve(3, None)
+    assert (launcher.launch, x, arena) == (KERNELS.launch, 3, None)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.ops import OPERATIONS, Ops, bodies
-from mpitrain.ops.bodies import examples
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.launches import sum_rows
 from mpitrain.ops.device import Device
-from mpitrain.ops.operands import Operand, operands
+from mpitrain.ops.table import Operand, operands
+from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.bench.turns import take_turns
 from mpitrain.tools.text_table import TextColumn, TextTable
 

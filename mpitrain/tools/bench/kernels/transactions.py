@@ -13,8 +13,8 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, SharedAccess, Simulator
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
-from mpitrain.ops.bodies import examples
-from mpitrain.ops.operands import Operand
+from mpitrain.ops.table import Operand
+from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.text_table import TextColumn, TextTable
 
 SECTOR = 32
