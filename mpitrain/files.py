@@ -1,9 +1,8 @@
-"""Safe file access: only regular files are read, writes are atomic, and links are not followed.
+"""Files that are complete or absent, and durable; only regular files are read.
 
-A run directory may come from another person. A link in it, such as `config.toml.partial`, could
-lead to any file of the reader. Only the path that the user types may contain links. All names
-beneath it are opened relative to an open directory (openat with O_NOFOLLOW). This excludes
-races between the check of a file and its use.
+A run directory may come from another person, and a folder for temporary files is open to all. A link
+in it, such as `config.toml.partial`, could lead to any file of this user. So a link may be read, but
+nothing is written or removed through one: a new file takes the place of a link, and so does a rename.
 """
 
 import codecs
@@ -39,179 +38,22 @@ FOUND_WRONG = (*IN_THE_WAY, errno.ENOENT, None)
 """The numbers of errors that a file itself causes: it is missing, no regular file, a link, or too short."""
 ON_READ: ContextVar[Callable[[], None]] = ContextVar("after a block is read", default=lambda: None)
 """Called after each block of a large file that is read: the watchdog of a run counts it as progress."""
-BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC  # These flags open every name in an open directory.
 
 
-class Directory:
-    """An open directory whose methods follow no links; their OSErrors name the whole path.
-
-    path  the directory's path, for messages
-    name  in all methods, one component of a path
-    """
-
-    def __init__(self, path: Path, descriptor: int):
-        """Take ownership of an open descriptor; use `opened` to make a Directory."""
-        self.path, self.descriptor = path, descriptor
-
-    def __enter__(self) -> "Directory":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptor; names cannot be used afterwards."""
-        os.close(self.descriptor)
-
-    def names(self) -> list[str]:
-        """Return the names in the directory, sorted."""
-        return sorted(os.listdir(self.descriptor))
-
-    def facts(self, name: str) -> os.stat_result | None:
-        """Return the status of a name, as lstat; None if there is no such name."""
-        try:
-            with self._named(name):
-                return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-
-    def subdirectory(self, name: str) -> "Directory":
-        with self._named(name):
-            flags = os.O_RDONLY | os.O_DIRECTORY | BENEATH
-            return Directory(self.path / name, os.open(name, flags, dir_fd=self.descriptor))
-
-    def make(self, name: str, mode: int = 0o777) -> "Directory":
-        """Open a subdirectory, and make it first if it does not exist."""
-        with self._named(name), suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=self.descriptor)
-        return self.subdirectory(name)
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a regular file for reading; refuse a pipe at once, without waiting for a writer."""
-        with self._named(name):
-            flags = os.O_RDONLY | os.O_NONBLOCK | BENEATH
-            return _regular(os.open(name, flags, dir_fd=self.descriptor))
-
-    def append(self, name: str) -> int:
-        """Return the descriptor of a regular file, perhaps new, for reading and appending."""
-        with self._named(name):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | BENEATH
-            return _checked(os.open(name, flags, 0o644, dir_fd=self.descriptor))
-
-    def create(self, name: str) -> int:
-        """Return the descriptor of a new file for reading and writing; remove an old one first."""
-        self.remove(name)
-        with self._named(name):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | BENEATH
-            return os.open(name, flags, 0o644, dir_fd=self.descriptor)
-
-    @contextmanager
-    def whole(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a file for an atomic write.
-
-        The data is written and synced under a temporary name, and then renamed. If the block or
-        the write fails, the temporary file is removed.
-        """
-        partial = name + ".partial"
-        descriptor = self.create(partial)
-        try:
-            with self._named(name), os.fdopen(descriptor, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(descriptor)
-            self.rename(partial, name)
-        except BaseException:
-            with suppress(OSError):
-                self.remove(partial)
-            raise
-        self.sync()
-
-    def write_whole(self, name: str, text: str) -> None:
-        """Write a text atomically, in UTF-8; see `whole`."""
-        with self.whole(name) as file:
-            file.write(text.encode())
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file or directory; replace a file that has the new name."""
-        with self._named(new):
-            os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or a link but not its target, if there is one."""
-        with self._named(name), suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.descriptor)
-
-    def remove_empty(self, name: str) -> None:
-        with self._named(name):
-            os.rmdir(name, dir_fd=self.descriptor)
-
-    def remove_tree(self, name: str) -> None:
-        """Remove a directory with all its contents, or a file or link, if there is one."""
-        facts = self.facts(name)
-        if facts is None or not stat.S_ISDIR(facts.st_mode):
-            self.remove(name)
-            return
-        with self._named(name):
-            shutil.rmtree(name, dir_fd=self.descriptor)
-
-    def sync(self) -> None:
-        """Sync the directory itself, so that its names are durable, where the file system can."""
-        try:
-            os.fsync(self.descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # Some file systems sync files only.
-                raise
-
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        """Give each OSError the whole path, and name a link or directory that caused it."""
-        try:
-            if "/" in name or name in ("", ".", ".."):
-                raise OSError(errno.EINVAL, "it is not the name of one file")
-            yield
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, self.descriptor):
-                error.errno, reason = errno.ELOOP, IS_LINK
-            elif error.errno == errno.EISDIR:
-                reason = f"a directory named {name} is in the way"
-            raise OSError(error.errno, reason, str(self.path / name)) from None
+def reading(path: Path) -> BinaryIO:
+    """Open a regular file for reading; OSError for anything else, without waiting for a pipe's writer."""
+    return os.fdopen(_regular(path, os.O_RDONLY), "rb")
 
 
-def opened(path: Path, inner: int = 0) -> Directory:
-    """Open a directory. Links in its path are followed, except among its last `inner` names.
-
-    inner  how many names at the end of the path are below the directory that the user typed
-    """
-    if not inner:
-        return Directory(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    with opened(path.parent, inner - 1) as parent:
-        return parent.subdirectory(path.name)
-
-
-def reading(path: Path, inner: int = 0) -> BinaryIO:
-    """Open a regular file for reading; OSError for anything else.
-
-    inner  see `opened`; here the file's own name counts as one of them
-    """
-    if inner:
-        with opened(path.parent, inner - 1) as folder:
-            return folder.open(path.name)
-    try:
-        return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def contents(path: Path, inner: int = 0) -> bytes:
-    """Return the bytes of a regular file; OSError for anything else. inner: see `reading`."""
-    with reading(path, inner) as file:
+def contents(path: Path) -> bytes:
+    """Return the bytes of a regular file; OSError for anything else."""
+    with reading(path) as file:
         return file.read()
 
 
-def text_of(path: Path, inner: int = 0) -> bytes:
+def text_of(path: Path) -> bytes:
     """Return the bytes of a text that people write, without a byte-order mark; else as `contents`."""
-    return without_byte_order_mark(contents(path, inner))
+    return without_byte_order_mark(contents(path))
 
 
 def without_byte_order_mark(data: bytes) -> bytes:
@@ -219,20 +61,103 @@ def without_byte_order_mark(data: bytes) -> bytes:
     return data.removeprefix(BYTE_ORDER_MARK)
 
 
-def write_whole(path: Path, text: str, inner: int = 0) -> None:
-    """Write a text atomically, in UTF-8; see `Directory.whole`. inner: see `reading`.
+def created(path: Path) -> int:
+    """Return the descriptor of a new file for reading and writing.
 
-    A link at the file's own name is replaced, whatever `inner` is.
+    An old file or link of this name is unlinked: to truncate it would kill a process that maps it.
     """
-    with opened(path.parent, max(0, inner - 1)) as folder:
-        folder.write_whole(path.name, text)
+    with _in_the_way(path):
+        path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def appending(path: Path) -> int:
+    """Return the descriptor of a regular file, perhaps new, for reading and appending; OSError for a link."""
+    with _in_the_way(path):
+        return _regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
 
 
 @contextmanager
-def whole(path: Path, inner: int = 0) -> Iterator[BinaryIO]:
-    """Yield a file for an atomic write; see `Directory.whole`. inner: see `write_whole`."""
-    with opened(path.parent, max(0, inner - 1)) as folder, folder.whole(path.name) as file:
-        yield file
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file for an atomic write.
+
+    The data is written and synced under a temporary name, and then renamed. If the block or the
+    write fails, the temporary file is removed. A link at the file's own name is replaced.
+    """
+    partial = path.with_name(path.name + ".partial")
+    descriptor = created(partial)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        with _in_the_way(path):
+            os.rename(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError) and not error.filename:
+            error.filename = str(path)
+        raise
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text atomically, in UTF-8; see `whole`."""
+    with whole(path) as file:
+        file.write(text.encode())
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder that is synced, durably; a file or link with the new name is replaced."""
+    os.rename(old, new)
+    sync_folder(new.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder itself, so that its names are durable, where the file system can."""
+    with open_folder(folder) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Some file systems sync files only.
+                raise
+
+
+@contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    """Yield the descriptor of a folder, to sync or lock it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def own_folder(folder: Path, mode: int = 0o777) -> Path:
+    """Make a folder unless there is one, and return it; OSError if a link is in its place."""
+    folder.mkdir(mode, exist_ok=True)
+    refuse_link(folder)
+    return folder
+
+
+def refuse_link(path: Path) -> None:
+    """Raise OSError if this name is a link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, IS_LINK, str(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all it holds, or a link but not what it leads to, if there is one.
+
+    raises  OSError, too, if the folder that holds it is a link
+    """
+    refuse_link(path.parent)
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)  # It follows no link either.
+        else:
+            path.unlink()
 
 
 def append(descriptor: int, data: bytes) -> None:
@@ -249,16 +174,15 @@ def append(descriptor: int, data: bytes) -> None:
 
 def check_room(path: Path) -> None:
     """Raise OSError if no file can be made there or the disk is full; writes a test page."""
-    with opened(path.parent) as folder:
-        partial = path.name + ".partial"
-        try:
-            with os.fdopen(folder.create(partial), "wb") as file:
-                file.write(bytes(4096))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            with suppress(OSError):
-                folder.remove(partial)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with os.fdopen(created(partial), "wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def check_writable(path: Path) -> None:
@@ -359,19 +283,20 @@ def cannot_write(what: Path | str, error: OSError, other: str = OTHER) -> Config
     return ConfigError(f"{what} cannot be written:{at} {error.strerror or error}.", way_out)
 
 
-def _regular(descriptor: int) -> BinaryIO:
-    return os.fdopen(_checked(descriptor), "rb")
+@contextmanager
+def _in_the_way(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be made here that a directory has its name."""
+    try:
+        yield
+    except IsADirectoryError as error:
+        law = f"a directory named {path.name} is in the way"
+        raise OSError(error.errno, law, str(path)) from None
 
 
-def _checked(descriptor: int) -> int:
-    """Return the descriptor of a regular file; close any other, and raise OSError."""
+def _regular(path: Path, flags: int) -> int:
+    """Return the descriptor of a regular file; OSError, which names the path, for anything else."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, NOT_REGULAR)
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
     return descriptor
-
-
-def _is_link(name: str, folder: int) -> bool:
-    with suppress(OSError):
-        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-    return False

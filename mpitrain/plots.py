@@ -60,13 +60,12 @@ def subplots(width: float, height: float, rows: int = 1, columns: int = 1) -> tu
     return painter().subplots(rows, columns, figsize=(width, height), layout="constrained")
 
 
-def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
+def save(figure: Any, path: Path, dpi: int) -> None:
     """Save a figure atomically, in the format of the file's suffix, and close it.
 
     Names of runs may have letters that the usual font lacks: another font draws them, or a note says
     that none has them.
 
-    inner   how many names at the end of the path must not be links; see `files.reading`
     raises  OSError if the file cannot be written
     """
     kind, drawn = path.suffix.removeprefix(".").lower(), io.BytesIO()
@@ -82,7 +81,7 @@ def save(figure: Any, path: Path, dpi: int, inner: int = 0) -> None:
                     f"note: no font of this machine has {letters}, which {path.name} shows as boxes: install one "
                     "such as fonts-noto-cjk"
                 )
-        with whole(path, inner) as file:
+        with whole(path) as file:
             file.write(drawn.getbuffer())
     finally:
         painter().close(figure)

@@ -1,5 +1,6 @@
 """`mpitrain runs report`: where the time of runs went, and the last known action of each rank."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,13 +80,14 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
 def _write_page(
     runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
 ) -> None:
+    from mpitrain.files import own_folder
     from mpitrain.run.metrics import METRICS, read_metrics
     from mpitrain.tools.report.pictures import draw_metrics, write_page
 
     folder = runs[0] / FOLDER
     metrics = {str(run): read_metrics(run / METRICS) for run in runs}
     with outputs.to(folder, PICTURES):
-        draw_metrics(metrics, folder / METRICS_PICTURE)
+        draw_metrics(metrics, own_folder(folder) / METRICS_PICTURE)
         write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
         say([f"{folder / PAGE} has all of it, with pictures"])
 
@@ -98,7 +100,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     """
     from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
-    from mpitrain.files import opened
+    from mpitrain.files import own_folder
     from mpitrain.run.metrics import METRICS, read_metrics
     from mpitrain.tools.report.pictures import PageSection
     from mpitrain.tools.report.text import goodput, how_it_ended
@@ -106,8 +108,7 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
     from mpitrain.trace.timeline import TRACE, trace_files
 
     try:
-        with opened(run) as directory:
-            names = directory.names()
+        names = os.listdir(run)
     except FileNotFoundError:
         names = []
     is_early = any(name.startswith("rank-") for name in names)
@@ -127,8 +128,8 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
         lines.append("It has no trace: run.trace, which is the default, keeps one.")
     words = visible(in_words(lines))
     click.echo(words)
-    with outputs.to(run / FOLDER, PICTURES), opened(run) as directory:
-        directory.make(FOLDER).close()
+    with outputs.to(run / FOLDER, PICTURES):
+        own_folder(run / FOLDER)
         return PageSection(words, *(_draw(run, drawn) if drawn else (None, None)))
     return PageSection(words, None, None)
 

@@ -297,14 +297,13 @@ SYNONYMS = {
 }
 
 
-def read_toml(path: Path, inner: int = 0) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a configuration file, with relative paths made relative to its folder.
 
-    inner   1 for a file in a run directory, which is refused if it is a link
     raises  ConfigError if the file cannot be read or is not TOML
     """
     with reading_of(f"The configuration file {path}", "Name a TOML file."):
-        data = text_of(path, inner)
+        data = text_of(path)
     try:
         tables = tomllib.loads(data.decode())
     except (

@@ -22,8 +22,16 @@ from mpitrain.data.records import Position
 from mpitrain.data.token_files import META, Count, Counts, Prepared, mark_path, prepared
 from mpitrain.data.tokenizer import TOKENIZER, Tokenizer, digest, open_tokenizer
 from mpitrain.errors import ConfigError, DataError
-from mpitrain.files import Directory, cannot_write
-from mpitrain.files import opened as opened_directory
+from mpitrain.files import (
+    appending,
+    cannot_write,
+    contents,
+    created,
+    open_folder,
+    rename,
+    whole,
+    write_whole,
+)
 from mpitrain.strict_json import validated
 
 TRAIN, HELD_OUT = "train.bin", "val.bin"
@@ -252,22 +260,24 @@ def prepare(
     files = inputs(options.paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with opened_directory(out) as folder:
-            _lock(folder)
-            return _Writer(options, files, folder, progress, every).run(start)
+        with _locked(out):
+            return _Writer(options, files, out, progress, every).run(start)
     except OSError as error:
         raise cannot_write(f"The directory {out}", error) from None
 
 
-def _lock(folder: Directory) -> None:
-    try:
-        fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"Another process prepares data in {folder.path}.", "Wait for it, or stop it."
-        ) from None
-    except OSError:  # Some file systems of clusters have no locks.
-        pass
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with open_folder(folder) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another process prepares data in {folder}.", "Wait for it, or stop it."
+            ) from None
+        except OSError:  # Some file systems of clusters have no locks.
+            pass
+        yield
 
 
 def _configuration(options: Options, files: Sequence[Input]) -> str:
@@ -287,7 +297,7 @@ class _Writer:
         self,
         options: Options,
         files: Sequence[Input],
-        folder: Directory,
+        folder: Path,
         progress: Callable[[int], None],
         every: int,
     ):
@@ -298,7 +308,7 @@ class _Writer:
 
     def run(self, start: Start) -> Prepared:
         if done := self._finished():
-            self._folder.remove(JOURNAL)
+            (self._folder / JOURNAL).unlink(missing_ok=True)
             return done
         journal = self._resumed() or self._begun()
         if journal.input < len(self._inputs):
@@ -307,45 +317,44 @@ class _Writer:
 
     def _finished(self) -> Prepared | None:
         """Return the facts of complete data; ConfigError if the directory has other data."""
-        if self._folder.facts(TRAIN) is None:
+        if not os.path.lexists(self._folder / TRAIN):
             return None
-        done = prepared(self._folder.path / TRAIN)
+        done = prepared(self._folder / TRAIN)
         if done is None or done.configuration != self._configuration:
             raise self._taken(TRAIN)
         return done
 
     def _taken(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self._folder.path} already has another {name}.",
+            f"{self._folder} already has another {name}.",
             "Choose another --out, or remove that file.",
         )
 
     def _resumed(self) -> Journal | None:
         try:
-            with self._folder.open(JOURNAL) as file:
-                journal = validated(Journal, file.read())
+            journal = validated(Journal, contents(self._folder / JOURNAL))
         except (OSError, ValueError):
             return None
         if journal.configuration != self._configuration or journal.input > len(self._inputs):
             return None
         is_complete = journal.input == len(self._inputs)
         for name, nbytes in self._sizes(journal):
-            facts = self._folder.facts(name + PARTIAL)
-            if (facts.st_size if facts else -1) < nbytes and not is_complete:
+            partial = self._folder / (name + PARTIAL)
+            if not is_complete and (not partial.exists() or partial.stat().st_size < nbytes):
                 return None
         return journal
 
     def _begun(self) -> Journal:
         for name in (HELD_OUT, META):
-            if self._folder.facts(name) is not None:
+            if os.path.lexists(self._folder / name):
                 raise self._taken(name)
-        with suppress(FileNotFoundError), self._folder.open(TOKENIZER) as file:
-            if file.read() != self._options.tokenizer.data:
+        with suppress(FileNotFoundError):
+            if contents(self._folder / TOKENIZER) != self._options.tokenizer.data:
                 raise self._taken(TOKENIZER)
-        self._folder.remove(JOURNAL)
+        (self._folder / JOURNAL).unlink(missing_ok=True)
         journal = Journal(configuration=self._configuration)
         for name, _ in self._sizes(journal):
-            os.close(self._folder.create(name + PARTIAL))
+            os.close(created(self._folder / (name + PARTIAL)))
         return journal
 
     @staticmethod
@@ -366,7 +375,7 @@ class _Writer:
         files = []
         try:
             for name, nbytes in self._sizes(journal):
-                files.append(self._folder.append(name + PARTIAL))
+                files.append(appending(self._folder / (name + PARTIAL)))
                 os.ftruncate(files[-1], nbytes)
             options = self._options
             encoding = Encoding(options.tokenizer.data, options.separator, self._dtype)
@@ -426,7 +435,7 @@ class _Writer:
         """Sync the files of tokens, then write the journal that counts these tokens."""
         for file in files:
             os.fsync(file)
-        self._folder.write_whole(JOURNAL, journal.model_dump_json())
+        write_whole(self._folder / JOURNAL, journal.model_dump_json())
 
     def _finish(self, journal: Journal) -> Prepared:
         """Give all files their final names. After an interruption this function can run again."""
@@ -441,17 +450,15 @@ class _Writer:
             configuration=self._configuration,
             template=self._options.form.template,
         )
-        with folder.whole(TOKENIZER) as file:
+        with whole(folder / TOKENIZER) as file:
             file.write(tokenizer.data)
         for name, nbytes in self._sizes(journal):
-            if name != TRAIN and nbytes and folder.facts(name + PARTIAL):
-                folder.rename(name + PARTIAL, name)
-        folder.write_whole(META, facts.model_dump_json(indent=1) + "\n")
-        folder.rename(TRAIN + PARTIAL, TRAIN)
-        folder.sync()
-        for name, _ in self._sizes(journal):
-            folder.remove(name + PARTIAL)
-        folder.remove(JOURNAL)
+            if name != TRAIN and nbytes and (folder / (name + PARTIAL)).exists():
+                rename(folder / (name + PARTIAL), folder / name)
+        write_whole(folder / META, facts.model_dump_json(indent=1) + "\n")
+        rename(folder / (TRAIN + PARTIAL), folder / TRAIN)
+        for name in (*(name + PARTIAL for name, _ in self._sizes(journal)), JOURNAL):
+            (folder / name).unlink(missing_ok=True)
         return facts
 
 

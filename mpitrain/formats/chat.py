@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mpitrain.data.templates import as_jinja, with_names
 from mpitrain.files import text_of
-from mpitrain.formats.folder import BENEATH, configuration, refusing
+from mpitrain.formats.folder import configuration, refusing
 
 TEMPLATE, SETTINGS, SPECIAL = (
     "chat_template.jinja",
@@ -43,9 +43,9 @@ def chat_template(folder: Path, base: Path | None = None) -> str:
         if (folder / SETTINGS).exists():
             templates = _named(configuration(folder, SETTINGS, _Settings).chat_template)
         if (folder / TEMPLATE).exists():
-            templates[DEFAULT] = text_of(folder / TEMPLATE, BENEATH).decode()
+            templates[DEFAULT] = text_of(folder / TEMPLATE).decode()
         if (folder / TOOLS).exists():
-            templates[TOOL_USE] = text_of(folder / TOOLS, BENEATH + 1).decode()
+            templates[TOOL_USE] = text_of(folder / TOOLS).decode()
     text = templates.get(DEFAULT, "")
     if text and (tools := templates.get(TOOL_USE)):
         # An empty text keeps white space that a block would remove beside it.

@@ -11,7 +11,7 @@ from typing import Any
 from mpitrain.config import CONFIG
 from mpitrain.files import text_of
 from mpitrain.formats.chat import FURTHER, SETTINGS, SPECIAL, TEMPLATE
-from mpitrain.formats.folder import BENEATH, CONFIGURATION, json_text, names, refusing
+from mpitrain.formats.folder import CONFIGURATION, json_text, names, refusing
 from mpitrain.strict_json import parsed
 
 INIT_FROM = "init_from"
@@ -41,14 +41,14 @@ def companions(folder: Path, chosen: Sequence[str] = (*OF_MODEL, *OF_TOKENIZER))
     """Return the chosen companions in a folder; CheckpointError for one that cannot be used."""
     with refusing(folder):
         present = names(folder)
-        files = {name: text_of(folder / name, BENEATH) for name in chosen if name in present}
+        files = {name: text_of(folder / name) for name in chosen if name in present}
         for name in OF_MODEL:
             _of_json(files, name)
         if TEMPLATE in chosen and FURTHER in present:
             for name in names(folder / FURTHER):
                 if name.endswith(".jinja"):
                     path = folder / FURTHER / name
-                    files[f"{FURTHER}/{name}"] = text_of(path, BENEATH + 1)
+                    files[f"{FURTHER}/{name}"] = text_of(path)
         return files
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mpitrain.config import Config
 from mpitrain.errors import CheckpointError
-from mpitrain.files import ON_READ, opened, reading, remedy, text_of, without_byte_order_mark
+from mpitrain.files import ON_READ, reading, remedy, text_of, without_byte_order_mark
 from mpitrain.formats.safetensors_files import BLOCK, FLOATS, Located, located
 from mpitrain.formats.tensors import AnyTensor, parts_of
 from mpitrain.strict_json import parsed, validated
@@ -25,8 +25,6 @@ from mpitrain.strict_json import parsed, validated
 CONFIGURATION = "config.json"
 TEXT = 16 << 20
 """The largest size of a configuration in bytes."""
-BENEATH = 1
-"""`inner` of the readers: a file in the folder must not be a link, but the folder may be one."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 """Suffixes of weight files that are not in the safetensors format."""
 AGAIN = "Download or save the folder again, or name another one."
@@ -135,13 +133,10 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-def weight_map(index: Path, inner: int) -> dict[str, str]:
-    """Return {tensor: its file}; ValueError if the index is invalid.
-
-    inner  how many names at the end of the path must not be links
-    """
+def weight_map(index: Path) -> dict[str, str]:
+    """Return {tensor: its file}; ValueError if the index is invalid."""
     try:
-        return _Index.model_validate(parsed(text_of(index, inner))).weight_map
+        return _Index.model_validate(parsed(text_of(index))).weight_map
     except ValueError:
         raise ValueError(f"{index.name} is no index of tensors") from None
 
@@ -149,8 +144,7 @@ def weight_map(index: Path, inner: int) -> dict[str, str]:
 def names(folder: Path) -> list[str]:
     """Return the names of a folder's files; CheckpointError if there is no such folder."""
     try:
-        with opened(folder) as directory:
-            return directory.names()
+        return sorted(os.listdir(folder))
     except OSError as error:
         name = os.path.normpath(folder)
         is_of_hub = isinstance(error, FileNotFoundError) and HUB_NAME.fullmatch(name)
@@ -195,7 +189,7 @@ def configuration(folder: Path, name: str, model: type[Model]) -> Model:
     raises  OSError; ValueError, which names the file
     """
     try:
-        with reading(folder / name, BENEATH) as file:
+        with reading(folder / name) as file:
             content = file.read(TEXT + 1)
         if len(content) > TEXT:
             raise ValueError(f"{name} has more than {TEXT} bytes")
@@ -214,17 +208,17 @@ def tensors(folder: Path, weights: str) -> tuple[list[str], dict[str, Located]]:
     present = names(folder)
     single, index = f"{weights}.safetensors", f"{weights}.safetensors.index.json"
     if single in present:
-        return [single], located(folder / single, BENEATH)[1]
+        return [single], located(folder / single)[1]
     if index not in present:
         raise ValueError(_without_weights(present, single))
-    listed = weight_map(folder / index, BENEATH)
+    listed = weight_map(folder / index)
     files = sorted(set(listed.values()))
     for file in files:
         if "/" in file or not file.endswith(".safetensors"):
             raise ValueError(f"{index} names {file!a}, which is no safetensors file beside it")
     locations: dict[str, Located] = {}
     for file in files:
-        inside = located(folder / file, BENEATH)[1]
+        inside = located(folder / file)[1]
         for name, tensor in inside.items():
             if listed.get(name) != file:
                 raise ValueError(f"{file} has a tensor {name!a}, which {index} does not list there")
@@ -249,9 +243,9 @@ def check_float(name: str, tensor: Located) -> None:
         raise ValueError(f"{name!a} is of dtype {tensor.dtype}, but must be {' or '.join(FLOATS)}")
 
 
-def sha256(path: Path, inner: int = BENEATH) -> str:
+def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, as sha256sum prints it."""
-    with reading(path, inner) as file:
+    with reading(path) as file:
         digest = hashlib.sha256()
         while block := file.read(BLOCK):
             digest.update(block)

@@ -6,8 +6,8 @@ The format is described at https://huggingface.co/docs/safetensors:
     header    JSON: dtype, shape and data_offsets of each tensor, in bytes from the header's end
     tensors   one after the other, without gaps
 
-The library `safetensors` checks the headers. It cannot write a file from several ranks, hash its
-blocks, or refuse links. So this module writes files and reads elements itself.
+The library `safetensors` checks the headers. It cannot write a file from several ranks, or hash its
+blocks. So this module writes files and reads elements itself.
 """
 
 import hashlib
@@ -24,13 +24,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
-from mpitrain.files import ON_READ, opened, reading
+from mpitrain.files import ON_READ, created, reading
 from mpitrain.strict_json import validated
 
-INNER = 3
-"""How many names at the end of a checkpoint file's path must not be links: `checkpoints`, the
-checkpoint, the file.
-"""
 INDEX = "model.safetensors.index.json"
 """The name of the index of several safetensors files."""
 
@@ -89,14 +85,12 @@ class Located(NamedTuple):
 
     dtype  the name of the dtype in the header
     start  offset of the tensor in the file, in bytes
-    inner  how many names at the end of the path must not be links
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    inner: int = INNER
 
     @property
     def numpy(self) -> np.dtype:
@@ -108,14 +102,13 @@ class Located(NamedTuple):
         return NUMPY[self.dtype]
 
 
-def located(path: Path, inner: int = INNER) -> tuple[dict[str, str], dict[str, Located]]:
+def located(path: Path) -> tuple[dict[str, str], dict[str, Located]]:
     """Return the metadata of a safetensors file, perhaps {}, and {tensor: its location}.
 
-    inner   how many names at the end of the path must not be links
     raises  OSError if the file cannot be read; ValueError, which names the file, if it breaks a
             rule of the format
     """
-    with reading(path, inner) as file:
+    with reading(path) as file:
         size, head = os.fstat(file.fileno()).st_size, file.read(8)
         length = int.from_bytes(head, "little")
         if not 2 <= length <= min(MOST, size - 8):
@@ -128,9 +121,7 @@ def located(path: Path, inner: int = INNER) -> tuple[dict[str, str], dict[str, L
         except (ValueError, SafetensorError) as error:
             raise ValueError(f"the header of {path.name} is damaged: {error}") from None
     return header.metadata or {}, {
-        name: Located(
-            path, tensor.dtype, tuple(tensor.shape), 8 + length + tensor.data_offsets[0], inner
-        )
+        name: Located(path, tensor.dtype, tuple(tensor.shape), 8 + length + tensor.data_offsets[0])
         for name, tensor in tensors.items()
     }
 
@@ -147,17 +138,14 @@ class Writing:
 
     `close` raises the errors of the constructor and of `write`. So a rank with a full disk still
     receives the messages of other ranks, and does not block them.
-
-    inner  how many names at the end of the path must not be links
     """
 
-    def __init__(self, path: Path, inner: int = INNER):
+    def __init__(self, path: Path):
         self._nbytes, self._digests, self._digest = 0, list[str](), hashlib.sha256()
         self._file: BinaryIO | None = None
         self._error: OSError | None = None
         try:
-            with opened(path.parent, inner - 1) as folder:
-                self._file = os.fdopen(folder.create(path.name), "wb")
+            self._file = os.fdopen(created(path), "wb")
         except OSError as error:
             self._error = error
 
@@ -219,9 +207,8 @@ class WritingTensors(Writing):
         path: Path,
         tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
-        inner: int = INNER,
     ):
-        super().__init__(path, inner)
+        super().__init__(path)
         header: dict[str, Any] = {"__metadata__": metadata}
         stop = 0
         for name, (dtype, shape) in tensors.items():

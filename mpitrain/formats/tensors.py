@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
         first = self.located.start + sum(
             part.start * stride for part, stride in zip(stored, strides, strict=True)
         )
-        with reading(self.located.file, self.located.inner) as file:
+        with reading(self.located.file) as file:
             for corner in np.ndindex(*bits.shape[:last]):
                 offset = sum(i * stride for i, stride in zip(corner, strides, strict=False))
                 read_into(file.fileno(), bits[corner], first + offset)

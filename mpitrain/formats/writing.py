@@ -15,7 +15,7 @@ import numpy as np
 from mpitrain.data.tokenizer import BYTES_FILE, ENDS, MASK, TOKENIZER, Tokenizer
 from mpitrain.data.tokens import BYTES
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.files import cannot_write, opened
+from mpitrain.files import cannot_write, rename, sync_folder
 from mpitrain.formats.folder import FolderContents, json_text
 from mpitrain.formats.safetensors_files import Writing, WritingTensors
 from mpitrain.formats.tensors import AnyTensor, read_whole
@@ -32,8 +32,6 @@ DTYPES = {
 """The dtypes in which parameters can be written."""
 METADATA = {"format": "pt"}
 """transformers refuses a safetensors file without these metadata."""
-INNER = 2
-"""The argument `inner` of writers: neither a file nor the temporary folder may be a link."""
 
 
 def check_new(folder: Path) -> None:
@@ -92,14 +90,14 @@ def _write(
     for name, shard in zip(names, shards, strict=True):
         own = {key: written.tensors[key] for key in shard}
         shapes = {key: (dtype, tensor.shape) for key, tensor in own.items()}
-        file: Writing = WritingTensors(partial / name, shapes, METADATA, INNER)
+        file: Writing = WritingTensors(partial / name, shapes, METADATA)
         for key, tensor in own.items():
             values = _converted(key, tensor, dtype)
             file.write(values.view(np.uint16) if dtype.itemsize == 2 else values)
         file.close()
     for name, content in files.items():
         (partial / name).parent.mkdir(exist_ok=True)
-        file = Writing(partial / name, INNER)
+        file = Writing(partial / name)
         file.write(content)
         file.close()
     return sorted([*names, *files])
@@ -144,13 +142,10 @@ def _converted(name: str, tensor: AnyTensor, dtype: np.dtype) -> np.ndarray:
 def _put_in_place(partial: Path, folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    with opened(partial.parent) as parent:
-        with parent.subdirectory(partial.name) as directory:
-            os.fchmod(directory.descriptor, 0o777 & ~mask)
-            directory.sync()
-        check_new(folder)
-        parent.rename(partial.name, folder.name)
-        parent.sync()
+    partial.chmod(0o777 & ~mask)
+    sync_folder(partial)
+    check_new(folder)
+    rename(partial, folder)
 
 
 def tokenizer_files(

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.files import cannot_write, contents, opened, path_of
+from mpitrain.files import cannot_write, contents, own_folder, path_of, sync_folder
 from mpitrain.machine import process
 
 ANSWERING = 30.0
@@ -107,8 +107,7 @@ def _is_own(folder: Path) -> bool:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with opened(folder.parent) as parent, parent.make(folder.name, 0o700) as directory:
-            facts = os.fstat(directory.descriptor)
+        facts = own_folder(folder, 0o700).stat()
     except OSError:
         return False
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -270,8 +269,7 @@ def _publish(part: Path, target: Path) -> None:
         os.fsync(file.fileno())
     part.replace(target)
     _digest_of(part).replace(_digest_of(target))
-    with opened(target.parent) as folder:
-        folder.sync()
+    sync_folder(target.parent)
 
 
 def loaded(path: Path, way_out: str) -> ctypes.CDLL:

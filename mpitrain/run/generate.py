@@ -101,7 +101,7 @@ def tokenizer_of_run(folder: Path, data: Data) -> Tokenizer | None:
     if not os.path.lexists(path):
         return None
     with reading_of(f"The tokenizer {path}", way_out, DataError):
-        return open_tokenizer(contents(path, inner=1), str(path))
+        return open_tokenizer(contents(path), str(path))
 
 
 def _home(folder: Path, data: Data) -> Path:

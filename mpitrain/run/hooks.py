@@ -12,7 +12,7 @@ from typing import Any
 from mpitrain import __version__
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError, gigabytes, say
-from mpitrain.files import mend, opened
+from mpitrain.files import mend
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
@@ -511,8 +511,8 @@ class Saving(Hook):
         """Remove the checkpoint that was the best before, unless its successor is on its way."""
         run, config = self._run, self._run.config.checkpoint
         if run.transport.rank == 0 and config.best:
-            with suppress(OSError), opened(run.folder / CHECKPOINTS, inner=1) as folder:
-                drop_old(folder, config.keep, self._stays)
+            with suppress(OSError):
+                drop_old(run.folder / CHECKPOINTS, config.keep, self._stays)
 
 
 class GoingBack(Hook):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpitrain.errors import say
-from mpitrain.files import append, contents, opened, reading_of, write_whole
+from mpitrain.files import append, appending, contents, reading_of, write_whole
 from mpitrain.strict_json import once, refuse_constant
 
 METRICS = "metrics.jsonl"
@@ -63,9 +63,8 @@ class MetricsFile:
         self._open()
 
     def _open(self) -> None:
-        with opened(self._path.parent) as folder:
-            self._descriptor = folder.append(self._path.name)
-        data = contents(self._path, inner=1)
+        self._descriptor = appending(self._path)
+        data = contents(self._path)
         if data and not data.endswith(b"\n"):  # It was cut within a line.
             append(self._descriptor, b"\n")
             data += b"\n"
@@ -111,7 +110,7 @@ def check_kept(path: Path, written: Sequence[int], step: int) -> None:
     if not written:
         return
     try:
-        kept = contents(path, inner=1)[: written[0]]
+        kept = contents(path)[: written[0]]
     except OSError:
         kept = b""
     if summed(kept) != tuple(written):
@@ -135,7 +134,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Iterate over the valid lines and their records; only a newline ends a line."""
     try:
-        lines = contents(path, inner=1).split(b"\n")
+        lines = contents(path).split(b"\n")
     except FileNotFoundError:
         return
     for raw in lines:

@@ -41,7 +41,7 @@ def determined(folder: Path) -> dict[str, Any]:
     if CONFIG not in (present := names(folder)):
         keys = {**format_of(folder).keys(folder), "data.template": chat_template(folder)}
         return {**keys, "data.tokenizer": _tokenizer(folder) if TOKENIZER in present else ""}
-    tables = read_toml(folder / CONFIG, inner=1)
+    tables = read_toml(folder / CONFIG)
     model, data = tables.get("model"), tables.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def determined(folder: Path) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> str:
     """Return the path of a folder's tokenizer; empty if its tokens are bytes."""
     with refusing(folder):
-        is_bytes = is_of_bytes(text_of(folder / TOKENIZER, inner=1))
+        is_bytes = is_of_bytes(text_of(folder / TOKENIZER))
     return "" if is_bytes else str(folder / TOKENIZER)
 
 
@@ -230,7 +230,7 @@ def has_adapter(folder: Path) -> bool:
         return False
     if CONFIG not in present:
         return peft.CONFIGURATION in present
-    lora = read_toml(folder / CONFIG, inner=1).get("lora")
+    lora = read_toml(folder / CONFIG).get("lora")
     return isinstance(lora, dict) and bool(lora.get("rank"))
 
 
@@ -243,6 +243,6 @@ def adapter_keys(folder: Path) -> dict[str, Any]:
         )
     if CONFIG not in names(folder):
         return peft.keys(folder)
-    tables = read_toml(folder / CONFIG, inner=1)
+    tables = read_toml(folder / CONFIG)
     keys = {f"lora.{key}": tables["lora"].get(key) for key in OF_ADAPTER}
     return {**keys, "run.init_from": tables.get("run", {}).get("init_from", "")}

@@ -7,6 +7,7 @@ A thread of each rank looks for a question once a second. It first gives its tra
 system, since some show mapped memory late to other hosts.
 """
 
+import os
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import Directory, opened
+from mpitrain.files import contents, remove, write_whole
 from mpitrain.machine.process import ProcessId, process_state
 from mpitrain.trace.blame import (
     GONE,
@@ -86,12 +87,14 @@ class Answering:
 
     def look(self) -> None:
         """Answer a new question; without one, this takes a few system calls."""
-        with suppress(OSError), _traces(self._run_dir) as folder:
-            facts = folder.facts(ASK)
-            if facts is None or (seen := (facts.st_ino, facts.st_mtime_ns)) == self._seen:
+        folder = self._run_dir / TRACE
+        with suppress(OSError):
+            os.scandir(folder).close()  # Network file systems then look for new names.
+            facts = (folder / ASK).stat()
+            if (seen := (facts.st_ino, facts.st_mtime_ns)) == self._seen:
                 return
             self._seen = seen
-            question = read_model(folder, ASK, Question)
+            question = read_model(folder / ASK, Question)
             if question is None:
                 return
             with suppress(ValueError, OSError):  # The trace may move to another file meanwhile.
@@ -104,7 +107,7 @@ class Answering:
                     rank: process_state(process) for rank, process in question.processes.items()
                 },
             )
-            folder.write_whole(ANSWER.format(self.rank), answer.model_dump_json())
+            write_whole(folder / ANSWER.format(self.rank), answer.model_dump_json())
 
 
 def _stacks(main: int) -> dict[str, list[str]]:
@@ -141,40 +144,33 @@ def ask(
         processes={str(rank): process for rank, process in processes.items()},
     )
     until, answers = time.monotonic() + seconds, dict[int, Answer]()
-    missing = set(ranks)
-    with _traces(run_dir) as folder:
-        folder.write_whole(ASK, question.model_dump_json())
-        try:
-            while missing and time.monotonic() < until:
-                meanwhile()
-                for rank in sorted(missing):
-                    answer = read_model(folder, ANSWER.format(rank), Answer)
-                    if answer and answer.number == question.number:
-                        answers[rank] = answer
-                missing -= answers.keys() | {
-                    int(rank)
-                    for answer in answers.values()
-                    for rank, state in answer.processes.items()
-                    if state in (STOPPED, GONE) and rank.isdecimal()
-                }
-                time.sleep(PAUSE)
-        finally:
-            with suppress(OSError):
-                folder.remove(ASK)
-                for rank in ranks:
-                    folder.remove(ANSWER.format(rank))
+    missing, folder = set(ranks), run_dir / TRACE
+    write_whole(folder / ASK, question.model_dump_json())
+    try:
+        while missing and time.monotonic() < until:
+            meanwhile()
+            for rank in sorted(missing):
+                answer = read_model(folder / ANSWER.format(rank), Answer)
+                if answer and answer.number == question.number:
+                    answers[rank] = answer
+            missing -= answers.keys() | {
+                int(rank)
+                for answer in answers.values()
+                for rank, state in answer.processes.items()
+                if state in (STOPPED, GONE) and rank.isdecimal()
+            }
+            time.sleep(PAUSE)
+    finally:
+        with suppress(OSError):
+            for name in (ASK, *map(ANSWER.format, ranks)):
+                remove(folder / name)
     return answers
 
 
-def _traces(run_dir: Path) -> Directory:
-    """Open the folder of traces anew: network file systems then look for new names."""
-    return opened(run_dir / TRACE, inner=1)
-
-
-def read_model(folder: Directory, name: str, model: type[Model]) -> Model | None:
+def read_model(file: Path, model: type[Model]) -> Model | None:
     """Return the contents of a file; None if there is no such file, or if it is damaged."""
-    with suppress(OSError, ValueError), folder.open(name) as file:
-        return model.model_validate_json(file.read())
+    with suppress(OSError, ValueError):
+        return model.model_validate_json(contents(file))
     return None
 
 

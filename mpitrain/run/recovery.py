@@ -23,7 +23,6 @@ from mpitrain.config import Config
 from mpitrain.config.faults import of_ranks
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, MpitrainError, PeerLost, TrainingError
-from mpitrain.files import opened
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.grid import Axes
@@ -241,12 +240,11 @@ class Recovery:
                 check_idle(folder)
                 break
             time.sleep(LOOK)
-        with suppress(OSError), opened(folder) as run:
-            names, number = set(run.names()), 1
+        with suppress(OSError):
+            names, number = os.listdir(folder), 1
             while f"{TRACE}-{number}" in names:
                 number += 1
-            at = {"src_dir_fd": run.descriptor, "dst_dir_fd": run.descriptor}
-            os.rename(TRACE, f"{TRACE}-{number}", **at)
+            os.rename(folder / TRACE, folder / f"{TRACE}-{number}")
 
     def _chosen(self, agreed: Given) -> tuple[Given, CompleteState | None]:
         """Choose the newest state; return what `build` needs, and what ranks hold; collective."""

@@ -50,7 +50,19 @@ from mpitrain.data import (
 from mpitrain.data.templates import day_of, without_day
 from mpitrain.data.tokenizer import BYTES_FILE, TOKENIZER
 from mpitrain.errors import CheckpointError, ConfigError, DataError, say
-from mpitrain.files import FOUND_WRONG, Directory, cannot_write, contents, opened, remedy, text_of
+from mpitrain.files import (
+    FOUND_WRONG,
+    appending,
+    cannot_write,
+    contents,
+    own_folder,
+    reading,
+    remedy,
+    remove,
+    text_of,
+    whole,
+    write_whole,
+)
 from mpitrain.formats.companions import INIT_FROM, OF_MODEL, of_folder
 from mpitrain.formats.writing import is_of_bytes
 from mpitrain.optim import checked, without_unread
@@ -173,8 +185,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run; ConfigError if that cannot be seen."""
     try:
-        with opened(folder) as run:
-            return run.facts(CONFIG) is not None
+        return CONFIG in os.listdir(folder)
     except OSError as error:
         if error.errno in (*FOUND_WRONG, errno.ENAMETOOLONG):
             return False
@@ -203,7 +214,7 @@ def configuration(folder: Path) -> Config:
     A file of an earlier version may lack newer keys, whose defaults keep the earlier behaviour: the
     first line of the file has the number of its keys. Any other file that lacks a key is refused.
     """
-    tables = read_toml(folder / CONFIG, inner=1)
+    tables = read_toml(folder / CONFIG)
     if isinstance(tables.get("run"), dict) and "out" in tables["run"]:
         # The folder may have a new name that is not valid in a configuration.
         tables["run"]["out"] = "."
@@ -215,7 +226,7 @@ def configuration(folder: Path) -> Config:
         for key in keys()
         if key.name.split(".")[1] not in tables.get(key.name.split(".")[0], {})
     ]
-    header = re.match(WHOLE.format("([0-9]{1,6})"), text_of(folder / CONFIG, inner=1).decode())
+    header = re.match(WHOLE.format("([0-9]{1,6})"), text_of(folder / CONFIG).decode())
     if missing and not (header and int(header[1]) == sum(map(len, tables.values()))):
         named = ", ".join(missing[:8]) + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -324,13 +335,12 @@ def claim(
     try:
         folder = folder or _fresh()
         folder.mkdir(parents=True, exist_ok=True)
-        with opened(folder) as run:
-            lock = _lock(run)
-            try:
-                meant = _begin(run, location, resolved, source, step, tiles, alive)
-            except BaseException:
-                os.close(lock)
-                raise
+        lock = _lock(folder)
+        try:
+            meant = _begin(folder, location, resolved, source, step, tiles, alive)
+        except BaseException:
+            os.close(lock)
+            raise
     except OSError as error:
         raise cannot_write(
             f"The run directory {folder or 'runs'}", error, "Choose another --out."
@@ -339,7 +349,7 @@ def claim(
 
 
 def _begin(
-    run: Directory,
+    folder: Path,
     location: RunLocation,
     resolved: Resolved,
     source: Source | Unopened,
@@ -347,37 +357,37 @@ def _begin(
     tiles: str,
     alive: Callable[[], None],
 ) -> dict[str, Any]:
-    config, folder = resolved.config, run.path
-    with run.make(CHECKPOINTS) as checkpoints:
-        sweep(checkpoints, alive)
-    if run.facts(CONFIG) and not location.has_run:
+    config = resolved.config
+    sweep(own_folder(folder / CHECKPOINTS), alive)
+    if os.path.lexists(folder / CONFIG) and not location.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
     if steps(folder / CHECKPOINTS)[-1:] != ([Path(location.saved)] if location.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
-    run.write_whole(
-        CONFIG, f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}"
+    write_whole(
+        folder / CONFIG,
+        f"{WHOLE.format(sum(map(len, tables.values())))}\n\n{tomli_w.dumps(tables)}",
     )
     alive()
     if config.replication.tuning:
-        run.write_whole(TUNING, tuning_text(resolved.tuning))
+        write_whole(folder / TUNING, tuning_text(resolved.tuning))
         alive()
     if config.device.tiles:
-        run.write_whole(TILES, tiles)
+        write_whole(folder / TILES, tiles)
         alive()
     if scan := getattr(source, "scan", None):
-        run.write_whole(TOKENS, json.dumps(scan._asdict()) + "\n")
+        write_whole(folder / TOKENS, json.dumps(scan._asdict()) + "\n")
         alive()
     if scaling := getattr(source, "scaling", None):
-        run.write_whole(SCALING, scaling.model_dump_json() + "\n")
+        write_whole(folder / SCALING, scaling.model_dump_json() + "\n")
         alive()
-    _note_tokenizer(run, config, bool(location.saved))
+    _note_tokenizer(folder, config, bool(location.saved))
     alive()
-    run.remove_tree(TRACE)
+    remove(folder.resolve() / TRACE)  # The user may name the run directory itself by a link.
     if config.run.trace:
-        run.make(TRACE).close()
+        (folder / TRACE).mkdir()
     if not location.saved and not step:
-        run.write_whole(METRICS, "")
+        write_whole(folder / METRICS, "")
     else:
         cut_after(folder / METRICS, step)
     values = {
@@ -430,7 +440,7 @@ def check_meaning(values: Mapping[str, Any], saved: Path, manifest: Manifest) ->
         )
 
 
-def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
+def _note_tokenizer(folder: Path, config: Config, has_begun: bool) -> None:
     """Copy the tokenizer of the data, unless its tokens are bytes.
 
     If the data have none, a new run takes the tokenizer in the folder of run.init_from.
@@ -440,24 +450,22 @@ def _note_tokenizer(run: Directory, config: Config, has_begun: bool) -> None:
     is_bytes = writes_text(data.source, data.mixture, data.tokenizer)
     tokenizer = BYTES_FILE if is_bytes else tokenizer_of(names, data.tokenizer)
     if not has_begun:
-        run.remove_tree(INIT_FROM)
+        remove(folder.resolve() / INIT_FROM)
         if config.run.init_from:
-            tokenizer = _note_companions(run, Path(config.run.init_from), tokenizer, names)
+            tokenizer = _note_companions(folder, Path(config.run.init_from), tokenizer, names)
     if not tokenizer or is_bytes:
         return
-    if run.facts(TOKENIZER):
-        with run.open(TOKENIZER) as file:
-            if file.read() != tokenizer:
-                raise ConfigError(
-                    f"{run.path} has another {TOKENIZER} than {', '.join(names)}.",
-                    "Use data of the same tokenizer, or another --out.",
-                )
-    with run.whole(TOKENIZER) as file:
+    if os.path.lexists(folder / TOKENIZER) and contents(folder / TOKENIZER) != tokenizer:
+        raise ConfigError(
+            f"{folder} has another {TOKENIZER} than {', '.join(names)}.",
+            "Use data of the same tokenizer, or another --out.",
+        )
+    with whole(folder / TOKENIZER) as file:
         file.write(tokenizer)
 
 
 def _note_companions(
-    run: Directory, folder: Path, tokenizer: bytes | None, names: Sequence[str]
+    run: Path, folder: Path, tokenizer: bytes | None, names: Sequence[str]
 ) -> bytes | None:
     """Copy the companions of the model of run.init_from, if its tokens are those of the data.
 
@@ -472,12 +480,11 @@ def _note_companions(
     if tokenizer and not of_model and TOKENIZER not in files:
         files = {name: content for name, content in files.items() if name in OF_MODEL}
     if files:
-        with run.make(INIT_FROM) as copies:
-            for path, content in files.items():
-                *folders, name = path.split("/")
-                place = copies.make(folders[0]) if folders else contextlib.nullcontext(copies)
-                with place as inside, inside.whole(name) as file:
-                    file.write(content)
+        for name, content in files.items():
+            copy = run / INIT_FROM / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with whole(copy) as file:
+                file.write(content)
     return tokenizer or of_model
 
 
@@ -593,7 +600,7 @@ def _examined(path: Path, does_verify: bool) -> tuple[float, str, str]:
 
 def text_in(folder: Path, name: str) -> bytes | None:
     try:
-        return text_of(folder / name, inner=1)
+        return text_of(folder / name)
     except FileNotFoundError:
         return None
 
@@ -603,7 +610,7 @@ def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
     no valid note, or if the file has changed since.
     """
     try:
-        scan = Scan(**json.loads(contents(folder / TOKENS, inner=1)))
+        scan = Scan(**json.loads(contents(folder / TOKENS)))
         is_valid = type(scan.largest) is int and 0 <= scan.largest < 1 << 32
         is_known = is_valid and scan == as_it_is(source, dtype)._replace(largest=scan.largest)
         return scan.largest if is_known else None
@@ -614,7 +621,7 @@ def noted_largest(folder: Path, source: str, dtype: str) -> int | None:
 def noted_scaling(folder: Path) -> Any:
     """Return the content of scaling.json of a run directory, which its source checks; None if there is none."""
     try:
-        return parsed(contents(folder / SCALING, inner=1))
+        return parsed(contents(folder / SCALING))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -638,7 +645,7 @@ def _fresh() -> Path:
 
 
 def check_idle(folder: Path) -> None:
-    with contextlib.suppress(OSError), opened(folder) as run, run.open(LOCK) as lock:
+    with contextlib.suppress(OSError), reading(folder / LOCK) as lock:
         _take(folder, lock.fileno())
 
 
@@ -652,17 +659,17 @@ def _take(folder: Path, lock: int) -> None:
         ) from None
 
 
-def _lock(run: Directory) -> int:
+def _lock(folder: Path) -> int:
     """Lock a run directory, and write this process into the lock file; return its descriptor."""
-    lock = run.append(LOCK)
+    lock = appending(folder / LOCK)
     try:
-        _take(run.path, lock)
+        _take(folder, lock)
     except ConfigError:
         os.close(lock)
         raise
     except OSError as error:  # Some file systems of clusters have no locks.
         say(
-            f"warning: {run.path} cannot be locked ({error.strerror}): nothing keeps a second run out of it."
+            f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it."
         )
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())

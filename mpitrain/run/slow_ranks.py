@@ -138,7 +138,7 @@ class SlowRanks:
         for rank in range(len(self._hosts)):
             with suppress(OSError, ConfigError):
                 if rank not in self._files:
-                    self._files[rank] = reading(trace_file(self._run_dir, rank), inner=2)
+                    self._files[rank] = reading(trace_file(self._run_dir, rank))
                 data = os.pread(self._files[rank].fileno(), PACE.size, HEAD - PACE.size)
                 if len(data) == PACE.size:
                     paces[rank] = Pace(*PACE.unpack(data))

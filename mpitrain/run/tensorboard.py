@@ -9,7 +9,7 @@ from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import TrainingError
-from mpitrain.files import append, mend, opened
+from mpitrain.files import append, appending, mend, own_folder, remove, whole
 from mpitrain.run.metrics import METRICS, read_metrics, series, strict
 from mpitrain.run.watcher import Watcher
 
@@ -40,13 +40,11 @@ class TensorBoard(Watcher):
         name = f"{PREFIX}{int(now)}{SUFFIX}"
         self._path = run_dir / FOLDER / name
         try:
-            with opened(run_dir) as run, run.make(FOLDER) as folder:
-                for old in folder.names():
-                    if old.startswith(PREFIX) and old.endswith(SUFFIX):
-                        folder.remove(old)
-                with folder.whole(name) as file:
-                    file.write(b"".join(records))
-                self._descriptor = folder.append(name)
+            for old in own_folder(self._path.parent).glob(f"{PREFIX}*{SUFFIX}"):
+                remove(old)
+            with whole(self._path) as file:
+                file.write(b"".join(records))
+            self._descriptor = appending(self._path)
         except OSError as error:
             raise self._refused(error) from None
 

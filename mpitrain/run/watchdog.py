@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from mpitrain.errors import ConfigError, say, visible
-from mpitrain.files import ON_READ, Directory, opened
+from mpitrain.files import ON_READ, write_whole
 from mpitrain.machine.compiling import OBSERVER
 from mpitrain.run.observation import Answering, Observation, observe, question, read_model
 from mpitrain.trace.blame import MOVING, Finding, named
@@ -235,26 +235,25 @@ class StallReport:
         since   begin of the stall, in seconds since 1970; an earlier warning was of another stall
         raises  OSError if the directory cannot be used; ConfigError if it has no traces
         """
-        with opened(self._run_dir / TRACE, inner=1) as folder:
-            suffixes = (
-                name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX)
-            )
-            number = max((int(digits) for digits in suffixes if digits.isdecimal()), default=0)
-            if number:
-                verdict = read_model(folder, f"{PREFIX}{number}", Verdict)
-                if verdict is None or verdict.verdict == "ends":
-                    return verdict
-                if verdict.time + verdict.seconds > time.time():
-                    return verdict
-                if verdict.verdict == "warned" and verdict.time >= since:
-                    return verdict
-            return self._judge(folder, number + 1)
+        folder = self._run_dir / TRACE
+        suffixes = (
+            name.removeprefix(PREFIX) for name in os.listdir(folder) if name.startswith(PREFIX)
+        )
+        number = max((int(digits) for digits in suffixes if digits.isdecimal()), default=0)
+        if number:
+            verdict = read_model(folder / f"{PREFIX}{number}", Verdict)
+            if verdict is None or verdict.verdict == "ends":
+                return verdict
+            if verdict.time + verdict.seconds > time.time():
+                return verdict
+            if verdict.verdict == "warned" and verdict.time >= since:
+                return verdict
+        return self._judge(folder / f"{PREFIX}{number + 1}")
 
-    def _judge(self, folder: Directory, number: int) -> Verdict | None:
+    def _judge(self, file: Path) -> Verdict | None:
         """Make a judgement, and print its finding; None if another rank makes it."""
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            os.close(os.open(f"{PREFIX}{number}", flags, 0o644, dir_fd=folder.descriptor))
+            file.touch(0o644, exist_ok=False)
         except FileExistsError:
             return None
         seen = observe(self._run_dir, {self._answering.rank: self._answering.recorder.clock()})
@@ -271,7 +270,7 @@ class StallReport:
         else:
             verdict = Verdict(verdict=self._verdict, seconds=0.0, time=time.time())
             say(visible(self._text(seen, finding)))
-        folder.write_whole(f"{PREFIX}{number}", verdict.model_dump_json())
+        write_whole(file, verdict.model_dump_json())
         return verdict
 
     def _text(self, seen: Observation, finding: Finding) -> str:

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.files import Directory, opened
+from mpitrain.files import created
 from mpitrain.machine.backend import Mark
 
 KINDS = ("step", "compute", "wait", "reduction", "send", "receive", "pause", "device")
@@ -127,9 +127,8 @@ class Ring:
         self._capacity, self._used = capacity, len(MAGIC)
         self._next = itertools.count(1).__next__  # No other thread can interrupt this call.
         self.newest = 0
-        # `move` sets the folder and the name of the file.
-        self._folder: Directory | None = None
-        self._name = ""
+        # The file that `move` has made, and its status then.
+        self._file: tuple[Path, os.stat_result] | None = None
         self.note({"records": capacity})
 
     def note(self, line: Any) -> bool:
@@ -161,21 +160,19 @@ class Ring:
     def flush(self) -> None:
         self._map.flush()
 
-    def move(self, folder: Directory, name: str) -> None:
+    def move(self, path: Path) -> None:
         """Move the ring into a file, with all earlier records; no other thread may write meanwhile.
 
-        The ring's previous file is removed. An existing file of this name is unlinked: truncating
-        it would kill a process that still maps it. The ring owns the folder, and closes it when it
-        moves on. OSError if the file cannot be created.
+        The ring's previous file is removed. OSError if the file cannot be created.
         """
         size = len(self._map)
-        descriptor = folder.create(name)
+        descriptor = created(path)
         try:
             # Reserve the space now: on a full disk a write to mapped memory kills the process.
             os.posix_fallocate(descriptor, 0, size)
-            moved = mmap.mmap(descriptor, size)
+            moved, facts = mmap.mmap(descriptor, size), os.fstat(descriptor)
         except OSError:
-            folder.remove(name)
+            path.unlink()
             raise
         finally:
             os.close(descriptor)
@@ -183,19 +180,21 @@ class Ring:
         self._map.close()
         self._map = moved
         self._remove_file()
-        self._folder, self._name = folder, name
+        self._file = path, facts
 
     def give_up(self, folder: Path) -> None:
         """Remove the ring's file if it is still in this folder; the ring stays usable."""
-        if self._folder and self._folder.path == folder:
+        if self._file and self._file[0].parent == folder:
             self._remove_file()
 
     def _remove_file(self) -> None:
-        if self._folder:
+        """Remove the ring's file, unless its name is another file's by now."""
+        if self._file:
+            path, facts = self._file
             with suppress(OSError):
-                self._folder.remove(self._name)
-            self._folder.close()
-            self._folder = None
+                if os.path.samestat(path.lstat(), facts):
+                    path.unlink()
+            self._file = None
 
 
 def spelled(ranks: Sequence[int]) -> list[int] | str:
@@ -454,20 +453,9 @@ class Recorder:
         yield
         self.end(span)
 
-    def keep(self, path: Path, inner: int = 2) -> None:
-        """Move the trace, with all earlier records, into this file; OSError if it cannot be created.
-
-        inner  see `files.opened`
-        """
-        self.keep_in(opened(path.parent, inner - 1), path.name)
-
-    def keep_in(self, folder: Directory, name: str) -> None:
-        """Move the trace into a file of an open folder, as `keep`; the trace owns the folder."""
-        try:
-            self._ring.move(folder, name)
-        except OSError:
-            folder.close()
-            raise
+    def keep(self, path: Path) -> None:
+        """Move the trace, with all earlier records, into this file; OSError if it cannot be created."""
+        self._ring.move(path)
 
     def give_up(self, folder: Path) -> None:
         """Remove the trace file if it is still in this folder."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mpitrain.files import Directory, opened
+from mpitrain.files import own_folder, remove
 from mpitrain.trace.recorder import Recorder
 
 NAME = "rank-{:05d}"
@@ -37,29 +37,21 @@ def begun(rank: int, ranks: int, local_ranks: int = 1) -> Recorder:
     recorder.facts(rank=rank, ranks=ranks, local_ranks=local_ranks, host=host)
     recorder.facts(process=os.getpid(), time=time.time())
     with contextlib.suppress(OSError):  # The run continues without a trace file.
-        with opened(_home().parent) as temporary, contextlib.suppress(FileExistsError):
-            os.mkdir(_home().name, 0o700, dir_fd=temporary.descriptor)
-        with _own() as home:
-            _sweep(home)
-            name = str(os.getppid()) if ranks > 1 else f"{os.getppid()}-{os.getpid()}"
-            folder = home.make(name, 0o700)
-            recorder.keep_in(folder, NAME.format(rank))
-            atexit.register(_give_up, recorder, folder.path)
+        own_folder(_home(), 0o700)
+        home = _own()
+        _sweep(home)
+        name = str(os.getppid()) if ranks > 1 else f"{os.getppid()}-{os.getpid()}"
+        folder = own_folder(home / name, 0o700)
+        recorder.keep(folder / NAME.format(rank))
+        atexit.register(_give_up, recorder, folder)
     return recorder
 
 
 def left() -> list[Path]:
     """Return the folders of starts that ended before they had a run directory, the newest last."""
-    with contextlib.suppress(OSError), _own() as home:
-        entries = [(home.facts(name), name) for name in home.names() if START.fullmatch(name)]
-        starts = sorted(
-            (facts.st_mtime, name)
-            for facts, name in entries
-            if facts and stat.S_ISDIR(facts.st_mode)
-        )
-        return [
-            home.path / name for _, name in starts if any(map(TRACE.fullmatch, _names(home, name)))
-        ]
+    with contextlib.suppress(OSError):
+        starts = sorted(_starts(_own()), key=lambda folder: (folder.stat().st_mtime, folder.name))
+        return [folder for folder in starts if any(map(TRACE.fullmatch, os.listdir(folder)))]
     return []
 
 
@@ -72,49 +64,51 @@ def _home() -> Path:
     return Path(tempfile.gettempdir()) / f"mpitrain-{os.getuid()}"
 
 
-def _own() -> Directory:
-    """Open this user's folder, which contains a folder for each launch.
+def _own() -> Path:
+    """Return this user's folder, which contains a folder for each launch.
 
-    raises   OSError unless it is a real folder of this user, closed to all others
+    raises   OSError unless it is a real folder of this user, closed to all others: then nobody else can
+             put a link into it
     """
-    home = opened(_home(), inner=1)
-    facts = os.fstat(home.descriptor)
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o777 != 0o700:
-        home.close()
-        raise PermissionError(f"{home.path} is open to others")
+    home = _home()
+    facts = home.lstat()
+    is_closed = stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o777 == 0o700
+    if not is_closed or facts.st_uid != os.getuid():
+        raise PermissionError(f"{home} is a link, or open to others")
     return home
+
+
+def _starts(home: Path) -> list[Path]:
+    """Return the folders of starts; a link is none."""
+    return [
+        folder
+        for folder in sorted(home.iterdir())
+        if START.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+    ]
 
 
 def _give_up(recorder: Recorder, folder: Path) -> None:
     """Record that the program ends by itself; remove this rank's file, and an empty folder."""
     recorder.facts(left=True)
     recorder.give_up(folder)
-    with contextlib.suppress(OSError), _own() as home:
-        home.remove_empty(folder.name)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
-def _sweep(home: Directory) -> None:
+def _sweep(home: Path) -> None:
     """Remove the traces of starts from more than a day ago; a folder with other contents stays."""
-    for name in filter(START.fullmatch, home.names()):
-        with contextlib.suppress(OSError), home.subdirectory(name) as folder:
-            facts, names = os.fstat(folder.descriptor), folder.names()
+    for folder in _starts(home):
+        with contextlib.suppress(OSError):
+            facts, files = folder.stat(), [*folder.iterdir()]
             is_old = time.time() - facts.st_mtime > DAY and facts.st_uid == os.getuid()
-            if is_old and all(_is_trace(folder, each) for each in names):
-                for each in names:
-                    folder.remove(each)
-                home.remove_empty(name)
+            if is_old and all(map(_is_trace, files)):
+                for file in files:
+                    remove(file)
+                folder.rmdir()
 
 
-def _names(home: Directory, name: str) -> list[str]:
-    with home.subdirectory(name) as folder:
-        return folder.names()
-
-
-def _is_trace(folder: Directory, name: str) -> bool:
-    facts = folder.facts(name)
+def _is_trace(file: Path) -> bool:
+    facts = file.lstat()
     return bool(
-        TRACE.fullmatch(name)
-        and facts
-        and stat.S_ISREG(facts.st_mode)
-        and facts.st_uid == os.getuid()
+        TRACE.fullmatch(file.name) and stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid()
     )

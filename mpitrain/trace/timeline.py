@@ -1,5 +1,6 @@
 """The trace files of a run, in any state that its ranks left them, as one timeline on the clock of rank 0."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mpitrain.errors import ConfigError
-from mpitrain.files import contents, opened, reading_of
+from mpitrain.files import contents, reading_of
 from mpitrain.strict_json import complaint, parsed
 from mpitrain.trace.recorder import (
     COMPUTE,
@@ -74,7 +75,7 @@ def read_trace(path: Path) -> Trace:
     raises   ConfigError if the file is not a trace of this version, or is damaged
     """
     with reading_of(f"The trace {path}", "Let this user read it."):
-        data = contents(path, inner=2)
+        data = contents(path)
     if not data.startswith(MAGIC):
         if data.startswith(MAGIC[: MAGIC.rindex(b" ")]):
             raise ConfigError(
@@ -267,16 +268,12 @@ def trace_files(folder: Path) -> tuple[Path, list[Path]]:
     """Return the directory of a run's traces, and the files in it.
 
     folder  run directory, or directory with the traces of a failed start
-    raises  ConfigError if the folder cannot be read or its traces are a link
+    raises  ConfigError if the folder cannot be read
     """
     try:
-        with opened(folder) as run:
-            if run.facts(TRACE) is None:
-                return folder, [folder / name for name in run.names() if name.startswith("rank-")]
-            with run.subdirectory(TRACE) as traces:
-                return traces.path, [
-                    traces.path / name for name in traces.names() if name.startswith("rank-")
-                ]
+        traces = folder / TRACE if TRACE in os.listdir(folder) else folder
+        names = sorted(os.listdir(traces))
+        return traces, [traces / name for name in names if name.startswith("rank-")]
     except OSError as error:
         raise ConfigError(
             f"There is no trace of a run in {error.filename}: {error.strerror}.",

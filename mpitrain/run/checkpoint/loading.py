@@ -13,7 +13,7 @@ import numpy as np
 from mpitrain.errors import CheckpointError, say
 from mpitrain.files import reading
 from mpitrain.formats.folder import weight_map
-from mpitrain.formats.safetensors_files import INDEX, INNER, MOVED, Located, located, read_into
+from mpitrain.formats.safetensors_files import INDEX, MOVED, Located, located, read_into
 from mpitrain.formats.tensors import StoredTensor
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
@@ -130,7 +130,7 @@ def put(array: Any, held: HeldRegion, values: np.ndarray, backend: Backend) -> N
 def parameters(path: Path) -> dict[str, StoredTensor]:
     """Locate the parameters of a checkpoint by full names; CheckpointError if it is damaged."""
     try:
-        listed = weight_map(path / INDEX, INNER)
+        listed = weight_map(path / INDEX)
         files = {file: located(path / file)[1] for file in sorted(set(listed.values()))}
         return {name: StoredTensor(files[file][name]) for name, file in listed.items()}
     except KeyError as error:
@@ -183,7 +183,7 @@ class _Files:
         tensor = held.part.tensor
         if held.name != PARAMETERS:
             return self._stored.get((held.name, tensor), [])
-        self._weight_map = self._weight_map or weight_map(self._path / INDEX, INNER)
+        self._weight_map = self._weight_map or weight_map(self._path / INDEX)
         if tensor not in self._weight_map:
             return []
         file = self._weight_map[tensor]
@@ -261,7 +261,7 @@ class _Files:
         if file not in self._open:
             if len(self._open) == OPEN:
                 self.close()
-            self._open[file] = reading(self._path / file, INNER)
+            self._open[file] = reading(self._path / file)
         return self._open[file].fileno()
 
 

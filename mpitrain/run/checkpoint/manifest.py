@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -19,8 +18,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.errors import CheckpointError
-from mpitrain.files import FOUND_WRONG, ON_READ, Directory, contents, opened, reading, remedy
-from mpitrain.formats.safetensors_files import BLOCK, INNER, Writing
+from mpitrain.files import (
+    FOUND_WRONG,
+    ON_READ,
+    contents,
+    own_folder,
+    reading,
+    refuse_link,
+    remedy,
+    remove,
+    rename,
+    sync_folder,
+)
+from mpitrain.formats.safetensors_files import BLOCK, Writing
 from mpitrain.run.checkpoint.regions import Region, part_of_text
 from mpitrain.strict_json import validated
 
@@ -33,35 +43,33 @@ REPLACED = re.compile(r"\.(step-\d{8,18})\.replaced", re.ASCII)
 
 def prepare(partial: Path, alive: Callable[[], None]) -> None:
     """Make the temporary directory of a new checkpoint; remove leftovers of killed processes."""
-    with opened(partial.parent.parent) as run, run.make(partial.parent.name) as folder:
-        sweep(folder, alive)
-        folder.make(partial.name).close()
+    sweep(own_folder(partial.parent), alive)
+    partial.mkdir()
 
 
 def abandon(partial: Path) -> None:
     """Remove the temporary directory of a checkpoint that cannot be written, if that is possible."""
-    with suppress(OSError), opened(partial.parent, inner=1) as folder:
-        folder.remove_tree(partial.name)
+    with suppress(OSError):
+        remove(partial)
 
 
-def sweep(folder: Directory, alive: Callable[[], None] = lambda: None) -> None:
+def sweep(folder: Path, alive: Callable[[], None] = lambda: None) -> None:
     """Remove what killed processes left: half written, half removed or replaced checkpoints.
 
     alive  called after each file
     """
-    names = folder.names()
+    names = os.listdir(folder)
     for name in names:
         replaced = REPLACED.fullmatch(name)
         if UNFINISHED.fullmatch(name) or (replaced and replaced[1] in names):
-            _remove(folder, name, alive)
+            _remove(folder / name, alive)
 
 
 def tidy(run: Path) -> None:
     """Remove the leftovers of a run that has died, unless a process holds the lock of the run."""
-    with suppress(OSError), opened(run) as folder, folder.open(LOCK) as lock:
+    with suppress(OSError), reading(run / LOCK) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with folder.subdirectory(CHECKPOINTS) as checkpoints:
-            sweep(checkpoints)
+        sweep(run / CHECKPOINTS)
 
 
 def put_in_place(
@@ -75,37 +83,30 @@ def put_in_place(
 
     alive  called after each file
     """
-    with opened(target.parent, inner=1) as folder:
-        with folder.subdirectory(partial.name) as written:
-            written.sync()
-            alive()
-        replaced = f".{target.name}.replaced"
-        if folder.facts(target.name):
-            _remove(folder, replaced, alive)
-            folder.rename(target.name, replaced)
-        folder.rename(partial.name, target.name)
-        _remove(folder, replaced, alive)
-        folder.sync()
-        alive()
-        drop_old(folder, keep, keeps, alive)
+    sync_folder(partial)
+    alive()
+    replaced = target.with_name(f".{target.name}.replaced")
+    if os.path.lexists(target):
+        _remove(replaced, alive)
+        os.rename(target, replaced)
+    rename(partial, target)
+    _remove(replaced, alive)
+    alive()
+    drop_old(target.parent, keep, keeps, alive)
 
 
-def _remove(folder: Directory, name: str, alive: Callable[[], None]) -> None:
+def _remove(checkpoint: Path, alive: Callable[[], None]) -> None:
     """Remove a checkpoint, if there is one, file by file: each may be large."""
-    facts = folder.facts(name)
-    if facts and stat.S_ISDIR(facts.st_mode):
-        with folder.subdirectory(name) as checkpoint:
-            for file in checkpoint.names():
-                checkpoint.remove_tree(file)
-                alive()
-    folder.remove_tree(name)
+    refuse_link(checkpoint.parent)
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        for file in sorted(checkpoint.iterdir()):
+            remove(file)
+            alive()
+    remove(checkpoint)
 
 
 def drop_old(
-    folder: Directory,
-    keep: int,
-    keeps: Callable[[int], bool],
-    alive: Callable[[], None] = lambda: None,
+    folder: Path, keep: int, keeps: Callable[[int], bool], alive: Callable[[], None] = lambda: None
 ) -> None:
     """Remove all checkpoints but the newest `keep`, and the steps of which `keeps` is true.
 
@@ -114,8 +115,9 @@ def drop_old(
     for old in _finished(folder)[:-keep]:
         if not keeps(step_of(old)):
             dropped = f".{old.strip('.')}.dropped"
-            folder.rename(old, dropped)  # The rename is atomic: a reader finds all files or none.
-            _remove(folder, dropped, alive)
+            # The rename is atomic: a reader finds all files or none.
+            os.rename(folder / old, folder / dropped)
+            _remove(folder / dropped, alive)
 
 
 def step_of(name: str) -> int:
@@ -124,23 +126,19 @@ def step_of(name: str) -> int:
 
 
 def steps(folder: Path) -> list[Path]:
-    """Return the finished checkpoints of a folder, oldest first; OSError if the folder is a link.
+    """Return the finished checkpoints of a folder, oldest first.
 
     One that was being replaced when its process died counts.
     """
     try:
-        with opened(folder, inner=1) as directory:
-            return [folder / name for name in _finished(directory)]
+        return [folder / name for name in _finished(folder)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _finished(folder: Directory) -> list[str]:
-    names = [
-        name
-        for name in folder.names()
-        if (facts := folder.facts(name)) and stat.S_ISDIR(facts.st_mode)
-    ]
+def _finished(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     checkpoints = {replaced[1]: name for name in names if (replaced := REPLACED.fullmatch(name))}
     checkpoints |= {name: name for name in names if NAME.fullmatch(name)}
     return [checkpoints[name] for name in sorted(checkpoints, key=step_of)]
@@ -312,7 +310,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint; CheckpointError if it is missing, altered or invalid."""
     file = path / MANIFEST
     try:
-        text = contents(file, INNER).decode()
+        text = contents(file).decode()
         body = json.loads(text)
         is_altered = (
             body.pop("sha256") != _digest(body) or _text({**body, "sha256": _digest(body)}) != text
@@ -413,8 +411,7 @@ def verify(path: Path, manifest: Manifest, rank: int, ranks: int) -> None:
 
 def _tensor_files(path: Path) -> list[str]:
     try:
-        with opened(path, INNER - 1) as folder:
-            return [name for name in folder.names() if name.endswith(".safetensors")]
+        return [name for name in os.listdir(path) if name.endswith(".safetensors")]
     except OSError as error:
         raise unreadable(path, error, path) from None
 
@@ -422,7 +419,7 @@ def _tensor_files(path: Path) -> list[str]:
 def _verify(file: Path, manifest: Manifest, blocks: list[int]) -> None:
     wanted, folder = manifest.files[file.name], file.parent
     try:
-        with reading(file, INNER) as stored:
+        with reading(file) as stored:
             nbytes, altered = os.fstat(stored.fileno()).st_size, -1
             for block in blocks:
                 stored.seek(manifest.block * block)

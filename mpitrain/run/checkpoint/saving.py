@@ -37,11 +37,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import MpitrainError, TrainingError, say
-from mpitrain.files import mend, opened, write_whole
+from mpitrain.files import contents, mend, write_whole
 from mpitrain.formats.safetensors_files import (
     BLOCK,
     INDEX,
-    INNER,
     MOVED,
     Writing,
     WritingTensors,
@@ -367,7 +366,7 @@ class Save:
             files[name] = File(rank, *file.close())
             self._moved()
         text = json.dumps([files, self._stored])
-        write_whole(self._unfinished / LIST.format(rank), text, INNER)
+        write_whole(self._unfinished / LIST.format(rank), text)
         self._moved()
 
     def _publish(self) -> None:
@@ -375,16 +374,15 @@ class Save:
         written: dict[str, File] = {}
         stored: list[Any] = []
         if self._transport.rank == 0:
-            with opened(self._unfinished, INNER - 1) as folder:
-                for name in map(LIST.format, range(self._transport.size)):
-                    while not folder.facts(name):
-                        if self._given_up.wait(LOOK):
-                            return
-                    with folder.open(name) as file:
-                        files, regions = json.load(file)
-                    written |= {name: File(*facts) for name, facts in files.items()}
-                    stored += regions
-                    folder.remove(name)
+            for rank in range(self._transport.size):
+                path = self._unfinished / LIST.format(rank)
+                while not path.exists():
+                    if self._given_up.wait(LOOK):
+                        return
+                files, regions = json.loads(contents(path))
+                written |= {name: File(*facts) for name, facts in files.items()}
+                stored += regions
+                path.unlink()
             self._reach("publish", self.step)
             manifest = self._manifest._replace(files=written, stored=stored)
             keep = self._keep, self._keeps

@@ -238,7 +238,7 @@ def _stored(path: Path) -> dict[str, Located]:
 def _read(located: Located) -> np.ndarray:
     """Return a tensor, 1-D, in the dtype of the file."""
     array = np.empty(math.prod(located.shape), located.numpy)
-    with reading(located.file, located.inner) as file:
+    with reading(located.file) as file:
         read_into(file.fileno(), array, located.start)
     return array
 

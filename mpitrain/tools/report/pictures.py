@@ -112,7 +112,7 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
         if fill in drawn
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=9, fontsize="small")
-    save(figure, path, 120, inner=2)
+    save(figure, path, 120)
 
 
 def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
@@ -176,7 +176,7 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     if views[0, 0].get_legend_handles_labels()[0]:
         add_legend(views[0, 0])
     figure.suptitle(titled(runs), parse_math=False)
-    save(figure, path, 100, inner=2)
+    save(figure, path, 100)
 
 
 THREADS = ("host", "device")
@@ -185,7 +185,7 @@ THREADS = ("host", "device")
 def write_perfetto(path: Path, timeline: Timeline) -> None:
     """Write all records of all ranks: each rank is a process, its host and its device are threads."""
     trace = {"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"}
-    write_whole(path, json.dumps(trace, allow_nan=False), inner=2)
+    write_whole(path, json.dumps(trace, allow_nan=False))
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -260,7 +260,7 @@ def write_page(path: Path, runs: Mapping[str, PageSection], metrics: Path) -> No
         f"<h2>Metrics</h2>\n{_image(metrics, 'loss, learning rate, throughput and memory')}",
         "</body></html>\n",
     ]
-    write_whole(path, "\n".join(parts), inner=2)
+    write_whole(path, "\n".join(parts))
 
 
 def _paragraphs(words: str) -> Iterator[str]:
@@ -273,5 +273,5 @@ def _paragraphs(words: str) -> Iterator[str]:
 
 
 def _image(path: Path, what: str) -> str:
-    data = base64.b64encode(contents(path, inner=2)).decode()
+    data = base64.b64encode(contents(path)).decode()
     return f'<img alt="{html.escape(what)}" src="data:image/png;base64,{data}">'

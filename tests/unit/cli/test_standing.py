@@ -2,7 +2,6 @@
 
 import pytest
 
-from mpitrain.files import opened
 from mpitrain.trace.blame import standing
 from mpitrain.trace.recorder import CONNECTING, PAUSE, Recorder
 
@@ -28,7 +27,7 @@ def test_a_rank_is_named_only_where_the_traces_of_its_host_prove_it(last, ranks,
     for rank, (action, at) in last.items():
         recorder = Recorder(clock=lambda at=at: at)
         recorder.facts(rank=rank, ranks=ranks, local_ranks=min(ranks, 3), host="vm")
-        recorder.keep_in(opened(tmp_path), f"rank-{rank:05d}")
+        recorder.keep(tmp_path / f"rank-{rank:05d}")
         if action == WAITS:
             recorder.wait(recorder.name("words of all ranks", range(ranks)))
         else:

@@ -67,7 +67,6 @@ def damages():
         yield f"config.json {data}", replaced(CONFIG, data), CONFIG
     for file in (CONFIG, MODEL):
         yield f"{file} missing", lambda folder, file=file: (folder / file).unlink(), file
-        yield f"{file} a link", linked(file), "link"
         yield f"{file} a directory", as_directory(file), file
         yield f"{file} a pipe", as_pipe(file), "regular"
     for pickle in ("pytorch_model.bin", "model.ckpt", "tf_model.h5", "flax_model.msgpack"):
@@ -101,11 +100,9 @@ def damages():
 def damages_of_shards():
     """Yield the same for a folder with several files and an index."""
     yield "shard missing", lambda folder: (folder / SHARD).unlink(), SHARD
-    yield "shard a link", linked(SHARD), "link"
     yield "shard a directory", as_directory(SHARD), SHARD
     yield "shard empty", replaced(SHARD, b""), SHARD
     yield "shards swapped", swapped, "tensor"
-    yield "index a link", linked(INDEX), "link"
     yield "index a directory", as_directory(INDEX), INDEX
     yield "index empty", replaced(INDEX, b""), INDEX
     yield "index a list", replaced(INDEX, b"[]"), INDEX
@@ -139,14 +136,6 @@ def replaced(file, data):
 def outside(folder):
     (folder / SHARD).rename(folder.parent / SHARD)
     (folder / INDEX).write_text((folder / INDEX).read_text().replace(SHARD, f"../{SHARD}"))
-
-
-def linked(file):
-    def damage(folder):
-        (folder / file).rename(folder.parent / "elsewhere")
-        (folder / file).symlink_to(folder.parent / "elsewhere")
-
-    return damage
 
 
 def as_directory(file):

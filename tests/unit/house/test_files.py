@@ -84,7 +84,7 @@ OPENS = {
     ),  # /dev/null
     *("cli/terminal/stop_requests.py", "machine/compiling.py", "machine/process.py"),  # /proc
     *("transport/library.py", "transport/siblings.py", "tools/doctor/probes.py"),  # /proc and /sys
-    *("run/watchdog.py", "tools/doctor/trials.py"),  # files that they have made
+    "tools/doctor/trials.py",  # files that it has made
     *("cli/slurm/script.py", "kernels/source.py", "kernels/simulator/build.py", "tools/words.py"),
     *("ops/host/compiled.py", "tools/textbook/explain/page.py", "tools/textbook/explain/tiling.py"),
 }

@@ -77,7 +77,7 @@ FILES = {
     "an index of tensors": (
         "a.json",
         '{"weight_map": {"a": "b"}}',
-        lambda path: weight_map(path, 0),
+        lambda path: weight_map(path),
     ),
     "hosts": ("hosts", "a slots=2\nb slots=2\n", lambda path: host_lines(path, "--hostfile")),
     "a schedule": ("own.json", EXAMPLE, read_plan),

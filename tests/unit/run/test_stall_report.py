@@ -1,6 +1,5 @@
 """Judgements of a stall: one rank prints, a moving job is judged again, a warning counts once."""
 
-import json
 import sys
 import time
 
@@ -95,16 +94,11 @@ def test_a_damaged_question_gets_no_answer(text, tmp_path):
     assert [path.name for path in (tmp_path / "trace").iterdir()] == [ASK]
 
 
-def test_links_among_questions_and_answers_are_not_followed(tmp_path):
+def test_nothing_is_written_through_links_at_the_names_of_questions_and_answers(tmp_path):
     (tmp_path / "trace").mkdir()
-    question = {"number": 7, "stacks": True, "processes": {}}
-    (tmp_path / "question").write_text(json.dumps(question))
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / "trace" / ASK).symlink_to(tmp_path / "question")
     answering = Answering(tmp_path, 0, Recorder())
-    answering.look()
-    assert not (tmp_path / "trace" / ANSWER.format(0)).exists()
-    (tmp_path / "trace" / ASK).unlink()
+    (tmp_path / "trace" / ASK).symlink_to(tmp_path / "victim")
     (tmp_path / "trace" / ANSWER.format(0)).symlink_to(tmp_path / "victim")
     found = ask(tmp_path, [0], {0: own_id()}, True, STALL, answering.look)
     assert (tmp_path / "victim").read_text() == "mine"
