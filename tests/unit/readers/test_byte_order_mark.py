@@ -74,11 +74,7 @@ FILES = {
         '{"chat_template": "{{ bos_token }}", "bos_token": "<s>"}',
         lambda path: (chat_template(path.parent), companions(path.parent)),
     ),
-    "an index of tensors": (
-        "a.json",
-        '{"weight_map": {"a": "b"}}',
-        lambda path: weight_map(path),
-    ),
+    "an index of tensors": ("a.json", '{"weight_map": {"a": "b"}}', lambda path: weight_map(path)),
     "hosts": ("hosts", "a slots=2\nb slots=2\n", lambda path: host_lines(path, "--hostfile")),
     "a schedule": ("own.json", EXAMPLE, read_plan),
     "a plugin": ("mine.py", "A = 3\n", lambda path: module_of(str(path)).A),
