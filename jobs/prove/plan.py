@@ -24,6 +24,7 @@ from mpitrain.config import parse, with_settings
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.optim.optimizer import Optimizer
 from mpitrain.run import build
+from mpitrain.run import job as jobs
 from mpitrain.tools.plan.layout import PARTS, ParallelLayout, Planner
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
@@ -136,16 +137,16 @@ def steps(
 
     seconds  (third, again) of each unit; None: it computes only
     """
-    Slowed.spans, plain = None, build.model
+    Slowed.spans, plain = None, jobs.units_of
     slow = seconds or [(0.0, 0.0)] * 10**6
-    build.model = lambda *arguments: [
+    jobs.units_of = lambda *arguments: [
         replace(unit, layer=Slowed(unit.layer, *each))
         for unit, each in zip(plain(*arguments), slow, strict=False)
     ]
     try:
         job = build.build(transport, config)
     finally:
-        build.model = plain
+        jobs.units_of = plain
     trainer, every = job.trainer, []
     for step in range(WARM_UP + STEPS):
         rows = trainer.replication.rows.batch(job.data, step)

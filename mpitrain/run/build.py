@@ -4,9 +4,11 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config import CONFIG, EPOCH, Config, Epochs, with_settings
 from mpitrain.config.faults import check_injection
@@ -32,31 +34,32 @@ from mpitrain.errors import ConfigError, say
 from mpitrain.formats.chat import special_names
 from mpitrain.formats.companions import INIT_FROM
 from mpitrain.formats.table import format_of, has_model
-from mpitrain.layers.base import Unit, freeze
-from mpitrain.layers.plain import LOSSES, Plain
+from mpitrain.layers.base import freeze
+from mpitrain.layers.plain import LOSSES
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for, units_of
+from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
-from mpitrain.pipeline.partition import TIME, Units, UnitTime
+from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
-from mpitrain.run.checkpoint.manifest import Done, read_chosen
+from mpitrain.run.checkpoint.manifest import read_chosen
 from mpitrain.run.choices import parse
-from mpitrain.run.counting import StepCounts, Unsent, check_activations
-from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
-from mpitrain.run.resolve import (
+from mpitrain.run.counting import StepCounts, check_activations
+from mpitrain.run.job import (
     FILES,
-    Given,
-    Resolved,
+    Job,
     RunLocation,
     agree_on,
-    facts_of,
+    beside_source,
+    machine_of,
     resolve_here,
-    say_resolved,
+    say_why_numpy,
+    with_data_found,
     with_micro_batches,
 )
+from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
 from mpitrain.run.run_dir import (
     check_meaning,
     checkpoint_of,
@@ -69,7 +72,7 @@ from mpitrain.run.run_dir import (
 )
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
-from mpitrain.transport.base import Transport, aligned_zeros
+from mpitrain.transport.base import Transport
 
 if TYPE_CHECKING:
     from mpitrain.run.initial import Models
@@ -78,51 +81,9 @@ OF_NUMBERS = "mse"
 """The loss of a run whose targets are numbers and whose configuration names no loss."""
 
 
-class Job(NamedTuple):
-    """A run in memory: a model ready for training or inference, its data, and its progress.
-
-    source  the data source, or only its sizes where no data are needed
-    done    the progress: steps and samples so far, and the identity of the run
-    """
-
-    trainer: Trainer
-    source: Source | Unopened
-    done: Done
-
-    @property
-    def data(self) -> Source:
-        """The data source, of a job that was built with one."""
-        assert not isinstance(self.source, Unopened)
-        return self.source
-
-    @property
-    def step(self) -> int:
-        return self.done.step
-
-    def close(self) -> None:
-        """Free the communicators and windows of the job; collective. Do not use it afterwards."""
-        self.trainer.close()
-
-
-class _Opened(NamedTuple):
-    """What a rank has resolved and opened before it makes the trainer.
-
-    facts   JSON that must be equal on all ranks
-    models  in the folders that the run starts from; None: parameters are drawn, or in a checkpoint
-    room    the free memory, and the bytes of parameters, gradients and optimizer state
-    """
-
-    resolved: Resolved
-    source: Source | Unopened
-    models: Models | None
-    room: Room
-    counts: StepCounts
-    facts: dict[str, Any]
-
-
 def build(
     transport: Transport,
-    config: Config | Given,
+    config: Config | Job,
     saved: Path | None = None,
     source: Source | Unopened | None = None,
 ) -> Job:
@@ -149,24 +110,24 @@ def build(
     MpitrainError
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
-    agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
-    checkpoint_dir = saved or agreed.location.saved
+    job = config if isinstance(config, Job) else agree_on(transport, lambda: config)
+    checkpoint_dir = saved or job.location.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
-    largest, scaling = (None, None) if source else _scanned(transport, agreed)
-    opened = on_all_ranks(
-        transport,
-        lambda: _open(transport, agreed, folder, source, largest, scaling),
-        FILES,
-        lambda own: own.facts,
+    largest, scaling = (None, None) if source else _scanned(transport, job)
+
+    def opened() -> tuple[Job, Models | None, Room, StepCounts]:
+        data = source or _source(job.config, largest, scaling, job.location)
+        return _opened(transport, replace(job, source=data), folder, is_own=source is None)
+
+    job, models, room, counts = on_all_ranks(
+        transport, opened, FILES, lambda parts: _facts(*parts[:2], has_files=not source)
     )
-    resolved, source, models, room, counts, _ = opened
-    say_resolved(transport, agreed.config, resolved)
     checkpoint = loading.read_beside(transport, folder) if folder else None
-    if resolved.config.pipeline.partition == TIME:
-        resolved = timed = _cut_by_time(transport, resolved, source)
-        counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, source, room))
-    _prepare(transport, resolved.device)
-    trainer = Trainer(transport, lambda layers: model(resolved.config, source, layers), resolved)
+    if job.config.pipeline.partition == TIME:
+        job = timed = _cut_by_time(transport, job)
+        counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, room))
+    _prepare(transport, job.device)
+    trainer = Trainer(transport, job.units, job)
     trainer.counted = counts
     kept = trainer.replication.kept()
     if models:
@@ -175,40 +136,54 @@ def build(
         if models:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
         checkpoint = loading.load(
-            checkpoint, kept, trainer.storage, transport, trainer.backend, resolved.axes.sizes
+            checkpoint, kept, trainer.storage, transport, trainer.backend, job.axes.sizes
         )
     if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
-    return Job(trainer, source, checkpoint.done if checkpoint else Done(0, 0, agreed.run))
+    return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
 
 
-def _open(
-    transport: Transport,
-    agreed: Given,
-    checkpoint: Path | None,
-    source: Source | Unopened | None,
-    largest: int | None,
-    scaling: dict[str, Any] | None,
-) -> _Opened:
-    """Resolve the configuration, and open data and models on this rank; raises MpitrainError."""
-    resolved = resolve_here(agreed, transport.hosts)
-    config, axes, plan, *_, gpus, device = resolved
-    name = "this data source" if source else config.data.source
-    run = agreed.location.folder if agreed.location.has_run else ""
-    data = source or _source(config, largest, scaling, run)
+def _opened(
+    transport: Transport, job: Job, checkpoint: Path | None, is_own: bool
+) -> tuple[Job, Models | None, Room, StepCounts]:
+    """Fit a job to its data on this rank, and locate the models that it starts from; MpitrainError.
+
+    is_own   whether the data are those of data.source
+    returns  the models are None if parameters are drawn or in a checkpoint
+    """
+    name = job.config.data.source if is_own else "this data source"
+    job = _fitted(job, name, transport.rank == 0)
+    models = _models(job, checkpoint, transport.rank)
+    chunks = len(job.plan.stage_of)
+    room = check_memory(transport, job.config, job.source, job.axes, chunks, job.device, job.gpus)
+    return job, models, room, _counted(transport.rank, job, room)
+
+
+def _fitted(job: Job, name: str, says: bool) -> Job:
+    """Return the job with the keys that its data determine; ConfigError if they do not fit.
+
+    name  of the data, for messages
+    says  whether to print a note about a loss for numbers
+    """
+    config, data = job.config, job.source
     check_data(config.model.kind, data.form, name)
-    config = _with_loss(config, targets_of(data), name, transport.rank == 0)
+    config = _with_loss(config, targets_of(data), name, says)
     check_targets(config.model.loss, targets_of(data), name)
-    config = _with_data(config, data, agreed.location)
-    check_injection(config.run.inject, axes.ranks, config.run.steps)
-    resolved = resolved._replace(config=config)
-    facts = {**facts_of(resolved), **({} if source else _files(config))}
-    models = _models(resolved, data, checkpoint, transport.rank)
-    facts |= models.facts() if models else {}
-    room = check_memory(transport, config, data, axes, len(plan.stage_of), device, gpus)
-    counts = _counted(transport.rank, resolved, data, room)
-    facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
-    return _Opened(resolved, data, models, room, counts, facts)
+    config = _with_data(config, data, job.location)
+    check_injection(config.run.inject, job.axes.ranks, config.run.steps)
+    return replace(job, config=config)
+
+
+def _facts(job: Job, models: Models | None, has_files: bool) -> dict[str, Any]:
+    """Return what must be equal on all ranks, as JSON."""
+    data = job.source
+    return {
+        **(_files(job.config) if has_files else {}),
+        **(models.facts() if models else {}),
+        "inputs": data.inputs,
+        "classes": data.classes,
+        "held_out": data.held_out,
+    }
 
 
 def _prepare(transport: Transport, device: Device) -> None:
@@ -220,17 +195,15 @@ def _prepare(transport: Transport, device: Device) -> None:
         on_all_ranks(transport, lambda: kernels.prepare(turn, len(beside)))
 
 
-def _models(
-    resolved: Resolved, data: Source | Unopened, checkpoint: Path | None, rank: int
-) -> Models | None:
+def _models(job: Job, checkpoint: Path | None, rank: int) -> Models | None:
     """Locate the models that the run starts from, as `open_models`."""
-    config = resolved.config
+    config, data = job.config, job.source
     if not config.run.init_from and not config.lora.rank:
         return None
     from mpitrain.run.initial import open_models
 
-    layers = described(resolved.device.ops, config.layout.model_copy(update={"tp": 1}))
-    return open_models(config, checkpoint, data.inputs, lambda: model(config, data, layers), rank)
+    layers = described(job.device.ops, config.layout.model_copy(update={"tp": 1}))
+    return open_models(config, checkpoint, data.inputs, lambda: job.units(layers), rank)
 
 
 def _with_loss(config: Config, targets: Targets, name: str, says: bool) -> Config:
@@ -269,81 +242,58 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
     return config.changed({"run.steps": steps})
 
 
-def _counted(rank: int, resolved: Resolved, source: Source | Unopened, room: Room) -> StepCounts:
+def _counted(rank: int, job: Job, room: Room) -> StepCounts:
     """Count a step of this rank; ConfigError if its activations do not fit in `room`."""
-    return check_activations(
-        resolved,
-        source,
-        lambda layers: model(resolved.config, source, layers),
-        room,
-        rank,
-        lambda n: with_micro_batches(resolved, n),
-    )
+    again = partial(with_micro_batches, job)
+    return check_activations(job, job.source, job.units, room, rank, again)
 
 
-def open_data(transport: Transport, agreed: Given) -> Source:
+def open_data(transport: Transport, job: Job) -> Source:
     """Open the configured data source, so that several jobs can share it; collective."""
-    largest, scaling = _scanned(transport, agreed)
+    largest, scaling = _scanned(transport, job)
     return on_all_ranks(
         transport,
-        lambda: _source(agreed.config, largest, scaling),
+        lambda: _source(job.config, largest, scaling),
         "data source",
-        lambda source: _files(agreed.config),
+        lambda source: _files(job.config),
     )
 
 
-def model(config: Config, source: Source | Unopened, layers: Plain) -> list[Unit]:
-    """Return the units of the configured network for this data source; `layers` makes the layers."""
-    return list(units_of(config.model, source, layers))
-
-
-class Alone(NamedTuple):
-    """The arguments of `counting.Counter`, for a job that has no ranks: `alone` makes them."""
-
-    job: Resolved
-    source: Source
-    units: Units
-
-
-def alone(config: Config, hosts: Sequence[str]) -> Alone:
-    """Resolve a configuration for ranks on these hosts, in one process and without MPI.
+def alone(config: Config, hosts: Sequence[str]) -> Job:
+    """Resolve a job of such hosts on this rank alone, and open its data: without a trainer.
 
     hosts   the host of each rank
     raises  MpitrainError if configuration, data and ranks do not fit together
     """
-    endpoint: Any = Unsent(0, 1, aligned_zeros)
-    agreed = agree_on(endpoint, lambda: config)
-    name = agreed.config.data.source
+    machine, name = machine_of(config), config.data.source
+    say_why_numpy([machine[1]], [""])
+    job = resolve_here(config, hosts, machine)
+    config = with_data_found(
+        job.config, job.location, beside_source(config), date.today().isoformat()
+    )
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
-    source = _source(agreed.config, largest)
-    check_data(agreed.config.model.kind, source.form, name)
-    config = _with_loss(agreed.config, targets_of(source), name, True)
-    check_targets(config.model.loss, targets_of(source), name)
-    resolved = resolve_here(agreed._replace(config=config), hosts)
-    resolved = resolved._replace(config=_with_data(resolved.config, source, RunLocation()))
-    _models(resolved, source, None, 0)
-    return Alone(resolved, source, lambda layers: model(resolved.config, source, layers))
+    job = _fitted(replace(job, config=config, source=_source(config, largest)), name, True)
+    _models(job, None, 0)
+    return job
 
 
-def unit_times(
-    resolved: Resolved, source: Source | Unopened, wanted: Sequence[int] | None = None
-) -> Iterator[UnitTime | None]:
+def unit_times(job: Job, wanted: Sequence[int] | None = None) -> Iterator[UnitTime | None]:
     """Measure each unit, forward and backward, for one micro-batch on this rank, as `unit_seconds`."""
     from mpitrain.pipeline.partition import unit_seconds
 
-    config, device, axes = resolved.config, resolved.device, resolved.axes
+    config, device, axes = job.config, job.device, job.axes
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
     layers.now.set(0, 0, rows, True)
     layers.itemsize, layers.keys = device.itemsize(config.precision.stored), config.model
     every, again = (
-        freeze(adapted(model(config, source, layers), config.lora, layers), config.model.freeze),
+        freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,
     )
     (units,) = with_recomputation([every], min(1, config.memory.segment), again)
     computed = device.half or config.precision.stored
-    inputs, targets = zeros(source, rows, config.precision.stored)
+    inputs, targets = zeros(job.source, rows, config.precision.stored)
     right = backend.from_host(targets.reshape(-1))
     arena = device.arena()
 
@@ -356,32 +306,30 @@ def unit_times(
     return unit_seconds(units, placed, loss, backend, arena, stored, computed, wanted=wanted)
 
 
-def _cut_by_time(transport: Transport, resolved: Resolved, source: Source | Unopened) -> Resolved:
-    """Measure the time of each unit; return `resolved` with the fastest partition; collective."""
+def _cut_by_time(transport: Transport, job: Job) -> Job:
+    """Measure the time of each unit; return the job with the fastest partition; collective."""
     from mpitrain.pipeline.partition import by_time
 
-    config, axes = resolved.config, resolved.axes
+    config, axes = job.config, job.axes
     transport.barrier()  # All ranks measure at the same time, as they compute in training.
-    own = [each.seconds for each in unit_times(resolved, source) if each]
+    own = [each.seconds for each in unit_times(job) if each]
     seconds = transport.gather_text(own)
     stages = [axes.coords(rank).pp for rank in range(axes.ranks)]
-    counts = on_all_ranks(transport, lambda: by_time(seconds, stages, resolved.plan.stage_of))
+    counts = on_all_ranks(transport, lambda: by_time(seconds, stages, job.plan.stage_of))
     values = {"pipeline.partition": ",".join(map(str, counts))}
-    return resolved._replace(config=config.changed(values))
+    return replace(job, config=config.changed(values))
 
 
-def _scanned(transport: Transport, agreed: Given) -> tuple[int | None, dict[str, Any] | None]:
+def _scanned(transport: Transport, job: Job) -> tuple[int | None, dict[str, Any] | None]:
     """Return the largest token of data.source if that is a token file, and the scaling of its arrays
     if it has any; collective.
 
     If the run directory has not noted them, the ranks scan the data, each an equal slice.
     """
-    name, dtype = agreed.config.data.source, agreed.config.data.dtype
-    kind, largest, scaling = source_kind(name), agreed.location.largest, agreed.location.scaling
+    name, dtype = job.config.data.source, job.config.data.dtype
+    kind, largest, scaling = source_kind(name), job.location.largest, job.location.scaling
     needs_largest, needs_scaling = kind.is_token_file and largest is None, kind.has_arrays
-    if needs_largest or (needs_scaling := needs_scaling and not scaling):
-        # A wrong configuration is refused before the scan.
-        on_all_ranks(transport, lambda: resolve_here(agreed, transport.hosts))
+    needs_scaling = needs_scaling and not scaling
     slice_of = transport.rank, transport.size
     if needs_largest:
         largest = max(from_all_ranks(transport, lambda: largest_token(name, *slice_of, dtype)))
@@ -389,7 +337,7 @@ def _scanned(transport: Transport, agreed: Given) -> tuple[int | None, dict[str,
         from mpitrain.data.arrays import joined
 
         def scanned() -> Any:
-            source: Any = _source(agreed.config, None)
+            source: Any = _source(job.config, None)
             return source.scanned(*slice_of)
 
         parts = from_all_ranks(transport, scanned)
@@ -406,13 +354,16 @@ def _files(config: Config) -> dict[str, str]:
 
 
 def _source(
-    config: Config, largest: int | None, scaling: dict[str, Any] | None = None, run: str = ""
+    config: Config,
+    largest: int | None,
+    scaling: dict[str, Any] | None = None,
+    location: RunLocation = RunLocation(),  # noqa: B008  a constant
 ) -> Source:
     """Open the data source.
 
     largest, scaling  the result of `_scanned`
-    run               the directory of a run that goes on, or is opened again; empty: it is new
     """
+    run = location.folder if location.has_run else ""
     data = config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
@@ -610,12 +561,12 @@ def open_run(
         scaling = noted_scaling(folder)
         return RunLocation(str(folder), str(saved), True, largest=largest, scaling=scaling)
 
-    agreed = agree_on(transport, on_these_ranks, look)
-    vocabulary = agreed.config.data.vocabulary or 256
-    context = agreed.config.model.context
-    is_enough = not needs_data and MODELS[agreed.config.model.kind].writes
+    job = agree_on(transport, on_these_ranks, look)
+    vocabulary = job.config.data.vocabulary or 256
+    context = job.config.model.context
+    is_enough = not needs_data and MODELS[job.config.model.kind].writes
     source = Unopened("tokens", (context,), vocabulary, vocabulary) if is_enough else None
-    return build(transport, agreed, source=source)
+    return build(transport, job, source=source)
 
 
 HEADS = {"tokens": "head.logits.bias", "texts": "head.classes.weight"}

@@ -44,7 +44,7 @@ from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.inference import places_of
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -386,12 +386,7 @@ class Counter:
     """
 
     def __init__(
-        self,
-        job: Resolved,
-        source: Source | Unopened,
-        units: Units,
-        tp: int = 0,
-        cp: int | None = None,
+        self, job: Job, source: Source | Unopened, units: Units, tp: int = 0, cp: int | None = None
     ):
         config, plan = job.config, job.plan
         self._job, self._source = job, source
@@ -524,12 +519,12 @@ def _leasing(device: Device) -> Ops:
 
 
 def check_activations(
-    job: Resolved,
+    job: Job,
     source: Source | Unopened,
     units: Units,
     room: Room,
     rank: int,
-    replanned: Callable[[int], Resolved | None],
+    replanned: Callable[[int], Job | None],
 ) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
@@ -539,7 +534,7 @@ def check_activations(
     replanned  (micro-batches) -> the job with so many, or None if its other keys exclude that
     """
 
-    def needed(scheduled: Resolved) -> tuple[int, StepCounts]:
+    def needed(scheduled: Job) -> tuple[int, StepCounts]:
         return bytes_needed(scheduled, source, units, room, rank)
 
     try:
@@ -583,7 +578,7 @@ def _savings(config: Config) -> str:
 
 
 def bytes_needed(
-    job: Resolved, source: Source | Unopened, units: Units, room: Room, rank: int
+    job: Job, source: Source | Unopened, units: Units, room: Room, rank: int
 ) -> tuple[int, StepCounts]:
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
@@ -599,11 +594,11 @@ def bytes_needed(
 
 
 def _fitting(
-    replanned: Callable[[int], Resolved | None],
+    replanned: Callable[[int], Job | None],
     micro_batches: int,
     rows: int,
     free: float,
-    needed: Callable[[Resolved], int],
+    needed: Callable[[Job], int],
 ) -> Fitting | None:
     """Return the fewest micro-batches above `micro_batches` that fit in `free`, by bisection."""
     best = None

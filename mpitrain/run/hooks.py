@@ -18,12 +18,11 @@ from mpitrain.machine.process import own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.protocol import StateBuffer, StepResult
-from mpitrain.run.build import Job
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
+from mpitrain.run.job import Job, RunLocation
 from mpitrain.run.metrics import CLOSING, METRICS, Best, MetricsFile, ResumeInfo
 from mpitrain.run.replicas import digest_record, state_digests
-from mpitrain.run.resolve import RunLocation
 from mpitrain.run.slow_ranks import SlowRanks, alike
 from mpitrain.run.trainer import Trainer
 from mpitrain.run.watchdog import Watchdog

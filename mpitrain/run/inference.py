@@ -29,7 +29,7 @@ from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import LayerFactory
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.regions import moved, overlap
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Inference:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: Job,
         grid: Grid,
         layers: LayerFactory,
         loss: Loss,

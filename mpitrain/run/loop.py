@@ -16,7 +16,7 @@ from mpitrain.config import Config, Run
 from mpitrain.errors import CheckpointError, MpitrainError, PeerLost, TrainingError
 from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
 from mpitrain.run.hooks import (
     Digesting,
     Evaluating,
@@ -30,9 +30,9 @@ from mpitrain.run.hooks import (
     Watching,
     check_copies,
 )
+from mpitrain.run.job import Job, agree_on
 from mpitrain.run.metrics import METRICS, ResumeInfo, is_number, past, read_metrics
 from mpitrain.run.replicas import replicas_equal
-from mpitrain.run.resolve import Given, agree_on
 from mpitrain.run.run_dir import claim, look
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
@@ -162,10 +162,11 @@ class _Starts:
                 closed.callback(watcher.close)
 
             injector: Injector | None = None  # of run.inject
+            asked = Config()  # as this rank reads it: other ranks may resolve it otherwise
 
             def watched() -> Config:
-                nonlocal injector
-                config = configured()
+                nonlocal injector, asked
+                asked = config = configured()
                 watchdog.patience(config.run.stall_seconds, config.run.on_stall)
                 if config.run.inject:
                     from mpitrain.run.injection import Injector
@@ -185,7 +186,7 @@ class _Starts:
             if agreed.config.run.on_failure == "continue" and not self.recovery:
                 from mpitrain.run.recovery import Recovery
 
-                self.recovery = Recovery(agreed.config, transport)
+                self.recovery = Recovery(asked, transport)
             recovery = self.recovery
             for watcher in watchers:
                 watcher.on_agreed(agreed.config, transport.hosts)
@@ -269,7 +270,7 @@ class _Starts:
 
 
 def _claimed(
-    rank: int, agreed: Given, job: Job, locks: list[int], alive: Callable[[], None]
+    rank: int, agreed: Job, job: Job, locks: list[int], alive: Callable[[], None]
 ) -> tuple[str, ResumeInfo, dict[str, Any]] | None:
     """Claim the run directory on rank 0; return it with the earlier part of the run, and its meaning.
 

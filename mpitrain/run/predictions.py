@@ -10,7 +10,7 @@ import numpy as np
 
 from mpitrain.data import read_rows, targets_of
 from mpitrain.parallel.grid import share
-from mpitrain.run.build import Job
+from mpitrain.run.job import Job
 
 
 def predicted(job: Job, rows: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

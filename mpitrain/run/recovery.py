@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import is_synchronous, servers_of
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
 from mpitrain.run.checkpoint.held import (
     CompleteState,
     Held,
@@ -40,7 +41,7 @@ from mpitrain.run.checkpoint.held import (
 from mpitrain.run.checkpoint.manifest import step_of
 from mpitrain.run.checkpoint.snapshot import changed
 from mpitrain.run.hooks import Hook, RunState, copying
-from mpitrain.run.resolve import Given
+from mpitrain.run.job import Job
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Transport
@@ -89,7 +90,7 @@ class Recovery:
         self.facts: dict[str, Any] = {}
         self.copied_bytes, self.is_under_way = 0, False
 
-    def built(self, transport: Transport, agreed: Given) -> Job:
+    def built(self, transport: Transport, agreed: Job) -> Job:
         """Build the job of a start, with the state of the living ranks if that is the newest; collective."""
         complete = None
         if self.facts:
@@ -97,7 +98,7 @@ class Recovery:
         job = build(transport, agreed, source=self._source)
         if complete:
             fill(job.trainer, complete, [*self._own, *self._copied])
-            job = job._replace(done=complete.facts.done)
+            job = replace(job, done=complete.facts.done)
         self._hold(job)
         return job
 
@@ -246,7 +247,7 @@ class Recovery:
                 number += 1
             os.rename(folder / TRACE, folder / f"{TRACE}-{number}")
 
-    def _chosen(self, agreed: Given) -> tuple[Given, CompleteState | None]:
+    def _chosen(self, agreed: Job) -> tuple[Job, CompleteState | None]:
         """Choose the newest state; return what `build` needs, and what ranks hold; collective."""
         complete = newest([*self._own, *self._copied], self._root)
         saved = agreed.location.saved
@@ -259,7 +260,7 @@ class Recovery:
         location = agreed.location._replace(
             saved="", step=facts.done.step, samples=facts.done.samples
         )
-        return agreed._replace(location=location), complete
+        return replace(agreed, location=location), complete
 
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""

@@ -80,8 +80,8 @@ from mpitrain.run.checkpoint.manifest import (
     verify,
 )
 from mpitrain.run.choices import ALGORITHMS, without_plugins
+from mpitrain.run.job import Job, RunLocation
 from mpitrain.run.metrics import METRICS, check_kept, cut_after, is_number, read_metrics
-from mpitrain.run.resolve import Resolved, RunLocation
 from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
 
@@ -318,7 +318,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 
 def claim(
     location: RunLocation,
-    resolved: Resolved,
+    resolved: Job,
     source: Source | Unopened,
     step: int,
     alive: Callable[[], None] = lambda: None,
@@ -351,7 +351,7 @@ def claim(
 def _begin(
     folder: Path,
     location: RunLocation,
-    resolved: Resolved,
+    resolved: Job,
     source: Source | Unopened,
     step: int,
     tiles: str,
@@ -676,7 +676,7 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _tables(resolved: Resolved, source: Source | Unopened, folder: Path) -> dict[str, Any]:
+def _tables(resolved: Job, source: Source | Unopened, folder: Path) -> dict[str, Any]:
     """Return the resolved configuration for config.toml; a moved run directory stays valid."""
     config = resolved.config
     tables = config.model_dump()

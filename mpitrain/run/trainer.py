@@ -28,7 +28,7 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run.counting import StepCounts
 from mpitrain.run.inference import Indices, Inference, Reader
-from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.run.job import Job, agree_on
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -76,7 +76,7 @@ class Trainer:
         self,
         transport: Transport,
         units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
-        config: Config | Resolved,
+        config: Config | Job,
         loss: Loss | None = None,
     ):
         # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
@@ -86,7 +86,7 @@ class Trainer:
         # Folder and digests of the initial parameters, if `build` read them from run.init_from.
         self.begun_from: dict[str, Any] = {}
         self.resolved = resolved = (
-            config if isinstance(config, Resolved) else resolve(transport, config)
+            config if isinstance(config, Job) else agree_on(transport, lambda: config)
         )
         self.config = resolved.config
         self.backend, self.arena = resolved.device.backend, resolved.device.arena()

@@ -9,13 +9,13 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.config import Config
-from mpitrain.data import Source, Unopened
 from mpitrain.files import contents, write_whole
 from mpitrain.machine import process
 from mpitrain.machine.compiling import cache_of
@@ -24,11 +24,9 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import multiplier, put_product
 from mpitrain.parallel.grid import Axes
-from mpitrain.pipeline.partition import Units
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run.build import Job, model
 from mpitrain.run.counting import SERIAL, Counter
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.strict_json import validated
 
 
@@ -46,12 +44,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     peak = gemm_peak(device, dtype, sharing, kernels)
     if peak is None or trainer.counted.problem:
         return lambda step_s: {}
-    work = work_of(
-        trainer.resolved,
-        job.source,
-        lambda layers: model(config, job.source, layers),
-        trainer.parameter_count,
-    )
+    work = work_of(job, trainer.parameter_count)
     every = peak * (axes.ranks - axes.servers)
     return lambda step_s: work.rates(step_s, every)
 
@@ -70,12 +63,12 @@ class StepFlops(NamedTuple):
         return {"mfu": self.model / step_s / peak, "hfu": self.hardware / step_s / peak}
 
 
-def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: int) -> StepFlops:
+def work_of(job: Job, parameters: int) -> StepFlops:
     """Return the FLOPs of a step: those of one row in the whole model, times the rows.
 
     What the model needs comes from its formula in `MODELS` (PaLM's for a GPT), else from the count.
     """
-    counted = Counter(_alone(job), source, units).step(0)
+    counted = Counter(_alone(job), job.source, job.units).step(0)
     kind, rows = MODELS[job.config.model.kind], job.config.batch.size
     needed: float = counted.flops - counted.recomputed
     if kind.flops:
@@ -83,7 +76,7 @@ def work_of(job: Resolved, source: Source | Unopened, units: Units, parameters: 
     return StepFlops(rows * needed, rows * (needed + counted.recomputed))
 
 
-def _alone(job: Resolved) -> Resolved:
+def _alone(job: Job) -> Job:
     config: Config = job.config
     one_rank = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
     updated = {
@@ -91,8 +84,8 @@ def _alone(job: Resolved) -> Resolved:
         "batch": config.batch.model_copy(update={"size": 1, "micro_batches": 1}),
         "pipeline": config.pipeline.model_copy(update={"partition": ""}),
     }
-    return job._replace(
-        config=config.model_copy(update=updated), axes=Axes(), plan=plan_of(SERIAL, 1, 1)
+    return replace(
+        job, config=config.model_copy(update=updated), axes=Axes(), plan=plan_of(SERIAL, 1, 1)
     )
 
 

@@ -66,7 +66,7 @@ def command(
 
     check_files(0, [out])
     given = configured(config_file, changes(settings, **options), preset)
-    job, source, _ = alone(ParallelLayout(1, 1, 1, 0, 1, "none").of(given), ("",))
+    job = alone(ParallelLayout(1, 1, 1, 0, 1, "none").of(given), ("",))
     table = TextTable(
         [
             TextColumn("unit", "<14", "unit"),
@@ -80,7 +80,7 @@ def command(
     click.echo(f"{facts['processor']}, {facts['device']}, {threads} of {facts['cores']} cores\n")
     click.echo("\n".join(table.heading()))
     rows, sizes = [], [1 << n for n in range(most_rows.bit_length())]
-    for row in timed(job, source, sizes, min(on_host, process.cores() // threads) - 1):
+    for row in timed(job, sizes, min(on_host, process.cores() // threads) - 1):
         rows.append(row)
         click.echo(table.line(row))
     outputs = Outputs()

@@ -235,17 +235,17 @@ def plan_batch(
     from tqdm import tqdm
 
     from mpitrain.cli.terminal.progress import bar
-    from mpitrain.run.resolve import agree_on
+    from mpitrain.run.job import agree_on
     from mpitrain.tools.bench.results import machine
     from mpitrain.tools.plan.batch import report, search
 
-    agreed = agree_on(transport, read)
+    job = agree_on(transport, read)
     facts = {**machine(transport), "arguments": sys.argv[1:]}
     shown = BenchReport(transport, facts, {"json_file": json_file})
     if verified:
-        _check_choice(transport, agreed)
+        _check_choice(transport, job)
     with closing(bar(1, form="{desc}") if shown.is_root else tqdm(disable=True)) as phase:
-        result = search(transport, agreed, most, seconds, phase.set_description_str)
+        result = search(transport, job, most, seconds, phase.set_description_str)
     facts |= result.facts()
     shown.rows += result.timed
     shown.show("\n".join(report(result)))
@@ -254,15 +254,13 @@ def plan_batch(
     shown.end()
 
 
-def _check_choice(transport: Any, agreed: Any) -> None:
+def _check_choice(transport: Any, job: Any) -> None:
     """Raise ConfigError on every rank if there is no pipeline, or no choice of micro-batches. Collective."""
-    from mpitrain.run.resolve import resolve
     from mpitrain.tools.plan.micro_batches import counts
     from mpitrain.transport.agreement import on_all_ranks
 
-    resolved = resolve(transport, agreed)
-    rows = agreed.config.batch.size // resolved.axes.dp
-    on_all_ranks(transport, lambda: counts(agreed.config, resolved.axes.pp, rows))
+    rows = job.config.batch.size // job.axes.dp
+    on_all_ranks(transport, lambda: counts(job.config, job.axes.pp, rows))
 
 
 def _verify(

@@ -23,7 +23,7 @@ from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import installed_mkl
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.run.resolve import slow_heads
+from mpitrain.run.job import slow_heads
 from mpitrain.run.watcher import Watcher
 
 

@@ -7,6 +7,7 @@ replicas and m micro-batches of a step make a global batch of R dp m rows.
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.modes import check_synchronous
 from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.run.build import Job, build, model, open_data
+from mpitrain.run.build import build, open_data
 from mpitrain.run.counting import bytes_needed
+from mpitrain.run.job import Job, with_micro_batches
 from mpitrain.run.metrics import strict
-from mpitrain.run.resolve import Given, Resolved, resolve, with_micro_batches
 from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions
 from mpitrain.tools.plan.micro_batches import report as step_report
 from mpitrain.tools.plan.steps import (
@@ -96,7 +97,7 @@ class SearchResult(NamedTuple):
     step        of a pipeline: predictions for each number of micro-batches; None without a choice
     """
 
-    resolved: Resolved
+    resolved: Job
     source: Source
     parameters: int
     fit: Fit
@@ -126,7 +127,7 @@ class SearchResult(NamedTuple):
 
 def search(
     transport: Transport,
-    unresolved: Given,
+    resolved: Job,
     most: int,
     seconds: float,
     show: Callable[[str], None] = lambda text: None,
@@ -138,9 +139,8 @@ def search(
     show     called with a description of the work that begins
     raises   ConfigError on every rank, if the smallest micro-batch does not fit
     """
-    resolved = resolve(transport, unresolved)
     on_all_ranks(transport, lambda: _check_mode(resolved.config))
-    source = open_data(transport, unresolved)
+    source = open_data(transport, resolved)
     name = resolved.config.data.source
     on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
     show("counting")
@@ -166,7 +166,7 @@ def search(
         job.close()
     rows = (best or timed[-1]).rows
 
-    def fits(candidate: Resolved) -> bool:
+    def fits(candidate: Job) -> bool:
         return fit.room.needed + count(candidate)[0] <= fit.room.free
 
     def agreed(size: int | None) -> BatchSetting | None:
@@ -192,7 +192,7 @@ def search(
     )
 
 
-def _choices(resolved: Resolved, most: int) -> list[int]:
+def _choices(resolved: Job, most: int) -> list[int]:
     """Return the possible numbers of micro-batches of a pipeline; empty without a choice.
 
     most  largest number of rows in a micro-batch
@@ -214,7 +214,7 @@ def _check_mode(config: Config) -> None:
         )
 
 
-def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -> tuple[Fit, Job]:
+def _built(transport: Transport, resolved: Job, source: Source, fit: Fit) -> tuple[Fit, Job]:
     for _ in range(TRIES):
         changed = with_rows(resolved, fit.rows).config.changed({"optimizer.lr": Steps.STILL})
         try:
@@ -229,7 +229,7 @@ def _built(transport: Transport, resolved: Resolved, source: Source, fit: Fit) -
 
 def _noise(
     transport: Transport,
-    resolved: Resolved,
+    resolved: Job,
     steps: Steps,
     unit: int,
     timed: list[Timed],
@@ -250,24 +250,26 @@ def _noise(
     )
 
 
-def with_rows(resolved: Resolved, rows: int) -> Resolved:
+def with_rows(resolved: Job, rows: int) -> Job:
     """Return the job with `rows` rows in each of its micro-batches, whose number stays."""
     count = resolved.plan.micro_batches
     size = rows * resolved.axes.dp * count
     values = {"batch.size": size, "batch.micro_batches": count}
-    return resolved._replace(config=resolved.config.changed(values))
+    return replace(resolved, config=resolved.config.changed(values))
 
 
-def find_largest(transport: Transport, resolved: Resolved, source: Source, most: int) -> Fit:
+def find_largest(transport: Transport, resolved: Job, source: Source, most: int) -> Fit:
     """Return the largest micro-batch that fits on all ranks, of at most `most` rows. Collective.
 
     raises  ConfigError on every rank, if the smallest micro-batch does not fit
     """
-    config, axes, plan, *_, gpus, device = resolved
+    config, axes, plan, device = resolved.config, resolved.axes, resolved.plan, resolved.device
     unit = sequences_of(config)
     room = on_all_ranks(
         transport,
-        lambda: check_memory(transport, config, source, axes, len(plan.stage_of), device, gpus),
+        lambda: check_memory(
+            transport, config, source, axes, len(plan.stage_of), device, resolved.gpus
+        ),
     )
 
     def count(rows: int) -> tuple[int, int]:
@@ -300,7 +302,7 @@ def find_largest(transport: Transport, resolved: Resolved, source: Source, most:
 
 
 def counted_bytes(
-    transport: Transport, source: Source, room: Room, resolved: Resolved
+    transport: Transport, source: Source, room: Room, resolved: Job
 ) -> tuple[int, int]:
     """Count the bytes of activations in a step. No message is sent.
 
@@ -309,11 +311,7 @@ def counted_bytes(
     """
     try:
         nbytes, step = bytes_needed(
-            resolved,
-            source,
-            lambda layers: model(resolved.config, source, layers),
-            room,
-            transport.rank,
+            resolved, source, replace(resolved, source=source).units, room, transport.rank
         )
     except MpitrainError:
         raise
@@ -360,7 +358,7 @@ def largest_multiple(fits: Callable[[int], bool], unit: int, most: int) -> int:
 
 
 def setting(
-    resolved: Resolved, size: int, rows: int, fits: Callable[[Resolved], bool]
+    resolved: Job, size: int, rows: int, fits: Callable[[Job], bool]
 ) -> BatchSetting | None:
     """Return the setting with the fewest micro-batches that fits; None if none fits. No message is sent.
 
@@ -369,7 +367,7 @@ def setting(
     fits  whether the memory suffices for a job
     """
     own = -(-size // resolved.axes.dp)
-    job = resolved._replace(config=resolved.config.changed({"batch.size": size}))
+    job = replace(resolved, config=resolved.config.changed({"batch.size": size}))
     for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
         candidate = with_micro_batches(job, count)
         if candidate and fits(candidate):
@@ -377,7 +375,7 @@ def setting(
     return None
 
 
-def critical_size(resolved: Resolved, noise: Noise | None, unit: int) -> int | None:
+def critical_size(resolved: Job, noise: Noise | None, unit: int) -> int | None:
     """Return the global batch nearest to the gradient noise scale; None if that is not known.
 
     unit  the rows of a micro-batch are a multiple of it

@@ -14,6 +14,7 @@ import math
 from collections import Counter as Numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -52,10 +53,10 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, save, subplots
-from mpitrain.run.build import alone, model
+from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
-from mpitrain.run.resolve import Given, RunLocation, resolve_here
+from mpitrain.run.job import resolve_here
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -299,9 +300,8 @@ class Planner:
         shown: Callable[[Iterator[Any]], Iterable[Any]] = iter,
     ):
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
-        self._job, self._source, units = alone(alone_config, hosts[:1])
-        assert callable(units)
-        self._whole = units(described(self._job.device.ops, self._job.config.layout))
+        self._job = alone(alone_config, hosts[:1])
+        self._whole = self._job.units(described(self._job.device.ops, self._job.config.layout))
         self._config, self._hosts, self.ranks = self._job.config, hosts, len(hosts)
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
@@ -309,7 +309,7 @@ class Planner:
         if work is None:
             threads = max(1, process.cores() // on_host)
             others = 0 if is_on_device else min(on_host, process.cores() // threads) - 1
-            steps = timed_quickly(self._job, self._source, others)
+            steps = timed_quickly(self._job, others)
             rows = [row for _, of_size in shown(steps) for row in of_size]
             work = UnitTimes(facts_of(self._job, threads), rows)
         self.times: UnitTimes | None = None
@@ -405,9 +405,8 @@ class Planner:
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
         """Return the error with which `train` would refuse a layout."""
         config = layout.of(self._config)
-        agreed = Given(config, [*self._job.gpus], "", RunLocation(), config.device.passes)
         try:
-            resolve_here(agreed, self._hosts)
+            resolve_here(config, self._hosts)
         except ConfigError as error:
             return error
         return None
@@ -492,8 +491,8 @@ class Planner:
         config = self._config.changed(
             {"layout.tp": axes.tp, "pipeline.partition": ",".join(map(str, counts))}
         )
-        job = self._job._replace(config=config, axes=axes, plan=plan)
-        counter = Counter(job, self._source, lambda made: model(config, self._source, made))
+        job = replace(self._job, config=config, axes=axes, plan=plan)
+        counter = Counter(job, job.source, job.units)
         return [*map(counter.storage, range(axes.pp))]
 
     def _count_state(self, axes: Axes, zero: int) -> np.ndarray:
@@ -567,7 +566,7 @@ class Planner:
         check_model(layout.of(self._config))
         deep, plain = self._config.model.layers, layout._replace(recompute="none")
         (two, counts), keeps = self._two(layout, rows), self._kept(layout._replace(micro_batches=1))
-        tokens, *rest = self._source.shape
+        tokens, *rest = self._job.source.shape
         units, shape = list[CountedUnit](), (1, tokens // cp, *rest)
         for counted, once, unit, kept in zip(
             counts, self._two(plain, rows)[1], two, keeps, strict=True
@@ -598,8 +597,8 @@ class Planner:
             }
         )
         plan = plan_of(SERIAL, 1, layout.micro_batches)
-        job = self._job._replace(config=config, axes=layout.axes, plan=plan)
-        return Counter(job, self._source, lambda made: model(config, self._source, made))
+        job = replace(self._job, config=config, axes=layout.axes, plan=plan)
+        return Counter(job, job.source, job.units)
 
     def _plan(self, pp: int, m: int) -> tuple[Plan, Program]:
         """Return the schedule of m micro-batches, without and with messages."""

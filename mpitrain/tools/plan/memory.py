@@ -16,7 +16,7 @@ from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.counting import Counter, StepCounts, UnitCount
-from mpitrain.run.resolve import slow_heads
+from mpitrain.run.job import slow_heads
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -60,10 +60,10 @@ def ranks_of(config: Config) -> int:
 def count(unresolved: Config) -> Counted:
     """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
     ranks = ranks_of(unresolved)
-    job, source, units = alone(unresolved, ("",) * ranks)
+    job = alone(unresolved, ("",) * ranks)
     config, axes, plan = job.config, job.axes, job.plan
     counter, fixed = (
-        Counter(job, source, units),
+        Counter(job, job.source, job.units),
         divisor(axes, ("",) * ranks, config.replication.shard),
     )
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)

@@ -12,8 +12,7 @@ from mpitrain.pipeline.instructions import fused_at_the_input, training_program
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SCHEDULES, STREAMS
 from mpitrain.pipeline.simulate import Cost, peak, simulate
-from mpitrain.run.build import Job
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.tools.plan.stages import FAR, MessageTime, StageMeasurement, end_s, measure
 from mpitrain.tools.text_table import TextColumn, TextTable, marked
 
@@ -168,7 +167,7 @@ def predict(
     return predictions
 
 
-def measured_predictions(job: Job, resolved: Resolved, choices: Sequence[int]) -> StepPredictions:
+def measured_predictions(job: Job, resolved: Job, choices: Sequence[int]) -> StepPredictions:
     """Measure a job, and predict its step for each number of micro-batches. Collective.
 
     job       built, with at least the rows of the largest micro-batch
@@ -266,7 +265,7 @@ def explanation(
     ]
 
 
-def report(resolved: Resolved, step: StepPredictions, parameters: int) -> list[str]:
+def report(resolved: Job, step: StepPredictions, parameters: int) -> list[str]:
     """Return lines: the measurement, the table, and the recommended setting.
 
     parameters  number of the model's parameters

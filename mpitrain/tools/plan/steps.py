@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.run.build import Job
+from mpitrain.run.job import Job
 from mpitrain.tools.plan.stages import FAR
 
 SIZES = 9

@@ -5,19 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mpitrain.data import Source, Unopened
+from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.files import text_of
 from mpitrain.machine import process
-from mpitrain.run.build import model, unit_times
+from mpitrain.run.build import unit_times
 from mpitrain.run.counting import Counter
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.strict_json import validated
 
 MOST_LAYERS, MOST_TOKENS = 2, 4096
@@ -111,7 +112,7 @@ def kind_of(name: str) -> str:
     return next(word for word in reversed(name.split(".")) if not word.isdigit())
 
 
-def timed(job: Resolved, source: Source, every: Sequence[int], others: int) -> Iterator[TimedUnit]:
+def timed(job: Job, every: Sequence[int], others: int) -> Iterator[TimedUnit]:
     """Time one unit of each kind of a job's model for micro-batches of so many rows each.
 
     job     of one rank, with one micro-batch and without recomputation
@@ -119,23 +120,21 @@ def timed(job: Resolved, source: Source, every: Sequence[int], others: int) -> I
     """
     with at_work(others):
         for rows in every:
-            sized = _Sized.of(job, source, rows)
+            sized = _Sized.of(job, rows)
             wanted = [*{each: n for n, each in reversed([*enumerate(sized.sizes())])}.values()]
             yield from sized.timed(wanted)
 
 
-def timed_quickly(
-    job: Resolved, source: Source, others: int
-) -> Iterator[tuple[float, list[TimedUnit]]]:
+def timed_quickly(job: Job, others: int) -> Iterator[tuple[float, list[TimedUnit]]]:
     """Time one unit of each kind, at the largest sizes of at most MOST_FLOPS.
 
     Yields the fraction that is done with the rows of a size. Arguments as of `timed`.
     """
     left: dict[str, int] = {}
-    every = [rows for rows in SIZES if rows >= 1 or source.form == "tokens"]
+    every = [rows for rows in SIZES if rows >= 1 or job.source.form == "tokens"]
     with at_work(others):
         for done, rows in enumerate(every, 1):
-            sized = _Sized.of(job, source, rows)
+            sized = _Sized.of(job, rows)
             wanted: dict[str, int] = {}
             for index, (kind, flops, _) in enumerate(sized.sizes()):
                 fits = flops <= MOST_FLOPS or rows == every[-1]
@@ -154,31 +153,29 @@ class _Sized(NamedTuple):
     counter  counts its units
     """
 
-    job: Resolved
-    source: Source | Unopened
+    job: Job
     counter: Counter
 
     @classmethod
-    def of(cls, job: Resolved, source: Source, rows: float) -> "_Sized":
+    def of(cls, job: Job, rows: float) -> "_Sized":
         settings: dict[str, int] = {
             "model.layers": min(job.config.model.layers, MOST_LAYERS),
             "batch.size": max(1, int(rows)),
         }
-        part: Source | Unopened = source
+        source = job.source
         if source.form == "tokens":
             (context,) = source.shape
             if rows < 1:
                 settings["model.context"] = context = max(2, int(rows * context))
             tokens = min(source.inputs, MOST_TOKENS)
-            part = Unopened(source.form, (context,), tokens, min(source.classes, tokens))
-        config = job.config.changed(settings)
-        job = job._replace(config=config)
-        return cls(job, part, Counter(job, part, lambda made: model(config, part, made)))
+            source = Unopened(source.form, (context,), tokens, min(source.classes, tokens))
+        job = replace(job, config=job.config.changed(settings), source=source)
+        return cls(job, Counter(job, source, job.units))
 
     def sizes(self) -> list[tuple[str, int, int]]:
         """Return the kind, the FLOPs and the elements of the output of each unit."""
         shape, sizes = (
-            (self.job.config.batch.size, *self.source.shape),
+            (self.job.config.batch.size, *self.job.source.shape),
             list[tuple[str, int, int]](),
         )
         for unit, counted in zip(self.counter.model, self.counter.units(0), strict=True):
@@ -188,7 +185,7 @@ class _Sized(NamedTuple):
 
     def timed(self, wanted: Sequence[int]) -> Iterator[TimedUnit]:
         rows = self.job.config.batch.size
-        times = unit_times(self.job, self.source, wanted)
+        times = unit_times(self.job, wanted)
         for (kind, flops, elements), time in zip(self.sizes(), times, strict=True):
             if time:
                 yield TimedUnit(kind, rows, flops, elements, time.seconds, time.is_doubtful)
@@ -218,7 +215,7 @@ def at_work(others: int) -> Iterator[None]:
         yield
 
 
-def facts_of(job: Resolved, threads: int) -> dict[str, Any]:
+def facts_of(job: Job, threads: int) -> dict[str, Any]:
     """Describe the rank that times units with this number of BLAS threads."""
     kernels = job.device.kernels
     return {

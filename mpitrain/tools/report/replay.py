@@ -13,7 +13,8 @@ from mpitrain.config import Config
 from mpitrain.config.faults import injection
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
+from mpitrain.run.job import Job
 from mpitrain.run.metrics import strict
 from mpitrain.run.replicas import digest_record, state_digests
 from mpitrain.tools.plan.memory import ranks_of

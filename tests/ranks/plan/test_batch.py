@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,10 +17,9 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit
 from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import HostMemory
-from mpitrain.run.build import Job, build
-from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.build import build
 from mpitrain.run.choices import parse
-from mpitrain.run.resolve import agree_on
+from mpitrain.run.job import agree_on
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.plan import batch, steps
 from mpitrain.tools.plan import memory as plan_memory
@@ -202,7 +202,7 @@ def regression(transport, sigma, micro_batches, rows):
         config,
         Squares(),
     )
-    taken = Steps(Job(trainer, source, Done(0, 0, "")), rows)
+    taken = Steps(replace(trainer.resolved, trainer=trainer, source=source), rows)
     return steps.measure_noise(taken, rows, 1, bool), source
 
 

@@ -96,7 +96,7 @@ def test_digits_are_images_for_a_cnn_and_samples_for_an_mlp():
 def test_flops_are_those_of_all_windows():
     """Forward 2 FLOPs a multiply-add; backward twice as many, but for the pixels, which have no gradient."""
     job = alone(configured(*CNN), [""])
-    found = work_of(job.job, job.source, job.units, 0)
+    found = work_of(job, 0)
     pixels, later = 8 * 8 * 9 * 1 * 3, 4 * 4 * 9 * 3 * 5 + 2 * 2 * 5 * 24 + 24 * 10
     assert found.model == found.hardware == 24 * (2 * 2 * pixels + 3 * 2 * later)
 

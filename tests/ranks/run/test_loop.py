@@ -23,10 +23,11 @@ from mpitrain.config import parse, with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.layers.base import backward
+from mpitrain.models.table import units_of
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run import hooks, loop, watchdog
-from mpitrain.run.build import build, configured, model, open_run
+from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.run.inference import Inference
@@ -792,7 +793,7 @@ TOKENS = Unopened("tokens", (128,), 256, 256)
     [
         lambda transport, config, make: train(transport, lambda: make(config)),
         lambda transport, config, make: Trainer(
-            transport, lambda layers: make(model(config, TOKENS, layers)), config
+            transport, lambda layers: make(units_of(config.model, TOKENS, layers)), config
         ),
     ],
     ids=["configuration", "units"],

@@ -12,7 +12,6 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import layers
-from mpitrain.run import build as building
 from mpitrain.run import utilisation as measuring
 from mpitrain.run.build import build
 from mpitrain.run.utilisation import StepFlops, gemm_peak, work_of
@@ -30,13 +29,9 @@ def works(ranks, *settings):
     """The work of a step, the configuration and the parameters, as each rank finds them."""
 
     def run(transport):
-        trainer, source, _ = build(transport, config)
-        found = work_of(
-            trainer.resolved,
-            source,
-            lambda layers: building.model(trainer.config, source, layers),
-            trainer.parameter_count,
-        )
+        job = build(transport, config)
+        trainer = job.trainer
+        found = work_of(job, trainer.parameter_count)
         return found, trainer.counted, trainer.parameter_count
 
     config = configured(*settings)

@@ -10,7 +10,7 @@ from mpitrain.cli import commands
 from mpitrain.config import Config, Run, parse, plugins, read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.run import choices
-from mpitrain.run.resolve import agree_on
+from mpitrain.run.job import agree_on
 from mpitrain.run.run_dir import configuration
 from mpitrain.tables import Table
 from mpitrain.transport.threads import run_ranks
@@ -160,8 +160,8 @@ def test_ranks_without_the_same_plugin_are_refused_together(broken, tmp_path):
             written(tmp_path, odd if rank == 1 else "", f"{rank}.py")
 
     def configured(rank):
-        run = named(paths[rank]).run
-        return Config(run=Run(plugins=plugins.digests(run.plugins)))
+        (digest,) = plugins.digests(named(paths[rank]).run.plugins)
+        return Config(run=Run(plugins=[f"mine.py sha256:{digest}"]))
 
     def start(transport):
         with pytest.raises(ConfigError) as raised:

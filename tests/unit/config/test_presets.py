@@ -11,8 +11,8 @@ from mpitrain.config import PRESETS, Config, keys, merged, preset, with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.layers.plain import Plain
+from mpitrain.models.table import units_of
 from mpitrain.ops.device import ops_for
-from mpitrain.run.build import model
 from mpitrain.run.choices import parse
 
 
@@ -30,7 +30,7 @@ def test_a_preset_has_its_published_number_of_parameters(name, parameters, token
     config = parse(preset(name))
     vocabulary = config.data.vocabulary or 256
     source = Unopened("tokens", (config.model.context,), vocabulary, vocabulary)
-    units = model(config, source, Plain(ops_for("cpu")))  # Layers own no arrays.
+    units = units_of(config.model, source, Plain(ops_for("cpu")))  # Layers own no arrays.
     shapes = {
         unit.full_name(own): own.shape
         for unit in units

@@ -13,7 +13,7 @@ from mpitrain.machine import compiling, process
 from mpitrain.machine.arena import size_class
 from mpitrain.ops import device as devices
 from mpitrain.ops.device import backend_for
-from mpitrain.run.resolve import resolve
+from mpitrain.run.job import agree_on
 from mpitrain.transport import device
 from mpitrain.transport.device import (
     Direct,
@@ -74,7 +74,7 @@ def test_the_simulator_says_where_it_cannot_work(no_compiler, monkeypatch):
 )
 def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypatch):
     def run(transport):
-        return resolve(transport, parse({})).config.device.kind
+        return agree_on(transport, lambda: parse({})).config.device.kind
 
     seen = iter(gpus * 2)
     monkeypatch.setattr(process, "gpus", lambda: next(seen))
@@ -84,11 +84,14 @@ def test_auto_is_cuda_where_every_rank_finds_a_gpu(gpus, kind, one_gpu, monkeypa
 def test_what_auto_has_become_is_held_to_its_laws(one_gpu):
     with pytest.raises(ConfigError, match=r"but device\.kind") as raised:
         run_ranks(
-            2, lambda transport: resolve(transport, parse({"replication": {"wire": "topk:0.01"}}))
+            2,
+            lambda transport: agree_on(
+                transport, lambda: parse({"replication": {"wire": "topk:0.01"}})
+            ),
         )
     assert raised.value.agreed
     config = parse({"run": {"seed": 3}})
-    (found,) = run_ranks(1, lambda transport: resolve(transport, config))
+    (found,) = run_ranks(1, lambda transport: agree_on(transport, lambda: config))
     became = {"device.kind": "cuda", "batch.micro_batches": 1}
     assert found.config.flat() == config.flat() | became
 
@@ -98,7 +101,7 @@ def resolved_with(hosts, address):
 
     def resolves(transport):
         cupy.see(address(transport.rank))
-        resolve(transport, parse({"device": {"kind": "cuda"}}))
+        agree_on(transport, lambda: parse({"device": {"kind": "cuda"}}))
 
     run_ranks(len(hosts), resolves, hosts=hosts)
 

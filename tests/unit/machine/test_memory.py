@@ -14,7 +14,7 @@ from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import MODELS
+from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, TensorWise
@@ -26,7 +26,7 @@ from mpitrain.run import build
 from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
 from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
-from mpitrain.run.resolve import Resolved, resolve
+from mpitrain.run.job import Job, agree_on
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -48,18 +48,18 @@ def config_of(kind="gpt", layers=3, **more):
 
 def resolved(config, ranks=1):
     placed, plan = axes(config, ranks, servers_of(config)), plan_of("1f1b", 1, 1)
-    return Resolved(config, placed, plan, parse_wire("none"), DEFAULT, [], device_for("cpu"))
+    return Job(config, placed, plan, parse_wire("none"), DEFAULT, [], device_for("cpu"))
 
 
 def check(transport, found, source=SOURCES["gpt"]):
-    config, axes, plan, *_, device = found
+    config, axes, plan, device = found.config, found.axes, found.plan, found.device
     return memory.check_memory(
         transport, config, source, axes, len(plan.stage_of), device, found.gpus
     )
 
 
 def sizes_of(found, shards, source=SOURCES["gpt"]):
-    config, axes, plan, *_, device = found
+    config, axes, plan, device = found.config, found.axes, found.plan, found.device
     return memory.sizes(config, source, axes, len(plan.stage_of), device, shards)
 
 
@@ -67,7 +67,7 @@ def sizes_of(found, shards, source=SOURCES["gpt"]):
 @pytest.mark.parametrize("layers", (1, 2, 3, 7))
 def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
     config = config_of(kind, layers)
-    storage = Storage(build.model(config, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
+    storage = Storage(units_of(config.model, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
     found, count = sizes_of(resolved(config), 1, SOURCES[kind])
     assert (found.length, count) == (storage.length, storage.parameter_count)
 
@@ -141,8 +141,8 @@ def check_held(ranks, sections, rounding=1e-12):
         trainer.sync_parameters()
         sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
         if config.model.freeze:
-            _, axes, plan, *_, device = trainer.resolved
-            where = SOURCES["gpt"], axes, len(plan.stage_of), device
+            job = trainer.resolved
+            where = SOURCES["gpt"], job.axes, len(job.plan.stage_of), job.device
             sizes = memory.frozen_sizes(sizes, config, *where)
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0, slot=0))
@@ -268,7 +268,7 @@ def test_the_memory_of_a_gpu_is_counted_for_the_ranks_that_use_it(
             gpu = gpus[transport.rank]
             address, uuid = ("0", gpu.encode() * 16) if is_mig else (gpu, b"")
             cupy.see(f"0000:0{address}:00.0", uuid=uuid, memory=(free[transport.rank], 80 << 30))
-            found = resolve(transport, config)
+            found = agree_on(transport, lambda: config)
             room = on_all_ranks(transport, lambda: check(transport, found, tokens))
             return len(room.ranks), room.free, round(room.needed / 1e9, 1)
 

@@ -12,7 +12,7 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import compiled
-from mpitrain.run.resolve import RunLocation, agree_on, resolve_here
+from mpitrain.run.job import RunLocation, agree_on
 from mpitrain.transport.threads import run_ranks
 from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
@@ -125,7 +125,7 @@ def passes_of(ranks, recorded="auto"):
         config = configured("device.kind=cpu")
         return agree_on(transport, lambda: config, lambda config: RunLocation(passes=recorded))
 
-    return [given.passes for given in run_ranks(ranks, agreed)]
+    return [job.config.device.passes for job in run_ranks(ranks, agreed)]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,7 @@ def test_ranks_agree_on_passes_and_a_resume_keeps_them(monkeypatch, given, able,
     def passes(transport):
         place = RunLocation(passes=recorded)
         config = configured("device.kind=cpu", f"device.passes={given}")
-        agreed = agree_on(transport, lambda: config, lambda config: place)
-        return resolve_here(agreed, transport.hosts).config.device.passes
+        return agree_on(transport, lambda: config, lambda config: place).config.device.passes
 
     answers = list(able)
     monkeypatch.setattr(

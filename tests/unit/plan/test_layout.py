@@ -228,7 +228,8 @@ def test_units_of_each_kind_are_timed_once_at_the_two_largest_sizes_of_few_flops
     """A head of a large vocabulary and a long row would take most of the time."""
     sizes, heads = [], []
 
-    def timed(job, source, wanted):
+    def timed(job, wanted):
+        source = job.source
         sizes.append((job.config.batch.size, *source.shape))
         heads.append(source.inputs)
         names = ("embedding", "attention", "mlp", "attention", "mlp", "head")
@@ -236,11 +237,11 @@ def test_units_of_each_kind_are_timed_once_at_the_two_largest_sizes_of_few_flops
 
     monkeypatch.setattr(units, "unit_times", timed)
     given = ["device.kind=cpu", "model.context=64", "data.vocabulary=50000", "model.width=64"]
-    job, source, _ = alone(configured(*given), ["a"])
+    job = alone(configured(*given), ["a"])
     for most in (1e12, 1e7):
         sizes.clear()
         monkeypatch.setattr(units, "MOST_FLOPS", most)
-        steps = [*units.timed_quickly(job, source, 0)]
+        steps = [*units.timed_quickly(job, 0)]
         rows = [row for _, of_size in steps for row in of_size]
         numbers = {kind: [row.unit for row in rows].count(kind) for kind in {r.unit for r in rows}}
         assert numbers == dict.fromkeys(("embedding", "attention", "mlp", "head"), 2)

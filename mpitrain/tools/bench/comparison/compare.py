@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import Config
 from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
+from mpitrain.run.job import Job
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.tools.bench.comparison.formulas import letters_in, predicted, words_of
 from mpitrain.tools.bench.comparison.modes import WARM_UP

@@ -33,7 +33,7 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.weight_stashing import StageUpdate
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
-from mpitrain.run.build import Job
+from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"

@@ -14,7 +14,7 @@ from mpitrain.parallel.grid import axes, divisor
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
-from mpitrain.run.resolve import agree_on, resolve_here
+from mpitrain.run.job import resolve_here
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -197,8 +197,7 @@ def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
     """
     for mode, config in configs.items():
         try:
-            agreed = agree_on(transport, partial(checked, config))
-            on_all_ranks(transport, partial(resolve_here, agreed, transport.hosts))
+            on_all_ranks(transport, partial(resolve_here, checked(config), transport.hosts))
             if any(is_file(config.flat()[key]) for key in ALGORITHMS):
                 build(transport, config).close()
         except ConfigError as error:

@@ -9,9 +9,9 @@ from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.models.table import MODELS, check_model
 from mpitrain.ops.host.attention import TILED_FROM
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
 from mpitrain.run.choices import parse
-from mpitrain.run.resolve import Resolved
+from mpitrain.run.job import Job
 from mpitrain.tools.bench.comparison.formulas import predicted
 from mpitrain.tools.bench.training.steps import Ours, alternate, shown
 from mpitrain.tools.bench.turns import ratios, spread, verdict
@@ -35,20 +35,20 @@ class Trick(NamedTuple):
     is_on   (job) -> whether the job has the trick; None: the job has it unless its values are `off`
     """
 
-    on: Callable[[Resolved], Settings]
+    on: Callable[[Job], Settings]
     off: Settings
-    reason: Callable[[Resolved], str]
+    reason: Callable[[Job], str]
     said: str = ""
-    is_on: Callable[[Resolved], bool] | None = None
+    is_on: Callable[[Job], bool] | None = None
 
-    def is_used(self, job: Resolved) -> bool:
+    def is_used(self, job: Job) -> bool:
         if self.is_on:
             return self.is_on(job)
         values = job.config.flat()
         return any(values[key] != value for key, value in self.off.items())
 
 
-Reason = Callable[[Resolved], str]
+Reason = Callable[[Job], str]
 
 
 def of_key(
@@ -57,7 +57,7 @@ def of_key(
     off: Any,
     *reasons: Reason,
     said: str = "",
-    is_on: Callable[[Resolved], bool] | None = None,
+    is_on: Callable[[Job], bool] | None = None,
 ) -> Trick:
     """Return the trick that one key turns on and off."""
     return Trick(lambda job: {key: on}, {key: off}, first_of(*reasons), said, is_on)
@@ -67,7 +67,7 @@ def first_of(*reasons: Reason) -> Reason:
     return lambda job: next(filter(None, (reason(job) for reason in reasons)), "")
 
 
-def unless(holds: Callable[[Resolved], bool], text: str) -> Reason:
+def unless(holds: Callable[[Job], bool], text: str) -> Reason:
     return lambda job: "" if holds(job) else text
 
 
@@ -77,11 +77,11 @@ def is_one_of(key: str, *values: Any, text: str = "") -> Reason:
     return unless(lambda job: job.config.flat()[key] in values, other)
 
 
-def _replica_rows(job: Resolved) -> int:
+def _replica_rows(job: Job) -> int:
     return job.config.batch.size // job.axes.dp
 
 
-def _divides(job: Resolved) -> str:
+def _divides(job: Job) -> str:
     """Return why all ranks with the same parameters could not share rows; empty if they could."""
     layout = job.config.layout.model_copy(update={"cp": job.axes.copies, "dp": 1})
     try:
@@ -117,7 +117,7 @@ SLICES = unless(lambda job: job.axes.tp > 1, "layout.tp is 1")
 EXACT = is_one_of("replication.wire", "none", "int8", text="replication.wire is another format")
 
 
-def _is_tiled(job: Resolved) -> bool:
+def _is_tiled(job: Job) -> bool:
     wanted, context = job.config.memory.attention, job.config.model.context
     return wanted == "tiled" or (wanted == "auto" and context >= TILED_FROM)
 

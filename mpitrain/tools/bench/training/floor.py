@@ -4,6 +4,7 @@ Legend: M rows, K inputs, N outputs of a linear layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -16,7 +17,7 @@ from mpitrain.ops import Ops
 from mpitrain.ops.host.attention_whole import QUERIES
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.seen import CAUSAL, Seen
-from mpitrain.run.build import Job, model
+from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.training.steps import Result
 from mpitrain.tools.bench.turns import ratios, spread
@@ -136,11 +137,7 @@ def recorded(transport: Transport, job: Job) -> list[Operands]:
 
     bodies = {name: noted(name, body) for name, body in vars(resolved.device.ops).items()}
     device = resolved.device._replace(ops=cast(Ops, SimpleNamespace(**bodies)))
-    trainer = Trainer(
-        transport,
-        lambda layers: model(resolved.config, job.source, layers),
-        resolved._replace(device=device),
-    )
+    trainer = Trainer(transport, job.units, replace(resolved, device=device))
     trainer.step(0, *trainer.replication.rows.batch(job.data, 0))
     trainer.close()
     return products

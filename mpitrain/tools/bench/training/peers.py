@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.models.table import kinds
 from mpitrain.optim import RULES
 from mpitrain.parallel.modes import MODES
-from mpitrain.run.build import Job
+from mpitrain.run.job import Job
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 

@@ -10,7 +10,8 @@ from mpitrain.config import Config
 from mpitrain.data.tokens import TokenSource
 from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.machine import process
-from mpitrain.run.build import Job, build
+from mpitrain.run.build import build
+from mpitrain.run.job import Job
 from mpitrain.tools.bench.training.floor import BareProducts, recorded
 from mpitrain.tools.bench.training.peers import peer_of
 from mpitrain.tools.bench.training.steps import Ours, Result, alternate

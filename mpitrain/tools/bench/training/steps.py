@@ -21,7 +21,7 @@ from mpitrain.parallel.modes import mode_of
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import peak
-from mpitrain.run.build import Job
+from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.turns import FAR, is_spoilt, ratios, spread, take_turns
 from mpitrain.tools.plan.stages import measure

@@ -1,12 +1,13 @@
-"""The first two agreements of a start: on the configuration as given, and on it as resolved.
+"""A job: the configuration on which all ranks agree, with its automatic values resolved.
 
-`agree_on` gathers the configuration of each rank. `resolve_here` then sets on each rank the values
-that were automatic: device, passes, mesh axes, schedule and micro-batches. `resolve` compares the results over
-ranks; a run compares them in `build`, together with facts about its data.
+`agree_on` makes it in one gather. `build` then opens its data, and makes its trainer.
 """
 
+from __future__ import annotations  # help() prints signatures as they are written here.
+
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +18,15 @@ from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
-from mpitrain.data import beside, source_kind
+from mpitrain.data import Source, Unopened, beside, source_kind
 from mpitrain.data.templates import with_day
 from mpitrain.errors import ConfigError, brief, say
+from mpitrain.layers.base import Unit
+from mpitrain.layers.plain import Plain
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.compiling import NO_COMPILER
 from mpitrain.machine.process import Gpu, gpu_identities
-from mpitrain.models.table import MODELS
+from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
@@ -34,6 +37,7 @@ from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import goes_in_passes
+from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import check
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
@@ -72,86 +76,24 @@ class RunLocation(NamedTuple):
     day: str = ""
 
 
-class Given(NamedTuple):
-    """A configuration on which all ranks agree, before it is resolved.
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run in memory: what the ranks have agreed on and resolved; once built, trainer and data.
 
-    config    from `parse`; rank 0 has replaced an empty data.validation
-    passes    the device.passes that `auto` is on processors
-    gpus      the GPU of each rank, by rank; none where device.kind needs none
-    run       a random identity, for a run that resumes no checkpoint
-    location  the run directory and the checkpoint to resume from, as rank 0 found them
-    """
+    config    with device.kind, device.passes and batch.micro_batches set; `build` adds what the
+              data determine
+    axes      the size of each mesh axis, with dp set
+    plan      the pipeline schedule, and the stage of each model chunk
+    wire      the format of gradient compression
+    tuning    the parameters of the cost model, by which `auto` chooses algorithms
+    gpus      the GPU of each rank, by rank; empty unless device.kind is cuda
+    device    the device of this rank
+    done      the progress: steps and samples so far, and the identity of the run
+    location  the run directory and the checkpoint to resume from
+    source    the data source, or only its sizes where no data are needed
+    trainer   a Trainer: the model, ready for training or inference
 
-    config: Config
-    gpus: list[process.Gpu]
-    run: str
-    location: RunLocation
-    passes: str
-
-
-def agree_on(
-    transport: Transport,
-    configured: Callable[[], Config],
-    look: Callable[[Config], RunLocation | None] = lambda config: RunLocation(),
-) -> Given:
-    """Agree on the configuration as it was given; collective, in one gather.
-
-    configured  returns this rank's configuration
-    look        returns the location of the run; that of rank 0 counts
-    raises      MpitrainError on every rank, if either raises it, or if configurations differ
-    """
-    configs: list[Config] = []
-
-    def record() -> list[Any]:
-        configs.append(config := configured())
-        source, kind, place = config.data.source, config.device.kind, look(config)
-        gpu = process.current_gpu() if kind in ("auto", "cuda") else process.Gpu()
-        lacks = ""
-        if config.device.passes == "auto" and kind in ("auto", "cpu"):
-            from mpitrain.ops.host import compiled
-
-            lacks = SEES_GPU if gpu.seen else compiled.lacks(config.precision.stored)
-        return [
-            config.flat(),
-            gpu,
-            uuid4().hex,
-            place,
-            beside(source) if source_kind(source).is_token_file else "",
-            lacks,
-            blas_kernels.in_use(),
-            date.today().isoformat(),
-        ]
-
-    everyone = from_all_ranks(transport, record)
-    flats, gpus, runs, places, validations, lacking, products, days = zip(*everyone, strict=True)
-    check_same("configuration", flats, transport.hosts)
-    (config,), location = configs, RunLocation(*places[0])
-    validation = location.held_out or config.data.validation or validations[0]
-    named = {
-        f"data.{key}": getattr(config.data, key) or then for key, then in location.named.items()
-    }
-    named["data.template"] = with_day(config.data.template, location.day or days[0])
-    config = config.changed({"data.validation": validation, **named})
-    if transport.rank == 0:
-        _say_that_kernels_differ({*zip(transport.hosts, *zip(*products, strict=True), strict=True)})
-    passes = location.passes
-    if passes == "auto":
-        passes = "numpy" if any(lacking) else "compiled"
-        if transport.rank == 0 and any(lacking):
-            _say_why_numpy(lacking, transport.hosts)
-    return Given(config, [process.Gpu(*gpu) for gpu in gpus], runs[0], location, passes)
-
-
-class Resolved(NamedTuple):
-    """A configuration with its automatic values resolved for these ranks.
-
-    config  with device.kind, device.passes and batch.micro_batches set
-    axes    the size of each mesh axis, with dp set
-    plan    the pipeline schedule, and the stage of each model chunk
-    wire    the format of gradient compression
-    tuning  the parameters of the cost model, by which `auto` chooses algorithms
-    gpus    the GPU of each rank, by rank; empty unless device.kind is cuda
-    device  the device of this rank
+    Iteration gives trainer, source and done.
     """
 
     config: Config
@@ -161,6 +103,32 @@ class Resolved(NamedTuple):
     tuning: Tuning
     gpus: Sequence[Gpu]
     device: Device
+    done: Done = field(default_factory=lambda: Done(0, 0, ""))
+    location: RunLocation = field(default_factory=RunLocation)
+    # `build` sets both. The type of the trainer is not named, for its module imports this one.
+    source: Source | Unopened = None  # type: ignore[assignment]
+    trainer: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.trainer, self.source, self.done))
+
+    @property
+    def data(self) -> Source:
+        """The data source, of a job that was built with one."""
+        assert not isinstance(self.source, Unopened)
+        return self.source
+
+    @property
+    def step(self) -> int:
+        return self.done.step
+
+    def units(self, layers: Plain) -> list[Unit]:
+        """Return the units of the whole model for the data source; `layers` makes the layers."""
+        return list(units_of(self.config.model, self.source, layers))
+
+    def close(self) -> None:
+        """Free the communicators and windows of the job; collective. Do not use it afterwards."""
+        self.trainer.close()
 
 
 SEES_GPU = "it sees a GPU."
@@ -169,24 +137,116 @@ FILES = "data source and checkpoint"
 """The subject of an error about ranks whose facts, as of `facts_of`, differ."""
 
 
-def resolve(transport: Transport, config: Config | Given) -> Resolved:
-    """Resolve a configuration, the second agreement of a start; collective, in one gather.
+def agree_on(
+    transport: Transport,
+    configured: Callable[[], Config],
+    look: Callable[[Config], RunLocation | None] = lambda config: RunLocation(),
+) -> Job:
+    """Agree on a configuration, and resolve its automatic values; collective, in one gather.
 
-    A configuration that is not `Given` costs the first agreement, too.
+    configured  returns this rank's configuration
+    look        returns the location of the run; that of rank 0 counts
+    raises      MpitrainError on every rank, if either raises it, if configurations differ, or if
+                they do not fit ranks, hosts or a rank's device
     """
-    agreed = config if isinstance(config, Given) else agree_on(transport, lambda: config)
-    resolved = on_all_ranks(
-        transport, lambda: resolve_here(agreed, transport.hosts), FILES, facts_of
+    hosts = transport.hosts
+    configs: list[Config] = []
+    jobs: list[Job] = []
+
+    def record() -> list[Any]:
+        configs.append(config := configured())
+        location = look(config)
+        gpu, lacks = machine = machine_of(config)
+        jobs.append(job := resolve_here(config, hosts, machine))
+        return [
+            config.flat(),
+            gpu,
+            uuid4().hex,
+            location,
+            beside_source(config),
+            lacks,
+            blas_kernels.in_use(),
+            date.today().isoformat(),
+            [job.config.device.kind, job.config.device.passes],
+            facts_of(job),
+        ]
+
+    everyone = from_all_ranks(transport, record)
+    flats, seen, runs, places, validations, reasons, products, days, own, facts = zip(
+        *everyone, strict=True
     )
-    say_resolved(transport, agreed.config, resolved)
-    return resolved
+    check_same("configuration", flats, hosts)
+    check_same(FILES, facts, hosts)
+    (config,), (job,), location = configs, jobs, RunLocation(*places[0])
+    if transport.rank == 0:
+        _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})
+        if location.passes == "auto":
+            say_why_numpy(reasons, hosts)
+    gpus = [Gpu(*gpu) for gpu in seen]
+    kind: str = config.device.kind
+    passes: str = config.device.passes
+    if kind == "auto":
+        kind = "cuda" if all(gpu.seen for gpu in gpus) else "cpu"
+    if (kind, passes) == ("cpu", "auto"):
+        passes = location.passes
+        if passes == "auto":
+            passes = "numpy" if any(reasons) else "compiled"
+    if any(device != [kind, passes] for device in own):  # A rank has chosen without the others.
+        device = {"device.kind": kind, "device.passes": passes}
+        job = on_all_ranks(transport, lambda: resolve_here(config.changed(device), hosts))
+    job = replace(
+        job,
+        config=with_data_found(job.config, location, validations[0], days[0]),
+        gpus=gpus * (kind == "cuda"),
+        done=Done(0, 0, runs[0]),
+        location=location,
+    )
+    if transport.rank == 0:
+        _say_that_attention_is_small(config, job.config)
+        if kind == "cuda":
+            _say_who_shares(gpus, hosts)
+    return job
 
 
-def facts_of(resolved: Resolved) -> dict[str, Any]:
+def with_data_found(config: Config, location: RunLocation, validation: str, today: str) -> Config:
+    """Return the configuration with the keys of [data] that its run, a file or the day determine.
+
+    validation  the default of data.validation, from `beside_source`
+    """
+    data = config.data
+    values = {f"data.{key}": getattr(data, key) or then for key, then in location.named.items()}
+    values["data.validation"] = location.held_out or data.validation or validation
+    values["data.template"] = with_day(data.template, location.day or today)
+    return config.changed(values)
+
+
+def beside_source(config: Config) -> str:
+    """Return the file of held-out rows beside data.source, or "" if there is none."""
+    source = config.data.source
+    return beside(source) if source_kind(source).is_token_file else ""
+
+
+def machine_of(config: Config) -> tuple[Gpu, str]:
+    """Return this rank's GPU, and why it has no compiled passes on processors, or "".
+
+    Without a need for either, the GPU is none and the text empty.
+    """
+    kind = config.device.kind
+    gpu = process.current_gpu() if kind in ("auto", "cuda") else Gpu()
+    if config.device.passes != "auto" or kind not in ("auto", "cpu"):
+        return gpu, ""
+    if gpu.seen:
+        return gpu, SEES_GPU
+    from mpitrain.ops.host import compiled
+
+    return gpu, compiled.lacks(config.precision.stored)
+
+
+def facts_of(job: Job) -> dict[str, Any]:
     """Return digests of the files of a configuration, in which all ranks must agree."""
     return {
-        "replication.tuning": crc32(repr(resolved.tuning).encode()),
-        "pipeline.schedule": crc32(repr(resolved.plan).encode()),
+        "replication.tuning": crc32(repr(job.tuning).encode()),
+        "pipeline.schedule": crc32(repr(job.plan).encode()),
     }
 
 
@@ -203,46 +263,43 @@ def _say_that_kernels_differ(products: set[tuple[str, str, str]]) -> None:
         )
 
 
-def _say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
+def say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
     """Print the first reason for which not all ranks have compiled passes.
 
     lacking  of each rank, as `compiled.lacks` says; nothing is printed where no rank has a compiler
     """
     rank, reason = next(((rank, reason) for rank, reason in enumerate(lacking) if reason), (0, ""))
-    if {*lacking} - {NO_COMPILER, SEES_GPU}:
+    if {*lacking} - {"", NO_COMPILER, SEES_GPU}:
         say(
             "note: LayerNorm, GELU and attention use NumPy's passes, which are slower and round otherwise. "
             f"On rank {rank} ({hosts[rank]}): {brief(' '.join(reason.split()))}"
         )
 
 
-def say_resolved(transport: Transport, config: Config, resolved: Resolved) -> None:
-    """Print on rank 0 what was resolved otherwise than a user may expect."""
-    if transport.rank == 0:
-        _say_that_attention_is_small(config, resolved)
-        if resolved.device.kind == "cuda":
-            _say_who_shares(resolved.gpus, transport.hosts)
+def resolve_here(
+    config: Config, hosts: Sequence[str], machine: tuple[Gpu, str] | None = None
+) -> Job:
+    """Resolve a configuration on this rank; `agree_on` does so on all ranks together.
 
-
-def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
-    """Resolve a configuration on this rank; `resolve` does so on all ranks together.
-
-    hosts   host of every rank, by rank
-    raises  ConfigError if it does not fit the ranks, hosts or this rank's device
+    hosts    host of every rank, by rank
+    machine  as `machine_of` returns it; None: it is called
+    raises   ConfigError if it does not fit the ranks, hosts or this rank's device
     """
-    check(agreed.config)
-    config = checked(agreed.config)
+    kind, passes = config.device.kind, config.device.passes
+    gpu, lacks = machine or machine_of(config)
+    if kind == "auto":
+        kind = "cuda" if gpu.seen else "cpu"
+    if (kind, passes) == ("cpu", "auto"):
+        passes = "numpy" if lacks else "compiled"
+    config = config.changed({"device.kind": kind, "device.passes": passes})
+    config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
+    check(config)
+    config = checked(config)
     servers = servers_of(config)
     sizes = axes(config, len(hosts), servers)
     divisor(sizes, hosts, config.replication.shard)
     plan = _planned(config, sizes)
     _check_gathers(config, len(plan.stage_of))
-    kind = config.device.kind
-    if kind == "auto":
-        kind = "cuda" if all(gpu.seen for gpu in agreed.gpus) else "cpu"
-    passes: str = config.device.passes
-    if (kind, passes) == ("cpu", "auto"):
-        passes = agreed.passes
     device = device_for(
         kind,
         config.device.gemm,
@@ -251,30 +308,22 @@ def resolve_here(agreed: Given, hosts: Sequence[str]) -> Resolved:
         attention=config.memory.attention,
         passes=passes,
     )
-    config = config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update={"micro_batches": plan.micro_batches}),
-            "device": config.device.model_copy(update={"kind": kind, "passes": passes}),
-            "memory": _with_gain(config, kind),
-        }
-    )
-    config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
-    check(config)
-    axes(
-        config, len(hosts), servers
-    )  # Each micro-batch needs a row; their number may have changed.
+    config = config.model_copy(update={"memory": _with_gain(config, kind)})
+    config = config.changed({"batch.micro_batches": plan.micro_batches})
+    # Each micro-batch needs a row; their number may have changed.
+    axes(config, len(hosts), servers)
     check_rows(config, sizes)
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
-    tuning, gpus = read_tuning(Path(file)) if file else DEFAULT, agreed.gpus * (kind == "cuda")
-    return Resolved(config, sizes, plan, wire, tuning, gpus, device)
+    tuning = read_tuning(Path(file)) if file else DEFAULT
+    return Job(config, sizes, plan, wire, tuning, [gpu] * len(hosts) * (kind == "cuda"), device)
 
 
-def with_micro_batches(resolved: Resolved, micro_batches: int) -> Resolved | None:
-    """Return `resolved` with this number of micro-batches; None if rows or schedule exclude it."""
-    config = resolved.config.changed({"batch.micro_batches": micro_batches})
+def with_micro_batches(job: Job, micro_batches: int) -> Job | None:
+    """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
+    config = job.config.changed({"batch.micro_batches": micro_batches})
     try:
-        check_rows(config, resolved.axes)
-        return resolved._replace(config=config, plan=_planned(config, resolved.axes))
+        check_rows(config, job.axes)
+        return replace(job, config=config, plan=_planned(config, job.axes))
     except ConfigError:
         return None
 
@@ -294,8 +343,8 @@ def _with_gain(config: Config, kind: str) -> Memory:
     return memory
 
 
-def _say_that_attention_is_small(config: Config, resolved: Resolved) -> None:
-    if config.memory.recompute != resolved.config.memory.recompute:
+def _say_that_attention_is_small(asked: Config, config: Config) -> None:
+    if asked.memory.recompute != config.memory.recompute:
         say(
             "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
             "unit saves more."
