@@ -13,6 +13,7 @@ from mpitrain import __version__
 from mpitrain.cli.session import leave_usage
 from mpitrain.cli.terminal.output import open_output, silence
 from mpitrain.errors import ConfigError, MpitrainError, brief, say
+from mpitrain.hints import foreign, hint, similar
 from mpitrain.machine.process import launched, leave_job_of_parent
 
 USAGE = 2
@@ -122,6 +123,15 @@ class CommandGroup(click.Group):
     def list_commands(self, context: click.Context) -> list[str]:
         return [name for name, command in self.commands.items() if not command.hidden]
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(context, name) is None:
+            ending = hint(name, self.list_commands(context), is_command=True)
+            raise click.UsageError(f"No such command {name!r}{ending}", context)
+        return super().resolve_command(context, args)
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(self.sentences(context))
@@ -141,12 +151,6 @@ class RootCommand(click.Command):
         return super().invoke(context) if launched().rank == 0 else None
 
 
-def similar(name: str) -> str | None:
-    import difflib
-
-    return next(iter(difflib.get_close_matches(name, WORDS, 1, 0.5)), None)
-
-
 @cache
 def _loaded(home: str) -> click.Command:
     module, _, name = home.partition(":")
@@ -154,6 +158,53 @@ def _loaded(home: str) -> click.Command:
         importlib.import_module(f"mpitrain.cli.{module}"), name or "command"
     )
     return command
+
+
+LINE = "mpitrain.line"
+"""Key of the context: the words behind `mpitrain`."""
+
+
+def explained(error: click.NoSuchOption, words: list[str]) -> click.UsageError:
+    """Return the error for an unknown option: what it is here, or which option or key is meant.
+
+    words  the command line, which has the value of the option
+    """
+    context, option = error.ctx, error.option_name
+    assert context is not None
+    params = [each for each in context.command.params if isinstance(each, click.Option)]
+    meant = {name: [name] for each in params if not each.hidden for name in each.opts}
+    value = _value_of(option, words)
+    keys = []
+    if "settings" in {each.name for each in params}:
+        from mpitrain.config import keys as all_keys
+
+        keys = [key.name for key in all_keys()]
+    for key in keys:
+        for spelling in {key, key.replace(".", "-"), key.partition(".")[2]}:
+            name = f"--{spelling.replace('_', '-')}"
+            if [name] != meant.get(name):
+                meant.setdefault(name, []).append(f"--set {key}={value}")
+    ending, spelt = ".", option.replace("_", "-")
+    if spelt in meant:
+        ending = f"; did you mean {' or '.join(meant[spelt])}?"
+    elif row := foreign(option):
+        key, _, its_value = row.ours.partition("`")[2].partition("`")[0].partition("=")
+        if key in keys and row.ours.startswith("`"):
+            rest = row.ours.partition("`")[2].partition("`")[2]
+            row = row._replace(ours=f"`--set {key}={its_value or value}`{rest}")
+        ending = f". {row}"
+    elif close := similar(spelt, meant):
+        ending = f"; did you mean {' or '.join(meant[close[0]])}?"
+    elif passed := [each for each in params if "--with" in each.opts]:
+        ending = f". --with: {passed[0].help}"
+    return click.UsageError(f"No such option: {option}{ending}", context)
+
+
+def _value_of(option: str, words: list[str]) -> str:
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.partition("=")[0] == option:
+            return word.partition("=")[2] or ("VALUE" if following[:2] == "--" else following)
+    return "VALUE"
 
 
 class LazyGroup(CommandGroup):
@@ -181,16 +232,19 @@ class LazyGroup(CommandGroup):
             return GROUPS[name]
         return _loaded(self.words[name].home) if name in self.words else None
 
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name in self.words or name.startswith("-"):
-            return super().resolve_command(context, args)
-        close = similar(name)
-        raise click.UsageError(
-            f"No such command {name!r}" + (f"; did you mean {close!r}?" if close else "."), context
-        )
+    def make_context(
+        self, info_name: str | None, args: list[str], *rest: Any, **more: Any
+    ) -> click.Context:
+        words = list(args)
+        context = super().make_context(info_name, args, *rest, **more)
+        context.meta.setdefault(LINE, words)
+        return context
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except click.NoSuchOption as error:
+            raise explained(error, context.meta[LINE]) from None
 
     def sentences(self, context: click.Context) -> list[tuple[str, str]]:
         return [(name, listed.sentence) for name, listed in self.listed.items()]

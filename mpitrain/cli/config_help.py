@@ -4,11 +4,16 @@ import json
 import shutil
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 from textwrap import TextWrapper, fill
 
 import click
+import tomli_w
 
-from mpitrain.config import ConfigKey
+from mpitrain.config import Config, ConfigKey
+from mpitrain.errors import ConfigError
+from mpitrain.files import cannot_write, write_whole
+from mpitrain.hints import foreign
 from mpitrain.run.choices import keys
 
 EXPERT = {
@@ -34,18 +39,27 @@ EXPERT = {
 """The keys that only experts turn, by what they are about."""
 
 
-def print_keys(section: str) -> None:
-    """Print the keys of a section, or of "all", each with default, type, range and help."""
+def print_keys(word: str) -> None:
+    """Print keys with default, type, range and help: of a section, of "all", or those with this word.
+
+    A word is searched in the names; only if it is in none, in the help and in the words of other
+    tools.
+    """
     sections = list(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
-    if section not in ("all", *sections):
+    shown = [key for key in keys() if word in ("all", key.name.partition(".")[0])]
+    shown = shown or [key for key in keys() if word.replace("-", "_") in key.name]
+    row = foreign(word)
+    shown = shown or [key for key in keys() if row and key.name in row.ours]
+    shown = shown or [key for key in keys() if word.lower() in key.help.lower()]
+    if not shown:
         raise click.BadParameter(
-            f"{section!r} is no section; there are {', '.join(sections)}.",
+            f"{word!r} is in no key and no help; sections are {', '.join(sections)}.",
             param_hint="--help-config",
         )
     width = min(130, shutil.get_terminal_size((100, 24)).columns)
     paths = "Every path in a configuration file counts from the folder of that file; behind --set,"
     click.echo(fill(f"{paths} from the current directory.", width))
-    listed = {key.name: key for key in keys() if section in ("all", key.name.partition(".")[0])}
+    listed = {key.name: key for key in shown}
     expert = {name for names in EXPERT.values() for name in names}
     usual = [key for key in listed.values() if key.name not in expert]
     for title, is_basic in (("", True), ("advanced", False)):
@@ -59,6 +73,31 @@ def print_keys(section: str) -> None:
     for title, names in EXPERT.items():
         if rows := [listed[name] for name in names if name in listed]:
             _print_group(title, rows, width)
+
+
+def write_keys(path: Path, config: Config) -> None:
+    """Write the keys of a first run with comments, and those with another value than the default.
+
+    raises  ConfigError if the file exists
+    """
+    if path.exists():
+        raise ConfigError(
+            f"--write-config writes a new file, but {path} exists.", "Name another file."
+        )
+    values = config.flat()
+    lines = ["# mpitrain train --help-config explains all keys."]
+    chosen = [key for key in keys() if key.is_basic or values[key.name] != key.default]
+    for section, group in groupby(chosen, lambda key: key.name.partition(".")[0]):
+        lines += ["", f"[{section}]"]
+        for key in group:
+            law = f"{key.help}; {key.range}" if key.range else key.help
+            lines += TextWrapper(100, "# ", "# ", break_on_hyphens=False).wrap(law)
+            lines += [tomli_w.dumps({key.name.partition(".")[2]: values[key.name]}).strip()]
+    try:
+        write_whole(path, "\n".join([*lines, ""]))
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    click.echo(f"written to {path}: mpitrain train {path}")
 
 
 def _print_group(title: str, keys: Iterable[ConfigKey], width: int) -> None:

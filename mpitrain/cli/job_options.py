@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,10 +76,16 @@ def output_option(name: str, text: str) -> Option:
 
 
 def counted(
-    name: str, least: int, default: int, text: str, into: str | None = None, most: int | None = MOST
+    name: str,
+    least: int,
+    default: int,
+    text: str,
+    into: str | None = None,
+    most: int | None = MOST,
+    short: str = "",
 ) -> Option:
     """Return a Click option for an integer; `into` is the name of the parameter, if it differs."""
-    return _numbered(name, click.IntRange(least, most), default, text, into)
+    return _numbered(name, click.IntRange(least, most), default, text, into, short)
 
 
 def measured(
@@ -94,21 +101,32 @@ def measured(
 
 
 def _numbered(
-    name: str, kind: click.ParamType, default: float, text: str, into: str | None
+    name: str, kind: click.ParamType, default: float, text: str, into: str | None, short: str = ""
 ) -> Option:
-    names = (name, into) if into else (name,)
+    names = [each for each in (short, name, into) if each]
     return click.option(*names, type=kind, default=default, show_default=True, help=text)
 
 
 CONFIG_FILE = click.argument(
     "config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path)
 )
+SETTINGS = "MPITRAIN_SET"
+"""The variable with settings for batch scripts: run.seed=1 optimizer.lr=1e-3. Those of --set win."""
+
+
+def _with_variable(
+    context: click.Context, option: click.Parameter, settings: tuple[str, ...]
+) -> tuple[str, ...]:
+    return (*shlex.split(os.environ.get(SETTINGS, "")), *settings)
+
+
 SET = click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key (repeatable).",
+    callback=_with_variable,
+    help=f"Set one configuration key (repeatable). The variable {SETTINGS} has more, with spaces between.",
 )
 PRESET = click.option(
     "--preset",

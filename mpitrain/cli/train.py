@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from mpitrain.cli.job_options import (
     STEPS,
     TP,
     changes,
+    path_option,
 )
 from mpitrain.cli.session import mpi_session
 from mpitrain.cli.terminal.output import be_courtesy, open_output
@@ -39,10 +39,7 @@ ESCAPES = 20
 
 
 class TrainCommand(click.Command):
-    """A Click command whose `--resume` needs no value.
-
-    For an unknown option it suggests the configuration keys with a similar name.
-    """
+    """A Click command whose `--resume` needs no value."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -52,36 +49,7 @@ class TrainCommand(click.Command):
                 words[-1] = "--resume=auto"
             else:
                 words.append("--resume=yes" if word == "--resume" else word)
-        try:
-            return super().parse_args(context, list(words))
-        except click.NoSuchOption as error:
-            if meant := _meant(error.option_name, words):
-                raise click.UsageError(
-                    f"No such option: {error.option_name}{meant}", context
-                ) from None
-            raise
-
-
-def _meant(option: str, args: list[str]) -> str:
-    """Return a hint for an unknown option: how to set the configuration keys with a similar name.
-
-    If the key cannot have the given value, the hint is the reason. Without a similar key it is "".
-    """
-    from mpitrain.config import nearest, with_settings
-    from mpitrain.errors import ConfigError
-    from mpitrain.run.choices import parse
-
-    keys = nearest(option.lstrip("-"))
-    value = "VALUE"
-    for word, following in pairwise([*args, "--"]):
-        if word.partition("=")[0] == option:
-            value = word.partition("=")[2] or (value if following.startswith("--") else following)
-    if len(keys) == 1 and value != "VALUE":
-        try:
-            parse(with_settings({}, [f"{keys[0]}={value}"]))
-        except ConfigError as refusal:
-            return f", and {refusal.law}"
-    return f"; did you mean {' or '.join(f'--set {key}={value}' for key in keys)}?" if keys else ""
+        return super().parse_args(context, words)
 
 
 @click.command(cls=TrainCommand)
@@ -112,8 +80,13 @@ def _meant(option: str, args: list[str]) -> str:
     "described",
     is_flag=False,
     flag_value="all",
-    metavar="[SECTION]",
-    help="Print the configuration keys, all or of one section, and exit.",
+    metavar="[=WORD]",
+    help="Print the configuration keys, all, of a section, or with this word, and exit.",
+)
+@path_option(
+    "--write-config",
+    "Write the keys of a first run with comments to this TOML file, and exit.",
+    "config_to_write",
 )
 def command(
     config_file: Path | None,
@@ -121,6 +94,7 @@ def command(
     settings: tuple[str, ...],
     resume: str | None,
     described: str | None,
+    config_to_write: Path | None,
     **options: Any,
 ) -> None:
     """Train a network on all ranks of the MPI job.
@@ -139,8 +113,13 @@ def command(
         load(with_settings(read_toml(config_file) if config_file else {}, list(settings)))
         print_keys(described)
         return
-    be_courtesy()
     changed = changes(settings, **options)
+    if config_to_write:
+        from mpitrain.cli.config_help import write_keys
+
+        write_keys(config_to_write, _configured(config_file, changed, resume or "no", preset))
+        return
+    be_courtesy()
     configured = cache(lambda: _configured(config_file, changed, resume or "no", preset))
     stop = Stop()
     with mpi_session(
@@ -216,7 +195,8 @@ def configured_by(arguments: list[str]) -> Any:
     config_file, preset, settings, resume = (
         options.pop(name) for name in ("config_file", "preset", "settings", "resume")
     )
-    options.pop("described")
+    for only_printed in ("described", "config_to_write"):
+        options.pop(only_printed)
     return _configured(config_file, changes(settings, **options), resume or "no", preset)
 
 

@@ -35,7 +35,6 @@ from mpitrain.config.whole import (
     check_choice,
     check_text,
     keys,
-    nearest,
     parse,
     read_toml,
     refusal,

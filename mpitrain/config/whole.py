@@ -3,7 +3,6 @@
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import ast
-import difflib
 import inspect
 import math
 import threading
@@ -39,6 +38,7 @@ from mpitrain.config.sections import (
 )
 from mpitrain.errors import ConfigError
 from mpitrain.files import paths_of, reading_of, text_of
+from mpitrain.hints import foreign, hint, similar
 from mpitrain.strict_json import parsed
 
 
@@ -281,20 +281,6 @@ PATTERNS = {  # The patterns of `sections` in words, for messages.
     "memory.recompute": "must be none, attention, unit or a number of units",
     "replication.async_lr": "must be 1/workers, staleness or a number",
 }
-SYNONYMS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "f16": "float16",
-    "fp32": "float32",
-    "f32": "float32",
-    "single": "float32",
-    "fp64": "float64",
-    "f64": "float64",
-    "double": "float64",
-    "gpu": "cuda",
-    "allreduce": "all-reduce",
-}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -310,8 +296,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # It may have bytes that are not UTF-8, a number of 5000 digits, or 1000 brackets.
+        from mpitrain.config.other_files import as_toml
+
+        lines = as_toml(path, data.decode(errors="replace"), [key.name for key in keys()])
         raise ConfigError(
-            f"{path} is not TOML: {error}.", "`mpitrain train --help-config` lists the keys."
+            f"{path} is not TOML: {error}.",
+            f"mpitrain reads TOML. In TOML this file is:\n{lines}"
+            if lines
+            else "`mpitrain train --help-config` lists the keys.",
         ) from None
     for section, key in PATHS:
         table = tables.get(section)
@@ -355,8 +347,9 @@ def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, A
         name, equals, text = setting.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and key):
+            ending = hint(name.strip(), [each.name for each in keys()])
             raise ConfigError(
-                f"A setting is section.key=value, but got {setting!r}.",
+                f"A setting is section.key=value, but got {setting!r}{ending}",
                 "For example: --set optimizer.lr=1e-3",
             )
         table = merged.setdefault(section, {})
@@ -436,36 +429,14 @@ def check_text(name: str, value: str | list[str]) -> None:
         raise ConfigError(f"{name} must be UTF-8, but is {value!r}.", LISTED) from None
 
 
-def nearest(word: str) -> list[str]:
-    """Return the keys that best match a word such as lr, batch-size or leraning_rate."""
-    names = [key.name for key in keys()]
-    word = word.replace("-", "_")
-    for spelled in (
-        lambda name: name.partition(".")[2],
-        lambda name: name,
-        lambda name: name.replace(".", "_"),
-    ):
-        if matches := [name for name in names if spelled(name) == word]:
-            return matches
-    spellings = {
-        spelling: name
-        for name in names
-        for spelling in (name, name.replace(".", "_"), name.partition(".")[2])
-    }
-    return list(
-        dict.fromkeys(
-            spellings[close] for close in difflib.get_close_matches(word, spellings, 2, 0.75)
-        )
-    )
-
-
 def _complaint(item: Mapping[str, Any], names: Mapping[str, Collection[Any]]) -> str:
     """Return the message for one finding of pydantic: the key, the rule and the value."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
+        inner = item["input"] if isinstance(item["input"], dict) else {}
         known = [key.name for key in keys()]
-        close = difflib.get_close_matches(name, known, 1, 0.6)
-        return f"There is no key {name}" + (f"; did you mean {close[0]}?" if close else ".")
+        unknown = [f"{name}.{key}" for key in inner] or [name]
+        return "\n".join(f"There is no key {each}{hint(each, known)}" for each in unknown)
     law = item["msg"].replace("Input should be", "must be").replace("Input", "it")
     if item["type"] == "literal_error":
         choices = names.get(name) or [
@@ -483,10 +454,11 @@ def _complaint(item: Mapping[str, Any], names: Mapping[str, Collection[Any]]) ->
 
 def _no_choice(name: str, law: str, value: Any, choices: Collection[str]) -> str:
     typed = value if isinstance(value, str) else _shown(value)
-    word = SYNONYMS.get(typed.lower(), typed)
-    if close := difflib.get_close_matches(word, choices, 1, 0.6):
-        return f"{name} {law}, but is {_shown(value)}; did you mean {close[0]}?"
-    return f"{name} {law}, but is {_shown(value)}."
+    row = foreign(typed.lower())
+    close = [choice for choice in choices if row and f"={choice}`" in row.ours]
+    meant = [*close, *similar(typed, choices)][:1]
+    ending = f"; did you mean {meant[0]}?" if meant else "."
+    return f"{name} {law}, but is {_shown(value)}{ending}"
 
 
 def _shown(value: Any) -> str:

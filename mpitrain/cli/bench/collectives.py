@@ -18,7 +18,7 @@ from mpitrain.cli.bench.rows import (
     TABLE,
     BenchReport,
     exit_with,
-    sized,
+    sizes_from,
     table_width,
 )
 from mpitrain.cli.bench.train import command as train
@@ -63,8 +63,7 @@ COLLECTIVE = with_options(
         help="Algorithms to measure; all: every algorithm that can run here. PyTorch's calls over a backend only "
         "if named: gloo, nccl, mpitrain.",
     ),
-    sized("--min-bytes", "4K", "Smallest array."),
-    sized("--max-bytes", "64M", "Largest array."),
+    sizes_from("4K", "64M", "array"),
     FACTOR,
     click.option(
         "--dtype",
@@ -91,8 +90,9 @@ COLLECTIVE = with_options(
         0,
         0,
         "Timed runs per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
+        short="-n",
     ),
-    counted("--warmup", 1, 3, "Untimed runs of each row before the timed ones."),
+    counted("--warmup", 1, 3, "Untimed runs of each row before the timed ones.", short="-w"),
     counted("--sweeps", 1, 1, "Repetitions of the whole benchmark."),
     path_option(
         "--tuning", "Constants of the cost model for `auto` and the predictions, from bench fit."
@@ -226,8 +226,7 @@ def request_of(operation: str, options: dict[str, Any]) -> Any:
 
 @click.command("fit")
 @path_option("--out", "Tuning file to write.", default=Path("tuning.json"), show_default=True)
-@sized("--min-bytes", "64", "Smallest array.")
-@sized("--max-bytes", "64M", "Largest array.")
+@sizes_from("64", "64M", "array")
 @counted("--sweeps", 1, 3, "Repetitions of the whole measurement.")
 @TABLE
 def fit(**options: Any) -> None:

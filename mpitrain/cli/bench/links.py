@@ -13,6 +13,7 @@ from mpitrain.cli.bench.rows import (
     between_ranks,
     exit_with,
     sized,
+    sizes_from,
     table_width,
 )
 from mpitrain.cli.job_options import counted, output_option
@@ -90,14 +91,14 @@ def measure_pairs(transport: Any, options: dict[str, Any]) -> int:
     "Messages in flight; fewer where they take more than 64 MiB.",
     most=MOST_IN_FLIGHT,
 )
-@sized("--min-bytes", "1", "Shortest message.")
-@sized("--max-bytes", "4M", "Longest message.")
+@sizes_from("1", "4M", "message")
 @FACTOR
 @counted(
     "--iterations",
     0,
     0,
     "Timed windows per row; 0: as many as fit in a quarter of a second, from 5 to 500.",
+    short="-n",
 )
 @TABLE
 @AGAINST

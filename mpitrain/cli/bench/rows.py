@@ -46,15 +46,40 @@ class Bytes(click.ParamType):
         return int(size)
 
 
-def sized(name: str, default: str, text: str) -> Callable[[Callable], Callable]:
+def sized(name: str, default: str, text: str, short: str = "") -> Callable[[Callable], Callable]:
     """Return a Click option for a number of bytes."""
-    return click.option(name, type=Bytes(), default=default, show_default=True, help=text)
+    names = (short, name) if short else (name,)
+    return click.option(*names, type=Bytes(), default=default, show_default=True, help=text)
+
+
+def _set_sizes(context: click.Context, option: click.Parameter, text: str | None) -> None:
+    if text:
+        least, colon, most = text.rpartition(":")
+        sizes = {"min_bytes": least, "max_bytes": most} if colon else {"max_bytes": most}
+        context.default_map = {**(context.default_map or {}), **sizes}
+
+
+def sizes_from(least: str, most: str, noun: str) -> Callable[[Callable], Callable]:
+    """Return the options of the sizes of a benchmark, also in the spelling of nccl-tests and OSU."""
+    return with_options(
+        sized("--min-bytes", least, f"Smallest {noun}.", "-b"),
+        sized("--max-bytes", most, f"Largest {noun}.", "-e"),
+        click.option(
+            "-m",
+            "--message-size",
+            metavar="[MIN:]MAX",
+            callback=_set_sizes,
+            is_eager=True,  # before the sizes, whose defaults it sets
+            expose_value=False,
+            help="Both at once, as for osu_allreduce.",
+        ),
+    )
 
 
 JSON = output_option("--json", "Write the rows to this JSON file as they are measured.")
 CSV = output_option("--csv", "Write the rows to this CSV file as they are measured.")
 FACTOR = click.option(
-    "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
+    "-f", "--factor", type=float, default=4, show_default=True, help="Ratio of successive sizes."
 )
 TABLE = with_options(
     JSON,

@@ -160,43 +160,7 @@ SM_NEEDS = process.room_for(16 << 20, 1)
 """Free bytes of /dev/shm that Open MPI needs: it makes a file of 16 MiB for each rank."""
 
 
-_NO_ADDRESS = "Leave it out: MPI connects the ranks, without address and port."
-OF_TORCHRUN = {
-    "--nproc-per-node": "Here it is -n 4, the ranks of all hosts together, or --ppn 4, those of each.",
-    "--nnodes": "Here it is --hosts a:4,b:4, or nothing in a job of Slurm, PBS or LSF.",
-    "--node-rank": "Leave it out: one `mpitrain launch` starts the ranks of all hosts.",
-    "--standalone": "Leave it out: `mpitrain launch -n 4` starts ranks of this host.",
-    "--max-restarts": "Here it is --fault-tolerant, with train --out runs/a --resume=auto.",
-    **dict.fromkeys(
-        (
-            *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint"),
-            *("--rdzv-id", "--rdzv-conf"),
-        ),
-        _NO_ADDRESS,
-    ),
-}
-"""{option of torchrun: what it is here}."""
-
-
-class LaunchCommand(click.Command):
-    """A Click command that explains where the options of mpirun or srun belong."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(context, args)
-        except click.NoSuchOption as error:
-            if ours := OF_TORCHRUN.get(error.option_name.replace("_", "-")):
-                raise click.UsageError(
-                    f"{error.option_name} is an option of torchrun. {ours}", context
-                ) from None
-            raise click.UsageError(
-                f"No such option: {error.option_name}. Those of mpirun, mpiexec or srun go into --with '...', "
-                "those of the command or file after it.",
-                context,
-            ) from None
-
-
-@click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "-np",
@@ -223,7 +187,8 @@ class LaunchCommand(click.Command):
     "extra",
     multiple=True,
     metavar="'OPTIONS'",
-    help="Options for mpirun, mpiexec or srun, for example --with '--mca btl tcp,self' (repeatable).",
+    help="Options for mpirun, mpiexec or srun, as in --with '--mca btl tcp,self' (repeatable). Those of the COMMAND "
+    "or file stand behind it.",
 )
 @click.option(
     "--fault-tolerant",

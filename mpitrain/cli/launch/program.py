@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import click
 
-from mpitrain.cli import COMMANDS, WORDS, similar
+from mpitrain.cli import COMMANDS, WORDS
 from mpitrain.errors import ConfigError
+from mpitrain.hints import hint
 
 PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
 
@@ -92,9 +93,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _unknown(name: str) -> Program:
-    close = similar(name)
     raise click.UsageError(
-        f"{name!r} is neither an mpitrain command nor a Python file"
-        + (f"; did you mean {close!r}?" if close else ".")
-        + f" Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py."
+        f"{name!r} is neither an mpitrain command nor a Python file{hint(name, COMMANDS, is_command=True)} "
+        f"Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py."
     )

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from mpitrain.cli.job_options import (
     language_option,
     measured,
     output_option,
+    path_option,
     say,
     spoken,
     with_options,
@@ -334,14 +336,15 @@ options = with_options(
         type=Bytes(),
         help="Also print the bytes that each rank sends, and predicted times, for a float32 array of this size.",
     ),
+    path_option("--tuning", "Constants of the cost model for predicted times, from `bench fit`."),
     output_option("--json", "Write all steps and buffer contents to this file."),
     output_option("--plot", "Draw the steps to this file. Needs mpitrain[report]."),
 )
 
 
-@click.command("allreduce", cls=RootCommand)
+@click.command("all-reduce", cls=RootCommand)
 @options
-def allreduce(**chosen: object) -> None:
+def all_reduce(**chosen: object) -> None:
     """Print an all-reduce step by step.
 
     Below the messages of a step, the contents of every rank are shown: the ranks that contributed
@@ -372,11 +375,13 @@ def _plan(
     ranks: int,
     hosts: int | None,
     nbytes: int | None,
+    tuning: Path | None,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
     from mpitrain.collectives.selection.algorithm import is_file
     from mpitrain.collectives.selection.own_algorithm import file_algorithm
+    from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
     from mpitrain.errors import ConfigError
     from mpitrain.tools.plan import MOST_SHOWN
     from mpitrain.tools.plan.collective import collective
@@ -392,6 +397,7 @@ def _plan(
     if operation == "allreduce" and is_file(algorithm):
         algorithm = file_algorithm(algorithm)
     names = [f"host {rank * hosts // ranks}" for rank in range(ranks)]
+    constants = read_tuning(tuning) if tuning else DEFAULT
     if ranks > MOST_SHOWN:
         check_shown(json_file, plot_file, ranks, "ranks")
         if ranks > MOST_ON_HOST * hosts:
@@ -400,14 +406,14 @@ def _plan(
                 f"Take at least --hosts {-(-ranks // MOST_ON_HOST)}.",
             )
         lines = of_many(operation, algorithm, names)
-        say([*lines, "", *times(operation, names, nbytes or USUAL_BYTES)], columns())
+        say([*lines, "", *times(operation, names, nbytes or USUAL_BYTES, constants)], columns())
         return
     simulated = collective(operation, algorithm, names)
     check_files(0, [json_file], plot_file)
     say(printed(simulated, columns()), columns())
     if nbytes is not None:
         lines = amounts(operation, algorithm, names, nbytes)
-        say(["", *lines, "", *times(operation, names, nbytes)], columns())
+        say(["", *lines, "", *times(operation, names, nbytes, constants)], columns())
     outputs = Outputs()
     if json_file:
         from mpitrain.files import write_whole
@@ -430,10 +436,14 @@ for subcommand in (
     tricks,
     batch,
     MICRO_BATCHES,
-    allreduce,
+    all_reduce,
     reduce_scatter,
     all_gather,
 ):
     command.add_command(subcommand)
 for subcommand in {*command.commands.values()} - {MICRO_BATCHES}:  # it shares those of `batch`
     language_option(is_passed=False)(subcommand)
+
+_old_spelling = copy(all_reduce)
+_old_spelling.hidden = True
+command.add_command(_old_spelling, "allreduce")

@@ -2,48 +2,71 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from mpitrain.cli import COMMANDS, WORDS, commands
+from mpitrain.cli import COMMANDS, LINE, WORDS, commands
 from mpitrain.cli.job_options import changes, counted
 from mpitrain.cli.slurm.follow import follow, submit
 from mpitrain.cli.slurm.script import SYSTEMS, BatchJob, grid, script, seconds_of
 from mpitrain.errors import ConfigError
+from mpitrain.hints import hint
 
 POSITIVE = click.IntRange(min=1)
-COMMAND_LINE = "mpitrain.slurm.words"
-"""Key of the words of the command line in Click's context."""
+PASSED = {
+    "qos": "-q",
+    "constraint": "-C",
+    "nodelist": "-w",
+    "exclude": "-x",
+    "reservation": "",
+    "gres": "",
+    "mem": "",
+    "job-name": "-J",
+    "output": "-o",
+    "error": "-e",
+    "mail-type": "",
+    "mail-user": "",
+    "dependency": "-d",
+    "begin": "-b",
+}
+"""{long option of sbatch that goes into the script as it is: its short form}."""
 
 
-class SlurmCommand(click.Command):
-    """A Click command that keeps the words of its command line, for the head of the script."""
+def _with_passed(command: Callable) -> Callable:
+    for name, short in reversed(PASSED.items()):
+        names = [short] if short else []
+        command = click.option(*names, f"--{name}", metavar="TEXT", help="As for sbatch.")(command)
+    return command
 
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        context.meta[COMMAND_LINE] = list(args)
-        return super().parse_args(context, args)
 
-
-@click.command(cls=SlurmCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", type=POSITIVE, default=1, show_default=True, help="Hosts.")
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-N", "--nodes", type=POSITIVE, default=1, show_default=True, help="Hosts.")
 @click.option(
     "--ranks-per-node",
+    "--ntasks-per-node",
     type=POSITIVE,
     help="Ranks of each host (default: one per GPU, else 2; generate: 1).",
 )
 @click.option(
     "--cores-per-rank",
+    "--cpus-per-task",
+    "-c",
     type=click.IntRange(0),
     default=0,
     help="Cores of each rank (default: whole hosts, divided by their ranks).",
 )
 @click.option("--gpus-per-node", type=click.IntRange(0), default=0, help="GPUs of each host.")
 @click.option(
-    "--time", default="1:00:00", show_default=True, help="Time limit: minutes, H:M:S or D-H:M:S."
+    "-t",
+    "--time",
+    default="1:00:00",
+    show_default=True,
+    help="Time limit: minutes, H:M:S or D-H:M:S.",
 )
-@click.option("--partition", default="", help="Partition or queue.")
-@click.option("--account", default="", help="Account or project.")
+@click.option("-p", "--partition", default="", help="Partition or queue.")
+@click.option("-A", "--account", default="", help="Account or project.")
 @click.option(
     "--env",
     "environment",
@@ -73,8 +96,10 @@ class SlurmCommand(click.Command):
     "extra",
     multiple=True,
     metavar="OPTION",
-    help="A further option of the batch system, such as --with --qos=debug (repeatable).",
+    help="A further option of the batch system, as in --with --licenses=a:1 (repeatable).",
 )
+@_with_passed
+@click.option("--exclusive", is_flag=True, help="As for sbatch: whole hosts.")
 @click.option("--slurm", "system", flag_value="slurm", default=True, help="Write for Slurm.")
 @click.option("--pbs", "system", flag_value="pbs", help="Write for PBS.")
 @click.option("--lsf", "system", flag_value="lsf", help="Write for LSF.")
@@ -109,6 +134,15 @@ def command(
     words = list(arguments[1:] if arguments[0] == "mpitrain" else arguments)
     if not words:
         raise click.UsageError("mpitrain has no command here.")
+    passed = {name: options.pop(name.replace("-", "_")) for name in PASSED}
+    as_given = [f"--{name}={value}" for name, value in passed.items() if value]
+    as_given += ["--exclusive"] if options.pop("exclusive") else []
+    if as_given and system != "slurm":
+        raise ConfigError(
+            f"{as_given[0].partition('=')[0]} is an option of Slurm, but the script is for {system.upper()}.",
+            "Give the option of that system with --with.",
+        )
+    options["extra"] = (*as_given, *options["extra"])
     options["ranks_per_node"] = (
         options["ranks_per_node"]
         or options["gpus_per_node"]
@@ -150,8 +184,8 @@ def command(
 
 
 def _written_by(context: click.Context) -> str:
-    words = [word for word in context.meta[COMMAND_LINE] if word not in ("--submit", "--follow")]
-    return shlex.join(["mpitrain", "slurm", *words])
+    words = [word for word in context.meta[LINE] if word not in ("--submit", "--follow")]
+    return shlex.join(["mpitrain", *words])
 
 
 ALONE = ("launch", "slurm", "plan", "runs", "learn", "plot", "report", "data")
@@ -170,9 +204,10 @@ def check(request: BatchJob) -> None:
             f"Type `mpitrain {words[0]}` without slurm.",
         )
     if words[0] not in WORDS:
+        of_ranks = [name for name in COMMANDS if name not in ALONE]
         raise click.UsageError(
-            f"{words[0]!r} is no mpitrain command. Commands are "
-            f"{', '.join(name for name in COMMANDS if name not in ALONE)}."
+            f"{words[0]!r} is no mpitrain command{hint(words[0], of_ranks, is_command=True)} "
+            f"Commands are {', '.join(of_ranks)}."
         )
     if request.sweep and words[0] != "train":
         raise ConfigError(

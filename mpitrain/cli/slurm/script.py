@@ -170,11 +170,16 @@ def script(request: BatchJob, name: str) -> str:
         *(["resumes"] if kind in ("train", "sweep") else []),
         *(word for word, fact in CONDITIONS.items() if facts[fact]),
     }
+    # An option of sbatch that is given takes the place of the script's own.
+    replaced = [f"#SBATCH {option.partition('=')[0]}" for option in request.extra]
     lines = []
     for conditions, text in LINE.findall(TEMPLATE.read_text()):
         words = conditions.split()
         lists = [word[1:] for word in words if word[0] == "."]
         if any((word.lstrip("!") in holds) is (word[0] == "!") for word in words if word[0] != "."):
+            continue
+        option = re.match(r"#SBATCH --[\w-]+", text)
+        if option and option[0] in replaced:
             continue
         for item in facts[lists[0]] if lists else [""]:
             line, _, reason = text.partition("@{c}")

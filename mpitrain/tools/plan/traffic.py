@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mpitrain.collectives.engine.executor import check_name
 from mpitrain.collectives.selection.algorithm import Topology, is_file, shown
-from mpitrain.collectives.selection.cost_model import predict
+from mpitrain.collectives.selection.cost_model import Tuning, predict
 from mpitrain.collectives.selection.table import TABLES, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.tools.plan import MOST_SHOWN, several, uncollected
@@ -233,10 +233,10 @@ def amount(number: float | Fraction) -> str:
 
 
 @uncollected()
-def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
+def times(operation: str, hosts: Sequence[str], nbytes: int, tuning: Tuning) -> list[str]:
     """Return a table of the times that the cost model predicts for algorithms with plans, below a title."""
     seconds = {
-        name: predict(DEFAULT, operation, name, hosts, nbytes // ITEM, ITEM)
+        name: predict(tuning, operation, name, hosts, nbytes // ITEM, ITEM)
         for name, row in TABLES[operation].items()
         if row.plans and not is_file(name) and not row.refusal(Topology(hosts))
     }
@@ -245,7 +245,10 @@ def times(operation: str, hosts: Sequence[str], nbytes: int) -> list[str]:
         TextColumn("algorithm", "<24", 0),
         TextColumn("predicted ms", "12.4g", lambda row: 1e3 * row[1]),
     ]
-    title = f"of a float32 array of {nbytes:,} bytes, with 30 us and 1 GB/s between hosts:"
+    constants = (
+        "30 us and 1 GB/s between hosts" if tuning is DEFAULT else "the constants of --tuning"
+    )
+    title = f"of a float32 array of {nbytes:,} bytes, with {constants}:"
     return [title, *TextTable(columns).lines(rows)]
 
 

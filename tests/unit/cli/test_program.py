@@ -44,7 +44,7 @@ def test_launch_starts_a_command_or_a_python_program(line, command, words, tmp_p
 @pytest.mark.parametrize(
     "line, error, said",
     [
-        ("trian", click.UsageError, "nor a Python file; did you mean 'train'?"),
+        ("trian", click.UsageError, "nor a Python file; did you mean train?"),
         ("own.txt", click.UsageError, "nor a Python file. Commands are train, "),
         ("/elsewhere/python own.py", click.UsageError, "'/elsewhere/python' is neither"),
         ("none.py", ConfigError, "the file none.py, but there is none here."),

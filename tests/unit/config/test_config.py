@@ -50,7 +50,7 @@ def test_an_unknown_key_names_the_nearest_one():
         ),
         (
             "model.kind=rnn",
-            "model.kind must be 'gpt', 'llama', 'bert', 'mlp' or 'cnn', but is 'rnn'; did you mean cnn?",
+            "model.kind must be 'gpt', 'llama', 'bert', 'mlp' or 'cnn', but is 'rnn'.",
         ),
         ("model.heads=3", "model.heads must divide model.width, but 3 does not divide 128."),
         (

@@ -86,6 +86,7 @@ OPENS = {
     *("transport/library.py", "transport/siblings.py", "tools/doctor/probes.py"),  # /proc and /sys
     "tools/doctor/trials.py",  # files that it has made
     *("cli/slurm/script.py", "kernels/source.py", "kernels/simulator/build.py", "tools/words.py"),
+    "hints.py",
     *("ops/host/compiled.py", "tools/textbook/explain/page.py", "tools/textbook/explain/tiling.py"),
 }
 """The files of the package that open a file themselves; those of the last lines open files of the package."""

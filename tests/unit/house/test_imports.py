@@ -23,6 +23,7 @@ ENGINE = [
     "regions",
     "plots",
     "strict_json",
+    "hints",
     "machine",
     "config",
     "data",

@@ -79,6 +79,20 @@ def test_a_margin_beyond_a_quarter_of_the_time_is_cut_with_a_note(time, margin, 
     assert (f"{cut} s" in done.stderr) if cut else not done.stderr
 
 
+def test_an_option_of_sbatch_goes_into_the_script_in_place_of_its_own():
+    words = "-N 2 -p gpu -q debug --gres gpu:1 --mem 4G --job-name mine -o log --exclusive"
+    text = written([*words.split(), "--ntasks-per-node", "3", "--", "train"])
+    lines = [line.split("  #")[0].rstrip() for line in text.splitlines() if "#SBATCH" in line]
+    wanted = "nodes=2 partition=gpu qos=debug gres=gpu:1 mem=4G job-name=mine output=log exclusive"
+    for option in [*wanted.split(), "ntasks-per-node=3"]:
+        name = f"#SBATCH --{option.split('=')[0]}"
+        assert [line for line in lines if line.split("=")[0] == name] == [f"#SBATCH --{option}"]
+    refused = CliRunner().invoke(
+        commands, ["slurm", "--pbs", "--cores-per-rank", "1", "--qos", "a", "--", "train"]
+    )
+    assert "--qos is an option of Slurm" in str(refused.exception)
+
+
 @pytest.mark.parametrize("out", ("a b", "it's", 'a"b', "$(touch gone)", "`x`", "a\\b"))
 def test_a_script_names_the_run_directory_literally(out):
     lines = written(["--", "train", "--out", out]).splitlines()

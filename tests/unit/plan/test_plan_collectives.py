@@ -1,4 +1,4 @@
-"""`mpitrain plan allreduce`, `reduce-scatter` and `all-gather`: steps, contents, totals, files."""
+"""`mpitrain plan all-reduce`, `reduce-scatter` and `all-gather`: steps, contents, totals, files."""
 
 import json
 import struct

@@ -209,7 +209,7 @@ CLAIMS = {
         ("<", 1),
         ring_and_server,
         tuple(usual("{ranks} ranks", ranks=ranks) for ranks in (2, 4, 8)),
-        "mpitrain plan allreduce --algorithm star --ranks 8",
+        "mpitrain plan all-reduce --algorithm star --ranks 8",
     ),
     "ring-bytes": Claim(
         "In a ring all-reduce each rank sends 2 (n - 1) / n of the array.",
@@ -222,7 +222,7 @@ CLAIMS = {
             usual("{ranks} ranks, {elements} elements", ranks=7, elements=7000),
             other("{ranks} ranks, {elements} elements", ranks=7, elements=10),
         ),
-        "mpitrain plan allreduce --algorithm ring --ranks 4",
+        "mpitrain plan all-reduce --algorithm ring --ranks 4",
     ),
     "ring-scales": Claim(
         "The bytes that the busiest rank sends do not double from 2 to 8 ranks.",
@@ -235,7 +235,7 @@ CLAIMS = {
             usual("algorithm {algorithm}", algorithm="halving-doubling"),
             other("algorithm {algorithm}", algorithm="star"),
         ),
-        "mpitrain plan allreduce --algorithm halving-doubling --ranks 8",
+        "mpitrain plan all-reduce --algorithm halving-doubling --ranks 8",
     ),
     "all-reduce-halves": Claim(
         "An all-reduce costs as many bytes as a reduce-scatter and an all-gather.",
@@ -260,7 +260,7 @@ CLAIMS = {
             usual("{ranks} ranks, {nbytes} bytes", ranks=8, nbytes=1 << 10),
             other("{ranks} ranks, {nbytes} bytes", ranks=8, nbytes=1 << 20),
         ),
-        "mpitrain plan allreduce --algorithm tree --ranks 8",
+        "mpitrain plan all-reduce --algorithm tree --ranks 8",
     ),
     "int8-wire": Claim(
         "Gradients of 8 bits need a quarter of the bytes of float32.",

@@ -1,4 +1,4 @@
-"""Topics of collectives: the steps that `plan allreduce` prints, run on buffers of symbols."""
+"""Topics of collectives: the steps that `plan all-reduce` prints, run on buffers of symbols."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -127,7 +127,7 @@ class Explanation(NamedTuple):
     pictured   indices of the frames in a picture; empty: all
     title      of the topic
     products   (title, matrices) of products to draw
-    plan       of a collective, for the picture that `plan allreduce` draws
+    plan       of a collective, for the picture that `plan all-reduce` draws
     """
 
     sentences: Sequence[str]
