@@ -1,4 +1,4 @@
-"""The class Config, the rules between its sections, the list of all keys, and parsing."""
+"""The class Config, the list of all keys, and parsing."""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
@@ -17,8 +17,6 @@ from pydantic import Field, ValidationError
 
 from mpitrain.config import sections
 from mpitrain.config.sections import (
-    EPOCH,
-    KEPT_ON_HOST,
     Batch,
     Checkpoint,
     Data,
@@ -63,95 +61,6 @@ class Config(Section):
     memory: Memory = Field(default_factory=Memory)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     device: Device = Field(default_factory=Device)
-
-    def model_post_init(self, context: Any) -> None:
-        """Raise ConfigError for keys that exclude each other on any ranks and any data."""
-        if self.replication.wire != "none" and self.precision.stored != "float32":
-            raise ConfigError(
-                f"Wire formats carry float32, but precision.compute is {self.precision.compute} with replication.wire "
-                f"{self.replication.wire}.",
-                "Set replication.wire to none, or precision.compute to float32.",
-            )
-        if self.precision.compute == "float16" and self.replication.wire.startswith(
-            ("topk", "powersgd")
-        ):
-            raise ConfigError(
-                f"Wire format {self.replication.wire} keeps what it leaves out for later steps, which an overflow of float16 "
-                "would spoil, but precision.compute is float16.",
-                "Set replication.wire to fp16, bf16, int8 or none, or precision.compute to bfloat16.",
-            )
-        if self.device.kind == "cuda" and self.replication.wire.startswith(KEPT_ON_HOST):
-            raise ConfigError(
-                f"Wire format {self.replication.wire} keeps its residuals in host memory, but device.kind is cuda.",
-                "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
-            )
-        if self.device.kind in ("cuda", "cuda-sim") and self.memory.attention == "whole":
-            raise ConfigError(
-                f"Kernels compute attention in tiles, but memory.attention is whole on {self.device.kind}.",
-                "Set memory.attention to auto, or device.kind to cpu.",
-            )
-        if self.data.attend == "document" and self.data.separator < 0 and not self.data.packing:
-            raise ConfigError(
-                "data.attend=document needs documents, but data.separator is -1 and data.packing is false.",
-                "Set data.separator to the token that ends a document, data.packing=true for conversations, "
-                "or data.attend to window.",
-            )
-        every = self.run.eval_every
-        keep_every, saves = self.checkpoint.keep_every, self.checkpoint.every
-        if keep_every and (not saves or keep_every % saves):
-            raise ConfigError(
-                f"checkpoint.keep_every {keep_every} must be a multiple of checkpoint.every {saves}.",
-                "Set checkpoint.keep_every to a multiple, or to 0."
-                if saves
-                else "Set checkpoint.every, too.",
-            )
-        count = 1 if every == EPOCH else int(every)
-        if (self.run.patience and count < 1) or (self.checkpoint.best and count < 0):
-            raise ConfigError(
-                f"run.patience and checkpoint.best need evaluations, but run.eval_every is {every}.",
-                "Set run.eval_every to the steps between two evaluations.",
-            )
-        fields = Lora.model_fields
-        idle = [
-            key
-            for key in ("alpha", "targets", "dropout")
-            if getattr(self.lora, key) != fields[key].default
-        ]
-        if idle and not self.lora.rank:
-            raise ConfigError(
-                f"Without adapters the keys of [lora] have their defaults, but lora.{idle[0]} is "
-                f"{getattr(self.lora, idle[0])!r} and lora.rank is 0.",
-                f"Set lora.rank, or leave lora.{idle[0]} out.",
-            )
-        if self.lora.base and not (self.lora.rank and self.run.init_from):
-            raise ConfigError(
-                "lora.base stores the model of run.init_from under adapters, but lora.rank is "
-                f"{self.lora.rank} and run.init_from is {self.run.init_from!r}.",
-                "Set both, or leave lora.base out.",
-            )
-        if self.lora.base and self.replication.gather != "none":
-            raise ConfigError(
-                f"replication.gather {self.replication.gather} rounds gathered numbers, but lora.base is {self.lora.base}, "
-                "which has codes.",
-                "Set replication.gather to none, or leave lora.base out.",
-            )
-        if self.memory.logit_chunks > 1 and self.replication.mode == "master":
-            raise ConfigError(
-                f"In mode master rank 0 computes the loss of all logits, but memory.logit_chunks is {self.memory.logit_chunks}.",
-                "Set memory.logit_chunks to 1, or replication.mode to all-reduce.",
-            )
-        if (
-            self.device.kind in ("cuda", "cuda-sim")
-            and self.precision.is_half
-            and self.layout.tp > 1
-            and self.layout.algorithm == "native"
-            and not self.layout.sequence_parallel
-        ):
-            raise ConfigError(
-                f"layout.algorithm native sums activations by MPI, but they are {self.precision.compute} on {self.device.kind}, "
-                "which MPI has no type for.",
-                "Set layout.algorithm to auto, or precision.compute to float32.",
-            )
 
     def with_epochs(self, epochs: Epochs) -> Self:
         """Return a copy whose run.eval_every=epoch knows when epochs end, which no key says."""
@@ -388,9 +297,10 @@ def parse(
     path: Path | None = None,
     names: Mapping[str, Collection[Any]] | None = None,
 ) -> Config:
-    """Make a `Config` of tables, checked by types, ranges and the rules between keys.
+    """Make a `Config` of tables, checked by types and ranges.
 
-    It does not know the tables of other rooms; `run.choices.parse` checks their names as well.
+    It does not know the tables of other rooms; `run.choices.parse` also checks their names, and the
+    rules between keys.
 
     path    the file that the tables were read from, for messages
     names   {key: the names that it allows}, for keys that name a row of a table of a higher room;

@@ -26,7 +26,6 @@ from mpitrain.data.source import zeros as zeros
 from mpitrain.data.table import SOURCES as SOURCES
 from mpitrain.data.table import SourceKind as SourceKind
 from mpitrain.data.table import absolute as absolute
-from mpitrain.data.table import check_mixture as check_mixture
 from mpitrain.data.table import file_digests as file_digests
 from mpitrain.data.table import is_fraction as is_fraction
 from mpitrain.data.table import names as names

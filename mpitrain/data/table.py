@@ -344,32 +344,6 @@ def read_rows(name: str, source: Source, count: int, read: Callable[[], Rows]) -
     )
 
 
-def check_mixture(name: str, mixture: Mapping[str, float]) -> None:
-    """Raise ConfigError unless the mixture fits the name of the source and lists token sources."""
-    if (name == MIXTURE) != bool(mixture):
-        raise ConfigError(
-            f"data.source {MIXTURE} and a table data.mixture belong together, but data.source is {name} "
-            f"and data.mixture has {len(mixture)} sources.",
-            'For example: --set data.source=mixture --set \'data.mixture={"text:a.txt"=0.7, "text:b.txt"=0.3}\'',
-        )
-    if len(set(map(absolute, mixture))) < len(mixture):
-        raise ConfigError(
-            f"data.mixture must list each source once, but lists one twice: {', '.join(mixture)}.",
-            "Add up its weights.",
-        )
-    for member, weight in mixture.items():
-        if not set(WINDOWS) <= set(source_kind(member).reads):
-            raise ConfigError(
-                f"data.mixture must list {spellings('order')}, but lists {member!r}.",
-                "Name other sources.",
-            )
-        if not weight > 0:
-            raise ConfigError(
-                f"A weight of data.mixture must be above 0, but that of {member} is {weight:g}.",
-                "Leave the source out, or raise its weight.",
-            )
-
-
 def writes_text(name: str, mixture: Mapping[str, float], tokenizer: str = "") -> bool:
     """Return whether the tokens of a source, or of all sources of a mixture, are bytes of text."""
     return not tokenizer and all(source_kind(one).is_text for one in mixture or (name,))

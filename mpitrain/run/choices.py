@@ -8,28 +8,19 @@ from typing import Any
 
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.algorithm import is_file
-from mpitrain.config import ALL_LINEAR, Config, ConfigKey, Optimizer, check_choice, refusal
+from mpitrain.config import ALL_LINEAR, Config, ConfigKey, Optimizer, check_choice
 from mpitrain.config import keys as keys_of_sections
 from mpitrain.config import parse as parse_sections
 from mpitrain.config.plugins import MARK, load
-from mpitrain.data import (
-    TENTH,
-    check_mixture,
-    is_fraction,
-    source_kind,
-    spellings,
-    token_files,
-    validating,
-)
 from mpitrain.data import names as names_of_sources
-from mpitrain.errors import ConfigError
+from mpitrain.data import source_kind, spellings, token_files, validating
 from mpitrain.layers.plain import LOSSES
-from mpitrain.models.table import MODELS, check_model, kinds
+from mpitrain.models.table import MODELS, kinds
 from mpitrain.optim import RULES
 from mpitrain.optim.rules import EVERY
-from mpitrain.parallel.modes import MODES, STREAMS, ZERO, check_synchronous, refusal_of
-from mpitrain.pipeline import schedules
+from mpitrain.parallel.modes import MODES, STREAMS, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.run.rules import check as check_rules
 
 ALGORITHMS = ("replication.algorithm", "layout.algorithm")
 
@@ -146,7 +137,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
 
         tables = with_keys_of_folder(tables)
     config = _with_linear(parse_sections(_with_kind(tables), path, names))
-    _check_rules(config, path)
+    check_rules(config, path)
     return config
 
 
@@ -189,42 +180,9 @@ def _with_linear(config: Config) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a name of no row, or for a key that the named row refuses."""
+    """Raise ConfigError for a name of no row, or for keys that exclude each other."""
     load(config.model_dump())
     values = config.flat()
     for key, names in choices().items():
         check_choice(key, values[key], names)
-    _check_rules(config)
-
-
-def _check_rules(config: Config, path: Path | None = None) -> None:
-    """Raise ConfigError for keys that exclude each other by the rules of the rows that they name.
-
-    path  the file that the configuration was read from, for messages
-    """
-    validation = config.data.validation
-    has_arrays = source_kind(config.data.source).has_arrays
-    is_named = validation not in ("", TENTH) and not (has_arrays and is_fraction(validation))
-    if is_named and not source_kind(validation).takes_validation:
-        part = "a fraction of the rows between 0 and 1, " * has_arrays
-        raise refusal(
-            f"data.validation must be {validating()}, or else {part}tenth or empty, but is {validation!r}.",
-            path,
-        )
-    check_mixture(config.data.source, config.data.mixture)
-    name = config.pipeline.schedule
-    if (name in STREAMS) != (name in schedules.STREAMS):
-        raise ConfigError(
-            f"An asynchronous schedule has a row in STREAMS of pipeline/schedules.py and of parallel/modes.py, but {name} has "
-            "only one of them.",
-            "Add the other row, or choose another pipeline.schedule.",
-        )
-    if error := refusal_of(config):
-        raise error
-    if config.run.digest_every:
-        check_synchronous(config, "run.digest_every reads the state between")
-    if config.run.on_spike != "ignore":
-        check_synchronous(config, "run.on_spike compares the losses of")
-    if config.run.patience:
-        check_synchronous(config, "run.patience ends the run between")
-    check_model(config)
+    check_rules(config)

@@ -292,7 +292,6 @@ def resolve_here(
     if (kind, passes) == ("cpu", "auto"):
         passes = "numpy" if lacks else "compiled"
     config = config.changed({"device.kind": kind, "device.passes": passes})
-    config.model_post_init(None)  # The kind that replaced `auto` has rules of its own.
     check(config)
     config = checked(config)
     servers = servers_of(config)

@@ -39,7 +39,6 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
-from mpitrain.models.table import check_model
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor, share
 from mpitrain.parallel.memory import stage_sizes
@@ -57,6 +56,7 @@ from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
 from mpitrain.run.job import resolve_here
+from mpitrain.run.rules import check_each, of_model
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -563,7 +563,7 @@ class Planner:
         """
         tp, cp = axes.tp, axes.cp
         layout = ParallelLayout(1, tp, 1, 0, m, recompute, cp)
-        check_model(layout.of(self._config))
+        check_each(of_model(layout.of(self._config)))
         deep, plain = self._config.model.layers, layout._replace(recompute="none")
         (two, counts), keeps = self._two(layout, rows), self._kept(layout._replace(micro_batches=1))
         tokens, *rest = self._job.source.shape

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from mpitrain.config import Config, with_settings
 from mpitrain.data.prefetch import Prefetched
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.models.table import MODELS, check_model
+from mpitrain.models.table import MODELS
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.job import Job
+from mpitrain.run.rules import of_model
 from mpitrain.tools.bench.comparison.formulas import predicted
 from mpitrain.tools.bench.training.steps import Ours, alternate, shown
 from mpitrain.tools.bench.turns import ratios, spread, verdict
@@ -84,11 +85,8 @@ def _replica_rows(job: Job) -> int:
 def _divides(job: Job) -> str:
     """Return why all ranks with the same parameters could not share rows; empty if they could."""
     layout = job.config.layout.model_copy(update={"cp": job.axes.copies, "dp": 1})
-    try:
-        check_model(job.config.model_copy(update={"layout": layout}))
-    except ConfigError as error:
-        return error.law
-    return ""
+    rules = of_model(job.config.model_copy(update={"layout": layout}))
+    return next((law for is_broken, law, _ in rules if is_broken), "")
 
 
 def _zero(stage: int) -> Trick:
