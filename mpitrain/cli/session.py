@@ -63,7 +63,6 @@ def mpi_session(
             recorder = begun(launched.rank, launched.size, launched.local_size)
     from mpitrain.trace.recorder import CONNECTING, SILENT
     from mpitrain.transport.agreement import ending_together
-    from mpitrain.transport.decorators import Recorded
     from mpitrain.transport.failures import leave_within
     from mpitrain.transport.mpi import join_world, refuse_strangers
 
@@ -73,7 +72,7 @@ def mpi_session(
     with (recorder or SILENT).pausing(CONNECTING):
         transport: Transport = join_world(thread_level)
     if recorder:
-        transport = Recorded(transport, recorder)
+        transport.record(recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
 

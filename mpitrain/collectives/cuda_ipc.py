@@ -41,7 +41,7 @@ from mpitrain.errors import CommError, ConfigError, say
 from mpitrain.machine.backend import Copy, Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Request, Transport, named
-from mpitrain.transport.device import DeviceTransport
+from mpitrain.transport.device import Aside, DeviceTransport
 
 TRIAL = 1 << 16
 """Elements of the array by which ranks prove that they can use each other's GPU memory."""
@@ -244,9 +244,7 @@ class StreamOrdered(Reduction):
     ):
         self._transport, self._own, self._work = transport, own, work
         self._events = [own, *others]
-        aside = transport.aside(array)
-        assert aside is not None  # The array is in device memory.
-        self._aside = aside
+        self._aside = Aside(transport.backend, transport.under_way)
         plan = barrier(transport.rank, transport.size)
         self._recorded = Execution(transport, np.empty(0, np.uint8), "add", plan, tag)
         self._tag, self._empty = tag, np.empty(0, np.uint8)

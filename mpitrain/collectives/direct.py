@@ -26,6 +26,8 @@ from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.base import Request, Transport
+from mpitrain.transport.device import DeviceTransport
+from mpitrain.transport.native import native_all_reduce, start_native_all_reduce
 from mpitrain.transport.windows import Location
 
 CACHED_BYTES = 1 << 17
@@ -223,9 +225,10 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
     raises  ConfigError on every rank if "shared" was asked for by name
     """
     # Transports of GPUs have no windows for the few arrays in host memory.
-    has_memory = on_device(array) or not transport.allocates_on_device
+    is_of_device = on_device(array) or isinstance(transport, DeviceTransport)
+    has_memory = on_device(array) or not is_of_device
     is_refused = asked == "shared" and transport.size > 1 and has_memory
-    if transport.allocates_on_device or on_device(array):
+    if is_of_device:
         from mpitrain.collectives.cuda_ipc import note_unshared, unshared_gpu
 
         if is_refused:
@@ -332,10 +335,10 @@ class Native(Reduction):
         self._request: Request
 
     def _run(self) -> None:
-        self._transport.native_all_reduce(self._array, self._op)
+        native_all_reduce(self._transport, self._array, self._op)
 
     def _start(self) -> None:
-        self._request = self._transport.start_native_all_reduce(self._array, self._op)
+        self._request = start_native_all_reduce(self._transport, self._array, self._op)
 
     def _advance(self) -> bool:
         return self._request.test()

@@ -27,6 +27,7 @@ from mpitrain.errors import CommError
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import on_device, overlap
 from mpitrain.transport.base import Transport
+from mpitrain.transport.native import native_dtypes
 
 if TYPE_CHECKING:
     from mpitrain.collectives.compression import Matrix
@@ -348,7 +349,7 @@ def bind_algorithm(
 def topology_of(transport: Transport, array: np.ndarray) -> Topology:
     """Return the Topology of these ranks and this array, on which the algorithms depend."""
     dtype = array.dtype.name
-    return Topology(transport.hosts, dtype, dtype in transport.native_dtypes, on_device(array))
+    return Topology(transport.hosts, dtype, dtype in native_dtypes(transport), on_device(array))
 
 
 def memory_of(transport: Transport, array: np.ndarray) -> str:

@@ -32,6 +32,7 @@ from mpitrain.parallel.replication.protocol import Replication, ReplicationConte
 from mpitrain.parallel.replication.step_end import AgreeAndUpdate
 from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
 from mpitrain.regions import Piece
+from mpitrain.transport.device import DeviceTransport
 
 SUMMED = -1
 """An entry of `Buckets._missing` in place of a unit: the sum over a tied group has not run yet."""
@@ -81,7 +82,7 @@ def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> l
     nbytes = bucket_bytes(
         replica.config.replication.bucket_mb,
         ends.hosts,
-        ends.allocates_on_device,
+        isinstance(ends, DeviceTransport),
         lambda: part_bytes(group.tuning, group.algorithm, ends.hosts, length, itemsize),
     )
     return storage.buckets(max(replica.grid.tp.transport.gather_text(nbytes)), firsts)

@@ -126,7 +126,6 @@ class Unsent:
     """A transport without peers: no message is sent, and a receive leaves its array as it is."""
 
     admits_threads = False
-    native_dtypes: frozenset[str] = frozenset()
 
     def __init__(
         self, rank: int, size: int, allocate: Callable[[int, Any], Any], recorder: Any = SILENT

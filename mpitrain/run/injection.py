@@ -1,7 +1,7 @@
 """Artificial failures of a run, for run.inject; imported only if the key is set.
 
 The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
-`failing` around the replication, and a lost message the transport `Losing`.
+`failing` around the replication, and a lost message the transport's `start_send`.
 """
 
 import ctypes
@@ -20,9 +20,8 @@ from mpitrain.errors import say
 from mpitrain.layers.base import Gradient
 from mpitrain.machine.backend import Backend
 from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.trace.recorder import SEND, Recorder
+from mpitrain.trace.recorder import SEND
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Several, Transport
-from mpitrain.transport.decorators import Recorded
 
 TAG = FIRST_CLAIMED_TAG - 1
 """The tag of the messages that two deadlocked ranks wait for; no other message has it."""
@@ -129,13 +128,35 @@ class Injector:
             ranks.append(partner(transport, failure.rank))
         self._is_due = fits and transport.rank in ranks
 
-    def over(self, transport: Transport) -> Transport:
-        """Return the transport that the run must use."""
+    def loses_messages_of(self, transport: Transport) -> None:
+        """Let this transport, and all that are split from it, drop the first send after `loses` becomes True.
+
+        The sender sees a complete request, and the trace a send, as if the network had lost it.
+        """
         if self.failure.kind != "lose":
-            return transport
-        # A transport with a trace has one decorator, which `Losing` replaces.
-        inner = transport._inner if isinstance(transport, Recorded) else transport
-        return Losing(inner, transport.recorder, self)
+            return
+        for name in ("start_send", "split", "subset"):  # A split transport may be a copy.
+            vars(transport).pop(name, None)
+        start_send, split, subset = transport.start_send, transport.split, transport.subset
+
+        def send(array: np.ndarray, to: int, tag: int = 0) -> Request:
+            if not self.loses:
+                return start_send(array, to, tag)
+            self.loses = False
+            if transport.recorder.is_on:
+                _, _, span = transport.begin_message(SEND, array, tag, transport.members[to])
+                transport.recorder.end(span)
+            return Several([])
+
+        def lossy(part: Transport | None) -> Any:
+            if part is not None:
+                self.loses_messages_of(part)
+            return part
+
+        changed: Any = transport
+        changed.start_send = send
+        changed.split = lambda *arguments, **more: lossy(split(*arguments, **more))
+        changed.subset = lambda ranks: lossy(subset(ranks))
 
     def is_due(self, point: str, step: int) -> bool:
         """Return whether the failure happens now, and print that; True only once.
@@ -160,27 +181,6 @@ class Injector:
             self.loses = True
         else:
             FAILURES[self.failure.kind](self._transport, self.failure.rank)
-
-
-class Losing(Recorded):
-    """A Transport that drops one message: the first send after its injector's `loses` becomes True.
-
-    The sender sees a complete request, and the trace a send, as if the network had lost it.
-    Transports split from it drop the message, too.
-    """
-
-    def __init__(self, inner: Transport, recorder: Recorder, injector: Injector):
-        super().__init__(inner, recorder)
-        self._injector = injector
-
-    def over(self, inner: Transport) -> "Losing":
-        return Losing(inner, self.recorder, self._injector)
-
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
-        if not self._injector.loses:
-            return super().start_send(array, to, tag)
-        self._injector.loses = False
-        return self._noted(SEND, lambda *message: Several([]), array, tag, self._member(to), to)
 
 
 class Preceded:

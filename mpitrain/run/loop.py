@@ -37,10 +37,9 @@ from mpitrain.run.run_dir import claim, look
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Losses, Watcher, watchers_of
-from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.decorators import Recorded
 from mpitrain.transport.device import DeviceTransport
 
 if TYPE_CHECKING:
@@ -191,9 +190,10 @@ class _Starts:
             for watcher in watchers:
                 watcher.on_agreed(agreed.config, transport.hosts)
             if agreed.config.run.trace and not transport.recorder.is_on:
-                transport = Recorded(transport, Recorder())
+                transport.record(Recorder())
+                closed.callback(transport.record, SILENT)
             if injector:
-                transport = injector.over(transport)
+                injector.loses_messages_of(transport)
             if agreed.config.run.watchers:
                 own = on_all_ranks(
                     transport,

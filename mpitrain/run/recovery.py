@@ -195,7 +195,6 @@ class Recovery:
         left = 0
         while True:
             try:
-                self._root.abandon()
                 self._root.survivors()
                 # A start that the loss has interrupted may have got further on some ranks.
                 known = self._root.gather_text(
@@ -207,12 +206,12 @@ class Recovery:
             if not damaged:
                 return known, left
             with suppress(PeerLost):
-                self._root.barrier()  # `abandon` would keep from slower ranks that they leave.
+                self._root.barrier()  # `survivors` would keep from slower ranks that they leave.
             if len(damaged) == len(known):
                 break
             left = max(left, len(damaged))
             if self._root.rank in damaged:
-                self._root.leave()
+                self._root.end_rank("")
         layout = self._config.layout
         raise PeerLost(
             f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "

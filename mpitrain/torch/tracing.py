@@ -18,11 +18,10 @@ from mpitrain.trace.timeline import trace_file
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.clocks import Clocks
-from mpitrain.transport.decorators import Recorded
 
 
-def traced(transport: Transport, folder: Path) -> Recorded:
-    """Return the transport with a recorder that writes to FOLDER/trace; collective.
+def traced(transport: Transport, folder: Path) -> Transport:
+    """Return the transport, with a recorder that writes to FOLDER/trace; collective.
 
     raises  ConfigError on every rank if a trace cannot be written
     """
@@ -44,7 +43,8 @@ def traced(transport: Transport, folder: Path) -> Recorded:
     )
     from_all_ranks(transport, lambda: _keep(recorder, trace))
     _Steps(recorder)
-    return Recorded(transport, recorder)
+    transport.record(recorder)
+    return transport
 
 
 def _keep(recorder: Recorder, trace: Path) -> None:

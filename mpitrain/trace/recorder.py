@@ -59,7 +59,7 @@ ROWS = "its rows"
 """The name of the compute span in which a rank gets the rows of a step."""
 MESSAGES = "messages"
 """The name of a wait for any of the messages in progress."""
-LIBRARY_CALLS = ("a barrier", "words of all ranks", "MPI's all-reduce")
+BARRIER, WORDS, NATIVE = LIBRARY_CALLS = ("a barrier", "words of all ranks", "MPI's all-reduce")
 """The names of waits in collectives of the MPI library, whose messages have no records."""
 PHASES = ("", "forward", "backward", "input half of backward", "weight half of backward", "update")
 NO_PHASE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = range(len(PHASES))

@@ -1,7 +1,7 @@
 """The Transport protocol: point-to-point messages, barriers, splits and shared memory.
 
-Collectives that can be built from these calls live in `mpitrain.collectives`. The MPI library's own
-collectives are here too.
+Collectives that are built from these calls live in `mpitrain.collectives`; those of the MPI library
+itself are in `native.py`.
 
 Arrays are contiguous NumPy (or CuPy) arrays of any shape and dtype. A receive fills the whole
 array. Every point-to-point call takes a `tag`. Messages of one (source, tag) arrive in the order in
@@ -15,12 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpitrain.errors import CommError
-from mpitrain.trace.recorder import SILENT, Recorder
+from mpitrain.trace.recorder import LIBRARY_CALLS, MESSAGES, SILENT, Recorder
 from mpitrain.transport.failures import needs
 from mpitrain.transport.windows import Tenants, Windows
-
-NATIVE_OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
-"""Collectives of the MPI library that `bind_native` knows; the first two have root 0."""
 
 FIRST_CLAIMED_TAG = 1 << 14
 """The first tag that `claim_tag` returns; smaller tags are free for direct calls."""
@@ -45,6 +42,10 @@ class Traffic:
     nbytes: int = 0
     waits_for: Any = None
     content: str = ""
+
+
+Note = tuple[int, int, int]
+"""The record of a message in a trace: its name, its peer, and its span, which is 0 once it has ended."""
 
 
 class Request(Protocol):
@@ -91,10 +92,12 @@ class Transport(Protocol):
     """The shared memory allocated so far; `windows.locate` finds the window of an array."""
     tenants: Tenants
     """The objects that were built on this transport and that `close` closes first."""
-    native_dtypes: frozenset[str]
-    """The names of the dtypes that `native_all_reduce` accepts."""
     recorder: Recorder = SILENT
-    """The recorder of this rank's messages and waits: SILENT, except on a traced transport."""
+    """The recorder of this rank's messages and waits; SILENT until `record` sets another."""
+    waits: dict[str, int]
+    """In a recorder, the numbers of the names of waits: MESSAGES and LIBRARY_CALLS."""
+    tag_names: dict[int, int]
+    """In a recorder, the number of the name of each claimed tag."""
     admits_threads: bool
     """Whether a second thread may send and receive at the same time as the main thread.
 
@@ -102,16 +105,28 @@ class Transport(Protocol):
     """
     needs_all: str = "these ranks cannot lose one; Start them by mpitrain launch --fault-tolerant"
     """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
-    allocates_on_device: bool = False
-    """Whether `allocate` returns memory of a GPU, which is no shared window of host memory."""
 
-    def aside(self, array: Any) -> Any:
-        """Return the stream for the messages of a reduction of `array`, a `device.Aside`.
+    def record(self, recorder: Recorder) -> None:
+        """Note the messages and waits of this transport, and of all that are split from it later.
 
-        The messages start after the computation launched before the reduction. Computation launched
-        after it waits for them. None in host memory, where all work is already in order.
+        A message has the name that the recorder had at the `claim_tag` of its tag. Its record lasts
+        from its start until this rank has seen it complete. Every call that blocks the recorder's
+        thread is recorded as a wait. The wait is for the peer of a message, or for all ranks.
         """
-        return None
+        self.recorder, self.tag_names = recorder, {}
+        self.waits = {
+            what: recorder.name(what, self.members) for what in (MESSAGES, *LIBRARY_CALLS)
+        }
+
+    def begin_message(self, kind: int, array: Any, tag: int, peer: int) -> "Note":
+        """Begin the record of a message; peer: the other rank of the whole job, or -1."""
+        recorder, name = self.recorder, self.tag_names.get(tag) or self.recorder.topic
+        span = recorder.begin(kind, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
+        return name, peer, span
+
+    def _name_tag(self, tag: int) -> None:
+        naming = self.recorder.naming
+        self.tag_names[tag] = self.recorder.name(naming, self.members if naming else ())
 
     def claim_tag(self) -> int:
         """Return a tag, from FIRST_CLAIMED_TAG on, that no other caller on this transport uses.
@@ -226,7 +241,7 @@ class Transport(Protocol):
         """Allow one more thread of this rank to make point-to-point calls, until `dismiss_thread`.
 
         Waits of the main thread then no longer lock the thread out. The collective calls of
-        start-up and shutdown still do: `split`, `allocate`, `close`, `native_all_reduce`.
+        start-up and shutdown still do: `split`, `allocate`, `close`, and those of `native.py`.
         """
 
     def dismiss_thread(self) -> None:
@@ -291,50 +306,6 @@ class Transport(Protocol):
         closed last and frees every window. After that, any access to an array in a window crashes.
         """
 
-    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        """Run the MPI library's own all-reduce, in place. Collective.
-
-        Parameters
-        ----------
-        array : ndarray
-            Contiguous, with a dtype in `native_dtypes`.
-        op : str
-            The reduction, as in `Group.bind`.
-
-        Raises
-        ------
-        CommError
-            If the library cannot reduce this dtype.
-        """
-
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Request:
-        """Begin `native_all_reduce`, as MPI_Iallreduce. Collective.
-
-        The call is non-blocking only for an array in host memory.
-        """
-
-    def bind_native(
-        self, operation: str, array: np.ndarray, other: np.ndarray
-    ) -> Callable[[], None]:
-        """Return a function that runs one of the MPI library's other blocking collectives.
-        Collective: binding, and every run.
-
-        Parameters
-        ----------
-        operation : str
-            A name in NATIVE_OPERATIONS.
-        array : ndarray
-            In host memory. Its length is a multiple of the number of ranks.
-        other : ndarray
-            For an all-to-all: the array to send, as long as `array`. For a reduce-scatter: receives
-            this rank's chunk of the sum. Other operations ignore it.
-
-        Raises
-        ------
-        CommError
-            On every rank, if one call of the library cannot take so many elements.
-        """
-
     def abort(self, message: str, exit_code: int = 1) -> None:
         """Print this rank and a message to standard error, and end every rank of the job at once.
 
@@ -344,34 +315,24 @@ class Transport(Protocol):
     def end_rank(self, message: str, exit_code: int = 1) -> None:
         """Print as `abort`, and end this rank; the others go on if they do not need all.
 
-        Does not return.
-        """
-
-    def leave(self) -> None:
-        """End this rank silently; the others go on."""
-
-    def abandon(self) -> None:
-        """End what a lost rank has left undone, without any message; only for a root transport.
-
-        Requests and admitted threads end, and all communicators, windows and tenants are forgotten,
-        those of split transports too. Only `survivors` may follow.
-
-        Raises
-        ------
-        CommError
-            If a thread or a request does not end.
+        Does not return. With an empty message, nothing is printed.
         """
 
     def survivors(self) -> "Transport":
-        """Become the transport of the living ranks, and return it. Collective over these.
+        """Become the transport of the living ranks after a loss, and return it. Collective over
+        these; only for a root transport.
 
-        Call `abandon` before. The ranks are numbered anew, in the same order, as those of a whole
-        job.
+        First, without any message, requests and admitted threads end, and all communicators,
+        windows and tenants are forgotten, those of split transports too. Then the ranks are numbered
+        anew, in the same order, as those of a whole job. A transport that is recorded gets a new
+        recorder: the old one has names of the old ranks.
 
         Raises
         ------
         PeerLost
-            If another rank dies meanwhile. Call `abandon` and `survivors` again.
+            If another rank dies meanwhile. Call it again.
+        CommError
+            If a thread or a request does not end.
         """
 
 
@@ -380,7 +341,7 @@ class Several:
 
     source = -1
 
-    def __init__(self, requests: list[Request]):
+    def __init__(self, requests: Sequence[Request]):
         self._requests = requests
 
     def test(self) -> bool:

@@ -23,8 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from mpitrain.machine import process
 from mpitrain.machine.arena import Arena, HostMemory
 from mpitrain.machine.backend import Backend, Copy, DeviceBackend, on_device
 from mpitrain.transport.base import Request, Several, Transport, check_message, named
-from mpitrain.transport.decorators import Forwarding
 from mpitrain.transport.library import Awareness, cuda_awareness, loaded_path
 
 
@@ -90,19 +88,36 @@ class Aside:
         self._backend.follow(after)
 
 
-class DeviceTransport(Forwarding):
+def aside(transport: Transport, array: Any) -> Aside | None:
+    """Return the stream for the messages of a reduction of `array`.
+
+    The messages start after the computation launched before the reduction. Computation launched
+    after it waits for them. None in host memory, where all work is already in order.
+    """
+    if isinstance(transport, DeviceTransport) and on_device(array):
+        return Aside(transport.backend, transport.under_way)
+    return None
+
+
+class DeviceTransport:
     """A Transport for messages in device and host memory; its `allocate` returns device memory.
 
-    `hosts`, tags, traffic and windows are the host transport's. A staged message counts in
-    `traffic` once per piece. `backend` manages the device memory. Only the main thread may call: it
+    All other calls and attributes are those of the host transport, as `hosts`, tags, traffic and
+    windows. A staged message counts in `traffic` once per piece. Only the main thread may call: it
     owns the streams and the staging memory. All transports split from one share these, and the
     record of work `under_way`. The two subclasses move the arrays.
 
+    host      carries arrays in host memory
+    backend   manages the device memory
     unshared  the reason why these ranks cannot use each other's device memory, "" if they can; None
               until collectives have tried
     refusals  such reasons of all groups of this rank
     is_whole  whether these are all ranks of the transport from which this one was split
     """
+
+    admits_threads = False
+    send, recv, exchange = Transport.send, Transport.recv, Transport.exchange
+    wait_any = Transport.wait_any
 
     def __init__(self, host: Transport, backend: DeviceBackend):
         self.backend, self.under_way = backend, UnderWay()
@@ -110,32 +125,36 @@ class DeviceTransport(Forwarding):
         self._join(host, True)
 
     def _join(self, host: Transport, is_whole: bool) -> None:
-        Forwarding.__init__(self, host)
-        self.admits_threads, self.allocates_on_device = False, True
+        self.host, self.rank, self.size = host, host.rank, host.size
         self.is_whole = is_whole
         self.unshared: str | None = (
             None if host.needs_all else "It does not outlive the loss of a rank."
         )
 
-    def over(self, inner: Transport) -> Self:
-        part = copy(self)
-        part._join(inner, self.is_whole and inner.size == self.size)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.host, name)
+
+    def split(self, color: int | None, key: int = 0) -> Self | None:
+        part = self.host.split(color, key)
+        return None if part is None else self._over(part)
+
+    def subset(self, ranks: Sequence[int]) -> Self:
+        return self._over(self.host.subset(ranks))
+
+    def _over(self, host: Transport) -> Self:
+        part = object.__new__(type(self))
+        vars(part).update(vars(self))
+        part._join(host, self.is_whole and host.size == self.size)
         return part
 
-    def aside(self, array: Any) -> Aside | None:
-        return Aside(self.backend, self.under_way) if on_device(array) else None
-
     def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
-        return (self._send if on_device(array) else self._inner.start_send)(array, to, tag)
+        return (self._send if on_device(array) else self.host.start_send)(array, to, tag)
 
     def start_recv(self, array: Any, source: int, tag: int = 0) -> Request:
-        return (self._recv if on_device(array) else self._inner.start_recv)(array, source, tag)
+        return (self._recv if on_device(array) else self.host.start_recv)(array, source, tag)
 
     def start_recv_any(self, array: Any, tag: int = 0) -> Request:
-        return (self._recv_any if on_device(array) else self._inner.start_recv_any)(array, tag)
-
-    def native_all_reduce(self, array: Any, op: str = "add") -> None:
-        (self._reduce if on_device(array) else self._inner.native_all_reduce)(array, op)
+        return (self._recv_any if on_device(array) else self.host.start_recv_any)(array, tag)
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
         """Send an array in device memory, as `start_send`; the next three methods likewise."""
@@ -147,7 +166,8 @@ class DeviceTransport(Forwarding):
     def _recv_any(self, array: Any, tag: int) -> Request:
         raise NotImplementedError
 
-    def _reduce(self, array: Any, op: str) -> None:
+    def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
+        """Let `work` change an array in device memory, which MPI can use."""
         raise NotImplementedError
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
@@ -162,18 +182,10 @@ class DeviceTransport(Forwarding):
             return ended or under_way.is_any
 
         while not ended:
-            self._inner.wait_until(goes_on, pause, what)
+            self.host.wait_until(goes_on, pause, what)
 
     def allocate(self, count: int, dtype: Any) -> Any:
         return self.backend.zeros(count, dtype)
-
-    def start_native_all_reduce(self, array: Any, op: str = "add") -> Request:
-        if not on_device(array):
-            return self._inner.start_native_all_reduce(array, op)
-        # The call blocks: Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045).
-        # A request for no message is complete at once.
-        self._reduce(array, op)
-        return Several([])
 
 
 class Direct(DeviceTransport):
@@ -181,19 +193,19 @@ class Direct(DeviceTransport):
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
         self.backend.synchronize()
-        return self._inner.start_send(array, to, tag)
+        return self.host.start_send(array, to, tag)
 
     def _recv(self, array: Any, source: int, tag: int) -> Request:
         self.backend.synchronize()
-        return self._inner.start_recv(array, source, tag)
+        return self.host.start_recv(array, source, tag)
 
     def _recv_any(self, array: Any, tag: int) -> Request:
         self.backend.synchronize()
-        return self._inner.start_recv_any(array, tag)
+        return self.host.start_recv_any(array, tag)
 
-    def _reduce(self, array: Any, op: str) -> None:
+    def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
         self.backend.synchronize()
-        self._inner.native_all_reduce(array, op)
+        work(array)
 
 
 PIECE = 1 << 20
@@ -239,14 +251,14 @@ class Staged(DeviceTransport):
             while not staged.test():
                 for send in sends:
                     send.test()  # lets MPI make progress on earlier pieces
-            sends.append(self._inner.start_send(buffer[piece], to, tag))
+            sends.append(self.host.start_send(buffer[piece], to, tag))
         return Several(sends)
 
     def _recv(self, array: Any, source: int, tag: int) -> Request:
         check_message(array, self.rank, (source,), self.size)
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
-        receives = [self._inner.start_recv(buffer[piece], source, tag) for piece in pieces]
+        receives = [self.host.start_recv(buffer[piece], source, tag) for piece in pieces]
         return _Receive(
             self.backend,
             self.under_way,
@@ -264,17 +276,14 @@ class Staged(DeviceTransport):
                 "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
             )
         return _Receive(
-            self.backend,
-            self.under_way,
-            [self._inner.start_recv_any(buffer, tag)],
-            [(flat, buffer)],
+            self.backend, self.under_way, [self.host.start_recv_any(buffer, tag)], [(flat, buffer)]
         )
 
-    def _reduce(self, array: Any, op: str) -> None:
+    def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
         flat, buffer = self._staged(array)
         so_far = self.backend.so_far()
         self.backend.start_copy(buffer, flat, so_far).wait()
-        self._inner.native_all_reduce(buffer, op)
+        work(buffer)
         self.backend.start_copy(flat, buffer, so_far).wait()
 
     def _staged(self, array: Any) -> tuple[Any, np.ndarray]:
@@ -350,7 +359,8 @@ def over_device(transport: Transport, backend: Backend, cuda_aware: str) -> Tran
     """Return a transport that carries the backend's arrays as device.cuda_aware demands; collective."""
     if not isinstance(backend, DeviceBackend):
         return transport
-    return (Direct if cuda_messages(transport, cuda_aware).cuda else Staged)(transport, backend)
+    is_aware = cuda_messages(transport, cuda_aware).cuda
+    return cast(Transport, (Direct if is_aware else Staged)(transport, backend))
 
 
 def cuda_messages(transport: Transport, setting: str) -> Awareness:

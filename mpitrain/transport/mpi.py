@@ -20,11 +20,12 @@ import numpy as np
 
 from mpitrain.errors import CommError, ConfigError, PeerLost, say
 from mpitrain.machine import process
+from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
-    Several,
+    Note,
     Traffic,
     Transport,
     aligned_zeros,
@@ -47,11 +48,12 @@ TYPE_BLOCK = 1 << 20
 """Elements per block of the derived type that carries more than 2^31 - 1 elements in one message.
 """
 
-PART = 1 << 30
-"""Largest number of elements that one call of the library reduces."""
-
-MOST = (1 << 31) - 1
-"""Largest number of elements in one call of any other collective of an MPI-3 library."""
+REDUCED = (
+    "float32",
+    "float64",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+)
+"""The names of the dtypes that MPI reduces; all others travel as a type of the same width."""
 
 LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""
@@ -197,6 +199,7 @@ class SendRequest:
     """
 
     source: int = -1
+    note: Note | None = None
     _status: Any = None
 
     def __init__(self, transport: MpiTransport, request: Any, what: str, peer: int | None = None):
@@ -235,6 +238,14 @@ class SendRequest:
             self._fail(error)
 
     def wait(self) -> None:
+        if self.note is None:
+            return self._wait()
+        recorder = self._transport.recorder
+        wait = recorder.wait(*self.note)
+        self._wait()
+        return recorder.go_on(wait)
+
+    def _wait(self) -> None:
         if self._job.admitted:
             self._transport.wait_until(self.test, what=self)
             return
@@ -249,6 +260,9 @@ class SendRequest:
 
     def _finish(self) -> bool:
         self._job.requests.discard(self)
+        if self.note is not None and self.note[2]:
+            self._transport.recorder.end(self.note[2])
+            self.note = *self.note[:2], 0
         return True
 
     def __str__(self) -> str:
@@ -281,13 +295,13 @@ class ReceiveRequest(SendRequest):
     def test(self) -> bool:
         return self._done or super().test()
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         if not self._done:
-            super().wait()
+            super()._wait()
 
     def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
-        self._job.requests.discard(self)
+        super()._finish()
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
@@ -309,14 +323,6 @@ class MpiTransport(Transport):
     than 2^31 elements.
     """
 
-    native_dtypes = frozenset(
-        [
-            "float32",
-            "float64",
-            *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        ]
-    )
-
     def __init__(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None = None):
         # The survivors of several losses all come from the first communicator.
         self._base = comm
@@ -332,9 +338,8 @@ class MpiTransport(Transport):
         self.admits_threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.rank, self.size = comm.rank, comm.size
         self.own_name = f"rank {comm.rank}"
-        self._types = {
-            np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char)
-            for name in self.native_dtypes
+        self.types = {
+            np.dtype(name): MPI.Datatype.fromcode(np.dtype(name).char) for name in REDUCED
         }
         self._by_width = {
             1: ("u1", MPI.UINT8_T),
@@ -344,15 +349,6 @@ class MpiTransport(Transport):
             16: ("c16", MPI.C_DOUBLE_COMPLEX),
         }
         self._large: dict[tuple, Any] = {}
-        self._ops = {
-            "add": MPI.SUM,
-            "multiply": MPI.PROD,
-            "maximum": MPI.MAX,
-            "minimum": MPI.MIN,
-            "bitwise_and": MPI.BAND,
-            "bitwise_or": MPI.BOR,
-            "bitwise_xor": MPI.BXOR,
-        }
         self._next_tag = FIRST_CLAIMED_TAG
         # Split communicators do not have this attribute.
         self._last_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
@@ -405,11 +401,13 @@ class MpiTransport(Transport):
     def claim_tag(self) -> int:
         tag = self._next_tag
         self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
+        if self.recorder.is_on:
+            self._name_tag(tag)
         return tag
 
-    def _message(self, array: np.ndarray) -> tuple[list, Any]:
+    def message(self, array: np.ndarray) -> tuple[list, Any]:
         """Return an mpi4py buffer specification of the array, and the MPI type of one element."""
-        unit = self._types.get(array.dtype)
+        unit = self.types.get(array.dtype)
         if unit is None:
             code, unit = self._by_width[array.dtype.itemsize]
             array = array.reshape(-1).view(code)
@@ -431,37 +429,50 @@ class MpiTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> SendRequest:
         check_message(array, self.rank, (to,), self.size)
+        note = None
+        if self.recorder.is_on:
+            note = self.begin_message(SEND, array, tag, self.members[to])
         with self.job.lock:
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
-            message, _ = self._message(array)
+            message, _ = self.message(array)
             what = f"send to {self._names[to]}, tag {tag}"
             # A guard would cost a microsecond, a tenth of a small message.
             try:
-                return SendRequest(self, self.comm.Isend(message, to, tag), what, to)
+                request = SendRequest(self, self.comm.Isend(message, to, tag), what, to)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
+        request.note = note
+        return request
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> ReceiveRequest:
         check_message(array, self.rank, (source,), self.size)
-        return self._receive(array, source, tag, self._names[source])
+        return self._receive(array, source, tag, self._names[source], self.members[source])
 
     def start_recv_any(self, array: np.ndarray, tag: int = 0) -> ReceiveRequest:
         check_message(array, self.rank, (), self.size)
-        return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank")
+        return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank", -1)
 
-    def _receive(self, array: np.ndarray, source: int, tag: int, name: str) -> ReceiveRequest:
+    def _receive(
+        self, array: np.ndarray, source: int, tag: int, name: str, member: int
+    ) -> ReceiveRequest:
+        note = None
+        if self.recorder.is_on:
+            note = self.begin_message(RECEIVE, array, tag, member)
         with self.job.lock:
-            message, unit = self._message(array)
+            message, unit = self.message(array)
             what = f"recv from {name}, tag {tag}"
             try:
-                request = self.comm.Irecv(message, source, tag)
-                return ReceiveRequest(self, request, array, unit, what, source)
+                receive = self.comm.Irecv(message, source, tag)
             except self.MPI.Exception as error:
                 raise self.error(error, f"{self.own_name}: {what}") from error
+            request = ReceiveRequest(self, receive, array, unit, what, source)
+        request.note = note
+        return request
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         # No event signals that a message has arrived.
+        wait = self.recorder.wait(self.waits[MESSAGES]) if self.recorder.is_on else 0
         now, sent, traffic = pause, self.traffic.messages, self.traffic
         traffic.waits_for = self.job if what is None else what
         try:
@@ -477,6 +488,7 @@ class MpiTransport(Transport):
                 now = min(1.1 * now, LONGEST_PAUSE)
         finally:
             traffic.waits_for = None
+        self.recorder.go_on(wait)
 
     def admit_thread(self) -> None:
         with self.job.lock:
@@ -487,6 +499,12 @@ class MpiTransport(Transport):
             self.job.admitted -= 1
 
     def barrier(self) -> None:
+        wait = self.recorder.wait(self.waits[BARRIER]) if self.recorder.is_on else 0
+        self._barrier()
+        if wait:
+            self.recorder.go_on(wait)
+
+    def _barrier(self) -> None:
         if self.job.admitted:
             self._wait("Ibarrier")
         else:
@@ -514,15 +532,19 @@ class MpiTransport(Transport):
     def _part(self, comm: Any) -> MpiTransport:
         transport = MpiTransport(comm, self.members[self.rank], self.job, self._root)
         transport.admits_threads = self.admits_threads
+        if self.recorder.is_on:
+            transport.record(self.recorder)
         self.windows.parts.add(transport)
         return transport
 
     def gather_text(self, value: Any) -> list[Any]:
+        wait = self.recorder.wait(self.waits[WORDS]) if self.recorder.is_on else 0
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.empty(self.size, np.int32)
         self._wait("Iallgather", np.int32(text.size).reshape(1), lengths)
         texts = np.empty(int(lengths.sum()), np.uint8)
         self._wait("Iallgatherv", text, [texts, lengths])
+        self.recorder.go_on(wait)
         ends = np.cumsum(lengths)
         return [
             json.loads(texts[end - length : end].tobytes())
@@ -531,7 +553,7 @@ class MpiTransport(Transport):
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         if not self.needs_all:
-            self.barrier()  # ULFM does not end waits for windows, but this notices a loss.
+            self._barrier()  # ULFM does not end waits for windows, but this notices a loss.
             return aligned_zeros(count, dtype)
         host = self._ranks_of_this_host()
         # Blocks are whole pages, so that every block is aligned.
@@ -572,6 +594,7 @@ class MpiTransport(Transport):
         return self._host
 
     def close(self) -> None:
+        self.recorder = SILENT
         self.tenants.close(self)
         host = [] if self._host is None else [self._host.comm]
         if self._root is self:
@@ -586,83 +609,17 @@ class MpiTransport(Transport):
             for comm in (*host, self.comm):
                 self.job.free(comm)
 
-    def abandon(self) -> None:
-        self.job.abandon()
-        self.windows, self.tenants = Windows(), Tenants()
-
     def survivors(self) -> MpiTransport:
+        self.job.abandon()
+        recorder, self.recorder = self.recorder, SILENT
+        self.windows, self.tenants = Windows(), Tenants()
         with self.job.lock, self.guard("MPI_Comm_shrink"):
             comm = self._base.Shrink()
         self.job.forget(self._base)
         self._connect(comm, comm.rank, MpiJob(self.MPI), None)
+        if recorder.is_on:
+            self.record(Recorder())
         return self
-
-    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        self._check_native(array)
-        with self.job.lock, self.guard("MPI_Allreduce"):
-            for message in self._parts(array):
-                self.comm.Allreduce(self.MPI.IN_PLACE, message, self._ops[op])
-
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Several:
-        self._check_native(array)
-        with self.job.lock, self.guard("MPI_Iallreduce"):
-            return Several(
-                [
-                    SendRequest(
-                        self,
-                        self.comm.Iallreduce(self.MPI.IN_PLACE, message, self._ops[op]),
-                        "native all-reduce",
-                        # A rank may end while another one computes and makes no progress.
-                        -1,
-                    )
-                    for message in self._parts(array)
-                ]
-            )
-
-    def bind_native(
-        self, operation: str, array: np.ndarray, other: np.ndarray
-    ) -> Callable[[], None]:
-        if array.size > MOST:
-            raise CommError(
-                f"{self.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
-                f"array has {array.size}.",
-                "Lower --max-bytes, or leave out algorithm native.",
-            ).on_every_rank()
-        in_place, add, is_root = self.MPI.IN_PLACE, self.MPI.SUM, self.rank == 0
-        _, unit = self._message(array[:1])
-        count = array.size // self.size
-        whole, parts, others = [array, array.size, unit], [array, count, unit], [other, count, unit]
-        name, arguments = {
-            "broadcast": ("Bcast", (whole, 0)),
-            "reduce": ("Reduce", (in_place, whole, add, 0) if is_root else (whole, None, add, 0)),
-            "reduce-scatter": ("Reduce_scatter_block", (parts, others, add)),
-            "all-gather": ("Allgather", (in_place, parts)),
-            "all-to-all": ("Alltoall", (others, parts)),
-        }[operation]
-        call, lock = getattr(self.comm, name), self.job.lock
-        guard = self.guard(f"MPI's own {operation}")
-        if operation in ("broadcast", "reduce"):
-            guard.awaits = ()  # Some ranks may leave these before others enter.
-
-        def run() -> None:
-            with lock, guard:
-                call(*arguments)
-
-        return run
-
-    def _parts(self, array: np.ndarray) -> list[list]:
-        """Return [buffer, count, datatype] for each MPI call, of at most PART elements."""
-        flat = array.reshape(-1)
-        parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
-        return [[part, part.size, self._types[part.dtype]] for part in parts]
-
-    def _check_native(self, array: np.ndarray) -> None:
-        check_message(array, self.rank, (), self.size)
-        if array.dtype not in self._types:
-            raise CommError(
-                f"rank {self.rank}: MPI's own all-reduce has no {array.dtype}.",
-                "Use algorithm ring, which reduces any type.",
-            )
 
     def end_by_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -680,12 +637,10 @@ class MpiTransport(Transport):
 
     def end_rank(self, message: str, exit_code: int = 1) -> NoReturn:
         if not self.needs_all:
-            print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
+            if message:
+                print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
             end_alone()
         self.abort(message, exit_code)
-
-    def leave(self) -> NoReturn:
-        end_alone()
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:
         # `launch` reads the number of the rank in the whole job.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,9 +24,11 @@ import numpy as np
 
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine.process import same_gpu
+from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
 from mpitrain.transport.base import (
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
+    Note,
     Traffic,
     Transport,
     aligned_zeros,
@@ -259,6 +262,7 @@ class Meets:
     """A request that other ranks complete: the base of `Message` and `Arrival`."""
 
     transport: Any
+    note: Note | None = None
 
     def is_ready(self) -> bool:
         """Return whether `complete` can finish the request."""
@@ -273,16 +277,31 @@ class Meets:
         with world.lock:
             if self.is_ready():
                 self.complete()
+                if self.note is not None:
+                    self._end()
                 return True
             world.check(self.transport.me, self)
         time.sleep(0)  # a polling loop must let the other threads run
         return False
 
     def wait(self) -> None:
-        world = self.transport.world
+        world, wait = self.transport.world, 0
+        if self.note is not None:
+            wait = self.transport.recorder.wait(*self.note)
         with world.lock:
             world.wait(self.transport.me, self.is_ready, self)
             self.complete()
+        if self.note is not None:
+            self.transport.recorder.go_on(wait)
+            self._end()
+
+    def _end(self) -> None:
+        """End the record of a message that is complete."""
+        assert self.note
+        name, peer, span = self.note
+        if span:
+            self.transport.recorder.end(span)
+            self.note = name, peer, 0
 
 
 class Message(Meets):
@@ -409,7 +428,6 @@ class Arrival(Meets):
 class ThreadTransport(Transport):
     """The transport of one rank that is a thread; `run_ranks` makes them."""
 
-    native_dtypes = frozenset({"float32", "float64", "int32", "int64"})
     admits_threads = True
 
     def __init__(
@@ -436,18 +454,25 @@ class ThreadTransport(Transport):
         self._subsets: Counter[tuple] = Counter()
         self.tenants = Tenants()
         self.next_meeting = 0
+        if self.recorder.is_on:
+            self.record(self.recorder)
         self._next_tag = FIRST_CLAIMED_TAG
 
     def claim_tag(self) -> int:
         self._next_tag += 1
+        if self.recorder.is_on:
+            self._name_tag(self._next_tag - 1)
         return self._next_tag - 1
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
+        message = Message(self, array, to, tag, sends=True)
+        if self.recorder.is_on:
+            message.note = self.begin_message(SEND, array, tag, self.members[to])
         with self.world.lock:  # an admitted thread updates the same counters
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
-        return Message(self, array, to, tag, sends=True).post()
+        return message.post()
 
     def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Message:
         check_message(array, self.me, [source], self.size)
@@ -459,11 +484,16 @@ class ThreadTransport(Transport):
 
     def _receive(self, array: np.ndarray, source: int | None, tag: int) -> Message:
         message = Message(self, array, source, tag, sends=False)
+        if self.recorder.is_on:
+            member = -1 if source is None else self.members[source]
+            message.note = self.begin_message(RECEIVE, array, tag, member)
         message.bytes.fill(0xFF)
         return message.post()
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
+        wait = self.recorder.wait(self.waits[MESSAGES]) if self.recorder.is_on else 0
         self.world.wait_until(self.me, done, what)
+        self.recorder.go_on(wait)
 
     def admit_thread(self) -> None:
         self.world.admit(self.me)
@@ -471,20 +501,26 @@ class ThreadTransport(Transport):
     def dismiss_thread(self) -> None:
         self.world.dismiss(self.me)
 
-    def _meet(self, what: str, bring: Any) -> list[Any]:
+    def meet(self, what: str, bring: Any) -> list[Any]:
+        """Return what each rank brings, by rank. Collective."""
         everyone: list[Any] = []
         Arrival(self, what, bring, list, everyone.extend).wait()
         return everyone
 
     def barrier(self) -> None:
-        self._meet("barrier", None)
+        wait = self.recorder.wait(self.waits[BARRIER]) if self.recorder.is_on else 0
+        self.meet("barrier", None)
+        self.recorder.go_on(wait)
 
     def gather_text(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._meet("gather_text", json.dumps(value))]
+        wait = self.recorder.wait(self.waits[WORDS]) if self.recorder.is_on else 0
+        texts = self.meet("gather_text", json.dumps(value))
+        self.recorder.go_on(wait)
+        return [json.loads(text) for text in texts]
 
     def split(self, color: int | None, key: int = 0) -> ThreadTransport | None:
         context = (*self.context, self.next_meeting, color)
-        everyone = self._meet("split", (color, key))
+        everyone = self.meet("split", (color, key))
         if color is None:
             return None
         chosen = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
@@ -495,25 +531,22 @@ class ThreadTransport(Transport):
         return self._part((*self.context, (*ranks,), self._subsets[(*ranks,)]), ranks)
 
     def _part(self, context: tuple, ranks: Sequence[int]) -> ThreadTransport:
-        part = ThreadTransport(
-            self.world,
+        part = copy(self)
+        part._connect(
             context,
             [self.members[rank] for rank in ranks],
             ranks.index(self.rank),
             [self.hosts[rank] for rank in ranks],
-            self.traffic,
-            self.windows,
         )
-        part.admits_threads = self.admits_threads
         self.windows.parts.add(part)
         return part
 
     def allocate(self, count: int, dtype: Any) -> np.ndarray:
         array = aligned_zeros(count, dtype)
         if not self.needs_all:
-            self.barrier()
+            self.meet("barrier", None)
             return array
-        brought = self._meet("allocate", (array.view(np.uint8), self.windows.next_number))
+        brought = self.meet("allocate", (array.view(np.uint8), self.windows.next_number))
         local = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         if len(local) == 1:
             return array
@@ -528,13 +561,15 @@ class ThreadTransport(Transport):
         return self.windows.lend(number, self.me).view(dtype)
 
     def close(self) -> None:
+        self.recorder = SILENT
         self.tenants.close(self)
         if self.context:
             self.windows.leave(self, self._made)
         else:
             self.windows.close(self)
 
-    def start_native_all_reduce(self, array: np.ndarray, op: str = "add") -> Arrival:
+    def start_all_reduce(self, array: np.ndarray, op: str) -> Arrival:
+        """Begin the all-reduce that stands for the MPI library's own. Collective."""
         check_message(array, self.me, [], self.size)
 
         def combine(arrays: list[np.ndarray]) -> np.ndarray:
@@ -547,57 +582,24 @@ class ThreadTransport(Transport):
             self, "native all-reduce", array, combine, lambda total: np.copyto(array, total)
         )
 
-    def native_all_reduce(self, array: np.ndarray, op: str = "add") -> None:
-        self.start_native_all_reduce(array, op).wait()
-
-    def bind_native(
-        self, operation: str, array: np.ndarray, other: np.ndarray
-    ) -> Callable[[], None]:
-        brings, receives = (other, array) if operation == "all-to-all" else (array, array)
-        receives = other if operation == "reduce-scatter" else receives
-        return lambda: np.copyto(
-            receives,
-            collected(operation, self._meet(f"native {operation}", brings.copy()), self.rank),
-        )
-
     def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
 
-    end_rank = abort
-
-    def leave(self) -> None:
-        raise Gone
-
-    def abandon(self) -> None:
-        self.world.give_up(self.me)
-        self.windows = Windows()
+    def end_rank(self, message: str, exit_code: int = 1) -> None:
+        if not message:
+            raise Gone
+        self.abort(message, exit_code)
 
     def survivors(self) -> ThreadTransport:
+        self.world.give_up(self.me)
+        self.windows = Windows()
         stayed, hosts = self.world.go_on(self.me), self.hosts
+        if self.recorder.is_on:
+            self.recorder = Recorder()
         self._connect(
             (), range(len(stayed)), stayed.index(self.me), [hosts[rank] for rank in stayed]
         )
         return self
-
-
-def collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
-    """Return the array that an operation of `bind_native` leaves on `rank`.
-
-    brought  the array of each rank
-    """
-    if operation == "broadcast":
-        return brought[0]
-    if operation == "reduce":
-        return np.sum(brought, axis=0) if rank == 0 else brought[rank]
-    chunks = [np.split(array, len(brought)) for array in brought]
-    if operation == "reduce-scatter":
-        return np.sum([parts[rank] for parts in chunks], axis=0)
-    return np.concatenate(
-        [
-            parts[rank if operation == "all-to-all" else source]
-            for source, parts in enumerate(chunks)
-        ]
-    )
 
 
 def run_ranks(

@@ -10,6 +10,7 @@ import numpy as np
 from mpitrain.collectives.engine.progress import ProgressThread
 from mpitrain.collectives.group import Group
 from mpitrain.errors import PeerLost
+from mpitrain.transport.native import bind_native, native_all_reduce, start_native_all_reduce
 
 LARGE = 1 << 20
 """Elements of a message that no MPI sends before its receive is posted."""
@@ -35,7 +36,7 @@ def bound(transport, peer):
 
 def native(operation):
     def run(transport, peer):
-        call = transport.bind_native(operation, np.ones(64), np.ones(64))
+        call = bind_native(transport, operation, np.ones(64), np.ones(64))
         transport.barrier()
         yield
         call()
@@ -60,8 +61,10 @@ CALLS = {
     "split": split,
     "gather-text": lambda transport, peer: transport.gather_text("here"),
     "allocate": lambda transport, peer: transport.allocate(64, np.float32),
-    "native": lambda transport, peer: transport.native_all_reduce(np.ones(64)),
-    "native-started": lambda transport, peer: transport.start_native_all_reduce(np.ones(64)).wait(),
+    "native": lambda transport, peer: native_all_reduce(transport, np.ones(64)),
+    "native-started": lambda transport, peer: start_native_all_reduce(
+        transport, np.ones(64)
+    ).wait(),
     "broadcast": native("broadcast"),
     "all-to-all": native("all-to-all"),
     "ring": bound,
@@ -105,7 +108,6 @@ def outlive(transport, die):
         stray, ring = _under_way(transport, first, in_call, die, in_survivors)
         while True:
             try:
-                transport.abandon()
                 transport.survivors()
                 total = np.array([float(first)])
                 Group(transport, "ring").all_reduce(total)

@@ -14,6 +14,7 @@ from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.trace.recorder import REDUCTION, SILENT, Recorder
 from mpitrain.transport.base import Request, Transport, named
+from mpitrain.transport.device import aside
 
 OPS: dict[str, np.ufunc] = {
     function.__name__: function
@@ -104,9 +105,10 @@ class Reduction:
             If the previous run has not ended.
         """
         self._begin()
-        began, wait = time.perf_counter(), self._recorder.wait(self._name)
+        began, wait = time.perf_counter(), self._span and self._recorder.wait(self._name)
         self._run()
-        self._recorder.go_on(wait)
+        if wait:
+            self._recorder.go_on(wait)
         self.waited_s += time.perf_counter() - began
         self._end()
 
@@ -136,10 +138,13 @@ class Reduction:
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
-        began, wait = time.perf_counter(), self._recorder.wait(self._name)
+        recorder, began, wait = self._recorder, time.perf_counter(), 0
+        if recorder.is_on:
+            wait = recorder.wait(self._name)
         if self._is_under_way:
             self._finish()
-        self._recorder.go_on(wait)
+        if wait:
+            recorder.go_on(wait)
         self.waited_s += time.perf_counter() - began
         self._end()
 
@@ -315,7 +320,7 @@ class Execution(Reduction):
         self.scratch_bytes = sum(array.nbytes for array in scratch)
         self._requests: deque[list[Request]] = deque()
         self._posted = self._ended = len(self._steps)
-        self._aside = transport.aside(array)
+        self._aside = aside(transport, array)
 
     def __str__(self) -> str:
         return named(request for requests in self._requests for request in requests)

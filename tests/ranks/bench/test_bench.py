@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ from mpitrain.tools.bench.collectives.sweep import (
     starting_line,
 )
 from mpitrain.transport import threads
+from mpitrain.transport.native import native_all_reduce
 from mpitrain.transport.threads import run_ranks
 
 MACHINE = {"hosts": 1, "cores": 2}
@@ -179,13 +179,13 @@ DELAY, APART = 0.04, 100.0
 def starts(transport, clock, ready):
     """When this rank starts each of several runs, if rank 1 leaves every barrier and reduction of the library's late."""
     clock.ahead = APART * transport.rank
-    barrier, reduce = transport.barrier, transport.native_all_reduce
+    barrier = transport.barrier
 
-    def late(call, *words):
-        call(*words)
+    def late():
+        barrier()
         time.sleep(DELAY * (transport.rank == 1))
 
-    transport.barrier, transport.native_all_reduce = partial(late, barrier), partial(late, reduce)
+    transport.barrier = late
     go, found = ready(transport), []
     for _ in range(7):
         go()
@@ -198,6 +198,12 @@ def test_ranks_on_several_hosts_start_at_one_instant(monkeypatch):
     ahead = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.ahead)
     ahead.sleep = time.sleep
     monkeypatch.setattr(sweeping, "time", ahead)
+
+    def late(transport, *words):
+        native_all_reduce(transport, *words)
+        time.sleep(DELAY * (transport.rank == 1))
+
+    monkeypatch.setattr(sweeping, "native_all_reduce", late)
 
     def skew(hosts, ready):
         first, second = run_ranks(2, starts, clock, ready, hosts=hosts)

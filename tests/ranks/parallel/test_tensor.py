@@ -17,6 +17,7 @@ from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.run.trainer import Trainer
+from mpitrain.transport.native import native_all_reduce
 from mpitrain.transport.threads import run_ranks
 from tests.generation import tokens
 from tests.training import assert_alike, configured, trained
@@ -129,7 +130,7 @@ def rounded(transport, config, steps=STEPS):
                 ]
                 limit[bucket.start : bucket.stop] = of_one * part + of_largest * largest
         for each in (total, sizes, limit):
-            dp.native_all_reduce(each)
+            native_all_reduce(dp, each)
         apart, single = np.abs(trainer.gradients - total), n * 2.0**-24 * sizes
         limit *= 2 + 2 * (
             of_one + of_largest

@@ -308,21 +308,19 @@ def test_a_rank_revokes_nothing_before_all_know_which_ranks_leave(settings):
     ranks = SimpleNamespace(needs_all="", size=4, rank=1, hosts="aa")
     config = parse(with_settings({}, [*settings, "layout.tp=2", "model.heads=2"]))
     own = Recovery(config, ranks)
-    for name in ("abandon", "survivors", "barrier", "leave"):
+    for name in ("survivors", "barrier"):
         setattr(ranks, name, lambda name=name: calls.append(name))
     ranks.gather_text = lambda value: [["", False, [*one]] for one in next(replicas)]
     assert own._connected()[1] == 1
-    assert calls == ["abandon", "survivors", "barrier", "abandon", "survivors"]
+    assert calls == ["survivors", "barrier", "survivors"]
 
 
 def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     said, ended = [], threading.Event()
-    ranks = SimpleNamespace(
-        needs_all="", size=3, rank=2, hosts="aa", abandon=lambda: ended.wait(SECONDS)
-    )
+    ranks = SimpleNamespace(needs_all="", size=3, rank=2, hosts="aa")
     waiting = Recovery(parse(with_settings({}, [*settings, "run.recover_seconds=1"])), ranks)
     ranks.abort = lambda text: (said.append(text), ended.set())
-    ranks.survivors = lambda: setattr(ranks, "size", 2)
+    ranks.survivors = lambda: (ended.wait(SECONDS), setattr(ranks, "size", 2))
     ranks.gather_text = lambda value: [value, [*value[:2], [1]]]
     waiting.go_on("a loss")
     assert "run.recover_seconds 1: it was connecting the living ranks." in said[0]

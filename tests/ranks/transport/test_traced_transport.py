@@ -36,7 +36,6 @@ from mpitrain.trace.startup import left
 from mpitrain.trace.timeline import described, on_the_clock_of_rank_0, read_timeline, read_trace
 from mpitrain.transport import mpi
 from mpitrain.transport.clocks import Clocks
-from mpitrain.transport.decorators import Recorded
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
 from tests.laws.transport import TransportLaws, laws_of
@@ -47,10 +46,10 @@ LAST = "law_a_message_of_another_size_is_an_error_at_its_receiver"  # after it t
 
 def test_what_is_recorded_obeys_the_laws_of_transports():
     def obey(transport):
-        recorded = Recorded(transport, Recorder())
+        transport.record(Recorder())
         for name in laws_of(TransportLaws):
             if name != LAST:
-                getattr(TransportLaws(), name)(recorded)
+                getattr(TransportLaws(), name)(transport)
 
     run_ranks(3, obey)
 

@@ -1,13 +1,14 @@
 """Waits that cannot end once some ranks have ended: requests, collective calls, and several requests at once."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpitrain.transport.base import AnyOf
 from mpitrain.transport.failures import Guard, MpiJob, needs
 from mpitrain.transport.mpi import MpiTransport, SendRequest
+from mpitrain.transport.native import start_native_all_reduce
 
 MEMBERS = (0, 4, 5)
 """Ranks of a split transport in the whole job; this one is rank 0."""
@@ -65,19 +66,12 @@ def test_a_collective_call_needs_its_ranks_until_it_returns(job):
 
 def test_a_started_library_all_reduce_goes_on_while_one_rank_computes(job):
     """Ranks may have the sum and end, while one computes and another waits for its messages."""
-    comm = SimpleNamespace(Iallreduce=lambda *of: None)
-    transport = SimpleNamespace(
-        job=job,
-        MPI=SimpleNamespace(IN_PLACE=None),
-        comm=comm,
-        members=MEMBERS,
-        rank=0,
-        guard=lambda name: nullcontext(),
-        _check_native=lambda array: None,
-        _parts=lambda array: [array],
-        _ops={"add": None},
-    )
-    MpiTransport.start_native_all_reduce(transport, None)
+    transport, array = MpiTransport.__new__(MpiTransport), np.ones(1)
+    transport.MPI = SimpleNamespace(IN_PLACE=None, SUM=None)
+    transport.job, transport.comm = job, SimpleNamespace(Iallreduce=lambda *of: None)
+    transport.members, transport.rank, transport.size, transport.own_name = MEMBERS, 0, 3, ""
+    transport.types = {array.dtype: None}
+    start_native_all_reduce(transport, array)
     (one,) = job.requests
     assert not needs(one, {4}) and needs(one, {4, 5})
 

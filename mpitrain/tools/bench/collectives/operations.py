@@ -19,8 +19,9 @@ from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, choices
 from mpitrain.errors import CommError, MpitrainError
-from mpitrain.transport.base import NATIVE_OPERATIONS as NATIVE
 from mpitrain.transport.base import Transport
+from mpitrain.transport.native import NATIVE_OPERATIONS as NATIVE
+from mpitrain.transport.native import bind_native
 
 PERIOD = 13
 """Period of the test data: such small integers have an exact sum over 8 ranks in bfloat16."""
@@ -211,7 +212,7 @@ def operation_of(operation: str, algorithm: str) -> BenchedCollective:
 
     def bind(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
         if algorithm == "native":
-            run = transport.bind_native(operation, buffers.array, buffers.other)
+            run = bind_native(transport, operation, buffers.array, buffers.other)
         else:
             from mpitrain.tools.bench import torch_groups
 

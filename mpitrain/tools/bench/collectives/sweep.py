@@ -34,6 +34,7 @@ from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport, aligned_zeros
 from mpitrain.transport.clocks import Clocks
 from mpitrain.transport.device import over_device
+from mpitrain.transport.native import native_all_reduce, native_dtypes
 
 SECONDS = 0.25
 """Time of the runs of one row, if the number of iterations is not set."""
@@ -208,7 +209,7 @@ class Sweep:
         request, transport = self._request, self._transport
         dtype = request.dtype.name
         situation = Topology(
-            transport.hosts, dtype, dtype in transport.native_dtypes, request.device == "cuda"
+            transport.hosts, dtype, dtype in native_dtypes(transport), request.device == "cuda"
         )
         refused = refusals(request.operation, situation)
         for name in request.algorithms:
@@ -292,7 +293,7 @@ class Sweep:
             spent = max(transport.gather_text(cycles.min()))
         fewest = 1 if is_once else 5
         _, times = timed(request.iterations or int(min(500, max(fewest, SECONDS / spent))))
-        transport.native_all_reduce(times, "maximum")
+        native_all_reduce(transport, times, "maximum")
         slowest = times / operation.ways * 1e6
         result = backend.to_host(other if operation.is_in_other else array[case.part])
         median, nbytes = float(np.median(slowest)), count * dtype.itemsize
@@ -378,7 +379,7 @@ def starting_line(transport: Transport) -> Callable[[], None]:
 
     def agree() -> None:
         due[0] = time.perf_counter() - ahead
-        transport.native_all_reduce(due, "maximum")
+        native_all_reduce(transport, due, "maximum")
 
     longest = np.zeros(1)
     for _ in range(ROUNDS):
@@ -386,7 +387,7 @@ def starting_line(transport: Transport) -> Callable[[], None]:
         start = time.perf_counter()
         agree()
         longest[0] = max(longest[0], time.perf_counter() - start)
-    transport.native_all_reduce(longest, "maximum")
+    native_all_reduce(transport, longest, "maximum")
 
     def meet() -> None:
         agree()

@@ -19,9 +19,8 @@ from mpitrain.tools.bench.comparison.modes import WARM_UP
 from mpitrain.tools.bench.plot_loss import draw
 from mpitrain.tools.bench.turns import ratios, take_turns, verdict
 from mpitrain.tools.text_table import TextColumn, TextTable
-from mpitrain.trace.recorder import Recorder
+from mpitrain.trace.recorder import SILENT, Recorder
 from mpitrain.transport.base import Transport
-from mpitrain.transport.decorators import Recorded
 
 KINDS = ("parameters", "gradients", "state", "scratch", "activations")
 """The kinds of memory of a rank, in the order of the table."""
@@ -121,9 +120,8 @@ def compare(
         ) as watchdog:
             watchdog.alive(f"building {mode}")
             recorder = Recorder()
-            job = build(
-                Recorded(transport, recorder), config, source=sources[0] if sources else None
-            )
+            transport.record(recorder)
+            job = build(transport, config, source=sources[0] if sources else None)
             sources[:] = [job.source]
             sent = transport.traffic.nbytes
             trained = _trained(transport, job, mode, recorder, watchdog, stepped)
@@ -134,6 +132,7 @@ def compare(
             step_s = max(transport.gather_text(trained.step_s))
             watchdog.alive(f"closing {mode}")
             job.close()  # it is collective, so it is not called after an error
+            transport.record(SILENT)
         return step_s
 
     turns = take_turns([partial(turn, mode) for mode in jobs], blocks)

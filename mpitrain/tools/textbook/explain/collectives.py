@@ -24,8 +24,7 @@ from mpitrain.tools.textbook.explain.explanation import (
 )
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport
 from mpitrain.tools.textbook.explain.toy import Symbols
-from mpitrain.transport.base import Transport
-from mpitrain.transport.threads import run_ranks
+from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 LETTERS = "abcdefgh"
 SLOWED_BYTES = 1 << 20
@@ -99,7 +98,7 @@ class _State(NamedTuple):
 
 
 def _run(
-    inner: Transport, steps: Collective, network: Network | None, symbols: Symbols, per_chunk: int
+    inner: ThreadTransport, steps: Collective, network: Network | None, symbols: Symbols, per_chunk: int
 ) -> list[_State]:
     transport = SlowTransport(inner, network) if network else inner
     rank, n = transport.rank, transport.size

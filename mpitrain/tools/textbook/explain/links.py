@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.transport.base import Request, Transport
-from mpitrain.transport.decorators import Forwarding
+from mpitrain.transport.base import Request
+from mpitrain.transport.threads import ThreadTransport
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -88,37 +88,32 @@ class Network:
         return time.perf_counter() < self._last_arrival
 
 
-class SlowTransport(Forwarding):
-    """A transport that delivers messages at the speed of the network's links."""
+class SlowTransport(ThreadTransport):
+    """A rank that is a thread, with messages at the speed of the network's links."""
 
-    def __init__(self, inner: Transport, network: Network, context: tuple = ()):
-        super().__init__(inner)
-        self._network, self._context, self._splits = network, context, 0
+    def __init__(self, rank: ThreadTransport, network: Network):
+        """Take the place of the transport `rank`."""
+        vars(self).update(vars(rank))
+        self._network = network
 
-    def over(self, inner: Transport) -> "SlowTransport":
-        self._splits += 1
-        return SlowTransport(inner, self._network, (*self._context, self._splits, inner.members))
-
-    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
+    def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Any:
         source, target = self.members[self.rank], self.members[to]
         # The receiver may ask for the arrival as soon as the inner transport has the message.
-        free = self._network.sent(
-            (self._context, source, target, tag), source, target, array.nbytes
-        )
-        return _Timed(self._inner.start_send(array, to, tag), lambda _: free)
+        free = self._network.sent((self.context, source, target, tag), source, target, array.nbytes)
+        return _Timed(super().start_send(array, to, tag), lambda _: free)
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
-        return self._received(self._inner.start_recv(array, source, tag), tag, source)
+    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Any:
+        return self._received(super().start_recv(array, source, tag), tag, source)
 
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        return self._received(self._inner.start_recv_any(array, tag), tag, None)
+    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Any:
+        return self._received(super().start_recv_any(array, tag), tag, None)
 
     def _received(self, request: Request, tag: int, source: int | None) -> Request:
         target = self.members[self.rank]
 
         def due(received: Request) -> float:
             sender = received.source if source is None else source
-            return self._network.arrival((self._context, self.members[sender], target, tag))
+            return self._network.arrival((self.context, self.members[sender], target, tag))
 
         return _Timed(request, due)
 
@@ -128,7 +123,7 @@ class SlowTransport(Forwarding):
             if self._network.is_busy:
                 time.sleep(NAP)
             else:
-                self._inner.wait_until(lambda: self._network.is_busy or done(), pause, what)
+                super().wait_until(lambda: self._network.is_busy or done(), pause, what)
 
 
 class _Timed:

@@ -41,8 +41,7 @@ from mpitrain.tools.textbook.explain.explanation import (
     TopicSetting,
 )
 from mpitrain.tools.textbook.explain.links import Network, SlowTransport
-from mpitrain.transport.base import Transport
-from mpitrain.transport.threads import run_ranks
+from mpitrain.transport.threads import ThreadTransport, run_ranks
 
 NAMES = "ABCDEFGH"
 """Names of the units."""
@@ -211,7 +210,7 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
     )
 
 
-def _run(inner: Transport, shown: ShownMode, network: Network | None) -> _RankRun:
+def _run(inner: ThreadTransport, shown: ShownMode, network: Network | None) -> _RankRun:
     transport = SlowTransport(inner, network) if network else inner
     workers = transport.size - shown.servers
     units, rows = shown.units or workers, workers * shown.micros

@@ -1,0 +1,191 @@
+"""The MPI library's own collectives: peers in measurements, and the all-reduce of algorithm "native"."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpitrain.errors import CommError
+from mpitrain.machine.backend import on_device
+from mpitrain.trace.recorder import NATIVE, REDUCTION
+from mpitrain.transport.base import Request, Several, Transport, check_message
+from mpitrain.transport.device import DeviceTransport
+from mpitrain.transport.mpi import REDUCED, MpiTransport, SendRequest
+from mpitrain.transport.threads import ThreadTransport
+
+NATIVE_OPERATIONS = ("broadcast", "reduce", "reduce-scatter", "all-gather", "all-to-all")
+"""Collectives of the MPI library that `bind_native` knows; the first two have root 0."""
+
+OF_THREADS = ("float32", "float64", "int32", "int64")
+"""The dtypes that ranks reduce in the library's place if they are threads."""
+
+PART = 1 << 30
+"""Largest number of elements that one call of the library reduces."""
+
+MOST = (1 << 31) - 1
+"""Largest number of elements in one call of any other collective of an MPI-3 library."""
+
+OPS = {
+    "add": "SUM",
+    "multiply": "PROD",
+    "maximum": "MAX",
+    "minimum": "MIN",
+    "bitwise_and": "BAND",
+    "bitwise_or": "BOR",
+    "bitwise_xor": "BXOR",
+}
+"""{op as in `Group.bind`: its name in MPI}."""
+
+
+def native_dtypes(transport: Transport) -> Sequence[str]:
+    """Return the names of the dtypes that `native_all_reduce` accepts."""
+    return OF_THREADS if isinstance(_host(transport), ThreadTransport) else REDUCED
+
+
+def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
+    """Run the MPI library's own all-reduce, in place. Collective.
+
+    array   contiguous, with a dtype in `native_dtypes`
+    op      as in `Group.bind`
+    raises  CommError if the library cannot reduce this dtype
+    """
+    recorder = transport.recorder
+    wait = recorder.wait(transport.waits[NATIVE]) if recorder.is_on else 0
+    if on_device(array) and isinstance(transport, DeviceTransport):
+        transport.on_host(array, lambda lent: _all_reduce(transport.host, lent, op))
+    else:
+        _all_reduce(_host(transport), array, op)
+    recorder.go_on(wait)
+
+
+def start_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> Request:
+    """Begin `native_all_reduce`, as MPI_Iallreduce. Collective.
+
+    The call is non-blocking only for an array in host memory.
+    """
+    if on_device(array) and isinstance(transport, DeviceTransport):
+        # Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045). A request for no
+        # message is complete at once.
+        native_all_reduce(transport, array, op)
+        return Several([])
+    host, recorder = _host(transport), transport.recorder
+    note = None
+    if recorder.is_on:
+        name = transport.waits[NATIVE]
+        note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
+    if isinstance(host, ThreadTransport):
+        arrival = host.start_all_reduce(array, op)
+        arrival.note = note
+        return arrival
+    assert isinstance(host, MpiTransport)
+    _check(host, array)
+    with host.job.lock, host.guard("MPI_Iallreduce"):
+        in_place, kind = host.MPI.IN_PLACE, getattr(host.MPI, OPS[op])
+        requests = [
+            # A rank may end while another one computes and makes no progress.
+            SendRequest(host, host.comm.Iallreduce(in_place, part, kind), "native all-reduce", -1)
+            for part in _parts(host, array)
+        ]
+    requests[-1].note = note
+    return Several(requests)
+
+
+def _host(transport: Transport) -> Transport:
+    return transport.host if isinstance(transport, DeviceTransport) else transport
+
+
+def _all_reduce(host: Transport, array: Any, op: str) -> None:
+    if isinstance(host, ThreadTransport):
+        host.start_all_reduce(array, op).wait()
+        return
+    assert isinstance(host, MpiTransport)
+    _check(host, array)
+    with host.job.lock, host.guard("MPI_Allreduce"):
+        for part in _parts(host, array):
+            host.comm.Allreduce(host.MPI.IN_PLACE, part, getattr(host.MPI, OPS[op]))
+
+
+def _parts(host: MpiTransport, array: Any) -> list[list]:
+    """Return [buffer, count, datatype] for each MPI call, of at most PART elements."""
+    flat = array.reshape(-1)
+    parts = [flat[start : start + PART] for start in range(0, max(1, flat.size), PART)]
+    return [[part, part.size, host.types[part.dtype]] for part in parts]
+
+
+def _check(host: MpiTransport, array: Any) -> None:
+    check_message(array, host.rank, (), host.size)
+    if array.dtype not in host.types:
+        raise CommError(
+            f"rank {host.rank}: MPI's own all-reduce has no {array.dtype}.",
+            "Use algorithm ring, which reduces any type.",
+        )
+
+
+def bind_native(
+    transport: Transport, operation: str, array: np.ndarray, other: np.ndarray
+) -> Callable[[], None]:
+    """Return a function that runs one of the MPI library's other blocking collectives.
+    Collective: binding, and every run.
+
+    operation  a name in NATIVE_OPERATIONS
+    array      in host memory; its length is a multiple of the number of ranks
+    other      for an all-to-all: the array to send, as long as `array`. For a reduce-scatter: receives
+               this rank's chunk of the sum. Other operations ignore it
+    raises     CommError on every rank, if one call of the library cannot take so many elements
+    """
+    host = _host(transport)
+    if isinstance(host, ThreadTransport):
+        brings = other if operation == "all-to-all" else array
+        receives = other if operation == "reduce-scatter" else array
+        return lambda: np.copyto(
+            receives,
+            _collected(operation, host.meet(f"native {operation}", brings.copy()), host.rank),
+        )
+    assert isinstance(host, MpiTransport)
+    if array.size > MOST:
+        raise CommError(
+            f"{host.own_name}: one call of MPI's own {operation} takes {MOST} elements, but the "
+            f"array has {array.size}.",
+            "Lower --max-bytes, or leave out algorithm native.",
+        ).on_every_rank()
+    in_place, add, is_root = host.MPI.IN_PLACE, host.MPI.SUM, host.rank == 0
+    _, unit = host.message(array[:1])
+    count = array.size // host.size
+    whole, parts, others = [array, array.size, unit], [array, count, unit], [other, count, unit]
+    name, arguments = {
+        "broadcast": ("Bcast", (whole, 0)),
+        "reduce": ("Reduce", (in_place, whole, add, 0) if is_root else (whole, None, add, 0)),
+        "reduce-scatter": ("Reduce_scatter_block", (parts, others, add)),
+        "all-gather": ("Allgather", (in_place, parts)),
+        "all-to-all": ("Alltoall", (others, parts)),
+    }[operation]
+    call, lock = getattr(host.comm, name), host.job.lock
+    guard = host.guard(f"MPI's own {operation}")
+    if operation in ("broadcast", "reduce"):
+        guard.awaits = ()  # Some ranks may leave these before others enter.
+
+    def run() -> None:
+        with lock, guard:
+            call(*arguments)
+
+    return run
+
+
+def _collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:
+    """Return the array that an operation of `bind_native` leaves on `rank`.
+
+    brought  the array of each rank
+    """
+    if operation == "broadcast":
+        return brought[0]
+    if operation == "reduce":
+        return np.sum(brought, axis=0) if rank == 0 else brought[rank]
+    chunks = [np.split(array, len(brought)) for array in brought]
+    if operation == "reduce-scatter":
+        return np.sum([parts[rank] for parts in chunks], axis=0)
+    return np.concatenate(
+        [
+            parts[rank if operation == "all-to-all" else source]
+            for source, parts in enumerate(chunks)
+        ]
+    )
