@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.group import bind
-from mpitrain.transport import mpi
+from mpitrain.transport import native
 from tests.laws.collectives import CollectiveLaws
 from tests.laws.exchange import ExchangeLaws
 from tests.laws.lossy import LossyLaws
@@ -34,7 +34,7 @@ def test_a_message_above_64_mib_is_reduced_exactly(mpi_ranks, transport):
 
 @pytest.mark.parametrize("mpi_ranks", [3])
 def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, transport, monkeypatch):
-    monkeypatch.setattr(mpi, "PART", 100)
+    monkeypatch.setattr(native, "PART", 100)
     for count in (0, 100, 701):
         array = np.arange(count) + transport.rank
         reduction = bind(transport, array, algorithm="native")
