@@ -98,7 +98,11 @@ class _State(NamedTuple):
 
 
 def _run(
-    inner: ThreadTransport, steps: Collective, network: Network | None, symbols: Symbols, per_chunk: int
+    inner: ThreadTransport,
+    steps: Collective,
+    network: Network | None,
+    symbols: Symbols,
+    per_chunk: int,
 ) -> list[_State]:
     transport = SlowTransport(inner, network) if network else inner
     rank, n = transport.rank, transport.size
