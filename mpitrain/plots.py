@@ -1,8 +1,9 @@
-"""All pictures: matplotlib without a display, styles of curves, labels, checks of the file, and saving."""
+"""The look of all pictures, by matplotlib: style, colours, titles, legends, units; checks of the file, and saving."""
 
 import io
 import logging
 import re
+import textwrap
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,18 +14,37 @@ from mpitrain.errors import ConfigError, say
 from mpitrain.files import check_writable, whole
 
 COLOURS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"),
-    *("#56b4e9", "#8c564b", "#7f7f7f", "#bcbd22", "#17becf"),
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
+    *("#e69f00", "#56b4e9", "#000000", "#7f7f7f"),
 )
-"""Colours of curves, which colour-blind readers can distinguish as far as possible."""
+"""Colours of curves: those of Okabe and Ito, which colour-blind readers distinguish, and grey."""
+PHASES = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
+"""{computation of a pipeline: colour}: forward, input half and weight half of backward, both at once."""
 WALL = 12.8, 7.2
 """Inches of a picture for a wall: 1280 x 720 pixels, 100 of which are an inch."""
-DASHES, MARKS = ("-", "--", "-."), "os^"
-"""Dashes and marks of the first, second and third ten curves."""
+TITLE = 96
+"""Characters of a line of a title."""
+DASHES, MARKS = ("-", "--", "-.", (0, (3, 1, 1, 1, 1, 1))), "os^D"
+"""Dashes and marks of the first eight curves, of the second eight, and so on."""
+LEGEND = 12.5
+"""Points of a legend, if it has room."""
+STYLE = {
+    "font.size": 15,
+    "axes.titlesize": "medium",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "figure.titlesize": "medium",
+    "grid.alpha": 0.3,
+    "legend.fontsize": LEGEND,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+"""What all pictures have in common."""
 
 
 def painter() -> Any:
-    """Return matplotlib's pyplot with the Agg backend, which needs no display.
+    """Return matplotlib's pyplot with our style and the Agg backend, which needs no display.
 
     Warnings of matplotlib, such as that of a missing font cache folder, are silenced.
     """
@@ -34,6 +54,7 @@ def painter() -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams.update(STYLE)
     return pyplot
 
 
@@ -55,12 +76,12 @@ def check_drawable(path: Path, option: str = "--plot") -> None:
     check_writable(path)
 
 
-def subplots(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure of these inches and its axes; an array of them if there are several."""
-    return painter().subplots(rows, columns, figsize=(width, height), layout="constrained")
+def subplots(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure for a wall and its axes; an array of them if there are several."""
+    return painter().subplots(rows, columns, figsize=WALL, layout="constrained")
 
 
-def save(figure: Any, path: Path, dpi: int) -> None:
+def save(figure: Any, path: Path, dpi: int = 100) -> None:
     """Save a figure atomically, in the format of the file's suffix, and close it.
 
     Names of runs may have letters that the usual font lacks: another font draws them, or a note says
@@ -128,12 +149,12 @@ class Look(NamedTuple):
     """The style of a curve."""
 
     colour: str
-    dash: str
+    dash: Any
     mark: str
 
 
 def look(number: int) -> Look:
-    """Return the style of a curve by its number; the first thirty styles all differ."""
+    """Return the style of a curve by its number; the first 32 styles all differ."""
     again = number // len(COLOURS) % len(DASHES)
     return Look(COLOURS[number % len(COLOURS)], DASHES[again], MARKS[again])
 
@@ -148,31 +169,53 @@ def legible(name: str) -> str:
     ).decode()
 
 
-def titled(runs: Iterable[str]) -> str:
-    """Return a title with the names of the runs, or the first three and the number of others."""
-    names = [*map(legible, runs)]
-    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"])
+def titled(names: Iterable[str]) -> str:
+    """Return a title with the names of runs, or the first three and the number of others."""
+    shown = [*map(legible, names)]
+    return wrapped(
+        ", ".join(shown if len(shown) <= 4 else [*shown[:3], f"and {len(shown) - 3} more"])
+    )
 
 
-def add_legend(axes: Any) -> None:
-    """Add a small legend in which a dollar sign stays a dollar sign."""
-    for text in axes.legend(fontsize="small").get_texts():
+def wrapped(title: str) -> str:
+    """Return a title in lines that the picture has room for, at most three."""
+    lines = (
+        textwrap.fill(line, TITLE, break_on_hyphens=False, max_lines=3, placeholder=" ...")
+        for line in title.split("\n")
+    )
+    return "\n".join(lines)
+
+
+def add_legend(figure: Any, axes: Any, title: str = "") -> None:
+    """Add the legend of the axes below the picture, in which a dollar sign stays a dollar sign."""
+    handles, labels = axes.get_legend_handles_labels()
+    longest = 6 + max(map(len, labels))
+
+    def points(columns: int) -> float:
+        """Return the size at which so many columns have room, in at most the height of 8 lines."""
+        across = 72 * WALL[0] / (0.6 * columns * longest)
+        return min(LEGEND, across, LEGEND * 8 / -(-len(labels) // columns))
+
+    columns = max(range(1, 5), key=lambda number: (points(number), number))
+    texts = {"fontsize": points(columns), "title": title, "title_fontsize": "x-small"}
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, **texts)
+    for text in legend.get_texts():
         text.set_parse_math(False)
 
 
 def set_byte_ticks(axes: Any, sizes: list[int], label: str) -> None:
-    """Make a logarithmic x axis of bytes, with at most nine of these sizes named as 4 KiB."""
-    ticks = sizes[:: -(-len(sizes) // 9)]
+    """Make a logarithmic x axis of bytes, with at most six of these sizes named as 4 KiB."""
+    ticks = sizes[:: -(-len(sizes) // 6)]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, labels=[readable(nbytes) for nbytes in ticks])
     axes.minorticks_off()
     axes.set_xlabel(label)
-    axes.grid(alpha=0.3)
+    axes.grid()
 
 
 def readable(nbytes: int) -> str:
     """Format a number of bytes as 64 B, 4 KiB or 1.5 MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 0.99 * size:  # arrays are rounded down to whole elements per rank
-            return f"{nbytes / size:.3g} {unit}"
+            return f"{round(nbytes / size, 2):.3g} {unit}"
     return f"{nbytes} B"

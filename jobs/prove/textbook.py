@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mpitrain.files import write_whole
 from mpitrain.tools.textbook.explain.page import FRAMES, PICTURES, digests, systems
-from mpitrain.tools.textbook.explain.picture import draw
+from mpitrain.tools.textbook.explain.picture import draw_one
 from mpitrain.tools.textbook.explain.topics import TOPICS
 
 COLOURS = 24
@@ -24,7 +24,7 @@ def main() -> None:
     explanations = {name: topic.explained(topic.setting(name)) for name, topic in TOPICS.items()}
     for name in tqdm(explanations, desc="pictures", leave=False, disable=None):
         path = folder / f"{name}.png"
-        draw(explanations[name], path, "en", dpi=80)
+        draw_one(explanations[name], path)
         with Image.open(path) as drawn:
             small = drawn.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
         small.save(path, optimize=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.plots import look, save, set_byte_ticks, subplots
+from mpitrain.plots import COLOURS, add_legend, look, save, set_byte_ticks, subplots, wrapped
 from mpitrain.tools.bench.collectives.sweep import CollectiveRow
 from mpitrain.tools.bench.pairs import Pair, bandwidth, hosts_of, latency, odd_pairs
 from mpitrain.tools.text_table import figure as rounded
@@ -33,7 +33,7 @@ def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> No
     curves: dict[tuple[str, str], dict[int, list[CollectiveRow]]] = {}
     for row in rows:
         curves.setdefault((row.algorithm, row.buffers), {}).setdefault(row.bytes, []).append(row)
-    figure, (left, right) = subplots(13, 6, 1, 2)
+    figure, (left, right) = subplots(1, 2)
     looks = map(look, range(len(curves)))
     for (algorithm, buffers), by_bytes in curves.items():
         name = algorithm if len({where for _, where in curves}) == 1 else f"{algorithm}, {buffers}"
@@ -45,7 +45,7 @@ def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> No
             surround = "#777777" if chosen - {measured for measured, _ in curves} else ""
         else:
             surround, dash, _ = next(looks)
-            style = {"color": surround, "linestyle": dash, "linewidth": 1.5, "zorder": 3}
+            style = {"color": surround, "linestyle": dash, "zorder": 3}
         for axes, of in ((left, _time), (right, _bandwidth)):
             sizes, medians = [*by_bytes], [of(rows, "time_us") for rows in by_bytes.values()]
             axes.plot(sizes, medians, label=name, marker=".", **style)
@@ -63,14 +63,15 @@ def plot(rows: Sequence[CollectiveRow], facts: dict[str, Any], path: Path) -> No
     most = max(_time(rows, "time_us") for rows in measured)
     highest = max(_bandwidth(rows, "time_us") for rows in measured)
     left.set(yscale="log", ylim=(least / ROOM, most * ROOM), ylabel="microseconds", title="time")
-    right.set(ylim=(0, ROOM * highest), ylabel="GB/s", title="bus bandwidth")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    right.set(ylim=(0, ROOM * highest), ylabel="GB/s")
+    right.set_title("bus bandwidth", pad=50 if "auto" in {name for name, _ in curves} else None)
     title = f"{rows[0].op} of {rows[0].dtype}, {facts['ranks']} ranks on {facts['hosts']} host(s)"
-    legend = (
-        "Line: median; band: fastest run to p99; dotted: predicted; "
-        "values far from all medians are cut off"
+    add_legend(
+        figure,
+        left,
+        "Line: median; band: fastest run to p99; dotted: predicted; values far from all medians are cut off",
     )
-    _finish(figure, title, legend, facts, path, f"; device {facts['device']}")
+    _finish(figure, title, facts, path, f"; device {facts['device']}")
 
 
 def _time(rows: Sequence[CollectiveRow], field: str) -> float:
@@ -83,14 +84,14 @@ def _bandwidth(rows: Sequence[CollectiveRow], field: str) -> float:
 
 
 def _choices(axes: Any, by_bytes: dict[int, list[CollectiveRow]]) -> None:
-    """Label each size at which the choice of `auto` changes with the algorithm that it chooses."""
+    """Write above each size at which the choice of `auto` changes the algorithm that it chooses."""
     before = ""
     for size in sorted(by_bytes):
         chosen = by_bytes[size][0].chosen
         if chosen != before:
             axes.axvline(size, color="black", alpha=0.3, linewidth=1, linestyle="--")
-            style = {"rotation": 90, "verticalalignment": "top", "fontsize": "small"}
-            axes.text(size, 0.99, f" auto: {chosen}", transform=axes.get_xaxis_transform(), **style)
+            style = {"rotation": 30, "va": "bottom", "fontsize": "x-small"}
+            axes.text(size, 1.01, f"auto: {chosen}", transform=axes.get_xaxis_transform(), **style)
         before = chosen
 
 
@@ -99,7 +100,8 @@ def plot_pairs(
 ) -> None:
     """Draw latency and bandwidth of all pairs as heat maps.
 
-    Dark cells are slow, odd pairs have a red frame, and lines separate hosts.
+    Dark cells are slow, odd pairs have a frame, and lines separate hosts. Colours begin at 0, so pairs
+    that differ little look alike.
 
     places  classes of pairs in which odd ones are framed
     """
@@ -107,7 +109,7 @@ def plot_pairs(
 
     hosts, odd = hosts_of(pairs), odd_pairs(pairs, places)
     n = len(hosts)
-    figure, views = subplots(13, 6, 1, 2)
+    figure, views = subplots(1, 2)
     for axes, field, title, colours, what, text in (
         (views[0], "latency_us", "latency, microseconds one way", "viridis_r", "latency", latency),
         (views[1], "bandwidth_GBs", "bandwidth, GB/s one way", "viridis", "bandwidth", bandwidth),
@@ -116,14 +118,19 @@ def plot_pairs(
         for pair in pairs:
             ends = [pair.first, pair.second], [pair.second, pair.first]
             cells[ends], marked[ends] = getattr(pair, field), "~" in text(pair)
-        figure.colorbar(axes.imshow(cells, cmap=colours), ax=axes, shrink=0.8)
+        most = 1.05 * np.nanmax(cells)
+        figure.colorbar(
+            axes.imshow(cells, cmap=colours, vmin=0, vmax=most), ax=axes, orientation="horizontal"
+        )
         for row, column in np.argwhere(np.isfinite(cells)) if n <= FEW else ():
             shown = rounded(float(cells[row, column])) + "~" * int(marked[row, column])
             axes.text(column, row, shown, ha="center", va="center", fontsize="small", bbox=BOX)
         for each in odd:
             for x, y in (each.pair[:2], each.pair[1::-1]) if each.what == what else ():
                 corner = x - 0.5, y - 0.5
-                frame = Rectangle(corner, 1, 1, fill=False, edgecolor="red", linewidth=3, zorder=3)
+                frame = Rectangle(
+                    corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=4, zorder=3
+                )
                 axes.add_patch(frame)
         for edge in (rank for rank in range(1, n) if hosts[rank] != hosts[rank - 1]):
             axes.axhline(edge - 0.5, color="black", linewidth=1)
@@ -133,16 +140,14 @@ def plot_pairs(
         axes.set_yticks(ticks, labels=[f"{rank} {hosts[rank]}" for rank in ticks])
         axes.set(title=title, xlabel="rank", ylabel="rank and host")
     has_marks = n <= FEW and any("~" in latency(pair) + bandwidth(pair) for pair in pairs)
-    legend = ["Red frame: a link far from its class"] * bool(odd)
+    legend = ["Framed: a link far from its class"] * bool(odd)
     legend += ["~: other work ran meanwhile"] * has_marks
-    title = f"all pairs of {n} ranks on {facts['hosts']} host(s)"
-    _finish(figure, title, ".  ".join(legend), facts, path)
+    figure.supxlabel(".  ".join(legend), fontsize="x-small")
+    _finish(figure, f"all pairs of {n} ranks on {facts['hosts']} host(s)", facts, path)
 
 
-def _finish(
-    figure: Any, title: str, legend: str, facts: dict[str, Any], path: Path, device: str = ""
-) -> None:
-    figure.suptitle(title, weight="bold")
+def _finish(figure: Any, title: str, facts: dict[str, Any], path: Path, device: str = "") -> None:
+    """Give the figure its title, with the machine below it, and save it."""
     machine = f"{facts['processor']}, {facts['cores']} cores a host; {facts['mpi']}{device}; mpitrain {facts['mpitrain']}"
-    figure.supxlabel(f"{machine}.  {legend}".rstrip(), fontsize="small")
-    save(figure, path, 110)
+    figure.suptitle(f"{title}\n{wrapped(machine)}")
+    save(figure, path)

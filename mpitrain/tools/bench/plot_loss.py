@@ -1,6 +1,7 @@
 """Pictures of losses over steps, tokens, samples or time, by matplotlib (the extra `report`)."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import ConfigError
-from mpitrain.plots import add_legend, legible, look, save, subplots, titled
+from mpitrain.plots import add_legend, legible, look, save, subplots, titled, wrapped
 from mpitrain.run.metrics import is_number
 
 AXES = {
@@ -34,12 +35,12 @@ def draw(
     runs    {name in the legend: records of its metrics.jsonl}
     over    the horizontal axis: a key of AXES
     is_log  whether the axis of losses is logarithmic
-    title   default: the names of the runs
+    title   default: the folder that has all runs, or their names
     raises  ConfigError if the records of a run do not have this axis
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
-    figure, axes = subplots(9, 5.5)
+    figure, axes = subplots()
     curves = {
         name: (points(records, "loss", over), points(records, "val_loss", over))
         for name, records in runs.items()
@@ -48,6 +49,7 @@ def draw(
     xlabel, unit = AXES[over], 1
     if over == "time" and last > LONG:
         xlabel, unit = xlabel.replace("seconds", "minutes"), 60
+    folder = shared_folder([*runs])
     for number, (name, both) in enumerate(curves.items()):
         colour, dash, mark = look(number)
         trained, validated = ([(x / unit, y) for x, y in curve] for curve in both)
@@ -57,11 +59,9 @@ def draw(
                 "Name a run that has trained, or another --over.",
             )
         line = smooth(trained)
-        label = f"{legible(name)}: training {line[-1][1]:#.4g}"
+        label = f"{legible(name[len(folder) :])}: training {line[-1][1]:#.4g}"
         label += f", validation {validated[-1][1]:#.4g}" if validated else ""
-        axes.plot(
-            *zip(*line, strict=True), color=colour, linestyle=dash, linewidth=1.8, label=label
-        )
+        axes.plot(*zip(*line, strict=True), color=colour, linestyle=dash, label=label)
         if len(trained) >= 2 * SMOOTHED:
             axes.plot(*zip(*trained, strict=True), color=colour, linewidth=0.7, alpha=0.3, zorder=1)
         if validated:
@@ -69,7 +69,7 @@ def draw(
             axes.plot(*zip(*validated, strict=True), mark, color=colour, **style)
     if any(validated for _, validated in curves.values()):
         axes.plot([], [], "o", color="white", markeredgecolor="black", label="validation")
-    axes.set_title(title or titled(runs), fontsize="medium", parse_math=False)
+    axes.set_title(wrapped(title or folder[:-1]) or titled(runs), parse_math=False)
     axes.set(xlabel=xlabel, ylabel="loss, nats per prediction", xlim=(0, None))
     if over == "steps":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -79,10 +79,17 @@ def draw(
         axes.set_yscale("log")
         for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             ticks(ScalarFormatter())
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    add_legend(axes)
-    save(figure, path, 120)
+    axes.grid(which="both")
+    add_legend(figure, axes)
+    save(figure, path)
+
+
+def shared_folder(names: Sequence[str]) -> str:
+    """Return the deepest folder in which all of these runs are, with its slash; empty: there is none, or one run."""
+    folder = ""
+    if len({*map(os.path.isabs, names)}) == 1 < len(names):
+        folder = os.path.commonpath([os.path.dirname(name) for name in names])
+    return f"{folder}/" if folder and all(name.startswith(f"{folder}/") for name in names) else ""
 
 
 def points(

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.plots import WALL, numbered, painter, save, subplots
+from mpitrain.plots import COLOURS, WALL, numbered, save, subplots, wrapped
 from mpitrain.tools.plan import several
 from mpitrain.tools.plan.collective import Collective, Held, complete, contents, meeting
 
-ADDED, COPIED = "#d55e00", "#0072b2"
-"""Colours of arrows, for messages that are added and for messages that replace."""
+COPIED, ADDED = COLOURS[:2]
+"""Colours of arrows, for messages that replace and for messages that are added."""
 
 ARROW = {"arrowstyle": "-|>", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
 
@@ -57,10 +57,9 @@ def draw(collective: Collective, path: Path) -> list[Path]:
     most = max(1, int((WALL[0] - BORDER) / column) - 1) if has_arrows else max(1, steps)
     files = numbered(path, -(-max(1, steps) // most))
     each = -(-steps // len(files))
-    with painter().rc_context({"font.size": 15}):
-        for number, file in enumerate(files):
-            last = min(steps, (number + 1) * each)
-            _draw(collective, file, number * each, last, has_arrows)
+    for number, file in enumerate(files):
+        last = min(steps, (number + 1) * each)
+        _draw(collective, file, number * each, last, has_arrows)
     return files
 
 
@@ -75,7 +74,7 @@ def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows:
         (step, message) for step in range(first, last) for message in collective.steps[step]
     ]
     strip = STRIP if has_arrows or not messages else WITHOUT_ARROWS
-    figure, axes = subplots(*WALL)
+    figure, axes = subplots()
     has_numbers = (
         chunks <= NUMBERED
         and (WALL[0] - BORDER) * strip > 0.11 * columns * chunks
@@ -136,8 +135,7 @@ def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows:
         "" if has_arrows or not messages else f"; {len(messages)} messages, too many for arrows"
     )
     axes.set_title(
-        f"{collective.title}, {several(len(collective.steps), 'step')}\n{cut}{hidden}\n",
-        fontsize="medium",
+        wrapped(f"{collective.title}, {several(len(collective.steps), 'step')}\n{cut}{hidden}\n")
     )
     n = collective.ranks
     label, shares = f"ranks whose data a chunk holds, of {n}", sorted({1, -(-n // 2), n})
@@ -155,8 +153,8 @@ def _draw(collective: Collective, path: Path, first: int, last: int, has_arrows:
         if is_added in kinds
     ]
     if lines:
-        figure.legend(handles=lines, loc="outside lower right", ncols=len(lines), fontsize="small")
-    save(figure, path, 100)
+        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines))
+    save(figure, path)
 
 
 def _filled(collective: Collective) -> np.ndarray:

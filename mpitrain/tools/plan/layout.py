@@ -51,7 +51,7 @@ from mpitrain.pipeline.pipeline import own
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, held, simulate
-from mpitrain.plots import COLOURS, save, subplots
+from mpitrain.plots import COLOURS, add_legend, save, subplots
 from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.counting import SERIAL, Counter, UnitCount
@@ -896,7 +896,9 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
 
 def draw(ranking: Ranking, limit: float, path: Path) -> None:
     """Draw the step time of all layouts over their memory; the front is a line of numbered points."""
-    figure, axes = subplots(10, 6)
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
+    figure, axes = subplots()
     for shown, line, mark, colour in (
         (ranking.predictions, "", ".", COLOURS[7]),
         (ranking.front, "-", "o", COLOURS[0]),
@@ -915,7 +917,10 @@ def draw(ranking: Ranking, limit: float, path: Path) -> None:
             names.append(name)
             axes.annotate(f"{len(names)}", place, (0, 7), textcoords="offset points", ha="center")
             axes.plot([], [], " ", label=f"{len(names)}: {name}")
-    figure.legend(loc="outside right upper")
-    axes.set(xscale="log", yscale="log", xlabel="GB of a rank", ylabel="predicted step, s")
+    add_legend(figure, axes)
+    axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="predicted step, s")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.4)))
     axes.set_title("Layouts, and those that need less memory than every faster one")
-    save(figure, path, 128)
+    save(figure, path)

@@ -5,7 +5,6 @@ steps are simulated than drawn, so that the last simulated step shows the steady
 """
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from mpitrain.pipeline.simulate import (
     versions,
     weights,
 )
-from mpitrain.plots import WALL, numbered, painter, save, subplots
+from mpitrain.plots import PHASES, WALL, numbered, save, subplots, wrapped
 from mpitrain.tools.plan import MOST_SHOWN, several
 from mpitrain.tools.words import padded, said
 from mpitrain.tools.words import width as width_of
@@ -47,13 +46,10 @@ MEANING = (
     "next version"
 )
 
-COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#cc79a7"}
 MOST_PICTURES = 4
 """Largest number of pictures; a longer schedule is drawn smaller."""
 ACROSS, DOWN = WALL[0] - 1.4, WALL[1] - 2.2
 """Inches of the boxes in a picture."""
-TITLE = 80
-"""Characters of a line of the title."""
 CELL = 0.28
 """Inches of the shortest instruction, if the pictures have room, and of a line in its box."""
 
@@ -378,10 +374,9 @@ def draw(
     has_room = DOWN / len(plan.by_stage) > CELL * (2 if notes else 1)
     files = numbered(path, min(math.ceil(inches / ACROSS), MOST_PICTURES) if has_room else 1)
     each = simulation.makespan / len(files)
-    with painter().rc_context({"font.size": 15}):
-        for number, file in enumerate(files):
-            part = number * each, (number + 1) * each
-            _draw(plan, simulation, title, file, notes, part, has_room)
+    for number, file in enumerate(files):
+        part = number * each, (number + 1) * each
+        _draw(plan, simulation, title, file, notes, part, has_room)
     return files
 
 
@@ -401,13 +396,13 @@ def _draw(
     from matplotlib.patches import Patch
 
     inch = (part[1] - part[0]) / ACROSS
-    figure, axes = subplots(*WALL)
+    figure, axes = subplots()
     for stage, stage_events in enumerate(simulation.timeline):
         chunks = [chunk for chunk, stage_of in enumerate(plan.stage_of) if stage_of == stage]
         for event, (start, end, instruction) in enumerate(stage_events):
             if end < part[0] or start > part[1]:
                 continue
-            colour = COLOURS[LETTERS[type(instruction)]]
+            colour = PHASES[LETTERS[type(instruction)]]
             alpha = 1 - 0.6 * chunks.index(instruction.chunk) / len(chunks)
             box = {"color": colour, "alpha": alpha, "edgecolor": "white", "linewidth": 0.5}
             axes.barh(stage, end - start, 0.9, start, **box)
@@ -424,17 +419,17 @@ def _draw(
         yticks=(shown := range(0, len(plan.by_stage), -(-len(plan.by_stage) // 20))),
         yticklabels=[f"stage {stage}" for stage in shown],
     )
-    axes.set_title(textwrap.fill(title, TITLE), fontsize="medium")
+    axes.set_title(wrapped(title))
     axes.invert_yaxis()
     kinds = {LETTERS[type(event.instruction)] for row in simulation.timeline for event in row}
     handles: list[Any] = [
-        Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds
+        Patch(color=PHASES[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds
     ]
     if notes:
         handles += axes.plot([], [], "k^", label="update: makes the next version (v)")
     if len(plan.stage_of) > len(plan.by_stage):
         handles.append(
-            Patch(color=COLOURS["F"], alpha=0.4, label="paler: a later chunk of the stage")
+            Patch(color=PHASES["F"], alpha=0.4, label="paler: a later chunk of the stage")
         )
-    figure.legend(handles=handles, loc="outside lower right", ncols=3, fontsize="small")
-    save(figure, path, 100)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    save(figure, path)

@@ -74,7 +74,7 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
     shown, ranks = range(max(steps.start, steps.stop - STEPS), steps.stop), len(timeline.traces)
     windows = [timeline.window(rank, shown) for rank in range(ranks)]
     zero, last = min(start for start, _ in windows), max(end for _, end in windows)
-    figure, axes = subplots(15, 1.6 + 0.55 * ranks)
+    figure, axes = subplots()
     drawn: set[str] = set()
     for rank, trace in enumerate(timeline.traces):
         records = trace.records[(trace.records["end"] > zero) & (trace.records["start"] < last)]
@@ -111,8 +111,8 @@ def draw_timeline(name: str, timeline: Timeline, steps: range, path: Path) -> No
         for what, fill in (FILLS | BENEATH).items()
         if fill in drawn
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=9, fontsize="small")
-    save(figure, path, 120)
+    figure.legend(handles=patches, loc="outside lower center", ncols=4)
+    save(figure, path)
 
 
 def _look(record: Any, has_device: bool) -> tuple[str, float, float] | None:
@@ -146,7 +146,7 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure, views = subplots(13, 7, 2, 2)
+    figure, views = subplots(2, 2)
     has_validation = False
     for axes, (title, fields) in zip(views.flat, CHARTS.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
@@ -174,9 +174,9 @@ def draw_metrics(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) ->
     if has_validation:
         views[0, 0].plot([], [], "o", color="white", markeredgecolor="black", label="validation")
     if views[0, 0].get_legend_handles_labels()[0]:
-        add_legend(views[0, 0])
+        add_legend(figure, views[0, 0])
     figure.suptitle(titled(runs), parse_math=False)
-    save(figure, path, 100)
+    save(figure, path)
 
 
 THREADS = ("host", "device")

@@ -163,11 +163,11 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
         f"<!-- {text} -->" in drawn
         for text in ("0.0953", "0.672", "2.01", "2 c", "all pairs of 4 ranks on 4 host(s)")
     )
-    assert drawn.count("stroke: #ff0000") == 2, "both halves of the matrix"
-    assert "Red frame: a link" in drawn and "~" not in drawn
+    assert drawn.count("stroke: #d55e00") == 2, "both halves of the matrix"
+    assert "Framed: a link" in drawn and "~" not in drawn
     quiet = links(usual, "abcd")
     noisy = [quiet[0]._replace(latency_us=9.0), *quiet[1:]]
     plot_pairs(noisy, [BETWEEN], facts, tmp_path / "noisy.svg")
     drawn = (tmp_path / "noisy.svg").read_text()
     assert drawn.count("<!-- 9.00~ -->") == 2 and "~: other work ran" in drawn
-    assert "Red frame" not in drawn, "nothing has one"
+    assert "Framed" not in drawn, "nothing has one"

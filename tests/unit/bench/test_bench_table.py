@@ -185,6 +185,7 @@ def test_a_table_for_spreadsheets_has_every_field_of_every_row(tmp_path):
         (64, "64 B"),
         (4096, "4 KiB"),
         (4092, "4 KiB"),
+        (1020, "1 KiB"),
         (1 << 20, "1 MiB"),
         (3 << 19, "1.5 MiB"),
         ((1 << 20) - 4, "1 MiB"),
@@ -237,7 +238,7 @@ def test_letters_that_the_font_lacks_are_a_note_or_drawn_by_another_font(
     pytest.importorskip("matplotlib")
     asked = []
     monkeypatch.setattr(plots, "font_with", lambda letters: asked.append(letters) or font)
-    drawn, axes = plots.subplots(2, 2)
+    drawn, axes = plots.subplots()
     axes.set_title("run \uc2e4\ud589")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

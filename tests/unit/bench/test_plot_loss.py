@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands, main
-from mpitrain.tools.bench.plot_loss import draw, legible, points, smooth
+from mpitrain.tools.bench.plot_loss import draw, legible, points, shared_folder, smooth
 
 LINES = [
     {"event": "start", "step": 0, "wall_s": 0.5},
@@ -72,6 +72,21 @@ def test_a_plot_has_its_runs_as_title_and_a_legend(tmp_path):
         assert f"<!-- {title} -->" in drawn and ("<!-- validation -->" in drawn) == has_validation
     draw({"ring": LINES}, "time", False, tmp_path / "curves.svg", "a job")
     assert "<!-- a job -->" in (tmp_path / "curves.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("runs", "folder"),
+    [
+        (["runs/a"], ""),
+        (["a", "b"], ""),
+        (["runs/a", "runs/b"], "runs/"),
+        (["/x/y/a/run", "/x/y/b/run"], "/x/y/"),
+        (["runs/a", "/x/runs/a"], ""),
+        (["runs", "runs/a"], ""),
+    ],
+)
+def test_runs_of_one_folder_have_it_as_their_title(runs, folder):
+    assert shared_folder(runs) == folder
 
 
 def test_odd_records_are_no_points():

@@ -18,10 +18,8 @@ from mpitrain.tools.textbook.explain.links import Network, SlowTransport, parse_
 from mpitrain.tools.textbook.explain.picture import (
     READABLE,
     WALL,
-    draw,
     draw_for_a_wall,
     fitted,
-    hangul_font,
     notes_of,
 )
 from mpitrain.tools.textbook.explain.tiling import RUNGS
@@ -131,7 +129,7 @@ def test_a_frame_has_these_contents(name, ranks, frame, cells):
     ("name", "frame", "columns", "cells"),
     [
         # A bucket is on its way while an earlier unit computes. The loss has divided by the 2 rows.
-        ("ddp", 2, slice(3, 6), {("", "g1/2", "g1/2→"), ("", "g0/2", "g0/2→")}),
+        ("ddp", 2, slice(3, 6), {("", "g1/2→", "g1/2→"), ("", "g0/2→", "g0/2→")}),
         # ZeRO 3 makes one unit whole before its forward.
         ("zero3", 1, slice(6), {("w", "w", "w", "", "w", ""), ("w", "w", "", "w", "", "w")}),
         # Workers of local SGD differ until their average.
@@ -311,21 +309,59 @@ def test_pages_without_a_compiler_lack_the_topics_that_need_one(tmp_path, no_com
 
 
 @pytest.mark.slow
-def test_a_picture_is_drawn_without_a_font_for_hangul(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert draw(recorded("1f1b"), tmp_path / "a.png", "ko") == ("ko" if hangul_font() else "en")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 def test_a_picture_for_a_wall_has_each_frame_on_1280_x_720(tmp_path):
     pytest.importorskip("matplotlib")
     found = recorded("star", 3)
     assert found.frames[1].messages == ((1, 0, -1), (2, 0, -1))  # whole buffers, of no column
     _, files = draw_for_a_wall(found, tmp_path / "star.png", "en")
-    assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4, 5)]
+    assert [path.name for path in files] == [f"star-{n}.png" for n in (1, 2, 3, 4)]
     for path in files:
         assert struct.unpack(">II", path.read_bytes()[16:24]) == (1280, 720)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, which would be closed."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    yield kept
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "async"])
+def test_boxes_and_title_of_a_chart_are_those_of_the_run(name, figures, tmp_path):
+    found = recorded(name)
+    draw_for_a_wall(found, tmp_path / "a.png", "en")
+    (figure,) = figures
+    (axes,) = figure.axes
+    cells = [["."] * len(found.frames[1:]) for _ in found.rows]
+    for box, label in zip(axes.patches, axes.texts, strict=True):
+        stage = round(box.get_y() + box.get_height() / 2)
+        for slot in range(round(box.get_x()), round(box.get_x() + box.get_width())):
+            cells[stage][slot] = label.get_text().replace("\n", "")
+    ran = [row[:-1] for row in found.frames[-1].cells]
+    assert cells == [[re.sub(r"^[BFW]+", "", cell) for cell in row] for row in ran]
+    _, saved, idle, *_ = found.formulas
+    assert f"{idle.counted:.1%} of the time" in axes.get_title()
+    assert f"at most {saved.counted} micro-batches" in axes.get_title()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "star"])
+def test_cells_of_a_picture_are_those_of_the_run(name, figures, tmp_path):
+    found = recorded(name)
+    draw_for_a_wall(found, tmp_path / "a.png", "en")
+    frames = [figure for figure in figures if not figure.axes[0].get_title()]
+    assert len(frames) == len(found.frames)
+    for number, (figure, frame) in enumerate(zip(frames, found.frames, strict=True)):
+        shown = [text.get_text() for text in figure.axes[0].texts]
+        changed = frame.changed(found.frames[number - 1] if number else None)
+        assert {frame.cells[row][column] for row, column in changed} <= {*shown}
+        arrows = [each for each in figure.axes[0].patches if hasattr(each, "get_arrowstyle")]
+        assert len(arrows) == len(frame.messages)
 
 
 @every_topic
@@ -333,7 +369,7 @@ def test_pictures_for_a_wall_fit_and_can_be_read(name):
     """Texts have 13 points or more: 8 points at 165%. What is too large is several pictures."""
     found = recorded(name)
     for language in ("en", "ko"):
-        for number, _ in found.drawn:
+        for number in found.stills:
             pictures = fitted(found, language, number)
             shown = [
                 at
@@ -367,11 +403,11 @@ def test_matrices_are_cut_as_the_ranks_hold_them():
     assert [cut("row", 1, m) for m in range(3)] == [whole, columns, columns]
 
 
-def test_the_two_lanes_of_data_parallelism_overlap():
-    lanes = [["", "", "", ""], ["", "", "", ""]]
-    for row, slot, _, _, label in cut("ddp", 0, 0):
-        lanes[row][slot] = label.rpartition(" of ")[2]
-    assert lanes == [["C", "B", "A", ""], ["", "C", "B, C", "A, B, C"]]
+def test_each_bucket_is_reduced_once_while_other_units_compute():
+    bars = [(row, at // 3, wide // 3, label) for row, at, _, wide, label in cut("ddp", 0, 0)]
+    computing = [(0, slot, 1, f"backward of {unit}") for slot, unit in enumerate("CBA")]
+    reduced = [(row, row, 4 - row, f"all-reduce of {unit}") for row, unit in enumerate("CBA", 1)]
+    assert bars == computing + reduced
 
 
 @pytest.mark.compile

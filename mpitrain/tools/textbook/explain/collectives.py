@@ -12,6 +12,7 @@ from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.errors import Sentence
 from mpitrain.tools.plan.collective import ChunkMessage, Collective, collective
+from mpitrain.tools.plan.collective_picture import draw
 from mpitrain.tools.plan.traffic import FORMULAS, numbers
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
@@ -81,7 +82,7 @@ def record(
         [SourceLines.of(plan), SourceLines.of(Execution)],
         f"mpitrain launch -n {n} -- bench all-reduce --algorithm {algorithm}",
         ("tests/laws/collectives.py", "tests/laws/traffic.py"),
-        plan=steps,
+        chart=partial(draw, steps),
     )
 
 

@@ -124,10 +124,10 @@ class Explanation(NamedTuple):
     sources    lines that ran
     command    shell command that shows the same in a real run
     laws       tests that prove it
-    pictured   indices of the frames in a picture; empty: all
+    charted    whether the chart shows all that the frames do: pictures are the chart alone
     title      of the topic
     products   (title, matrices) of products to draw
-    plan       of a collective, for the picture that `plan all-reduce` draws
+    chart      draws what `plan all-reduce` or `plan schedule` draws, and returns the files
     """
 
     sentences: Sequence[str]
@@ -139,15 +139,15 @@ class Explanation(NamedTuple):
     sources: Sequence[SourceLines]
     command: str
     laws: Sequence[str]
-    pictured: Sequence[int] = ()
+    charted: bool = False
     title: str = ""
     products: Sequence[tuple[str, Sequence[CutMatrix]]] = ()
-    plan: Any = None
+    chart: Callable[[Path], list[Path]] | None = None
 
     @property
-    def drawn(self) -> list[tuple[int, Frame]]:
-        chosen = self.pictured or range(len(self.frames))
-        return [(number % len(self.frames), self.frames[number]) for number in chosen]
+    def stills(self) -> range:
+        """The numbers of the frames that are pictures."""
+        return range(0 if self.charted else len(self.frames))
 
 
 class TopicSetting(NamedTuple):

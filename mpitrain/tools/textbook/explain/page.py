@@ -117,8 +117,9 @@ def systems(explanations: Mapping[str, Explanation]) -> str:
         "# The systems, one by one",
         "",
         fill(
-            "`python jobs/prove/textbook.py` has written this page and its pictures from recordings of the code. A cell "
-            "with an orange frame has changed in that step; the greener a cell, the more summands it has. "
+            "`python jobs/prove/textbook.py` has written this page and its pictures from recordings of the code. A picture "
+            "shows a chart, or the step that changes most. A cell with an orange frame has changed in that step; the "
+            "greener a cell, the more summands it has. "
             "[The textbook](../README.md) explains the cells. `mpitrain learn explain NAME` shows "
             "all steps of a section. The command in it shows the same in a real run.",
             COLUMNS,
@@ -165,7 +166,7 @@ def digests(explanations: Mapping[str, Explanation]) -> str:
     A picture is current if the digest that was stored with it is the same.
     """
     drawn = {
-        name: json.dumps([[frame.title, frame.cells] for _, frame in explanation.drawn])
+        name: json.dumps([[frame.title, frame.cells] for frame in explanation.frames])
         for name, explanation in explanations.items()
     }
     digest = {name: hashlib.sha256(each.encode()).hexdigest() for name, each in drawn.items()}

@@ -1,6 +1,5 @@
-"""Pictures of explanations: each frame is a table of coloured cells. `draw` needs matplotlib."""
+"""Pictures of explanations, by matplotlib: each frame is a table of coloured cells."""
 
-import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,37 +7,34 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.plots import WALL, painter, save
-from mpitrain.tools.plan.collective_picture import draw as draw_collective
+from mpitrain.plots import COLOURS, PHASES, WALL, painter, save
 from mpitrain.tools.textbook.explain.explanation import CutMatrix, Explanation, Frame
 from mpitrain.tools.textbook.explain.terminal import formula_line, frame_title
 from mpitrain.tools.words import text, width, wrapped
 
-EMPTY, CHANGED, TEXT = "#f4f4f4", "#d55e00", "#1a1a1a"
+EMPTY, CHANGED, TEXT = "#f4f4f4", COLOURS[1], "#1a1a1a"
 """Colours of a cell without contents, of the frame around a changed cell, and of text."""
 INFINITE = "#f4b6b6"
 """Colour of a number that is too large."""
 SHADES = ("#ffffff", "#d9f0d3", "#a6dba0", "#7fc97f", "#5aae61")
 """Colours from one summand to as many as any cell of the topic has."""
-KINDS = {"F": "#9fd3f2", "BW": "#e3bcd2", "B": "#f5c26b", "W": "#7fcbb0"}
-"""{instruction of a pipeline: colour}."""
 
 CHARACTER, LINE = 0.082, 0.27
 """Inches of a character and of a row."""
-TITLE_CHARACTER = 0.09
-"""Inches of a character of a frame's title."""
 HEAD, GAP, ARROWS = 1.6 * LINE, 0.15, 0.4
 """Inches of the head of a picture, between groups of columns, and of the arrows behind them."""
+TALLEST = 1.9
+"""Largest height of a row, in LINEs: rows of a small table are as high as the picture has room for."""
 READABLE, MOST = 165, 240
 """Scales in %: from the first on, all texts of a picture for a wall have 13 points or more; the
 second is the largest.
 """
-WIDEST = 13.0
-"""Largest width of a picture, in inches."""
 LABEL = 12
 """Points of the labels of a matrix."""
-PARTS = ("#9fd3f2", "#f5c26b", "#7fcbb0", "#e3bcd2", "#d9f0d3", "#eeeeee")
+PARTS = (*PHASES.values(), SHADES[1], "#eeeeee")
 """Colours of the parts of a matrix; the last is that of a part without a number."""
+TOGETHER = 3
+"""Groups of columns that a picture shows whole; of more, only what the step has changed is drawn."""
 
 
 def summands(cell: str) -> int:
@@ -56,7 +52,7 @@ def colour(cell: str, most: int) -> str:
     if cell == "inf":
         return INFINITE
     if kind := re.match(r"(BW|[FBW])\d", cell):
-        return KINDS[kind[1]]
+        return PHASES[kind[1]]
     share = (summands(cell) - 1) / max(1, most - 1)
     return SHADES[min(len(SHADES) - 1, max(0, round(share * (len(SHADES) - 1))))]
 
@@ -90,12 +86,14 @@ class FrameLayout(NamedTuple):
     widths  of all columns
     bands   runs of columns that stand beside each other; the bands stand below each other
     panel   (width, height) of a frame
+    row     height of a row
     """
 
     margin: float
     widths: list[float]
     bands: list[list[ColumnRun]]
     panel: tuple[float, float]
+    row: float = LINE
 
     @classmethod
     def of(
@@ -108,7 +106,7 @@ class FrameLayout(NamedTuple):
         widths = _widths(explanation, language)
         labels = (text(row, language) for row in explanation.rows)
         margin = CHARACTER * (2 + max(map(width, labels)))
-        messages = [message for _, frame in explanation.drawn for message in frame.messages]
+        messages = [message for frame in explanation.frames for message in frame.messages]
         taken_before = margin + GAP + ARROWS * any(at < 0 for _, _, at in messages)
         bands: list[list[ColumnRun]] = []
         taken, stop, wide = 0.0, 0, 0.0
@@ -131,72 +129,84 @@ class FrameLayout(NamedTuple):
         return cls(margin, widths, bands, (wide, height))
 
 
-def draw(explanation: Explanation, path: Path, language: str, dpi: int = 100) -> str:
-    """Draw all frames in one picture, and return the language of the texts.
-
-    This is English if no font has the letters of the language.
-
-    dpi     pixels of an inch
-    raises  OSError if the file cannot be written
-    """
-    language = language if language != "ko" or hangul_font() else "en"
-    layout = FrameLayout.of(explanation, language, math.inf)
-    frames = explanation.drawn
-    longest = max(width(frame_title(frame, language)) for _, frame in frames)
-    panel = max(layout.panel[0], TITLE_CHARACTER * (2 + longest))
-    across = max(1, min(len(frames), int(WIDEST / panel)))
-    wide = max(across * panel, 7.5)
-    notes = notes_of(explanation, language, int((wide - 0.3) / CHARACTER))
-    below = HEAD + -(-len(frames) // across) * layout.panel[1]
-    with _page(explanation, path, language, (wide, below + LINE * (len(notes) + 0.8)), dpi) as axes:
-        for at, frame in enumerate(frames):
-            corner = (at % across * panel, HEAD + at // across * layout.panel[1])
-            _panel(axes, explanation, frame, corner, layout, language)
-        _notes(axes, notes, below)
-    return language
-
-
 def draw_for_a_wall(explanation: Explanation, path: Path, language: str) -> tuple[str, list[Path]]:
-    """Draw each frame as a picture of 1280 x 720, with text that is read from far away.
+    """Draw an explanation in pictures of 1280 x 720, with text that is read from far away.
 
-    Before the frames there are pictures with the idea, the legend and the formulas, then those of
-    matrices that are cut, or of a collective. A frame that is too large is drawn in parts: the
+    First come matrices that are cut, or the chart that `plan` draws, then the frames, with the legend
+    below each and the formulas below the last. A frame that is too large is drawn in parts: the
     groups of columns that have changed, each in pictures of its own if need be.
 
     returns  the language of the texts, and the files: NAME-1.png and so on
     raises   OSError if a file cannot be written
     """
-    is_drawn = language != "ko" or bool(hangul_font())
-    language, files = language if is_drawn else "en", list[Path]()
+    language, files = drawn_in(language), list[Path]()
 
-    def page(percent: int = READABLE) -> Any:
-        files.append(path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}"))
-        size = tuple(100 * inches / percent for inches in WALL)
-        return _page(explanation, files[-1], language, size, percent)
+    def file() -> Path:
+        return path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}")
 
-    said = [*explanation.sentences, *([] if is_drawn else ["", NO_HANGUL])]
-    for percent in range(MOST, READABLE - 1, -5):  # The largest at which one page holds all.
-        columns = int((100 * WALL[0] / percent - 0.3) / CHARACTER)
-        notes = [part for each in said for part in wrapped(text(each, language), columns) or [""]]
-        notes += ["", *notes_of(explanation, language, columns)]
-        most = int((100 * WALL[1] / percent - HEAD) / LINE - 0.8)
-        if len(notes) <= most:
-            break
-    most = -(-len(notes) // -(-len(notes) // most))  # Several pages are equally full.
-    for at in range(0, len(notes), most):
-        with page(percent) as axes:
-            _notes(axes, notes[at : at + most], HEAD)
-    for title, matrices in explanation.products:
-        with page() as axes:
-            _product(axes, text(title, language), matrices, language)
-    if explanation.plan:
-        file = path.with_name(f"{path.stem}-{len(files) + 1}{path.suffix}")
-        files += draw_collective(explanation.plan, file)
-    for number, frame in explanation.drawn:
+    for product in range(len(explanation.products)):
+        files.append(file())
+        draw_product(explanation, product, files[-1], language)
+    if explanation.chart:
+        files += explanation.chart(file())
+    for number in explanation.stills:
         for percent, layout in fitted(explanation, language, number):
-            with page(percent) as axes:
-                _panel(axes, explanation, (number, frame), (0.0, HEAD), layout, language)
+            files.append(file())
+            draw_frame(explanation, number, files[-1], language, percent, layout)
     return language, files
+
+
+def drawn_in(language: str) -> str:
+    """Return the language of pictures: English if no font has the letters of the language."""
+    return language if language != "ko" or hangul_font() else "en"
+
+
+def draw_one(explanation: Explanation, path: Path) -> None:
+    """Draw the English picture that stands for an explanation on a page.
+
+    This is its chart or first product, or else the frame that changes most cells.
+    """
+    if explanation.chart:
+        explanation.chart(path)
+    elif explanation.products:
+        draw_product(explanation, 0, path, "en")
+    else:
+        frames = explanation.frames
+        number = max(
+            explanation.stills[1:], key=lambda n: len(frames[n].changed(frames[n - 1])), default=0
+        )
+        draw_frame(explanation, number, path, "en", *fitted(explanation, "en", number)[0])
+
+
+def draw_frame(
+    explanation: Explanation,
+    number: int,
+    path: Path,
+    language: str,
+    percent: int,
+    layout: FrameLayout,
+) -> None:
+    """Draw a frame, or a part of it, and below it as much of the notes as there is room for."""
+    wide, high = (100 * inches / percent for inches in WALL)
+    notes = notes_of(explanation, language, int((wide - 0.3) / CHARACTER))
+    if number != explanation.stills[-1]:
+        notes = _legend(explanation, language, wide)
+    free = high - HEAD - layout.panel[1] - LINE * (len(notes) + 0.8)
+    if free < 0:
+        free, notes = high - HEAD - layout.panel[1], []
+    rows = layout.panel[1] / LINE - 1.2
+    layout = layout._replace(row=LINE * min(TALLEST, 1 + free / LINE / rows))
+    with _page(explanation, path, language, (wide, high), percent) as axes:
+        frame = explanation.frames[number]
+        _panel(axes, explanation, (number, frame), (0.0, HEAD), layout, language)
+        _notes(axes, notes, high - LINE * (len(notes) + 0.4))
+
+
+def draw_product(explanation: Explanation, number: int, path: Path, language: str) -> None:
+    title, matrices = explanation.products[number]
+    size = tuple(100 * inches / READABLE for inches in WALL)
+    with _page(explanation, path, language, size, READABLE) as axes:
+        _product(axes, text(title, language), matrices, language)
 
 
 def fitted(explanation: Explanation, language: str, number: int) -> list[tuple[int, FrameLayout]]:
@@ -211,10 +221,13 @@ def fitted(explanation: Explanation, language: str, number: int) -> list[tuple[i
     )
     groups = []
     for group, columns in enumerate(explanation.columns):
-        if not changed or changed & {*range(at, at + len(columns.names))}:
+        own = range(at, at + len(columns.names))
+        is_empty = not any(cells[column] for cells in frame.cells for column in own)
+        if changed & {*own} if changed else not is_empty:
             groups.append(group)
         at += len(columns.names)
-    if whole[0] >= READABLE or not groups:
+    is_small = len(explanation.columns) <= TOGETHER
+    if whole[0] >= READABLE and (is_small or not groups):
         return [whole]
     together = _largest(explanation, language, groups)
     if together[0] >= READABLE:
@@ -240,18 +253,27 @@ def _largest(
 ) -> tuple[int, FrameLayout]:
     """Return the largest scale, in %, at which these groups fit a picture for a wall, and the layout.
 
-    A group is cut into bands only if its texts are too small else.
+    A group is cut into bands, and the legend is left out, only if the texts are too small else.
     """
-    fitting = []
-    for percent in range(MOST, 20, -5):
-        wide, high = (100 * inches / percent for inches in WALL)
-        layout = FrameLayout.of(explanation, language, wide, groups)
-        if layout.panel[0] <= wide and layout.panel[1] <= high - HEAD:
-            fitting.append((percent, layout))
-            is_whole = sum(map(len, layout.bands)) == (len(groups) or len(explanation.columns))
-            if is_whole or percent <= READABLE:
-                break
-    return fitting[-1] if is_whole and fitting[-1][0] >= READABLE else fitting[0]
+    for has_legend in (True, False):
+        fitting = []
+        for percent in range(MOST, 20, -5):
+            wide, high = (100 * inches / percent for inches in WALL)
+            legend = _legend(explanation, language, wide) if has_legend else []
+            layout = FrameLayout.of(explanation, language, wide, groups)
+            free = high - HEAD - LINE * (len(legend) + 0.8) * has_legend
+            if layout.panel[0] <= wide and layout.panel[1] <= free:
+                fitting.append((percent, layout))
+                is_whole = sum(map(len, layout.bands)) == (len(groups) or len(explanation.columns))
+                if is_whole or percent <= READABLE:
+                    break
+        if fitting and fitting[-1][0] >= READABLE and is_whole:
+            return fitting[-1]
+    return fitting[0]
+
+
+def _legend(explanation: Explanation, language: str, wide: float) -> list[str]:
+    return wrapped(text(explanation.legend, language), int((wide - 0.3) / CHARACTER))
 
 
 @contextmanager
@@ -286,18 +308,31 @@ def _notes(axes: Any, notes: Sequence[str], top: float) -> None:
 
 def _widths(explanation: Explanation, language: str) -> list[float]:
     """Return the inches of each column: enough for its contents and for the heading of its group."""
-    frames = [frame for _, frame in explanation.drawn]
-    arrows = 0.3 * any(at >= 0 for frame in frames for _, _, at in frame.messages)
+    arrows = 0.3 * any(at >= 0 for frame in explanation.frames for _, _, at in frame.messages)
     widths: list[float] = []
+    largest = dict[tuple[str, ...], float]()  # of groups with the same names
     for group in explanation.columns:
-        first = len(widths)
+        first, names = len(widths), group.named(language)
         lengths = [
-            max(width(name), *(len(cells[at]) for frame in frames for cells in frame.cells))
-            for at, name in enumerate(group.named(language), first)
+            max(
+                width(name),
+                *(len(cells[at]) for frame in explanation.frames for cells in frame.cells),
+            )
+            for at, name in enumerate(names, first)
         ]
         inches = [CHARACTER * (1.4 + length) + arrows for length in lengths]
         short = CHARACTER * width(text(group.heading, language)) - sum(inches)
         widths += [column + max(0.0, short) / len(inches) for column in inches]
+        largest[names] = max(*widths[first:], largest.get(names, 0.0))
+    at = 0
+    for group in explanation.columns:  # Columns of one name stand below each other.
+        names = group.named(language)
+        if (
+            len(names) > 1
+            and sum(other.named(language) == names for other in explanation.columns) > 1
+        ):
+            widths[at : at + len(names)] = [largest[names]] * len(names)
+        at += len(names)
     return widths
 
 
@@ -345,8 +380,7 @@ def _panel(
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
     (left, top), (number, frame) = corner, numbered
-    is_first = not number or explanation.pictured
-    changed = frame.changed(None if is_first else explanation.frames[number - 1])
+    changed = frame.changed(explanation.frames[number - 1] if number else None)
     most = max(summands(cell) for each in explanation.frames for row in each.cells for cell in row)
     names = [name for group in explanation.columns for name in group.named(language)]
     places: dict[int, tuple[float, float]] = {}  # of columns: the right end, and the top
@@ -361,29 +395,31 @@ def _panel(
                 middle = {"x": x + wide / 2, "va": "center", "ha": "center"}
                 axes.text(y=top + LINE * 2.4, s=names[column], fontsize=8, **middle)
                 for row, cells in enumerate(frame.cells):
-                    y = top + LINE * (row + 2.9)
+                    y = top + LINE * 2.9 + layout.row * row
                     is_changed = (row, column) in changed
                     edge, line, order = (CHANGED, 1.8, 3) if is_changed else ("#c8c8c8", 0.6, 2)
                     look: dict[str, Any] = {"edgecolor": edge, "linewidth": line, "zorder": order}
-                    box = Rectangle((x + 0.01, y + 0.01), wide - 0.02, LINE - 0.02, **look)
+                    box = Rectangle((x + 0.01, y + 0.01), wide - 0.02, layout.row - 0.02, **look)
                     box.set_facecolor(colour(cells[column], most))
                     axes.add_patch(box)
                     style = {"family": "DejaVu Sans Mono", "color": TEXT, "zorder": 4}
-                    axes.text(y=y + LINE / 2, s=cells[column], fontsize=8.5, **style, **middle)
+                    axes.text(
+                        y=y + layout.row / 2, s=cells[column], fontsize=8.5, **style, **middle
+                    )
                 x += wide
                 places[column] = x - 0.1, top
             x += GAP
         for row, label in enumerate(explanation.rows):
-            y = top + LINE * (row + 3.4)
+            y = top + LINE * 2.9 + layout.row * (row + 0.5)
             align = {"x": left + layout.margin - 0.08, "va": "center", "ha": "right"}
             axes.text(y=y, s=text(label, language), fontsize=9, **align)
-        top += LINE * (len(explanation.rows) + 2.4)
+        top += LINE * 2.4 + layout.row * len(explanation.rows)
     places[-1] = x, corner[1]
     for source, target, column in frame.messages:
         if column not in places:  # drawn in another picture
             continue
         end, above = places[column]
-        rows = [above + LINE * (row + 3.4) for row in (source, target)]
+        rows = [above + LINE * 2.9 + layout.row * (row + 0.5) for row in (source, target)]
         bend = min(0.6, 0.7 / abs(rows[1] - rows[0])) * (0.3 if column >= 0 else 1)
         look = {"arrowstyle": "-|>", "mutation_scale": 9, "color": CHANGED, "zorder": 5}
         look["connectionstyle"] = f"arc3,rad={-bend if target > source else bend}"

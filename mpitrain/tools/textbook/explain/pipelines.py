@@ -25,6 +25,7 @@ from mpitrain.pipeline.instructions import (
 from mpitrain.pipeline.schedule_files import LETTERS, find_plan, write_plan
 from mpitrain.pipeline.simulate import Cost, Event, simulate, staleness, versions
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.plan.schedule import draw
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
@@ -105,7 +106,8 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
             write_plan(Path(name), plan)
         stages: list[_Stage] = run_ranks(p, _run, shown, name)
     program = training_program(plan)
-    timeline = simulate(program, [Cost()] * p).timeline
+    simulation = simulate(program, [Cost()] * p)
+    timeline = simulation.timeline
     executed = Plan(
         plan.stage_of, tuple(tuple(e.instruction for e in events) for events in timeline)
     )
@@ -159,7 +161,15 @@ def record(shown: ShownSchedule, setting: TopicSetting) -> Explanation:
         f"mpitrain plan schedule --schedule {shown.schedule} --stages {p} --micro-batches {each}"
         + " --whole-backward" * shown.is_whole,
         ("tests/unit/pipeline/test_schedules.py", "tests/ranks/pipeline"),
-        pictured=(slots // 2, slots),
+        charted=True,
+        chart=partial(
+            draw,
+            executed,
+            simulation,
+            f"{shown.schedule}: stages wait for {idle / (p * slots):.1%} of the time (bubble); "
+            f"stage 0 saves at most {_most_saved(stages[0].done)} micro-batches",
+            notes=_notes(simulation.timeline, stages) if shown.steps > 1 else (),
+        ),
     )
 
 
@@ -265,6 +275,23 @@ def _cell(instruction: Compute, rest: Any, shows_version: bool) -> str:
     assert taken == (kinds[type(instruction)], {instruction.micro}), (taken, instruction)
     version = f"v{passes[0].version}" if shows_version else ""
     return f"{LETTERS[type(instruction)]}{instruction.micro}{version}"
+
+
+def _notes(
+    timeline: Sequence[Sequence[Event]], stages: Sequence[_Stage]
+) -> Sequence[Sequence[str]]:
+    """Return for each event the version of the weights; * if an update follows. As `Stream.notes`."""
+    notes = []
+    for events, stage in zip(timeline, stages, strict=True):
+        version = {entry.micro: entry.version for entry in stage.done}
+        notes.append(
+            [
+                f"{version[event.instruction.micro]}"
+                + "*" * isinstance(event.instruction, Backward | BackwardWeight)
+                for event in events
+            ]
+        )
+    return notes
 
 
 def _most_saved(done: Sequence[_Done]) -> int:

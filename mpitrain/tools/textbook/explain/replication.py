@@ -87,7 +87,7 @@ class ShownMode(NamedTuple):
                as a function of P elements, n ranks and the elements of a unit; None: not shown
     messages   whether rows and logits travel. Then they have columns, an earlier update has left
                its parameters on rank 0 alone, and the bytes of each kind of message are counted
-    has_lanes  whether a picture has two lanes, with computing and communicating
+    has_buckets  whether a picture has computing and the reduction of each bucket over time
     """
 
     settings: Sequence[str]
@@ -103,7 +103,7 @@ class ShownMode(NamedTuple):
     groups: Sequence[str] = ("parameters", "gradients")
     memory: tuple[str, Callable[[int, int, int], float]] | None = None
     messages: bool = False
-    has_lanes: bool = False
+    has_buckets: bool = False
 
     def columns(self, workers: int) -> list[Columns]:
         units = NAMES[: self.units or workers]
@@ -175,10 +175,10 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
     ]
     if shown.messages:
         formulas += _by_message(frames, n, size)
-    lanes = _lanes(frames, columns) if shown.has_lanes else []
-    if lanes and n > 1:
+    slots = _slots(frames, columns) if shown.has_buckets else []
+    if slots and n > 1:
         name = "units that compute while a bucket is on its way"
-        formulas.append(CountedFormula(name, sum(map(all, lanes)), "L-1", units - 1))
+        formulas.append(CountedFormula(name, sum(map(all, slots)), "L-1", units - 1))
     if shown.memory:
         formulas.append(
             CountedFormula(
@@ -206,7 +206,7 @@ def record(shown: ShownMode, setting: TopicSetting) -> Explanation:
         [SourceLines.of(source) for source in shown.sources],
         " ".join((f"mpitrain launch -n {n} -- train", *(f"--set {word}" for word in settings))),
         laws,
-        products=_of_time(lanes),
+        products=_of_time(slots),
     )
 
 
@@ -257,36 +257,39 @@ def _run(inner: ThreadTransport, shown: ShownMode, network: Network | None) -> _
     return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
 
 
-def _lanes(frames: Sequence[Frame], columns: Sequence[Columns]) -> list[tuple[str, str]]:
-    """Return, for each time slot, the unit that rank 0 computes, and those whose messages travel.
+WIDE = 3
+"""Width of a time slot in a picture, relative to the height of a row."""
+
+
+def _slots(frames: Sequence[Frame], columns: Sequence[Columns]) -> list[tuple[str, Sequence[str]]]:
+    """Return, for each time slot, the unit that rank 0 computes, and those whose sums are under way.
 
     The last slot is that in which all gradients become complete.
     """
-    names, lanes = columns[-1].names, list[tuple[str, str]]()
+    names, slots = columns[-1].names, list[tuple[str, Sequence[str]]]()
     for before, frame in pairwise(frames):
-        gradients = [cells[0][-len(names) :] for cells in (before.cells, frame.cells)]
         unit = str(getattr(frame.title, "values", {}).get("unit", ""))
-        travels = [
-            name
-            for name, old, cell in zip(names, *gradients, strict=True)
-            if UNDER_WAY in cell or (not unit and cell != old)
-        ]
-        lanes.append((unit, ", ".join(travels)))
-    return [slot for slot in lanes if any(slot)]
+        gradients = before.cells[0][-len(names) :]
+        travel = [name for name, cell in zip(names, gradients, strict=True) if UNDER_WAY in cell]
+        slots.append((unit, travel))
+    return [slot for slot in slots if any(slot)]
 
 
-def _of_time(lanes: Sequence[tuple[str, str]]) -> list[tuple[str, list[CutMatrix]]]:
-    """Return the two lanes as a matrix: computing above, communicating below, time to the right."""
+def _of_time(slots: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, list[CutMatrix]]]:
+    """Return a matrix with time to the right: computing in its first row, below it a row for each bucket."""
     parts = [
-        (row, slot, 1, 1, Sentence(law, unit=units), row)
-        for slot, lane in enumerate(lanes)
-        for row, (law, units) in enumerate(
-            zip(("backward of {unit}", "all-reduce of {unit}"), lane, strict=True)
-        )
-        if units
+        (0, WIDE * slot, 1, WIDE, Sentence("backward of {unit}", unit=unit), 0)
+        for slot, (unit, _) in enumerate(slots)
+        if unit
     ]
-    title = "computing above, communicating below: they overlap"
-    return [(title, [CutMatrix("", "", (2, len(lanes)), parts)])] if lanes else []
+    buckets = dict.fromkeys(unit for _, travel in slots for unit in reversed(travel))
+    for row, bucket in enumerate(buckets, 1):
+        during = [slot for slot, (_, travel) in enumerate(slots) if bucket in travel]
+        law = Sentence("all-reduce of {unit}", unit=bucket)
+        parts.append((row, WIDE * during[0], 1, WIDE * len(during), law, 1))
+    title = "time to the right: other units compute while a bucket is reduced"
+    shape = 1 + len(buckets), WIDE * len(slots)
+    return [(title, [CutMatrix("", "", shape, parts)])] if buckets else []
 
 
 def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormula]:
@@ -388,7 +391,7 @@ class Watch:
         self._opened: Mapping[int, tuple[str, ...]] = {}
         self._written: dict[int, tuple[str, ...]] = {}
         self._ready: list[int] = []
-        self._first_messages = self._first_bytes = 0
+        self._first_bytes = 0
         self.clock: Callable[[], float] = lambda: 0.0
 
     def begin(self, trainer: Trainer) -> None:
@@ -433,7 +436,6 @@ class Watch:
     def step(self, number: int) -> None:
         self._step, self._ready, self._written = number, [], {}
         self._passes = {"forward": 0, "weight": 0}
-        self._first_messages = self.trainer.transport.traffic.messages
 
     def end(self) -> None:
         """End a step, when the parameters are current."""
@@ -463,10 +465,10 @@ class Watch:
             title = Sentence("backward of {unit}", unit=self._names[layer_pass.unit])
         if self._micro_batches > 1:
             title = Sentence("micro-batch {k}: {event}", k=micro, event=title)
-        if layer_pass.kind in self._kinds:
-            self._note((self._step, COMPUTED, micro, int(layer_pass.kind == "weight"), at), title)
         if layer_pass.kind == "weight" and micro == self._micro_batches - 1:
             self._ready.append(layer_pass.unit)
+        if layer_pass.kind in self._kinds:
+            self._note((self._step, COMPUTED, micro, int(layer_pass.kind == "weight"), at), title)
 
     def rows_arrived(self, rows: Any) -> None:
         """Record that this rank has its rows of the batch."""
@@ -530,9 +532,9 @@ class Watch:
         )
 
     def _is_under_way(self, unit: int) -> bool:
-        """Return whether the unit's gradient is complete and messages of this step have left."""
+        """Return whether the sum of the unit's gradient starts now, or has started."""
         reducer: Any = self.trainer.replication.reducer
-        if self.trainer.transport.traffic.messages == self._first_messages:
+        if self.trainer.transport.size == 1:
             return False
         buckets = getattr(reducer, "buckets", None)
         if buckets is None:
@@ -621,7 +623,7 @@ TOPICS = {
             ),
             (weight_of, Buckets, ring.all_reduce),
             _of_ring,
-            has_lanes=True,
+            has_buckets=True,
         ),
     ),
     "master": _topic(
