@@ -23,6 +23,7 @@ class Model(NamedTuple):
     help      the text after this kind in the help of model.kind
     split     the keys of [model], as words, that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second, unless it is 0
+    check     raises ConfigError for keys that break a rule of a user's kind
     writes    whether it predicts the next token, so that it can generate text
     hides     whether it predicts the tokens that data.mask hides
     has_peer  whether `bench train --peer torch` has the same network
@@ -37,6 +38,7 @@ class Model(NamedTuple):
     help: str
     split: str
     divides: tuple[tuple[str, str], ...] = ()
+    check: Callable[[Config], None] = lambda config: None
     writes: bool = False
     hides: bool = False
     has_peer: bool = False

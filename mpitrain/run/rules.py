@@ -291,6 +291,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Rotary positions turn pairs of channels, but a head has {channels} of them.",
         f"Set model.width to {(channels - 1) * heads or 2 * heads} or {(channels + 1) * heads}.",
     )
+    row.check(config)
 
 
 def _ways_to_split(config: Config, key: str, tp: int, divisor: str) -> str:
