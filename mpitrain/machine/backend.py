@@ -207,6 +207,15 @@ class SimulatorBackend(HostBackend):
         return Passed(time.perf_counter())
 
 
+class WithoutMemory(np.ndarray):
+    """An array with shape, strides and dtype, but no memory: only what it would take is counted."""
+
+
+def has_memory(array: Any) -> bool:
+    """Return whether code that NumPy does not call may read and write the array."""
+    return not isinstance(array, WithoutMemory)
+
+
 def on_device(array: Any) -> bool:
     return hasattr(type(array), "__cuda_array_interface__")
 

@@ -42,6 +42,21 @@ class Room(NamedTuple):
     allowed: str = "are free"
 
 
+class StepCounts(NamedTuple):
+    """The counts of one rank's training step.
+
+    peak        bytes of activations, as `Pipeline.peak_bytes`
+    flops       floating-point operations of matrix products
+    recomputed  of `flops`, those that repeat a forward
+    problem     the reason why the step could not be counted; empty: it was
+    """
+
+    peak: int = 0
+    flops: int = 0
+    recomputed: int = 0
+    problem: str = ""
+
+
 def check_memory(
     transport: Transport,
     config: Config,
@@ -53,7 +68,7 @@ def check_memory(
 ) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
-    Activations do not count here: `run/counting.py` checks that they fit in what is left.
+    Activations do not count here: `run/count/step.py` checks that they fit in what is left.
 
     chunks  number of model chunks, over all stages
     gpus    the GPU of each rank, by rank; empty if they compute on their host

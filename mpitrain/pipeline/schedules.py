@@ -329,6 +329,9 @@ PipeDream-2BW (async-2bw) has the same order, but updates once a step: * stands 
 Step t computes with version max(0, t - 1), counted from 0.
 """
 
+SERIAL = "1f1b"
+"""The schedule with which a single stage ends each micro-batch before it begins the next."""
+
 NAMED = ChainMap(STREAMS, SCHEDULES)
 """All schedules by name, the synchronous ones first."""
 

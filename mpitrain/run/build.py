@@ -40,13 +40,12 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
-from mpitrain.parallel.memory import Room, check_memory
+from mpitrain.parallel.memory import Room, StepCounts, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import read_chosen
 from mpitrain.run.choices import parse
-from mpitrain.run.counting import StepCounts, check_activations
 from mpitrain.run.job import (
     FILES,
     Job,
@@ -243,7 +242,14 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
 
 
 def _counted(rank: int, job: Job, room: Room) -> StepCounts:
-    """Count a step of this rank; ConfigError if its activations do not fit in `room`."""
+    """Count a step of this rank; ConfigError if its activations do not fit in `room`.
+
+    A job on the host counts nothing unless memory.limit_gb is set.
+    """
+    if job.device.kernels is None and not job.config.memory.limit_gb:
+        return StepCounts()
+    from mpitrain.run.count.step import check_activations
+
     again = partial(with_micro_batches, job)
     return check_activations(job, job.source, job.units, room, rank, again)
 

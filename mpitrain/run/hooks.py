@@ -720,9 +720,8 @@ class Tracing(Hook):
             if grid.is_server
             else {axis: at[axis] for axis in grid.axes.sizes if axis in at},
         )
-        if not trainer.counted.problem:
+        if counted := trainer.counted.peak:
             # Gradients and optimizer state are zeros whose pages the first step touches.
-            counted = trainer.counted.peak
             state = sum(replication.held_by_kind().values()) - replication.store.parameters.nbytes
             recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
         recorder.facts(clock=self._clocks.measure())

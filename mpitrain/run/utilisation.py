@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.config import Config
+from mpitrain.errors import MpitrainError
 from mpitrain.files import contents, write_whole
 from mpitrain.machine import process
 from mpitrain.machine.compiling import cache_of
@@ -24,8 +25,7 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import multiplier, put_product
 from mpitrain.parallel.grid import Axes
-from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run.counting import SERIAL, Counter
+from mpitrain.pipeline.schedules import SERIAL, plan_of
 from mpitrain.run.job import Job
 from mpitrain.strict_json import validated
 
@@ -42,9 +42,14 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     dtype = device.half or trainer.storage.dtype
     kernels = f"{config.device.gemm} {config.device.tiles}"
     peak = gemm_peak(device, dtype, sharing, kernels)
-    if peak is None or trainer.counted.problem:
+    if peak is None:
         return lambda step_s: {}
-    work = work_of(job, trainer.parameter_count)
+    try:
+        work = work_of(job, trainer.parameter_count)
+    except MpitrainError:
+        raise
+    except Exception:  # A plugin's layer may use an array in a way that needs memory.
+        return lambda step_s: {}
     every = peak * (axes.ranks - axes.servers)
     return lambda step_s: work.rates(step_s, every)
 
@@ -66,14 +71,18 @@ class StepFlops(NamedTuple):
 def work_of(job: Job, parameters: int) -> StepFlops:
     """Return the FLOPs of a step: those of one row in the whole model, times the rows.
 
-    What the model needs comes from its formula in `MODELS` (PaLM's for a GPT), else from the count.
+    What the model needs comes from its formula in `MODELS` (PaLM's for a GPT). Without a formula, or
+    with recomputation, a step is counted.
     """
-    counted = Counter(_alone(job), job.source, job.units).step(0)
-    kind, rows = MODELS[job.config.model.kind], job.config.batch.size
-    needed: float = counted.flops - counted.recomputed
-    if kind.flops:
-        needed = kind.flops(job.config.model, parameters)
-    return StepFlops(rows * needed, rows * (needed + counted.recomputed))
+    kind, config = MODELS[job.config.model.kind], job.config
+    needed, recomputed = kind.flops(config.model, parameters) if kind.flops else 0.0, 0
+    if not kind.flops or config.memory.recompute != "none":
+        from mpitrain.run.count.step import Counter
+
+        counted = Counter(_alone(job), job.source, job.units).step(0)
+        recomputed = counted.recomputed
+        needed = needed or counted.flops - recomputed
+    return StepFlops(config.batch.size * needed, config.batch.size * (needed + recomputed))
 
 
 def _alone(job: Job) -> Job:

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from mpitrain.parallel.memory import StepCounts
 from mpitrain.run import build, utilisation
-from mpitrain.run.counting import StepCounts
 from tests.runs import TEXT, TINY
 
 
@@ -24,8 +24,9 @@ def one_core():
 
 @pytest.fixture(autouse=True)
 def uncounted(request, monkeypatch):
-    """No job counts its step or measures the rate of products before it begins, which takes half of the time; but those of tests
-    that are marked `counted`.
+    """No job counts its step or measures the rate of products before it begins, which takes long.
+
+    Those of tests that are marked `counted` do, on kernels or with a limit of memory.
     """
     if not request.node.get_closest_marker("counted"):
         monkeypatch.setattr(build, "_counted", lambda *_: StepCounts())

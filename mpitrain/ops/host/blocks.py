@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.weightless import has_memory
+from mpitrain.machine.backend import has_memory
 
 # Bytes of one array in a block: a chain of operations needs four or five arrays in L2.
 L2_SHARE = 256 * 1024

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpitrain.errors import KernelError, MpitrainError, say
 from mpitrain.files import contents, write_whole
+from mpitrain.machine.backend import has_memory
 from mpitrain.machine.compiling import (
     NO_COMPILER,
     cache_of,
@@ -35,7 +36,6 @@ from mpitrain.ops.host.attention import forwards
 from mpitrain.ops.host.attention_whole import SAFE
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
-from mpitrain.ops.weightless import has_memory
 
 SOURCE = Path(__file__).with_name("passes.cpp")
 INSTEAD = "set device.passes to numpy, which rounds otherwise"

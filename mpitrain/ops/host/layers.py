@@ -21,11 +21,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.polynomial import chebyshev
 
+from mpitrain.machine.backend import has_memory
 from mpitrain.ops.host.blocks import block_shape, blocks_of, constant, rounds, row_blocks, sum_rows
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.random_bits import RandomBits, scale, threshold
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, put, turns
-from mpitrain.ops.weightless import has_memory
 
 
 def linear(x, w, b, arena, out=None, residual=None):

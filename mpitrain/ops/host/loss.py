@@ -7,9 +7,9 @@ defines maxima, facts and places, the numbers of a split vocabulary.
 import numpy as np
 
 from mpitrain.data.source import IGNORED
+from mpitrain.machine.backend import has_memory
 from mpitrain.ops.host.blocks import row_blocks
 from mpitrain.ops.reference.loss import columns_of, counted_rows
-from mpitrain.ops.weightless import has_memory
 
 
 def cross_entropy(logits, targets, scale, arena, smoothing=0.0):

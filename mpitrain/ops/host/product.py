@@ -14,9 +14,8 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mpitrain.machine import process
-from mpitrain.machine.backend import host_address
+from mpitrain.machine.backend import has_memory, host_address
 from mpitrain.machine.blas_kernels import in_use, mkl_file
-from mpitrain.ops.weightless import has_memory
 
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # constants of the CBLAS interface
 Pair = tuple[int, int]

@@ -23,7 +23,7 @@ from mpitrain.parallel.modes import check_synchronous
 from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import build, open_data
-from mpitrain.run.counting import bytes_needed
+from mpitrain.run.count.step import bytes_needed
 from mpitrain.run.job import Job, with_micro_batches
 from mpitrain.run.metrics import strict
 from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions
@@ -318,7 +318,7 @@ def counted_bytes(
     except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
         raise ConfigError(
             f"plan batch counts activations, but a step of this job cannot be counted: {type(error).__name__}: {error}.",
-            "Let the operations of your plugin ask has_memory of mpitrain.ops.weightless.",
+            "Let the operations of your plugin ask has_memory of mpitrain.machine.backend.",
         ) from None
     return nbytes, step.peak
 

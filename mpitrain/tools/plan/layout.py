@@ -49,14 +49,15 @@ from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_inp
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.pipeline import own
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.schedules import plan_of
+from mpitrain.pipeline.schedules import SERIAL, plan_of
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, add_legend, save, subplots
 from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
-from mpitrain.run.counting import SERIAL, Counter, UnitCount
+from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
 from mpitrain.run.rules import check_each, of_model
+from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -579,13 +580,13 @@ class Planner:
         return units[:end] + units[end - of_layer : end] * max(0, deep - 2) + units[end:]
 
     def _count_kept(self, layout: ParallelLayout) -> list[tuple[bool, bool]]:
-        return self._counter(min(self._config.model.layers, 2), layout, 1).keeps()
+        return keeps(self._counter(min(self._config.model.layers, 2), layout, 1))
 
     def _count_two(
         self, layout: ParallelLayout, rows: int
     ) -> tuple[Sequence[Unit], list[UnitCount]]:
         counter = self._counter(min(self._config.model.layers, 2), layout, rows)
-        return counter.model, counter.units(0)
+        return counter.model, unit_counts(counter, 0)
 
     def _counter(self, layers: int, layout: ParallelLayout, rows: int) -> Counter:
         config = self._config.changed(

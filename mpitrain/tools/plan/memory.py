@@ -10,14 +10,15 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import copied_bytes, kept_bytes, stage_sizes
+from mpitrain.parallel.memory import StepCounts, copied_bytes, kept_bytes, stage_sizes
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
-from mpitrain.run.counting import Counter, StepCounts, UnitCount
+from mpitrain.run.count.step import Counter
 from mpitrain.run.job import slow_heads
 from mpitrain.run.trainer import parameter_count
+from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
 
 
@@ -67,7 +68,7 @@ def count(unresolved: Config) -> Counted:
         divisor(axes, ("",) * ranks, config.replication.shard),
     )
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
-    stages = [StageMemory(counter.units(pp), counter.step(pp)) for pp in range(axes.pp)]
+    stages = [StageMemory(unit_counts(counter, pp), counter.step(pp)) for pp in range(axes.pp)]
     is_on_device = isinstance(job.device.backend, DeviceBackend)
 
     def bucket(_: Storage) -> float:

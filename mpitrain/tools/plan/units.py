@@ -17,9 +17,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.files import text_of
 from mpitrain.machine import process
 from mpitrain.run.build import unit_times
-from mpitrain.run.counting import Counter
+from mpitrain.run.count.step import Counter
 from mpitrain.run.job import Job
 from mpitrain.strict_json import validated
+from mpitrain.tools.plan.unit_counts import unit_counts
 
 MOST_LAYERS, MOST_TOKENS = 2, 4096
 """Layers and vocabulary of a timed model: all layers of a kind take equally long, and so does each token of the
@@ -178,7 +179,7 @@ class _Sized(NamedTuple):
             (self.job.config.batch.size, *self.job.source.shape),
             list[tuple[str, int, int]](),
         )
-        for unit, counted in zip(self.counter.model, self.counter.units(0), strict=True):
+        for unit, counted in zip(self.counter.model, unit_counts(self.counter, 0), strict=True):
             shape = unit.layer.output_shape(shape)
             sizes.append((kind_of(unit.name), counted.flops, math.prod(shape)))
         return sizes

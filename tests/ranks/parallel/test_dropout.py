@@ -11,7 +11,7 @@ from mpitrain.layers.base import Unit
 from mpitrain.layers.dropout import Dropout
 from mpitrain.layers.initial import normal
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.weightless import has_memory
+from mpitrain.machine.backend import has_memory
 from mpitrain.run.build import build
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks

@@ -12,6 +12,9 @@ from tests.training import MLP, TINY, configured, stepped
 
 pytestmark = pytest.mark.counted
 
+TINY, MLP = ([*keys, "memory.limit_gb=1e6"] for keys in (TINY, MLP))
+"""Jobs that count their step: it has a limit."""
+
 LLAMA = ["model.kind=llama", "model.kv_heads=2", "model.heads=4", "model.qkv_bias=true"]
 DOCUMENTS = ["data.attend=document", "data.separator=10"]
 BERT = ["model.kind=bert", "model.dropout=0.2", "model.attention_dropout=0.1"]

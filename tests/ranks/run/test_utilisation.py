@@ -2,6 +2,7 @@
 
 import json
 import stat
+import sys
 import threading
 
 import numpy as np
@@ -18,11 +19,15 @@ from mpitrain.run.utilisation import StepFlops, gemm_peak, work_of
 from mpitrain.trace.timeline import read_timeline
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy, gpu
+from tests.processes import run
 from tests.rows import replaced
 from tests.runs import go, records
 from tests.training import MLP, TINY, configured
 
 pytestmark = pytest.mark.counted
+
+TINY, MLP = ([*keys, "memory.limit_gb=1e6"] for keys in (TINY, MLP))
+"""Jobs that count their step: it has a limit."""
 
 
 def works(ranks, *settings):
@@ -154,7 +159,13 @@ def test_a_simulated_device_has_no_peak():
 
 @pytest.mark.parametrize("kind, names", [("cpu", {"mfu", "hfu"}), ("cuda-sim", set())])
 def test_a_run_records_its_utilisation_and_what_was_counted(kind, names, book, tmp_path):
-    settings = [*book, f"device.kind={kind}", "run.steps=3", "run.eval_every=-1"]
+    settings = [
+        *book,
+        f"device.kind={kind}",
+        "memory.limit_gb=1e6",
+        "run.steps=3",
+        "run.eval_every=-1",
+    ]
     go(1, settings)
     lines = [record for record in records(tmp_path) if "loss" in record]
     assert all(names == {"mfu", "hfu"} & set(line) for line in lines)
@@ -172,6 +183,19 @@ def test_recomputation_adds_to_the_flops_of_the_hardware_alone():
     assert found.hardware - found.model == counted.recomputed > 0
 
 
+def test_a_job_on_the_host_without_a_limit_of_memory_loads_no_counter(book, tmp_path):
+    """Its FLOPs follow from a formula."""
+    program = (
+        "import sys\n"
+        "from tests.runs import go\n"
+        f"go(1, {[*book, 'run.steps=2']!r})\n"
+        "assert not [name for name in sys.modules if 'run.count' in name]\n"
+    )
+    done = run([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stderr
+    assert any("mfu" in line for line in records(tmp_path))
+
+
 def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path):
     row = OPERATIONS["layer_norm"]
 
@@ -180,7 +204,8 @@ def test_a_job_with_an_operation_that_needs_memory_runs_uncounted(book, tmp_path
         return layers.layer_norm(x, *rest)
 
     with replaced(OPERATIONS, "layer_norm", row._replace(host=by_address)):
-        go(1, [*book, "run.steps=1", "run.eval_every=-1", "device.passes=numpy"])
+        keys = ["run.steps=1", "run.eval_every=-1", "device.passes=numpy", "memory.limit_gb=1e6"]
+        go(1, [*book, *keys, "memory.recompute=unit"])
     first, *lines = records(tmp_path)
     assert first["uncounted"].startswith("TypeError") and not any("mfu" in line for line in lines)
     (trace,) = read_timeline(tmp_path / "run").traces

@@ -15,10 +15,10 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
-from mpitrain.ops.counted import Unlaunched
-from mpitrain.ops.weightless import WeightlessForKernels, WeightlessMemory
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.regions import Piece
+from mpitrain.run.count.operations import Unlaunched
+from mpitrain.run.count.weightless import WeightlessForKernels, WeightlessMemory
 from tests.cases.launches import Nothing
 
 ROWS, CONTEXT, VOCABULARY = 8, 1024, 50257

@@ -8,13 +8,14 @@ from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import has_memory
 from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import rounded
-from mpitrain.ops.counted import Count, Unlaunched, counted, sizes_of
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import simulated
 from mpitrain.ops.seen import Seen
-from mpitrain.ops.weightless import Weightless, WeightlessForKernels, WeightlessMemory, has_memory
+from mpitrain.run.count.operations import Count, Unlaunched, counted, sizes_of
+from mpitrain.run.count.weightless import Weightless, WeightlessForKernels, WeightlessMemory
 from tests.laws.layers import WIDTH, kinds
 from tests.unit.placing import place
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from mpitrain.machine.arena import Lease, Maker
+from mpitrain.machine.backend import WithoutMemory
 
 Shape = tuple[int, ...]
 
 
-class Weightless(np.ndarray):
+class Weightless(WithoutMemory):
     """An array without memory, as PyTorch's tensors on the device "meta".
 
     Every element reads as 0, but a reduction to a number returns 1. Writes are ignored. Slices,
@@ -151,11 +152,6 @@ class WeightlessMemory:
         array: Any = np.ndarray.__new__(self._kind, tuple(shape), dtype, self._mapping)
         array.lease, array.source = lease, self
         return array
-
-
-def has_memory(array: Any) -> bool:
-    """Return whether code that NumPy does not call may read and write the array."""
-    return not isinstance(array, Weightless)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:

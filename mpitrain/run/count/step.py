@@ -1,15 +1,14 @@
 """Counts a training step of one rank without arithmetic: its activation memory and its FLOPs.
 
-The real layers, arena and pipeline run on arrays with shapes but without memory (ops/weightless.py).
-Their operations only add up FLOPs (ops/counted.py). No parameter exists, and no message is sent, so a
+The real layers, arena and pipeline run on arrays with shapes but without memory (weightless.py).
+Their operations only add up FLOPs (operations.py). No parameter exists, and no message is sent, so a
 rank can count the step of any other rank.
 """
 
 import math
 from collections import Counter as Numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,98 +20,37 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError, gigabytes
-from mpitrain.layers.base import Gradients, Loss, Unit, Weights
+from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
-from mpitrain.ops.counted import Count, Unlaunched, counted
 from mpitrain.ops.device import Device
-from mpitrain.ops.weightless import (
+from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.memory import Room, StepCounts
+from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
+from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
+from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.schedules import SERIAL, plan_of
+from mpitrain.pipeline.simulate import Cost, peak
+from mpitrain.run.count.operations import Count, Unlaunched, counted
+from mpitrain.run.count.weightless import (
     Weightless,
     WeightlessForKernels,
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.memory import Room
-from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
-from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
-from mpitrain.pipeline.pipeline import Pipeline, input_shape, own
-from mpitrain.pipeline.schedules import plan_of
-from mpitrain.pipeline.simulate import Cost, peak
-from mpitrain.pipeline.stage import Stage
 from mpitrain.run.inference import places_of
 from mpitrain.run.job import Job
-from mpitrain.trace.recorder import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    SILENT,
-    Silent,
-)
+from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SILENT, Silent
 from mpitrain.transport.base import Several, Traffic
 from mpitrain.transport.windows import Tenants
 
 Sums = Numbers[tuple[str, str, int]]
 
-SERIAL = "1f1b"
-"""The schedule of one stage that ends each micro-batch before it begins the next."""
-
-
 MOST = 512
 """The largest number of micro-batches that an error proposes."""
-
-
-class StepCounts(NamedTuple):
-    """The counts of one rank's training step.
-
-    peak        bytes of activations, as `Pipeline.peak_bytes`
-    flops       floating-point operations of matrix products
-    recomputed  of `flops`, those that repeat a forward
-    problem     the reason why the step could not be counted; empty: it was
-    """
-
-    peak: int = 0
-    flops: int = 0
-    recomputed: int = 0
-    problem: str = ""
-
-
-class UnitCount(NamedTuple):
-    """The counts of one unit in one micro-batch; `saved`, `pending`, `peak` are activation bytes.
-
-    The last unit of a recomputed segment repeats the segment's forwards, so their bytes and FLOPs
-    count as its own.
-
-    saved    what the forward adds: saved state and output, less an input that is freed
-    pending  what the input half of the backward keeps for the weight half, if these are apart
-    peak     the most on the rank during the unit's forward and backward; the last unit's includes
-             the loss
-    working  the most during the forward, the backward and its two halves, each beside what was on the
-             rank before the forward; in the halves, beside what other units keep pending
-    flops    floating-point operations of matrix products, forward and backward
-    sums     {(axis, operation, bytes of the array): times} of its collectives over tp and cp, forward
-             and backward
-    loss     of the model's last unit: what the gradient of the loss adds, less the output
-    """
-
-    name: str
-    saved: int
-    pending: int
-    peak: int
-    working: tuple[int, int, int, int]
-    flops: int
-    sums: Mapping[tuple[str, str, int], int]
-    loss: int = 0
-
-    def with_input(self, nbytes: int) -> "UnitCount":
-        """Return these counts if the forward adds also its input, of so many bytes."""
-        forward, backward, half, weight = self.working
-        working = forward + nbytes, backward + nbytes, half + nbytes, weight
-        return self._replace(saved=self.saved + nbytes, working=working)
 
 
 class Fitting(NamedTuple):
@@ -257,158 +195,45 @@ class _Phases(Silent):
         self._count.is_backward = False
 
 
-PHASES = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
-
-
-class UnitCounter(Silent):
-    """Counts the activations and FLOPs of each unit of a chunk, as the recorder of its `Stage`.
-
-    units    the units of the chunk
-    replica  their parameters and gradients
-    begun    bytes on the rank when the first forward begins: those of its input
-    """
-
-    def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
-        super().__init__()
-        self._body, self._units, self._replica = body, units, replica
-        self._lowest = replica.replica.first
-        self._peaks: list[dict[int, int]] = [dict.fromkeys(PHASES, 0) for _ in units]
-        self._flops = [0] * len(units)
-        self._saved, self._sums = [0] * len(units), [Sums() for _ in units]
-        self._live, self._pending = [0] * len(units), [0] * len(units)
-        self._loss = self.begun = 0
-        self._unit = self._before = 0
-
-    def count(self, x: Callable[[], Any], targets: Any) -> list[UnitCount]:
-        """Return the counts of all units.
-
-        x        () -> an input of the chunk
-        targets  () -> the targets of the loss; None for a chunk that is not the last
-        """
-        replica: Any = self._replica
-        stage = Stage(self._units, replica, self._body.arena, recorder=self, lowest=self._lowest)
-
-        # No variable may refer to a gradient as well: its buffer would return later.
-        def gradient() -> Any:
-            stage.begin(1)
-            return self._gradient(self._forward(stage, x), targets)
-
-        if self._lowest == len(self._units):
-            gradient()
-        else:
-            stage.backward(0, gradient())
-        # The halves run forwards again.
-        flops, sums = [*self._flops], [dict(each) for each in self._sums]
-        if self._lowest < len(self._units):
-            stage.backward_input(0, gradient())
-            stage.backward_weight(0)
-        names, pending = [unit.name for unit in self._units], self._pending
-        peaks = [max(most[FORWARD], most[BACKWARD]) for most in self._peaks]
-        working = [
-            (
-                most[FORWARD] - live,
-                most[BACKWARD] - live,
-                most[BACKWARD_INPUT] - live - sum(pending[unit + 1 :]),
-                most[BACKWARD_WEIGHT] - sum(pending[:unit]),
-            )
-            for unit, (most, live) in enumerate(zip(self._peaks, self._live, strict=True))
-        ]
-        counts = [*map(UnitCount, names, self._saved, pending, peaks, working, flops, sums)]
-        return [*counts[:-1], counts[-1]._replace(loss=self._loss)]
-
-    def keeps(self, x: Any) -> Iterator[tuple[bool, bool]]:
-        """Yield for each unit whether what its forward saves has its input, and its output."""
-        arena, replica = self._body.arena, self._replica
-        for number, unit in enumerate(self._units):
-            stage = Stage([unit], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
-            y = stage.forward(0, x)
-            live, x = arena.live, None
-            has_input, is_last = arena.live == live, number == len(self._units) - 1
-            x = None if is_last else arena.take(y.shape, y.dtype)
-            live, y = arena.live, None
-            yield has_input, arena.live == live
-
-    def _forward(self, stage: Stage, x: Callable[[], Any]) -> Any:
-        y = stage.forward(0, x())
-        self.begun = self._live[0]
-        live = [*self._live, self._body.arena.live]
-        self._saved = [after - before for before, after in pairwise(live)]
-        return y
-
-    def _gradient(self, y: Any, targets: Any) -> Any:
-        """Return the gradient of the output `y`; the loss computes it if the chunk is the last."""
-        if targets is None:
-            return self._body.arena.take(y.shape, y.dtype)
-        self._begin(len(self._units) - 1)
-        right = targets().reshape(-1)
-        _, dy = self._replica.loss(y.reshape(len(right), -1), right, 1.0)
-        self.end(FORWARD)
-        dy, y = dy.reshape(y.shape), None
-        self._loss = self._body.arena.live - self._live[-1] - self._saved[-1]
-        return dy
-
-    def _begin(self, unit: int) -> None:
-        self._unit, self._before = unit, self._body.count.flops
-        self._body.sums.clear()
-        self._body.arena.peak = self._body.arena.live
-
-    def compute(self, *fields: int, **more: int) -> int:
-        """Begin the forward or a backward of a unit; return which of them it is."""
-        _, phase, unit, _ = fields
-        self._begin(unit)
-        if phase == FORWARD:
-            self._live[unit] = self._body.arena.live
-        if phase == BACKWARD_WEIGHT:
-            self._pending[unit] = self._body.arena.live
-        return phase
-
-    def end(self, span: int) -> None:
-        """End the forward or backward that `compute` began.    span: the result of `compute`"""
-        arena, unit = self._body.arena, self._unit
-        self._peaks[unit][span] = max(self._peaks[unit][span], arena.peak)
-        self._flops[unit] += self._body.count.flops - self._before
-        self._sums[unit] += self._body.sums
-        if span == BACKWARD_WEIGHT:
-            self._pending[unit] -= arena.live
-
-
 class Counter:
     """Counts the memory and FLOPs of a training step, for all ranks with one tensor-parallel index.
 
     In mode `master` rank 0 computes the loss of all rows. Here each rank counts the loss of its own
     rows.
 
-    units  the model, as a function of a layer factory
-    tp     tensor-parallel index
-    cp     context-parallel index; None: the last, which needs the most memory
-    model  its units, before those of recomputed segments are joined
+    units   the model, as a function of a layer factory
+    tp      tensor-parallel index
+    cp      context-parallel index; None: the last, which needs the most memory
+    body    its layer factory, operations and arena
+    chunks  its units, in chunks of the pipeline
+    model   its units, before those of recomputed segments are joined
     """
 
     def __init__(
         self, job: Job, source: Source | Unopened, units: Units, tp: int = 0, cp: int | None = None
     ):
         config, plan = job.config, job.plan
-        self._job, self._source = job, source
-        self._body = Body(job.device, config, job.axes, tp, job.axes.cp - 1 if cp is None else cp)
+        self.job, self.source = job, source
+        self.body = Body(job.device, config, job.axes, tp, job.axes.cp - 1 if cp is None else cp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
-        self._chunks = cut_in_chunks(
-            units, self._body.layers, plan.stage_of, partition, config.model.freeze, config.lora
+        self.chunks = cut_in_chunks(
+            units, self.body.layers, plan.stage_of, partition, config.model.freeze, config.lora
         )
-        self.model = self._chunks.model
+        self.model = self.chunks.model
 
     def storage(self, pp: int) -> tuple[Storage, list[range]]:
         """Return the layout of the tensors of pipeline stage `pp`, and `ReplicationContext.chunks`."""
-        job = self._job
-        units, numbers = self._chunks.of_stage(job.plan.stage_of, pp)
+        job = self.job
+        units, numbers = self.chunks.of_stage(job.plan.stage_of, pp)
         return Storage(units, job.config.precision.stored, job.axes.copies), numbers
 
     def step(self, pp: int, dp: int = 0) -> StepCounts:
         """Count one training step of pipeline stage `pp` in replica `dp`."""
-        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
-        body, chunks = self._body, self._chunks.chunks
+        job, config, axes, plan = self.job, self.job.config, self.job.axes, self.job.plan
+        body, chunks = self.body, self.chunks.chunks
         storage, _ = self.storage(pp)
-        first = self._chunks.first(storage.units)
+        first = self.chunks.first(storage.units)
         replica: Any = Replica(storage, body, loss_for(body.layers), first)
         endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
@@ -416,14 +241,14 @@ class Counter:
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
         pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.layers.now)
-        inputs, targets = zeros(self._source, max(map(len, shares)), config.precision.stored)
+        inputs, targets = zeros(self.source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
             right = body.taken(targets[: len(shares[micro])], targets.dtype).reshape(-1)
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        shape, is_text = (len(rows), *inputs.shape[1:]), self._source.form == "texts"
+        shape, is_text = (len(rows), *inputs.shape[1:]), self.source.form == "texts"
         is_cut = config.data.attend == "document" or is_text
         starts = np.zeros(shape, np.int32) if is_cut else None
         share_of_tokens, types = body.layers.now.tokens, starts if is_text else None
@@ -445,45 +270,6 @@ class Counter:
         return StepCounts(
             pipe.peak_bytes, flops * len(rows) // counted, recomputed * len(rows) // counted
         )
-
-    def units(self, pp: int) -> list[UnitCount]:
-        """Count each unit of pipeline stage `pp`, for the largest micro-batch of replica 0."""
-        last, counts = len(self._chunks.chunks) - 1, list[UnitCount]()
-        for chunk in own(self._job.plan.stage_of, pp):
-            counter, first, targets = self._of_chunk(chunk)
-            of_chunk = counter.count(first, targets if chunk == last else None)
-            if chunk == 0:  # Tokens on a device are what its first forward adds.
-                of_chunk[0] = of_chunk[0].with_input(counter.begun)
-            counts += of_chunk
-        return counts
-
-    def keeps(self) -> list[tuple[bool, bool]]:
-        """Return, for each unit of the first chunk, the result of `UnitCounter.keeps`."""
-        counter, first, _ = self._of_chunk(0)
-        return [*counter.keeps(first())]
-
-    def _of_chunk(self, chunk: int) -> tuple[UnitCounter, Callable[[], Any], Callable[[], Any]]:
-        """Return the counter of a chunk; () -> its input, in the largest micro-batch; () -> targets."""
-        job, config, axes, plan = self._job, self._job.config, self._job.axes, self._job.plan
-        body, chunks = self._body, self._chunks.chunks
-        rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
-        inputs, targets = zeros(self._source, rows, config.precision.stored)
-        share = body.layers.now.tokens
-        places = places_of(body.layers, inputs.shape, None, body.placed)
-        inputs, targets = share.cut(inputs), share.cut(targets)
-        storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
-        lowest = self._chunks.first(chunks[chunk])
-        replica = Replica(storage, body, loss_for(body.layers), lowest, plan.micro_batches > 1)
-        computed = job.device.half or storage.dtype
-
-        def first() -> Any:
-            body.layers.now.set(0, 0, rows, True, places)
-            if chunk == 0:
-                return body.placed(inputs)
-            return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
-
-        counter = UnitCounter(body, chunks[chunk], replica)
-        return counter, first, lambda: body.taken(targets, targets.dtype)
 
 
 def _is_serial(plan: Plan) -> bool:

@@ -19,7 +19,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
 from mpitrain.ops.seen import Seen
 from mpitrain.ops.table import operands, terms
-from mpitrain.ops.weightless import Weightless
+from mpitrain.run.count.weightless import Weightless
 
 T = TypeVar("T")
 
