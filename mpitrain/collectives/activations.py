@@ -185,6 +185,7 @@ class ActivationPool:
             np.empty(0, dtype),
             choices("allreduce"),
             group.algorithm,
+            compares=group.compares,
             size=count,
             buffer=number,
         )

@@ -64,12 +64,14 @@ def bind_lossy(
     wire: Wire,
     matrices: Sequence[Matrix] = (),
     arithmetic: Arithmetic = HOST,
+    compares: bool = True,
 ) -> Reduction:
     """Bind a sum of `array` over all ranks, in place, with messages in a wire format.
 
     array       float32, contiguous; of the same length on all ranks
     matrices    for powersgd: matrices within the array; empty: the array as one, nearly square
     arithmetic  encodes, adds and selects elements
+    compares    as of `agree`
     raises      CommError on every rank if arguments differ, or if the array is not float32;
                 ConfigError on every rank if the array is in GPU memory, and the format has
                 residuals, which must be in host memory
@@ -80,6 +82,7 @@ def bind_lossy(
         array,
         (wire.name,),
         wire.name,
+        compares=compares,
         amount=wire.amount,
         matrices=len(matrices),
     )

@@ -52,6 +52,9 @@ class Group:
         As in `mpitrain.bind`.
     arena : Arena, optional
         Counts the bytes that `exchange` leases.
+    compares : bool
+        Whether bindings compare the arguments of all ranks. False: the caller knows that they are
+        equal, and errors are raised on this rank alone.
 
     Attributes
     ----------
@@ -67,7 +70,7 @@ class Group:
 
     Notes
     -----
-    A `bind` method compares the arguments of all ranks once. Its Reduction runs any number of
+    A `bind` method compares the arguments of all ranks once, if `compares`. Its Reduction runs any number of
     times. The other methods bind at every call, which costs a round of messages.
     """
 
@@ -78,8 +81,9 @@ class Group:
         tuning: Tuning | None = None,
         arithmetic: Arithmetic | None = None,
         arena: Arena | None = None,
+        compares: bool = True,
     ):
-        self.transport, self.algorithm = transport, algorithm
+        self.transport, self.algorithm, self.compares = transport, algorithm, compares
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
         self._exchanges = ActivationPool(self.arena)
@@ -101,7 +105,7 @@ class Group:
         In all methods, op is the name of a function of NumPy: "add", "multiply", "maximum",
         "minimum", "bitwise_and", "bitwise_or" or "bitwise_xor".
         """
-        choice = op, self.algorithm, self.tuning, self.arithmetic
+        choice = op, self.algorithm, self.tuning, self.arithmetic, self.compares
         return self._noted(
             "all-reduce", array, lambda: bind_algorithm(self.transport, "allreduce", array, *choice)
         )
@@ -119,7 +123,9 @@ class Group:
         return self._noted(
             "all-reduce",
             array,
-            lambda: bind_lossy(self.transport, array, wire, matrices, self.arithmetic),
+            lambda: bind_lossy(
+                self.transport, array, wire, matrices, self.arithmetic, self.compares
+            ),
         )
 
     def bind_reduce_scatter(self, array: np.ndarray, op: str = "add") -> Reduction:
@@ -151,7 +157,9 @@ class Group:
         return self._noted(
             "broadcast",
             array,
-            lambda: bind_plan(self.transport, "broadcast", "binomial", array, root=root),
+            lambda: bind_plan(
+                self.transport, "broadcast", "binomial", array, compares=self.compares, root=root
+            ),
         )
 
     def bind_reduce(self, array: np.ndarray, op: str = "add", root: int = 0) -> Reduction:
@@ -160,7 +168,14 @@ class Group:
             "reduce",
             array,
             lambda: bind_plan(
-                self.transport, "reduce", "binomial", array, self.arithmetic, op=op, root=root
+                self.transport,
+                "reduce",
+                "binomial",
+                array,
+                self.arithmetic,
+                self.compares,
+                op=op,
+                root=root,
             ),
         )
 
@@ -170,7 +185,9 @@ class Group:
         Both have one dtype and size, a multiple of the ranks, and do not overlap.
         """
         return self._noted(
-            "all-to-all", outgoing, lambda: bind_all_to_all(self.transport, outgoing, incoming)
+            "all-to-all",
+            outgoing,
+            lambda: bind_all_to_all(self.transport, outgoing, incoming, compares=self.compares),
         )
 
     def bind_shift(
@@ -181,12 +198,14 @@ class Group:
         return self._noted(
             "shift",
             outgoing,
-            lambda: _bind_apart("shift", self.transport, *arrays, "ring", distance=distance),
+            lambda: _bind_apart(
+                "shift", self.transport, *arrays, "ring", 1, self.compares, distance=distance
+            ),
         )
 
     def _half(self, operation: str, array: np.ndarray, op: str) -> Reduction:
         algorithm = self.algorithm if self.algorithm in TABLES[operation] else "auto"
-        choice = op, algorithm, self.tuning, self.arithmetic
+        choice = op, algorithm, self.tuning, self.arithmetic, self.compares
         return self._noted(
             operation, array, lambda: bind_algorithm(self.transport, operation, array, *choice)
         )
@@ -303,11 +322,13 @@ def bind_algorithm(
     algorithm: str,
     tuning: Tuning,
     arithmetic: Arithmetic,
+    compares: bool = True,
     is_trial: bool = False,
 ) -> Reduction:
     """Bind an operation of TABLES by the algorithm of this name, or by the choice of "auto".
 
     operation  "allreduce", "reduce-scatter" or "all-gather"
+    compares   as of `agree`; without it, a choice of messages for any memory needs no gather at all
     is_trial   whether this is the second binding of an added algorithm, to whole numbers that
                `check_trial` checks
     """
@@ -319,8 +340,12 @@ def bind_algorithm(
             choice = {
                 memory: choose(tuning, *facts, memory, operation) for memory in ("window", "plain")
             }
+            if not compares and len({*choice.values()}) == 1 and table[choice["plain"]].plans:
+                algorithm, offered, choice = choice["plain"], None, {}
     name, known = title(operation), choices(operation)
-    agreed = agree(transport, name, array, known, algorithm, offered, op=op, choice=choice)
+    agreed = agree(
+        transport, name, array, known, algorithm, offered, compares, op=op, choice=choice
+    )
     if choice:
         is_window = on_device(array) or all(location for location, _ in agreed.owns)
         algorithm = choice["window" if is_window else "plain"]
@@ -340,7 +365,7 @@ def bind_algorithm(
     reduction.algorithm = algorithm
     if table.is_added(algorithm) and not is_trial and not on_device(array):
         numbers = np.empty_like(array)
-        rest = op, asked, tuning, arithmetic
+        rest = op, asked, tuning, arithmetic, compares
         trial = bind_algorithm(transport, operation, numbers, *rest, is_trial=True)
         check_trial(transport, operation, trial, numbers, op)
     return reduction
@@ -367,13 +392,15 @@ def bind_plan(
     algorithm: str,
     array: np.ndarray,
     arithmetic: Arithmetic = HOST,
+    compares: bool = True,
     **settings: Any,
 ) -> Reduction:
     """Bind an operation of PLANS: a broadcast, a reduce or a ping-pong ("sendrecv").
 
     settings  op of a reduce; root of a reduce or a broadcast
     """
-    tag, _ = agree(transport, operation, array, (*PLANS[operation],), algorithm, **settings)
+    known = (*PLANS[operation],)
+    tag, _ = agree(transport, operation, array, known, algorithm, compares=compares, **settings)
     root = {"root": settings["root"]} if "root" in settings else {}
     plan = PLANS[operation][algorithm](transport.rank, transport.size, array.size, **root)
     op = settings.get("op", "add")
@@ -381,14 +408,19 @@ def bind_plan(
 
 
 def bind_all_to_all(
-    transport: Transport, outgoing: np.ndarray, incoming: np.ndarray, algorithm: str = "pairwise"
+    transport: Transport,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+    algorithm: str = "pairwise",
+    compares: bool = True,
 ) -> Reduction:
     """Bind an all-to-all: chunk q of rank p's `outgoing` becomes chunk p of rank q's `incoming`.
 
     raises   CommError on every rank also if the two arrays overlap, differ in size or dtype, or do
              not divide into one chunk per rank
     """
-    return _bind_apart("all-to-all", transport, outgoing, incoming, algorithm, transport.size)
+    arrays = outgoing, incoming
+    return _bind_apart("all-to-all", transport, *arrays, algorithm, transport.size, compares)
 
 
 def _bind_apart(
@@ -398,6 +430,7 @@ def _bind_apart(
     incoming: np.ndarray,
     algorithm: str,
     chunks: int = 1,
+    compares: bool = True,
     **more: int,
 ) -> Reduction:
     """Bind an operation of PLANS that works out of place, on two arrays of `chunks` equal chunks.
@@ -405,9 +438,10 @@ def _bind_apart(
     more  arguments of the plan, the same on all ranks
     """
     known = (*PLANS[operation],)
-    tag, _ = agree(transport, operation, outgoing, known, algorithm, **more)
-    agree(transport, operation, incoming, known, algorithm)
-    if any(transport.gather_text(overlap(outgoing, incoming))):
+    tag, _ = agree(transport, operation, outgoing, known, algorithm, compares=compares, **more)
+    agree(transport, operation, incoming, known, algorithm, compares=compares)
+    is_overlap = overlap(outgoing, incoming)
+    if any(transport.gather_text(is_overlap) if compares else [is_overlap]):
         raise CommError(
             f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
             "Receive into an array of its own.",

@@ -200,7 +200,9 @@ class Grid:
         self.reports_loss = not self.is_server and here.tp == 0 and here.pp == axes.pp - 1
 
         def group_of(part: Transport) -> Group:
-            groups.append(Group(part, algorithm, tuning, arithmetic, arena))
+            # The ranks have agreed on configuration and code, so all bind equal arrays.
+            compares = transport.is_strict
+            groups.append(Group(part, algorithm, tuning, arithmetic, arena, compares))
             return groups[-1]  # no reference to `self`: it would make a reference cycle
 
         self._group_of = group_of
@@ -309,7 +311,11 @@ class Grid:
             with self.transport.recorder.called("sums over tensors"):
                 links = [
                     Group(
-                        group.transport, "recursive-doubling", group.tuning, group.arithmetic
+                        group.transport,
+                        "recursive-doubling",
+                        group.tuning,
+                        group.arithmetic,
+                        compares=group.compares,
                     ).bind(facts)
                     for group in groups
                 ]

@@ -103,6 +103,8 @@ class Transport(Protocol):
 
     The owner may set it to False; `split` keeps it.
     """
+    is_strict: bool = False
+    """Whether the transport checks what MPI trusts, as ranks that are threads do for tests."""
     needs_all: str = "these ranks cannot lose one; Start them by mpitrain launch --fault-tolerant"
     """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
 

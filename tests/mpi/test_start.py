@@ -32,6 +32,8 @@ AGREED = {
     "dp 4": [GIVEN, RESOLVED, UNITS, EVERYONE, CONTROL, RUN],
     # Ranks of tp cut their gradients alike. Each binds a bucket of its own and of replicated tensors.
     "dp 2 x tp 2": [GIVEN, RESOLVED, UNITS, TP, DP, DP, CONTROL, RUN],
+    # Messages need no address, and the trainer trusts its own bindings.
+    "ring": [GIVEN, RESOLVED, UNITS, RUN],
 }
 REFUSED = [
     (["job.toml"], "On rank 1 (", "The configuration file job.toml cannot be read"),
@@ -81,7 +83,11 @@ def start(tmp_path_factory):
         write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
     calls = [
         ["train", "--out", str(folder / name), *words, *TINY, *sets(run__sample=0)]
-        for name, words in (("dp 4", ["--dp", "4"]), ("dp 2 x tp 2", ["--dp", "2", "--tp", "2"]))
+        for name, words in (
+            ("dp 4", ["--dp", "4"]),
+            ("dp 2 x tp 2", ["--dp", "2", "--tp", "2"]),
+            ("ring", ["--dp", "4", *sets(replication__algorithm="ring")]),
+        )
     ] + [["train", *words] for words, *_ in REFUSED]
     done = python_ranks(4, PROGRAM.format(calls=calls), folder)
     parts = re.split(r"^=== (.*)\n", done.stderr, flags=re.MULTILINE)

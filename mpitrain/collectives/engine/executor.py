@@ -5,7 +5,7 @@ Binding compares arguments, makes views of the array and allocates scratch. A ru
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,13 +197,15 @@ def agree(
     known: tuple[str, ...],
     algorithm: str,
     own: Any = None,
+    compares: bool = True,
     **settings: Any,
 ) -> Agreed:
     """Compare the arguments of a binding over all ranks; collective, in one gather.
 
     array     the array to bind
     known     names of the algorithms that exist
-    own       facts of this rank for the others, serialisable as JSON
+    own       facts of this rank for the others, serialisable as JSON; None: there are none
+    compares  False: the caller knows that the arguments are equal, so only `own` is gathered
     settings  other arguments that must be the same on all ranks
     raises    CommError on every rank if any argument differs, if any rank's array is not one
               contiguous, writable block of numbers, or if there is no rank `root`;
@@ -215,22 +217,13 @@ def agree(
     arguments["tag"] = tag
     if problem is None:
         arguments |= {"count": array.size, "dtype": array.dtype.name}
-    everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
-    for rank, facts in enumerate(everyone):
-        if facts["problem"] is not None:
-            raise CommError(
-                f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
-                f"passed {facts['problem']}.",
-                "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
-            ).on_every_rank()
-    for name in dict.fromkeys(name for facts in everyone for name in facts):
-        values = [facts.get(name) for facts in everyone]
-        if any(value != values[0] or type(value) is not type(values[0]) for value in values):
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise CommError(
-                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
-                "All ranks must bind the same collectives, on equal arrays, in the same order.",
-            ).on_every_rank()
+    if compares:
+        everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
+        _check_equal(transport, operation, everyone)
+    elif problem is None:
+        owns = () if own is None else transport.gather_text(own)
+    else:
+        raise _unfit_error(transport, operation, transport.rank, problem)
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)
@@ -239,6 +232,29 @@ def agree(
             f"rank {transport.rank}: root {root} is not among ranks 0 to {transport.size - 1}."
         ).on_every_rank()
     return Agreed(tag, [*owns])
+
+
+def _check_equal(transport: Transport, operation: str, everyone: Sequence[dict[str, Any]]) -> None:
+    """Raise CommError, on every rank, if the arguments of the ranks differ, or an array is unfit."""
+    for rank, facts in enumerate(everyone):
+        if facts["problem"] is not None:
+            raise _unfit_error(transport, operation, rank, facts["problem"]).on_every_rank()
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        values = [facts.get(name) for facts in everyone]
+        if any(value != values[0] or type(value) is not type(values[0]) for value in values):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise CommError(
+                f"rank {transport.rank}: {operation} needs one {name} on every rank, but it is {listed}.",
+                "All ranks must bind the same collectives, on equal arrays, in the same order.",
+            ).on_every_rank()
+
+
+def _unfit_error(transport: Transport, operation: str, rank: int, problem: str) -> CommError:
+    return CommError(
+        f"rank {transport.rank}: {operation} needs contiguous arrays of plain numbers on every rank, but rank {rank} "
+        f"passed {problem}.",
+        "Bind numpy.ascontiguousarray(array), or the buffer that the array is a view of.",
+    )
 
 
 def unfit(array: Any) -> str | None:
