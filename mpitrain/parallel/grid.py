@@ -1,6 +1,5 @@
 """The grid of ranks: each rank's coordinates and process groups (as torch's DeviceMesh)."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT
-from mpitrain.config import Config
-from mpitrain.config.faults import check_injection, delays
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.optim.state import FactSums
@@ -70,58 +67,6 @@ class Axes(NamedTuple):
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coords(tp, dp, pp, cp)
-
-
-def axes(config: Config, ranks: int, servers: int) -> Axes:
-    """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
-
-    servers  number of the last ranks, which compute no rows
-    raises   ConfigError if ranks are not dp x cp x tp x pp + servers, if a micro-batch would have no
-             row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
-    """
-    layout = config.layout
-    dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.cp * layout.pp))
-    mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp)
-    if mesh.ranks != ranks:
-        beside = f" + servers {servers}" if servers else ""
-        ways = ["--dp (0 takes all ranks)"] if layout.dp else []
-        ways += [f"--{axis}" for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1]
-        if servers:
-            ways.append("replication.servers" if servers > 1 else "replication.mode")
-        raise ConfigError(
-            f"{mesh.product}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
-            f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
-        )
-    micro_batches, size = config.batch.micro_batches or 1, config.batch.size
-    shares = dp * micro_batches
-    if shares > size:
-        ways = [
-            way
-            for way, helps in (
-                ("lower batch.micro_batches", micro_batches > 1),
-                ("start fewer ranks", dp > 1),
-            )
-            if helps
-        ]
-        raise ConfigError(
-            f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
-            f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
-        )
-    computing = mesh.ranks - servers
-    if absent := [
-        delay.rank
-        for delay in delays(config.run.delay)
-        if delay.rank is not None and delay.rank >= computing
-    ]:
-        raise ConfigError(
-            f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
-            "Name one of these in run.delay, or leave it empty.",
-        )
-    # The data, which give the steps of run.epochs, are not open yet.
-    check_injection(
-        config.run.inject, ranks, sys.maxsize if config.run.epochs else config.run.steps
-    )
-    return mesh
 
 
 def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:

@@ -40,7 +40,6 @@ from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for
 from mpitrain.ops.device import Device
 from mpitrain.optim.schedule import schedule_error
-from mpitrain.parallel.memory import Room, StepCounts, check_memory
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
@@ -58,6 +57,7 @@ from mpitrain.run.job import (
     with_data_found,
     with_micro_batches,
 )
+from mpitrain.run.memory import Room, StepCounts, check_memory
 from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
 from mpitrain.run.run_dir import (
     check_meaning,
@@ -153,8 +153,7 @@ def _opened(
     name = job.config.data.source if is_own else "this data source"
     job = _fitted(job, name, transport.rank == 0)
     models = _models(job, checkpoint, transport.rank)
-    chunks = len(job.plan.stage_of)
-    room = check_memory(transport, job.config, job.source, job.axes, chunks, job.device, job.gpus)
+    room = check_memory(transport, job)
     return job, models, room, _counted(transport.rank, job, room)
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +20,10 @@ from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config, Memory
+from mpitrain.config.faults import check_injection, delays
 from mpitrain.data import Source, Unopened, beside, source_kind
 from mpitrain.data.templates import with_day
-from mpitrain.errors import ConfigError, brief, say
+from mpitrain.errors import ConfigError, brief, multiples_near, say
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import blas_kernels, process
@@ -30,15 +33,15 @@ from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.optim import checked
-from mpitrain.parallel.grid import Axes, axes, divisor
+from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.rows import check_rows, sequences_of
+from mpitrain.parallel.tensor.rows import sequences_together
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import goes_in_passes
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.choices import check
+from mpitrain.run.rules import check
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -269,7 +272,7 @@ def say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
     lacking  of each rank, as `compiled.lacks` says; nothing is printed where no rank has a compiler
     """
     rank, reason = next(((rank, reason) for rank, reason in enumerate(lacking) if reason), (0, ""))
-    if {*lacking} - {"", NO_COMPILER, SEES_GPU}:
+    if reason and {*lacking} - {NO_COMPILER, SEES_GPU}:
         say(
             "note: LayerNorm, GELU and attention use NumPy's passes, which are slower and round otherwise. "
             f"On rank {rank} ({hosts[rank]}): {brief(' '.join(reason.split()))}"
@@ -279,7 +282,7 @@ def say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
 def resolve_here(
     config: Config, hosts: Sequence[str], machine: tuple[Gpu, str] | None = None
 ) -> Job:
-    """Resolve a configuration on this rank; `agree_on` does so on all ranks together.
+    """Resolve a configuration from `parse` on this rank; `agree_on` does so on all ranks together.
 
     hosts    host of every rank, by rank
     machine  as `machine_of` returns it; None: it is called
@@ -287,12 +290,13 @@ def resolve_here(
     """
     kind, passes = config.device.kind, config.device.passes
     gpu, lacks = machine or machine_of(config)
-    if kind == "auto":
+    if is_chosen_here := kind == "auto":
         kind = "cuda" if gpu.seen else "cpu"
     if (kind, passes) == ("cpu", "auto"):
         passes = "numpy" if lacks else "compiled"
     config = config.changed({"device.kind": kind, "device.passes": passes})
-    check(config)
+    if config.device.kind == "cuda" and is_chosen_here:
+        check(config)  # `parse` did not know the kind.
     config = checked(config)
     servers = servers_of(config)
     sizes = axes(config, len(hosts), servers)
@@ -315,6 +319,101 @@ def resolve_here(
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
     return Job(config, sizes, plan, wire, tuning, [gpu] * len(hosts) * (kind == "cuda"), device)
+
+
+def axes(config: Config, ranks: int, servers: int) -> Axes:
+    """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
+
+    servers  number of the last ranks, which compute no rows
+    raises   ConfigError if ranks are not dp x cp x tp x pp + servers, if a micro-batch would have no
+             row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
+    """
+    layout = config.layout
+    dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.cp * layout.pp))
+    mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp)
+    if mesh.ranks != ranks:
+        beside = f" + servers {servers}" if servers else ""
+        ways = ["--dp (0 takes all ranks)"] if layout.dp else []
+        ways += [f"--{axis}" for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1]
+        if servers:
+            ways.append("replication.servers" if servers > 1 else "replication.mode")
+        raise ConfigError(
+            f"{mesh.product}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
+            f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
+        )
+    micro_batches, size = config.batch.micro_batches or 1, config.batch.size
+    shares = dp * micro_batches
+    if shares > size:
+        ways = [
+            way
+            for way, helps in (
+                ("lower batch.micro_batches", micro_batches > 1),
+                ("start fewer ranks", dp > 1),
+            )
+            if helps
+        ]
+        raise ConfigError(
+            f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
+            f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
+        )
+    computing = mesh.ranks - servers
+    if absent := [
+        delay.rank
+        for delay in delays(config.run.delay)
+        if delay.rank is not None and delay.rank >= computing
+    ]:
+        raise ConfigError(
+            f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
+            "Name one of these in run.delay, or leave it empty.",
+        )
+    # The data, which give the steps of run.epochs, are not open yet.
+    check_injection(
+        config.run.inject, ranks, sys.maxsize if config.run.epochs else config.run.steps
+    )
+    return mesh
+
+
+def sequences_of(config: Config) -> int:
+    """Return the number of which the sequences of each training micro-batch must be a multiple."""
+    return (
+        sequences_together(config.model.context // config.layout.cp, config.layout.tp)
+        if config.layout.sequence_parallel
+        else 1
+    )
+
+
+def check_rows(config: Config, axes: Axes) -> None:
+    """Check that the rows of each training micro-batch divide among the tensor-parallel ranks.
+
+    config  a configuration with a resolved batch.micro_batches
+    raises  ConfigError with the nearest numbers that do
+    """
+    size, parts = config.batch.size, config.batch.micro_batches
+    tokens, fitting = config.model.context // axes.cp, sequences_of(config)
+    shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
+    odd = [rows for rows in shares if rows % fitting]
+    if not odd:
+        return
+    ways = [
+        # This size gives all micro-batches the same number of sequences.
+        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
+        f"model.context to {multiples_near(tokens * axes.cp, axes.cp * sequences_together(math.gcd(*shares), axes.tp))}",
+    ]
+    most, left = divmod(size, fitting * axes.dp)
+    if not left and axes.pp == 1:
+        smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
+        counts = sorted([*smaller, *(most // count for count in smaller)])
+        ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
+    raise ConfigError(
+        f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
+        f"{tokens} tokens has {odd[0] * tokens}.",
+        f"Set {', '.join(ways)}, or layout.sequence_parallel to false.",
+    )
+
+
+def _shares(count: int, parts: int) -> tuple[int, int]:
+    """Return the lengths of the shortest and the longest of `parts` nearly equal runs."""
+    return count // parts, -(-count // parts)
 
 
 def with_micro_batches(job: Job, micro_batches: int) -> Job | None:

@@ -20,7 +20,6 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.memory import StepCounts
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
 from mpitrain.parallel.replication.step_end import weight_of
@@ -29,6 +28,7 @@ from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run.inference import Indices, Inference, Reader
 from mpitrain.run.job import Job, agree_on
+from mpitrain.run.memory import StepCounts
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device

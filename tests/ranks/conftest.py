@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from mpitrain.parallel.memory import StepCounts
 from mpitrain.run import build, utilisation
+from mpitrain.run.memory import StepCounts
 from tests.runs import TEXT, TINY
 
 

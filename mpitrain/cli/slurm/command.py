@@ -236,9 +236,9 @@ def _parsed(words: list[str]) -> click.Context:
 
 def _check_training(request: BatchJob, parameters: dict[str, Any], settings: list[str]) -> None:
     from mpitrain.cli.train import _configured
-    from mpitrain.parallel.grid import axes
     from mpitrain.parallel.modes import servers_of
     from mpitrain.run.choices import check as check_choices
+    from mpitrain.run.job import axes
 
     if settings and any(parameters.get("out") for _ in settings):
         raise ConfigError(

@@ -29,12 +29,9 @@ from typing import Any
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.config import Config
-from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
-from mpitrain.parallel.grid import Axes
 
 
 class ReplicatedRows:
@@ -201,46 +198,3 @@ def sequences_together(tokens: int, ranks: int) -> int:
     tokens  number of tokens of each sequence; each token is a row
     """
     return ranks // math.gcd(tokens, ranks)
-
-
-def sequences_of(config: Config) -> int:
-    """Return the number of which the sequences of each training micro-batch must be a multiple."""
-    return (
-        sequences_together(config.model.context // config.layout.cp, config.layout.tp)
-        if config.layout.sequence_parallel
-        else 1
-    )
-
-
-def check_rows(config: Config, axes: Axes) -> None:
-    """Check that the rows of each training micro-batch divide among the tensor-parallel ranks.
-
-    config  a configuration with a resolved batch.micro_batches
-    raises  ConfigError with the nearest numbers that do
-    """
-    size, parts = config.batch.size, config.batch.micro_batches
-    tokens, fitting = config.model.context // axes.cp, sequences_of(config)
-    shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
-    odd = [rows for rows in shares if rows % fitting]
-    if not odd:
-        return
-    ways = [
-        # This size gives all micro-batches the same number of sequences.
-        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
-        f"model.context to {multiples_near(tokens * axes.cp, axes.cp * sequences_together(math.gcd(*shares), axes.tp))}",
-    ]
-    most, left = divmod(size, fitting * axes.dp)
-    if not left and axes.pp == 1:
-        smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
-        counts = sorted([*smaller, *(most // count for count in smaller)])
-        ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
-    raise ConfigError(
-        f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
-        f"{tokens} tokens has {odd[0] * tokens}.",
-        f"Set {', '.join(ways)}, or layout.sequence_parallel to false.",
-    )
-
-
-def _shares(count: int, parts: int) -> tuple[int, int]:
-    """Return the lengths of the shortest and the longest of `parts` nearly equal runs."""
-    return count // parts, -(-count // parts)

@@ -27,7 +27,6 @@ from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.memory import Room, StepCounts
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
@@ -43,6 +42,7 @@ from mpitrain.run.count.weightless import (
 )
 from mpitrain.run.inference import places_of
 from mpitrain.run.job import Job
+from mpitrain.run.memory import Room, StepCounts
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SILENT, Silent
 from mpitrain.transport.base import Several, Traffic
 from mpitrain.transport.windows import Tenants

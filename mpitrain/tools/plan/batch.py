@@ -18,13 +18,12 @@ from mpitrain.data import Source
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.models.table import check_data
 from mpitrain.ops.device import Device
-from mpitrain.parallel.memory import Room, check_memory
 from mpitrain.parallel.modes import check_synchronous
-from mpitrain.parallel.tensor.rows import sequences_of
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import build, open_data
 from mpitrain.run.count.step import bytes_needed
-from mpitrain.run.job import Job, with_micro_batches
+from mpitrain.run.job import Job, sequences_of, with_micro_batches
+from mpitrain.run.memory import Room, check_memory
 from mpitrain.run.metrics import strict
 from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions
 from mpitrain.tools.plan.micro_batches import report as step_report
@@ -263,13 +262,9 @@ def find_largest(transport: Transport, resolved: Job, source: Source, most: int)
 
     raises  ConfigError on every rank, if the smallest micro-batch does not fit
     """
-    config, axes, plan, device = resolved.config, resolved.axes, resolved.plan, resolved.device
-    unit = sequences_of(config)
+    device, unit = resolved.device, sequences_of(resolved.config)
     room = on_all_ranks(
-        transport,
-        lambda: check_memory(
-            transport, config, source, axes, len(plan.stage_of), device, resolved.gpus
-        ),
+        transport, lambda: check_memory(transport, replace(resolved, source=source))
     )
 
     def count(rows: int) -> tuple[int, int]:

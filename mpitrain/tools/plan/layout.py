@@ -41,7 +41,6 @@ from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor, share
-from mpitrain.parallel.memory import stage_sizes
 from mpitrain.parallel.mode import of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
@@ -56,7 +55,8 @@ from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
-from mpitrain.run.rules import check_each, of_model
+from mpitrain.run.memory import stage_sizes
+from mpitrain.run.rules import check, check_each, of_model
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -407,6 +407,7 @@ class Planner:
         """Return the error with which `train` would refuse a layout."""
         config = layout.of(self._config)
         try:
+            check(config)
             resolve_here(config, self._hosts)
         except ConfigError as error:
             return error
@@ -499,6 +500,7 @@ class Planner:
     def _count_state(self, axes: Axes, zero: int) -> np.ndarray:
         """Return the bytes of parameters, gradients and optimizer state on each stage."""
         config = self._config.changed({"replication.zero": zero})
+        job = replace(self._job, config=config, axes=axes)
         replication, nbytes = config.replication, []
         members = range(0, axes.tp * axes.copies, axes.tp)
         hosts = [self._hosts[rank] for rank in members]
@@ -513,7 +515,7 @@ class Planner:
             )
 
         for storage, chunks in self._stages(axes):
-            stage = stage_sizes(config, axes, storage, chunks, self._job.device, shards, bucket)
+            stage = stage_sizes(job, storage, chunks, shards, bucket)
             nbytes.append(mode_of(config).memory(stage))
         return np.array(nbytes)
 

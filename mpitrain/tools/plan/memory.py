@@ -10,13 +10,13 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.memory import StepCounts, copied_bytes, kept_bytes, stage_sizes
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import slow_heads
+from mpitrain.run.memory import StepCounts, copied_bytes, kept_bytes, stage_sizes
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -74,10 +74,7 @@ def count(unresolved: Config) -> Counted:
     def bucket(_: Storage) -> float:
         return bucket_bytes(config.replication.bucket_mb, ("",), is_on_device, lambda: 0)
 
-    every = [
-        stage_sizes(config, axes, *counter.storage(pp), job.device, fixed, bucket)
-        for pp in range(axes.pp)
-    ]
+    every = [stage_sizes(job, *counter.storage(pp), fixed, bucket) for pp in range(axes.pp)]
 
     def mean(nbytes: Callable[[Sizes], float]) -> float:
         return fmean(map(nbytes, every))

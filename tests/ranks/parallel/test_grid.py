@@ -6,9 +6,10 @@ import pytest
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.grid import Axes, Grid, axes
+from mpitrain.parallel.grid import Axes, Grid
 from mpitrain.parallel.modes import servers_of
 from mpitrain.run.build import build
+from mpitrain.run.job import axes
 from mpitrain.transport.threads import run_ranks
 
 

@@ -23,7 +23,6 @@ from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
-from mpitrain.run.build import Job
 from mpitrain.run.choices import keys, parse
 from tests.processes import mpitrain
 
@@ -172,7 +171,7 @@ class Finished:
     folder = Path("none")
 
     def __init__(self, trainer):
-        self.job = Job(trainer, Unopened("tokens", (8,), 256, 256), 0)
+        self.job = SimpleNamespace(trainer=trainer, source=Unopened("tokens", (8,), 256, 256))
 
 
 def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch, capsys):

@@ -6,9 +6,10 @@ import pytest
 
 from mpitrain.config import Config, read_toml, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.grid import axes, share
+from mpitrain.parallel.grid import share
 from mpitrain.parallel.modes import servers_of
 from mpitrain.run.choices import keys, parse
+from mpitrain.run.job import axes
 from tests.processes import mpitrain
 
 README = Path(__file__).parents[3] / "README.md"

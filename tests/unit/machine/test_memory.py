@@ -3,6 +3,7 @@
 import builtins
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -18,15 +19,13 @@ from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, TensorWise
-from mpitrain.parallel import memory
-from mpitrain.parallel.grid import axes
 from mpitrain.parallel.modes import MODES, STREAMS, is_synchronous, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
-from mpitrain.run import build
+from mpitrain.run import build, memory
 from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
 from mpitrain.run.checkpoint.snapshot import KEPT, arrays_of
 from mpitrain.run.choices import parse
-from mpitrain.run.job import Job, agree_on
+from mpitrain.run.job import Job, agree_on, axes
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.threads import run_ranks
 from tests.fakes import cupy
@@ -52,15 +51,11 @@ def resolved(config, ranks=1):
 
 
 def check(transport, found, source=SOURCES["gpt"]):
-    config, axes, plan, device = found.config, found.axes, found.plan, found.device
-    return memory.check_memory(
-        transport, config, source, axes, len(plan.stage_of), device, found.gpus
-    )
+    return memory.check_memory(transport, replace(found, source=source))
 
 
 def sizes_of(found, shards, source=SOURCES["gpt"]):
-    config, axes, plan, device = found.config, found.axes, found.plan, found.device
-    return memory.sizes(config, source, axes, len(plan.stage_of), device, shards)
+    return memory.sizes(replace(found, source=source), shards)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -141,9 +136,7 @@ def check_held(ranks, sections, rounding=1e-12):
         trainer.sync_parameters()
         sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
         if config.model.freeze:
-            job = trainer.resolved
-            where = SOURCES["gpt"], job.axes, len(job.plan.stage_of), job.device
-            sizes = memory.frozen_sizes(sizes, config, *where)
+            sizes = memory.frozen_sizes(sizes, trainer.resolved)
         row = mode_of(trainer.config)
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole

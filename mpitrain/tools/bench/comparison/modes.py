@@ -10,11 +10,11 @@ from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError
 from mpitrain.optim import checked
-from mpitrain.parallel.grid import axes, divisor
+from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.modes import MODES, servers_of
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
-from mpitrain.run.job import resolve_here
+from mpitrain.run.job import axes, resolve_here
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 

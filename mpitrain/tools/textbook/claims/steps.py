@@ -18,9 +18,9 @@ from mpitrain.models.classifiers import mlp
 from mpitrain.models.table import units_of
 from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import ops_for
-from mpitrain.parallel.memory import StepCounts
 from mpitrain.run.build import build
 from mpitrain.run.count.operations import cost_of
+from mpitrain.run.memory import StepCounts
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import (

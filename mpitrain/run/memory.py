@@ -1,27 +1,26 @@
 """The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isclose
 from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, gigabytes
-from mpitrain.layers.base import Unit, freeze
+from mpitrain.layers.base import freeze
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import adapted, units_of
-from mpitrain.ops.device import Device
+from mpitrain.models.table import adapted
 from mpitrain.optim import RULES, state_bytes
 from mpitrain.optim.rule import BlockWise
 from mpitrain.parallel.buckets import kept_apart, slots_of
-from mpitrain.parallel.grid import Axes, divisor
+from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport
 
 
@@ -57,27 +56,16 @@ class StepCounts(NamedTuple):
     problem: str = ""
 
 
-def check_memory(
-    transport: Transport,
-    config: Config,
-    source: Source | Unopened,
-    axes: Axes,
-    chunks: int,
-    device: Device,
-    gpus: Sequence[process.Gpu],
-) -> Room:
+def check_memory(transport: Transport, job: Job) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
     Activations do not count here: `run/count/step.py` checks that they fit in what is left.
-
-    chunks  number of model chunks, over all stages
-    gpus    the GPU of each rank, by rank; empty if they compute on their host
     """
+    config, gpus = job.config, job.gpus
     places = process.gpu_identities(transport.hosts, gpus)
     users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
     ranks, where = len(users), "on this GPU" if gpus else "on this host"
-    shards = divisor(axes, transport.hosts, config.replication.shard)
-    estimate, count = sizes(config, source, axes, chunks, device, shards)
+    estimate, count = sizes(job, divisor(job.axes, transport.hosts, config.replication.shard))
     # The rank of a GPU that looked last has seen what the start of the others takes there.
     free = min(gpus[rank].free for rank in users) if gpus else process.free_memory("cpu")
     allowed = "are free"
@@ -90,7 +78,7 @@ def check_memory(
             length=0, largest=0, frozen=estimate.length, slot=estimate.largest
         )
         if ranks * mode_of(config).memory(estimate) <= free:
-            estimate = frozen_sizes(estimate, config, source, axes, chunks, device)
+            estimate = frozen_sizes(estimate, job)
     needed = ranks * mode_of(config).memory(estimate)
     if needed > free:
         sum_needed, sum_free = gigabytes(needed, free)
@@ -103,9 +91,7 @@ def check_memory(
     return Room(free, needed, users, where, allowed)
 
 
-def sizes(
-    config: Config, source: Source | Unopened, axes: Axes, chunks: int, device: Device, shards: int
-) -> tuple[Sizes, int]:
+def sizes(job: Job, shards: int) -> tuple[Sizes, int]:
     """Return the arguments of a mode's memory formula, and the number of parameters.
 
     Both are extrapolated from networks of one and two layers, which are quick to describe. No
@@ -113,19 +99,18 @@ def sizes(
 
     shards  ranks of ZeRO's sharding group
     """
-    one, two = (
-        Storage(units, config.precision.stored, axes.copies)
-        for units in (
-            _described(config, depth, source, described(device.ops, config.layout))
-            for depth in (1, 2)
-        )
-    )
-    others = config.model.layers - 1
+    config, axes, chunks = job.config, job.axes, len(job.plan.stage_of)
+    stored, name = config.precision.stored, config.optimizer.name
+
+    def described_at(depth: int) -> Storage:
+        shallow = replace(job, config=config.changed({"model.layers": depth}))
+        units = shallow.units(described(job.device.ops, config.layout))
+        return Storage(units, stored, axes.copies)
+
+    one, two, others = described_at(1), described_at(2), config.model.layers - 1
     length = one.length + others * (two.length - one.length)
     count = one.parameter_count + others * (two.parameter_count - one.parameter_count)
     largest = (two if others else one).largest
-    master = np.dtype(config.precision.stored).itemsize
-    name = config.optimizer.name
     state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
     return Sizes(
         config.replication,
@@ -133,20 +118,13 @@ def sizes(
         shards,
         length / axes.pp,
         length / chunks if chunks > 1 else largest,
-        master,
-        _mirror(config, device),
+        np.dtype(stored).itemsize,
+        _mirror(job),
         state / length if length else 0,
     ), count
 
 
-def frozen_sizes(
-    estimate: Sizes,
-    config: Config,
-    source: Source | Unopened,
-    axes: Axes,
-    chunks: int,
-    device: Device,
-) -> Sizes:
+def frozen_sizes(estimate: Sizes, job: Job) -> Sizes:
     """Return the arguments of a mode's memory formula for a network with frozen parameters.
 
     Adapters are included. The whole network is described, which takes longer than `sizes`.
@@ -154,10 +132,10 @@ def frozen_sizes(
     estimate  the result of `sizes`, whose numbers of elements are replaced
     raises    ConfigError as `freeze`
     """
-    layers = described(device.ops, config.layout)
-    layers.itemsize = device.itemsize(config.precision.stored)
-    every = _described(config, config.model.layers, source, layers)
-    units = freeze(adapted(every, config.lora, layers), config.model.freeze)
+    config, axes, chunks = job.config, job.axes, len(job.plan.stage_of)
+    layers = described(job.device.ops, config.layout)
+    layers.itemsize = job.device.itemsize(config.precision.stored)
+    units = freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.copies)
     length, frozen = storage.length, storage.frozen.length
     state = state_bytes(config.optimizer.name, storage)
@@ -171,11 +149,9 @@ def frozen_sizes(
 
 
 def stage_sizes(
-    config: Config,
-    axes: Axes,
+    job: Job,
     storage: Storage,
     chunks: Sequence[range],
-    device: Device,
     shards: int,
     bucket: Callable[[Storage], float],
 ) -> Sizes:
@@ -188,7 +164,7 @@ def stage_sizes(
     shards   ranks of ZeRO's sharding group
     bucket   (storage) -> bytes of a bucket of ZeRO 2
     """
-    replication, largest, slot = config.replication, 0, 0
+    replication, largest, slot = job.config.replication, 0, 0
     if replication.zero > 1:
         firsts = [own.start for own in chunks]
         buckets = storage.buckets(*((bucket(storage), firsts) if replication.zero == 2 else (0,)))
@@ -196,26 +172,27 @@ def stage_sizes(
         buckets += storage.frozen_buckets()
         alone = kept_apart(storage, buckets, replication.zero_keep)
         slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
-    itemsize, state = storage.dtype.itemsize, state_bytes(config.optimizer.name, storage)
+    itemsize, state = storage.dtype.itemsize, state_bytes(job.config.optimizer.name, storage)
     return Sizes(
         replication,
-        axes,
+        job.axes,
         shards,
         storage.length,
         largest,
         itemsize,
-        _mirror(config, device),
+        _mirror(job),
         state / storage.length if storage.length else 0,
         storage.frozen.length,
         slot,
     )
 
 
-def _mirror(config: Config, device: Device) -> int:
+def _mirror(job: Job) -> int:
     """Return the bytes of the rounded copy of a parameter; 0 in full precision."""
-    if not config.precision.is_half:
+    precision = job.config.precision
+    if not precision.is_half:
         return 0
-    return (device.half or np.dtype(config.precision.stored)).itemsize
+    return (job.device.half or np.dtype(precision.stored)).itemsize
 
 
 def kept_bytes(config: Config, sizes: Sizes) -> float:
@@ -248,10 +225,3 @@ def copied_bytes(config: Config, sizes: Sizes) -> float:
         return own + (own if zero == 3 or sizes.mirror else state)
     # Where not every rank has the whole state, one alone has it.
     return own + state * (not isclose(state, sizes.state * sizes.length))
-
-
-def _described(
-    config: Config, depth: int, source: Source | Unopened, layers: Plain
-) -> Sequence[Unit]:
-    model = config.model.model_copy(update={"layers": depth})
-    return units_of(model, source, layers)
