@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from mpitrain.cli.bench.rows import exit_with
 from mpitrain.cli.doctor import FOLDER, check_folder, write_document
 from mpitrain.cli.job_options import Outputs, check_files, counted, output_option, path_option
 from mpitrain.cli.session import mpi_session
@@ -119,7 +120,7 @@ def command(
     stop = Stop(shown.rest, 1)
     with mpi_session() as transport:
         passes = _certify(transport, options, shown, stop)
-    sys.exit(0 if passes else 1)
+    exit_with(int(not passes))
 
 
 def _nodes(hosts: str | None, hostfile: Path | None, ppn: int) -> dict[str, int]:

@@ -6,12 +6,13 @@ other ranks rest, so that traffic of other pairs cannot be the reason.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from mpitrain.tools.bench.segments import Segments, segments
 from mpitrain.tools.bench.turns import FAR
 from mpitrain.tools.text_table import TextColumn, TextTable, figure
 from mpitrain.transport.base import Transport
@@ -22,6 +23,11 @@ ODD = {"bandwidth": 2.0, "latency": 3.0}
 The usual value is that of its class of pairs. An odd pair has a bandwidth below 1 / ODD of it, or a
 latency above ODD times it.
 """
+
+LOST, FEW_LOST = 1e-3, 10
+"""A pair loses frames if more than this part of its segments, and at least so many, are sent again."""
+LONGEST_SEGMENT = 1 << 16
+"""Upper bound of the bytes of a segment: a host that sent fewer for its messages sent them by other means."""
 
 SECONDS, ALONE, FEWEST, MOST = 0.1, 0.5, 3, 500
 """Seconds for one message size of a pair, among other pairs and alone; least and most round trips.
@@ -46,6 +52,9 @@ class Pair(NamedTuple):
     best_GBs       bytes of a long message divided by its least time
     wrong          number of elements that arrived wrong
     is_alone       whether it was measured again while the other ranks rested
+    sent           segments that the hosts of both ranks sent meanwhile; 0: no counter was asked
+    first_resent   segments that the host of the first rank sent again, because frames were lost
+    second_resent  segments that the host of the second rank sent again
     """
 
     first: int
@@ -59,6 +68,17 @@ class Pair(NamedTuple):
     best_GBs: float
     wrong: int
     is_alone: bool = False
+    sent: int = 0
+    first_resent: int = 0
+    second_resent: int = 0
+
+    @property
+    def resent(self) -> int:
+        return self.first_resent + self.second_resent
+
+    @property
+    def loses_frames(self) -> bool:
+        return self.resent >= FEW_LOST and self.resent > LOST * self.sent
 
 
 class Odd(NamedTuple):
@@ -100,6 +120,7 @@ def measure(
     iterations: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     places: Sequence[str] = PLACES,
+    count: Callable[[], Segments] = segments,
 ) -> Iterator[list[Pair]]:
     """Yield the pairs of each round, then the pairs that were measured again. Collective.
 
@@ -109,16 +130,17 @@ def measure(
     iterations   round trips of each pair and size; 0: as many as fit in SECONDS
     clock        returns seconds
     places       classes in which odd pairs are measured again
+    count        returns the segments of this host so far
     """
     tag, measured_pairs, sizes = transport.claim_tag(), [], (short, long)
     for pairs in rounds(transport.size):
-        measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag)
+        measured = _round(transport, pairs, sizes, (iterations, SECONDS), clock, tag, count)
         measured_pairs += measured
         yield measured
     suspects = dict.fromkeys(odd.pair[:2] for odd in odd_pairs(measured_pairs, places))
     again = []
     for pair in [*suspects][:AGAIN]:
-        (one,) = _round(transport, [pair], sizes, (iterations, ALONE), clock, tag)
+        (one,) = _round(transport, [pair], sizes, (iterations, ALONE), clock, tag, count)
         again.append(one._replace(is_alone=True))
     yield again
 
@@ -137,6 +159,9 @@ def merged(pairs: Sequence[Pair]) -> list[Pair]:
                 bandwidth_GBs=max(before.bandwidth_GBs, pair.bandwidth_GBs),
                 best_GBs=max(before.best_GBs, pair.best_GBs),
                 wrong=before.wrong + pair.wrong,
+                sent=before.sent + pair.sent,
+                first_resent=before.first_resent + pair.first_resent,
+                second_resent=before.second_resent + pair.second_resent,
             )
         )
     return [by_ranks[key] for key in sorted(by_ranks)]
@@ -150,26 +175,32 @@ def places_to_judge(hosts: Sequence[str], cores: int) -> tuple[str, ...]:
     return PLACES if max(map(hosts.count, hosts)) <= cores else (BETWEEN,)
 
 
-def odd_pairs(pairs: Sequence[Pair], places: Sequence[str] = PLACES) -> list[Odd]:
+def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Return the usual bandwidth in GB/s and latency in us: the median over ranks of each rank's best.
+
+    It is right as long as most ranks have a good link, even if one host slows most pairs.
+    """
+    ranks = sorted({rank for pair in pairs for rank in pair[:2]})
+    by_rank = [[pair for pair in pairs if rank in pair[:2]] for rank in ranks]
+    fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
+    return fast, median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
+
+
+def odd_pairs(
+    pairs: Sequence[Pair], places: Sequence[str] = PLACES, limits: Mapping[str, float] = ODD
+) -> list[Odd]:
     """Return the pairs that are much slower than the usual value of their class (see ODD).
 
-    The usual value is the median over ranks of each rank's best pair. It is right as long as most
-    ranks have a good link, even if one host slows most pairs. Pairs are judged by their fastest
-    messages, which other work on the machine does not slow.
+    Pairs are judged by their fastest messages, which other work on the machine does not slow.
     """
     odd = []
     for place in places:
         of_class = [pair for pair in pairs if pair.place == place]
-        by_rank = [
-            [pair for pair in of_class if rank in pair[:2]]
-            for rank in sorted({rank for pair in of_class for rank in pair[:2]})
-        ]
         if len(of_class) < 2:
             continue
-        fast = median(max(pair.best_GBs for pair in of_rank) for of_rank in by_rank)
-        soon = median(min(pair.fastest_us for pair in of_rank) for of_rank in by_rank)
-        slow = [pair for pair in of_class if pair.best_GBs * ODD["bandwidth"] < fast]
-        late = [pair for pair in of_class if pair.fastest_us > ODD["latency"] * soon]
+        fast, soon = usual(of_class)
+        slow = [pair for pair in of_class if pair.best_GBs * limits["bandwidth"] < fast]
+        late = [pair for pair in of_class if pair.fastest_us > limits["latency"] * soon]
         odd += [Odd(pair, "bandwidth", fast) for pair in slow]
         odd += [Odd(pair, "latency", soon) for pair in late]
     return odd
@@ -200,25 +231,40 @@ def _round(
     amount: tuple[int, float],
     clock: Callable[[], float],
     tag: int,
+    count: Callable[[], Segments],
 ) -> list[Pair]:
     pair = next((pair for pair in pairs if transport.rank in pair), None)
-    times, wrong = [], 0
-    for nbytes in sizes:
+    times, wrong, nbytes = [], 0, 0
+    before = count()
+    for size in sizes:
         transport.barrier()
         if pair:
-            seconds, elements = _there_and_back(
-                transport, sum(pair) - transport.rank, nbytes, amount, clock, tag
+            seconds, elements, trips = _there_and_back(
+                transport, sum(pair) - transport.rank, size, amount, clock, tag
             )
             times.append(seconds)
             wrong += elements
-    gathered, hosts, measured = transport.gather_text((times, wrong)), transport.hosts, []
+            nbytes += trips * size
+    moved = count().since(before)
+    if moved.sent * LONGEST_SEGMENT < nbytes:
+        moved = Segments(
+            0, 0
+        )  # The messages went through memory, or by a network without counters.
+    gathered, hosts, measured = transport.gather_text((times, wrong, moved)), transport.hosts, []
     for first, second in pairs:
         (small, large), missed = gathered[first][0], gathered[first][1] + gathered[second][1]
         place = ONE_HOST if hosts[first] == hosts[second] else BETWEEN
         latencies = 1e6 * small[0], 1e6 * small[1]
         rates = sizes[1] / large[0] / 1e9, sizes[1] / large[1] / 1e9
         ends = first, second, hosts[first], hosts[second], place
-        measured.append(Pair(*ends, *latencies, *rates, missed))
+        one = Pair(*ends, *latencies, *rates, missed)
+        of_both = Segments(*gathered[first][2]), Segments(*gathered[second][2])
+        if place == BETWEEN and all(each.sent for each in of_both):
+            own, peers = of_both
+            one = one._replace(
+                sent=own.sent + peers.sent, first_resent=own.resent, second_resent=peers.resent
+            )
+        measured.append(one)
     return measured
 
 
@@ -229,8 +275,8 @@ def _there_and_back(
     amount: tuple[int, float],
     clock: Callable[[], float],
     tag: int,
-) -> tuple[tuple[float, float], int]:
-    """Return the median and least seconds of a message, and the number of wrong elements.
+) -> tuple[tuple[float, float], int, int]:
+    """Return the median and least seconds of a message, and the numbers of wrong elements and of trips.
 
     A message takes half a round trip, as the lower rank measures it.
 
@@ -259,7 +305,7 @@ def _there_and_back(
     incoming[:] = ~coded(peer, rank, nbytes)
     times = [trip() for _ in range(int(count[0]))]
     wrong = int((incoming != coded(peer, rank, nbytes)).sum())
-    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), wrong
+    return (max(1e-9, median(times) / 2), max(1e-9, min(times) / 2)), wrong, len(times)
 
 
 def hosts_of(pairs: Sequence[Pair]) -> dict[int, str]:
@@ -286,27 +332,41 @@ def report(pairs: Sequence[Pair], width: int, places: Sequence[str] = PLACES) ->
         )
     classes = {place: [pair for pair in pairs if pair.place == place] for place in PLACES}
     lines += ["", *CLASSES.lines(each for each in classes.items() if each[1])]
+    lossy = {each[:2] for each in pairs if each.loses_frames}
     if noisy := sum("~" in latency(pair) + bandwidth(pair) for pair in pairs):
+        why = "frames were lost, or other work ran" if lossy else "other work ran"
         lines += [
-            f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so other work ran",
-            "  meanwhile; links are judged by their fastest messages",
+            f"~ {noisy} of {len(pairs)} pairs: median above {FAR:g} times the fastest message, so {why}",
+            "  meanwhile; links are judged by their fastest messages, and by the frames that they lose",
         ]
     if ONE_HOST not in places:
         lines.append("ranks share cores, so links within a host are not judged")
     odd = odd_pairs(pairs, places)
+    slow = {each.pair[:2] for each in odd}
     compared = any(len(classes[place]) > 1 for place in places)
-    lines += [
-        f"every link of rank {rank} on {hosts[rank]} is slow: look at that host"
-        for rank in bad_everywhere(pairs, {each.pair[:2] for each in odd})
-    ]
+    for rank in bad_everywhere(pairs, slow | lossy):
+        faults = [
+            text
+            for text, bad in (("is slow", slow), ("loses frames", lossy))
+            if rank in bad_everywhere(pairs, bad)
+        ]
+        fault = " and ".join(faults) or "is slow or loses frames"
+        lines.append(f"every link of rank {rank} on {hosts[rank]} {fault}: look at that host")
     lines += [sentence(each) for each in odd[:SHOWN]]
-    if len(odd) > SHOWN:
-        lines.append(f"and {len(odd) - SHOWN} more, in --json and --csv")
-    return [
-        *lines,
-        *(["no link is far from the others of its class"] if compared and not odd else []),
-        f"wrong elements {sum(pair.wrong for pair in pairs)}",
-    ]
+    lines += [loss(each) for each in pairs if each.loses_frames][:SHOWN]
+    if max(len(odd), len(lossy)) > SHOWN:
+        lines.append(f"and {max(len(odd), len(lossy)) - SHOWN} more, in --json and --csv")
+    if not slow | lossy and compared:
+        lines.append("no link is far from the others of its class")
+    between = classes[BETWEEN]
+    if between and not any(each.sent for each in between):
+        lines.append("lost frames: not asked, as no counter of TCP or InfiniBand saw the messages")
+    elif between and not lossy:
+        lines.append(
+            f"no link loses frames: {sum(each.resent for each in between):,} of "
+            f"{sum(each.sent for each in between):,} segments were sent again"
+        )
+    return [*lines, f"wrong elements {sum(pair.wrong for pair in pairs)}"]
 
 
 def latency(pair: Pair) -> str:
@@ -360,3 +420,16 @@ def sentence(odd: Odd) -> str:
     second = f"rank {pair.second} on {pair.second_host}"
     rate = f"{figure(value)} {unit}, where {figure(usual)} {unit} is usual {pair.place}"
     return f"odd link: {first} and {second}: {what} {rate}"
+
+
+def loss(pair: Pair) -> str:
+    """Return a sentence about a pair that loses frames, with the direction if it loses them in one."""
+    ends = (pair.first, pair.first_host), (pair.second, pair.second_host)
+    (first, second), resent = [f"rank {rank} on {host}" for rank, host in ends], pair.resent
+    way = f"{first} and {second}"
+    if 10 * pair.second_resent < pair.first_resent:
+        way = f"only from {first} to {second}"
+    elif 10 * pair.first_resent < pair.second_resent:
+        way = f"only from {second} to {first}"
+    part = 100 * resent / pair.sent
+    return f"lost frames: {way}: {resent:,} of {pair.sent:,} segments were sent again, {part:.2g}%"

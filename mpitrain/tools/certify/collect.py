@@ -326,7 +326,7 @@ def _run(transport: Transport, config: Config, stops: int, resume: str) -> str:
         steps += 1
         return steps == stops
 
-    finished = train(transport, lambda: config, resume, asked)
+    finished = train(transport, lambda: config, resume, asked, watchers=())
     finished.job.trainer.sync_parameters()
     bits = digest(finished.job.trainer.tensors())
     finished.job.close()

@@ -21,6 +21,8 @@ from mpitrain.tools.text_table import figure
 
 RATES = {"gemm": ("matrix products", 1e9, "GFLOP/s"), "memory": ("memory", 1e9, "GB/s")}
 """{field of `Speeds`: (name, unit, name of the unit)}."""
+FAR_OFF = {"bandwidth": 4.0, "latency": 100.0}
+"""Limits of the links of nodes whose ranks may wait for a core, as `ODD` of pairs."""
 LISTED = 8
 """Largest number of ranks that a reason lists."""
 
@@ -295,26 +297,34 @@ def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
     """Yield (node, reason) for nodes with only bad links, and ("", reason) for other bad pairs.
 
-    Links of crowded nodes are compared with limits only, not with each other, because their ranks
-    may wait for a core.
+    A link is bad if it is slow, loses frames, or both. Ranks of crowded nodes may wait for a core,
+    so their links are slow only far beyond the usual.
     """
     slow: dict[tuple[int, int], str] = {}
     crowded = evidence.crowded
     quiet = [pair for pair in evidence.pairs if not crowded & {pair.first_host, pair.second_host}]
-    for odd in odd_pairs(quiet, (BETWEEN,)):
+    for odd in (*odd_pairs(evidence.pairs, (BETWEEN,), FAR_OFF), *odd_pairs(quiet, (BETWEEN,))):
         value, unit = odd.value
         slow[odd.pair[:2]] = (
             f"{odd.what} {figure(value)} {unit}, where {figure(odd.usual)} is usual"
         )
     slow |= {pair[:2]: reason for pair in evidence.pairs if (reason := _beyond(pair, limits))}
+    lossy = {
+        pair[:2]: f"{pair.resent:,} of {pair.sent:,} segments were sent again"
+        for pair in evidence.pairs
+        if pair.loses_frames
+    }
     nodes = hosts_of(evidence.pairs)
-    guilty = bad_everywhere(evidence.pairs, slow)
+    guilty = bad_everywhere(evidence.pairs, {*slow, *lossy})
     for number in guilty:
-        reasons = [reason for pair, reason in slow.items() if number in pair]
-        yield nodes[number], f"all {len(reasons)} links are slow: {reasons[0]}"
-    for (first, second), reason in slow.items():
-        if not {first, second} & {*guilty}:
-            yield "", f"the link of {nodes[first]} and {nodes[second]} is slow: {reason}"
+        for fault, bad in (("are slow", slow), ("lose frames", lossy)):
+            if reasons := [reason for pair, reason in bad.items() if number in pair]:
+                links = f"{'all ' * (len(reasons) == len(nodes) - 1)}{len(reasons)} links {fault}"
+                yield nodes[number], f"{links}: {reasons[0]}"
+    for fault, bad in (("is slow", slow), ("loses frames", lossy)):
+        for (first, second), reason in bad.items():
+            if not {first, second} & {*guilty}:
+                yield "", f"the link of {nodes[first]} and {nodes[second]} {fault}: {reason}"
 
 
 def _bytes(evidence: Evidence) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """`bench pairs` on threads: every pair once, in rounds of disjoint pairs; a slow link is the one that is named."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mpitrain.tools.bench.pairs import (
     report,
     rounds,
 )
+from mpitrain.tools.bench.segments import Segments, segments
 from mpitrain.transport.threads import run_ranks
 
 SHORT, LONG = 8, 1 << 12
@@ -47,12 +49,26 @@ def links(seconds, hosts):
             now.s += 2 * seconds(*sorted((transport.rank, source)), array.nbytes)  # there and back
 
         transport.recv = late
-        found = [list(pairs) for pairs in measure(transport, SHORT, LONG, 3, lambda: now.s)]
+        unasked = Segments(0, 0)
+        rounds_of = measure(transport, SHORT, LONG, 3, lambda: now.s, count=lambda: unasked)
+        found = [list(pairs) for pairs in rounds_of]
         return len(found), merged([pair for pairs in found for pair in pairs])
 
     everyone = run_ranks(len(hosts), one, hosts=hosts)
     assert all(found == everyone[0] for found in everyone)
     return everyone[0][1]
+
+
+def counted(pairs, lost, sent=10_000):
+    """The pairs with counters: {(first, second): segments that each of both sent again}."""
+    return [
+        pair._replace(
+            sent=sent,
+            first_resent=lost.get(pair[:2], (0, 0))[0],
+            second_resent=lost.get(pair[:2], (0, 0))[1],
+        )
+        for pair in pairs
+    ]
 
 
 def usual(first, second, nbytes, slow=(), times=1.0, late=1.0):
@@ -70,7 +86,7 @@ def test_figures_are_those_of_the_links_and_classes_are_told_apart():
         assert (pair.latency_us, pair.bandwidth_GBs) == pytest.approx((2.008, rate))
         assert pair.wrong == 0 and not pair.is_alone
     assert odd_pairs(found) == []
-    assert report(found, 80)[-2] == "no link is far from the others of its class"
+    assert report(found, 80)[-3] == "no link is far from the others of its class"
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "abcde", "abc"])
@@ -171,3 +187,45 @@ def test_the_heat_map_tells_hosts_figures_and_frames_the_odd_link(tmp_path):
     drawn = (tmp_path / "noisy.svg").read_text()
     assert drawn.count("<!-- 9.00~ -->") == 2 and "~: other work ran" in drawn
     assert "Framed" not in drawn, "nothing has one"
+
+
+def test_a_lossy_cable_is_told_apart_from_a_slow_one_and_from_both():
+    fine, slow = (
+        links(usual, "abcd"),
+        links(partial(usual, slow={(0, 2), (1, 2), (2, 3)}, times=9.0), "abcd"),
+    )
+    everywhere = dict.fromkeys([(0, 2), (1, 2), (2, 3)], (300, 200))
+    said = {
+        name: "\n".join(report(pairs, 0))
+        for name, pairs in (
+            ("sound", counted(fine, {(0, 1): (3, 0)})),
+            ("slow", counted(slow, {})),
+            ("lossy", counted(fine, everywhere)),
+            ("both", counted(slow, everywhere)),
+            ("one way", counted(fine, {(0, 2): (300, 2)})),
+            ("unasked", fine),
+        )
+    }
+    host = "every link of rank 2 on c "
+    assert (
+        "no link is far" in said["sound"] and "no link loses frames: 3 of 60,000" in said["sound"]
+    )
+    assert host + "is slow:" in said["slow"] and "no link loses frames: 0 of" in said["slow"]
+    assert host + "loses frames:" in said["lossy"] and "no link is far" not in said["lossy"]
+    assert (
+        "rank 1 on b and rank 2 on c: 500 of 10,000 segments were sent again, 5%" in said["lossy"]
+    )
+    assert host + "is slow and loses frames:" in said["both"]
+    assert "lost frames: only from rank 0 on a to rank 2 on c: 302" in said["one way"]
+    assert "lost frames: not asked" in said["unasked"]
+
+
+def test_segments_are_those_of_tcp_and_of_infiniband_ports(tmp_path):
+    (tmp_path / "snmp").write_text("Ip: a\nIp: 1\nTcp: InSegs OutSegs RetransSegs\nTcp: 5 700 30\n")
+    port = tmp_path / "ports" / "mlx5_0" / "ports" / "1"
+    for name, value in (("counters/port_xmit_packets", 1000), ("hw_counters/packet_seq_err", 7)):
+        (port / name).parent.mkdir(parents=True)
+        (port / name).write_text(f"{value}\n")
+    assert segments(tmp_path / "snmp", tmp_path / "ports") == Segments(1700, 37)
+    assert segments(tmp_path / "none", tmp_path / "none") == Segments(0, 0)
+    assert segments().sent >= 0

@@ -139,7 +139,7 @@ def test_a_sample_counts_work_per_second():
 def test_a_failed_run_is_reported_once_and_leaves_no_files(tmp_path, monkeypatch):
     ran = []
 
-    def failing(transport, configured, *rest):
+    def failing(transport, configured, *rest, **more):
         ran.append(transport.rank)
         raise ConfigError("no room").on_every_rank()
 

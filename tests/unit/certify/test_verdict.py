@@ -116,13 +116,38 @@ def test_a_slow_link_fails_a_node_only_if_all_its_links_are_slow(slow, bad):
     assert all("b and c" in reason for reason in others), "it names both nodes"
 
 
-@pytest.mark.parametrize("machines, bad", [("mmmm", ""), ("mmno", ""), ("mnop", "b")])
-def test_slow_links_of_ranks_that_share_cores_break_limits_alone(machines, bad):
+@pytest.mark.parametrize(
+    "machines, factor, bad",
+    [("mmmm", 3, ""), ("mmno", 3, ""), ("mnop", 3, "b"), ("mmmm", 10, "b"), ("mmno", 10, "b")],
+)
+def test_links_of_ranks_that_share_cores_are_slow_only_far_below_the_usual(machines, factor, bad):
     pairs_of = zip(sound().facts, machines, strict=True)
     facts = [fact._replace(machine=machine) for fact, machine in pairs_of]
-    evidence = sound(pairs=pairs([(0, 1), (1, 2), (1, 3)]), facts=facts)
+    evidence = sound(pairs=pairs([(0, 1), (1, 2), (1, 3)], factor), facts=facts)
     assert failing(evidence) == (bad, 0)
     assert failing(evidence, Limits(link_GBs=0.5)) == ("b", 0)
+
+
+def test_a_node_whose_cable_loses_frames_fails_though_its_links_are_fast():
+    measured = [pair._replace(sent=9000, first_resent=400 * (2 in pair[:2])) for pair in pairs()]
+    assert failing(sound(pairs=measured)) == ("c", 0)
+    (reason,) = judge(sound(pairs=measured), Limits()).nodes[2].reasons
+    assert reason == "all 3 links lose frames: 400 of 9,000 segments were sent again"
+    one = changed(measured, 1, measured[1]._replace(first_resent=0))
+    assert failing(sound(pairs=one)) == ("", 2)
+    both = [pair._replace(best_GBs=0.1) if 2 in pair[:2] else pair for pair in measured]
+    assert [reason[:18] for reason in judge(sound(pairs=both), Limits()).nodes[2].reasons] == [
+        "all 3 links are sl",
+        "all 3 links lose f",
+    ]
+
+
+def test_a_verdict_shows_least_and_usual_without_any_expectation():
+    shown = "\n".join(lines(evidence := sound(pairs=pairs([(0, 2)])), judge(evidence, Limits())))
+    assert "matrix products: least 100 GFLOP/s (rank 0 on a), usual 100" in shown
+    assert "memory: least 20.0 GB/s (rank 0 on a), usual 20.0" in shown
+    assert "links: least 0.100 GB/s (a and c), usual 1.00" in shown
+    assert "links: most 20.0 us (a and c), usual 2.00" in shown
 
 
 @pytest.mark.parametrize(
@@ -193,7 +218,7 @@ def test_a_moved_run_is_compared_only_where_its_ranks_have_equal_bits():
 def test_files_hold_the_verdicts():
     evidence = sound(absent={"e": "silent <&>"}, wrong=[WrongCollective("reduce", "star", 3)])
     certificate = judge(evidence, Limits())
-    assert len(lines(evidence, certificate)) == 7
+    assert len(lines(evidence, certificate)) == 12
     found = json.loads(json.dumps(document(evidence, certificate, {}), allow_nan=False))
     assert [node["passes"] for node in found["nodes"]] == [True] * 4 + [False]
     assert found["passes"] is False and found["usual"]["gemm_GFLOPs"] == 100
@@ -207,7 +232,8 @@ def test_before_the_last_measurement_a_node_fails_or_is_not_judged(left_out):
     evidence = evidence._replace(**dict.fromkeys(left_out, ()))
     certificate = judge(evidence, Limits())
     assert not certificate.passes and failing(evidence) == ("b", 0)
-    assert len(lines(evidence, certificate)) == 6
+    measured = 2 * bool(evidence.speeds) + 3 * bool(evidence.pairs)
+    assert len(lines(evidence, certificate)) == 6 + measured
     found = json.loads(json.dumps(document(evidence, certificate, {}), allow_nan=False))
     assert [node["passes"] for node in found["nodes"]] == [None, False, None, None]
     assert found["awaits"] == "runs" and len(found["ranks"]) == 4

@@ -57,6 +57,14 @@ def test_a_variable_without_a_number_is_one_error(environ):
         allocation(environ)
 
 
+def test_a_heterogeneous_slurm_job_is_refused_in_one_error():
+    environ = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}
+    done = mpitrain("launch", "--", "train", env={**os.environ, **environ, "SLURM_HET_SIZE": "2"})
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert "this job has 2 (#SBATCH hetjob)" in done.stderr and "--het-group=0-1" in done.stderr
+    assert done.stderr.count("ConfigError") == 1
+
+
 def test_cores_of_a_rank_are_a_number():
     assert slurm_cores(2, {"SLURM_CPUS_PER_TASK": "3"}) == 3
     with pytest.raises(ConfigError, match="SLURM_CPUS_PER_TASK"):
