@@ -8,17 +8,19 @@ PeerLost in any call of the run
                  `NeighbourCopies`, unless the newest checkpoint is newer            Recovery.built
 """
 
+from __future__ import annotations  # help() prints signatures as they are written here.
+
 import gc
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config import Config
 from mpitrain.config.faults import of_ranks
@@ -40,32 +42,17 @@ from mpitrain.run.checkpoint.held import (
 )
 from mpitrain.run.checkpoint.manifest import step_of
 from mpitrain.run.checkpoint.snapshot import changed
-from mpitrain.run.hooks import Hook, RunState, copying
+from mpitrain.run.checkpoints import copying
 from mpitrain.run.job import Job
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Transport
 
+if TYPE_CHECKING:
+    from mpitrain.run.loop import Run
+
 LOOK = 0.05
 """Seconds between two looks whether the process of a lost rank has left its lock."""
-
-
-class Copying(Hook):
-    """Lets `NeighbourCopies` take the state, every run.copies_every steps and at the start."""
-
-    def __init__(self, run: RunState, copies: NeighbourCopies):
-        self._run, self._copies = run, copies
-
-    def pause(self, step: int, stop: bool) -> bool:
-        run = self._run
-        if step == run.first or step % run.config.run.copies_every == 0:
-            way_out = "Add --set run.copies_every=0, and go on with --resume=auto."
-            with (
-                run.recorder.pausing("copies of the state"),
-                copying(f"copies of step {step}, as run.copies_every asks", way_out),
-            ):
-                self._copies.take(run.after(step))
-        return stop
 
 
 class Recovery:
@@ -123,26 +110,32 @@ class Recovery:
             transport.barrier()  # All ranks have the state of this job, so that before may go.
         self._own = own
 
-    def hooks(self, run: RunState) -> list[Hook]:
-        return [Copying(run, self._copies)] if self._copies else []
-
-    @contextmanager
-    def of_run(self, run: RunState) -> Iterator[None]:
-        """Note at a loss after which step the state is that of this rank."""
+    def begins(self, run: Run) -> None:
+        """Take the run directory of a start, whose newest checkpoint and time limit may be of the one before."""
         self._folder = str(run.folder)
         if self.facts.get("filled_from") in ("ranks", "copies"):
-            run.saved_at = self._saved
+            run.checkpoints.newest = self._saved
         run.limit.shorten(time.monotonic() - self._began)
-        try:
-            yield
-        except PeerLost:
-            if run.finished > run.first:
-                scalars = run.trainer.replication.step_end.skips.scalars()
-                done = run.after(run.finished)
-                self._own = [
-                    own._replace(done=done, scalars=scalars, loss=run.loss) for own in self._own
-                ]
-            raise
+
+    def copy(self, run: Run) -> None:
+        """Let `NeighbourCopies` take the state, every run.copies_every steps and at the start; collective."""
+        step = run.finished
+        if self._copies and (not run.stepped or step % run.config.run.copies_every == 0):
+            way_out = "Add --set run.copies_every=0, and go on with --resume=auto."
+            with (
+                run.recorder.pausing("copies of the state"),
+                copying(f"copies of step {step}, as run.copies_every asks", way_out),
+            ):
+                self._copies.take(run.after(step))
+
+    def note(self, run: Run) -> None:
+        """Note at a loss after which step the state is that of this rank."""
+        if run.stepped:
+            scalars = run.trainer.replication.step_end.skips.scalars()
+            done = run.after(run.finished)
+            self._own = [
+                own._replace(done=done, scalars=scalars, loss=run.loss) for own in self._own
+            ]
 
     def go_on(self, law: str) -> Callable[[], Config]:
         """Connect the living ranks, and return `configured` of their start; collective.

@@ -282,7 +282,7 @@ class Save:
     def start(self, reach: Callable[[str, int], None]) -> None:
         """Complete and publish the checkpoint in a thread; without one, before this returns.
 
-        reach  as `RunState.reach`
+        reach  as `Run.reach`
         """
 
         def work() -> None:

@@ -9,10 +9,10 @@ from safetensors.numpy import load_file
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError
 from mpitrain.parallel.replication.step_end import RecentLosses
 from mpitrain.parallel.replication.whole import ReplicaRows
-from mpitrain.run import hooks
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.checkpoint.snapshot import Snapshots
+from mpitrain.run.checkpoints import Checkpoints
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save
@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_back_as_the_whole_run_did(book, tmp_path, monkeypatc
     assert losses(tmp_path) == whole and any(one.get("event") == "resume" for one in lines)
     assert [(one["step"], one["to"]) for one in lines if "undone" in one] == [(19, 16), (22, 20)]
     # So does one with a disk so slow that saves are skipped.
-    monkeypatch.setattr(hooks.Saving, "_is_over", lambda self: False)
+    monkeypatch.setattr(Checkpoints, "_is_over", lambda self: False)
     go(2, [*keys, f"run.out={tmp_path / 'slow' / 'run'}"])
     assert losses(tmp_path / "slow") == whole
 

@@ -26,7 +26,7 @@ from mpitrain.layers.base import backward
 from mpitrain.models.table import units_of
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.replication.whole import ReplicaRows
-from mpitrain.run import hooks, loop, watchdog
+from mpitrain.run import loop, watchdog
 from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
@@ -213,11 +213,9 @@ def test_step_time_excludes_checkpoints_and_evaluations(book, tmp_path, monkeypa
     takes(saving, "begin", 100)
     takes(Trainer, "evaluate", 10)
     takes(Trainer, "step", 1)
-    # The clock of the loop and its hooks alone: others measure with the real one.
-    for module in (loop, hooks):
-        monkeypatch.setattr(
-            module, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time)
-        )
+    # The clock of the loop alone: others measure with the real one.
+    clock = SimpleNamespace(perf_counter=lambda: now, time=time.time)
+    monkeypatch.setattr(loop, "time", clock)
     every = ["checkpoint.every=1", "checkpoint.background=false", "run.eval_every=1"]
     go(1, [*book, *every, "run.steps=3", "run.log_every=3"])
     steps = [record for record in records(tmp_path) if "loss" in record]
@@ -825,10 +823,10 @@ BEST += ["checkpoint.keep=1", "checkpoint.every=3", "model.heads=2"]
 
 def falling(monkeypatch, copies):
     """Let evaluations find LOSSES, and copy the checkpoint of step 4 when it is complete."""
-    evaluate, place = hooks.Evaluating._evaluate, saving.put_in_place
+    evaluate, place = loop.Run._evaluate, saving.put_in_place
 
     def fake(self, step):
-        self._run.trainer.loss = LOSSES[step]
+        self.trainer.loss = LOSSES[step]
         return evaluate(self, step)
 
     def copying(partial, target, *arguments):
@@ -838,7 +836,7 @@ def falling(monkeypatch, copies):
             if target.name == "step-00000004" and target.exists():
                 shutil.copytree(target, copies, dirs_exist_ok=True)
 
-    monkeypatch.setattr(hooks.Evaluating, "_evaluate", fake)
+    monkeypatch.setattr(loop.Run, "_evaluate", fake)
     monkeypatch.setattr(Trainer, "evaluate", lambda self, *arguments: (self.loss, 0.5))
     monkeypatch.setattr(saving, "put_in_place", copying)
 

@@ -12,8 +12,8 @@ from mpitrain.cli.launch.restarts import Restarts
 from mpitrain.cli.launch.supervise import LauncherOutput
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError, PeerLost, TrainingError
-from mpitrain.run import injection, loop, recovery
-from mpitrain.run.loop import train
+from mpitrain.run import injection, recovery
+from mpitrain.run.loop import Run, train
 from mpitrain.run.recovery import Recovery, check
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import Gone, run_ranks
@@ -48,15 +48,15 @@ def survive(ranks, settings, hosts=None):
 
 def kill_together(monkeypatch, ranks, size):
     """Let these ranks of `size` die in step 6, none before all are there."""
-    step, there = loop._step, threading.Barrier(len(ranks), timeout=60)
+    step, there = Run.step, threading.Barrier(len(ranks), timeout=60)
 
-    def dies(run, index):
-        if (run.transport.size, index) == (size, 5) and run.transport.rank in ranks:
+    def dies(run):
+        if (run.transport.size, run.finished) == (size, 5) and run.transport.rank in ranks:
             there.wait()
             raise Gone
-        return step(run, index)
+        return step(run)
 
-    monkeypatch.setattr(loop, "_step", dies)
+    monkeypatch.setattr(Run, "step", dies)
 
 
 def losses(path):
@@ -144,17 +144,17 @@ def test_a_rank_may_die_while_the_others_recover(settings, tmp_path, monkeypatch
 
 
 def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monkeypatch):
-    step, index = loop._step, 3
+    step, index = Trainer.step, 3
 
-    def last(run, number):
-        outcome = step(run, number)
+    def last(run, number, *batch):
+        outcome = step(run, number, *batch)
         if number == index and run.transport.size == 3 and run.transport.rank < 2:
             if run.transport.rank == 1:
                 raise Gone
             raise PeerLost("This rank has not heard that the step has ended.")
         return outcome
 
-    monkeypatch.setattr(loop, "_step", last)
+    monkeypatch.setattr(Trainer, "step", last)
     survive(3, settings)
     assert restarts(tmp_path)[-1] == [2, index + 1, 1, "ranks", None]
     assert records(tmp_path)[-1]["replicas_equal"]
@@ -255,21 +255,22 @@ def test_copies_are_on_another_host_and_two_neighbours_are_not_both_lost(
 
 def test_nothing_of_the_old_trainer_lives_on(settings, monkeypatch):
     trainers, alive = [], []
-    init, steps = Trainer.__init__, loop._loop
+    init, pause = Trainer.__init__, Run.pause
 
     def made(own, *arguments):
         init(own, *arguments)
         trainers.append(weakref.ref(own))
 
-    def begun(run):
-        run.transport.barrier()
-        if run.transport.size == 2:
-            gc.collect()
-            alive.extend(one() for one in trainers[:3])
-        return steps(run)
+    def begun(run, stop):
+        if not run.stepped:
+            run.transport.barrier()
+            if run.transport.size == 2:
+                gc.collect()
+                alive.extend(one() for one in trainers[:3])
+        return pause(run, stop)
 
     monkeypatch.setattr(Trainer, "__init__", made)
-    monkeypatch.setattr(loop, "_loop", begun)
+    monkeypatch.setattr(Run, "pause", begun)
     survive(3, [*settings, "run.inject=kill:1@5"])
     assert len(trainers) == 5 and alive == [None] * 6
 
