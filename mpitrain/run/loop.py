@@ -41,6 +41,7 @@ from mpitrain.run.metrics import (
 from mpitrain.run.replicas import digest_record, replicas_equal, state_digests
 from mpitrain.run.run_dir import claim, look
 from mpitrain.run.slow_ranks import SlowRanks, alike
+from mpitrain.run.trainer import Trainer
 from mpitrain.run.utilisation import utilisation
 from mpitrain.run.watchdog import Watchdog
 from mpitrain.run.watcher import Losses, Watcher, watchers_of
@@ -161,19 +162,35 @@ class Run:
     """One start of a run; only rank 0 writes metrics and has watchers.
 
     job       the job of this start; its `step` is the one at which it begins
-    meaning   of the parameters, as `run_dir.meaning`
     before    the earlier part of the run
+    meaning   of the parameters, as `run_dir.meaning`
     source    the data, perhaps read ahead by a thread
-    finished  number of steps that have ended on this rank
-    stepped   number of these in this start
-    loss      of the last of these; None: it was before this start
     steps     the last step; an evaluation may end the run before run.steps
+    finished  number of steps that have ended on this rank; `stepped` of them in this start
+    loss      of the last of these; None: it was before this start
     limit     the time limit of the batch job
     met_at    the last step after which the ranks saved or evaluated together
     best      the best evaluation so far
     skipped   number of updates that were skipped because of loss or gradients, or undone
     recovery  what a start uses of those before it; None without run.on_failure=continue
     """
+
+    # `start` sets these.
+    job: Job
+    trainer: Trainer
+    config: Config
+    folder: Path
+    before: ResumeInfo
+    meaning: Mapping[str, Any]
+    source: Source
+    checkpoints: Checkpoints
+    steps: int
+    finished: int
+    loss: float | None
+    limit: TimeLimit
+    met_at: int
+    best: Best
+    skipped: int
 
     def __init__(
         self,
@@ -186,16 +203,17 @@ class Run:
         """Arguments as of `train`; recovery: of the start before."""
         self.transport, self.recovery = transport, recovery
         self._stop_requested, self._ends = stop_requested, ends
-        self.watchers = [Losses()] if watchers is None else [*watchers]
-        if transport.rank > 0:
-            self.watchers = []
+        self.watchers: list[Watcher] = []
+        if transport.rank == 0:
+            self.watchers += [Losses()] if watchers is None else watchers
         self._closed = ExitStack()
         self._injector: Injector | None = None
         self._metrics: MetricsFile | None = None
         self._slow: SlowRanks | None = None
         self._snapshots: Snapshots | None = None
         self._clocks: Clocks | None = None
-        self.stepped = 0
+        self.stepped, self._paused_s = 0, 0.0  # seconds of this start that pauses took
+        self._is_spike, self._batch_name = False, 0
 
     def __enter__(self) -> Run:
         return self
@@ -469,7 +487,7 @@ class Run:
 
             say_unshared(next(filter(None, reasons))[0])
         self.folder, self.before = Path(claimed[0][0]), ResumeInfo(*claimed[0][1])
-        self.meaning: Mapping[str, Any] = claimed[0][2]
+        self.meaning = claimed[0][2]
         if keys.tensorboard and rank == 0:
             from mpitrain.run.tensorboard import TensorBoard
 
@@ -477,17 +495,15 @@ class Run:
         self.job, self.trainer, self.config = job, job.trainer, job.trainer.config
         self.transport = job.trainer.transport
         self.finished, self.steps = job.step, self.config.run.steps
-        self.loss: float | None = None
-        self.source: Source = job.data
+        self.loss, self.source = None, job.data
         exchange = mode_of(self.config).exchange(self.config.replication)
         seconds = 3600 * keys.max_hours * (rank == 0)
         self.limit = TimeLimit(self._ends, self.before.checkpoint_s, exchange, seconds)
         self.met_at, self._peaks = -1, [0]
-        self._paused_s = 0.0  # seconds since this start that pauses took
         self.best, self.skipped = Best(*self.before.best), self.before.skipped
         self._in_a_row = self.before.in_a_row  # steps with a skipped update up to now
         self._evaluated_at = job.step if self.before.is_evaluated else None
-        self._is_spike, self._batch_name = False, self.recorder.name(ROWS)
+        self._batch_name = self.recorder.name(ROWS)
         self.checkpoints = Checkpoints(self, job.step if agreed.location.saved else None)
         if rank == 0:
             self._metrics = MetricsFile(self.folder / METRICS)
