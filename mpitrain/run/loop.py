@@ -4,9 +4,10 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,9 @@ from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replication.protocol import StepResult
 from mpitrain.run.build import build
-from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.checkpoints import Checkpoints, check_copies, copying
+from mpitrain.run.checkpoint import saving
+from mpitrain.run.checkpoint.copies import check_copies, copying, room_for_copies, state_to_save
+from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
 from mpitrain.run.job import Job, RunLocation, agree_on
 from mpitrain.run.metrics import (
     CLOSING,
@@ -65,6 +67,8 @@ OVERFLOWS = 20
 """Number of consecutive steps with gradients beyond float16 that ends a run."""
 TOGETHER = ("all-reduce", "master")
 """The modes in which all ranks can repeat a step together."""
+WORTH_COPYING = 1 << 20
+"""Bytes of a rank from which checkpoint.background=auto saves in the background."""
 GROWING = 3
 """Number of steps after which the process has touched all of its memory."""
 DOING = {
@@ -219,8 +223,9 @@ class Run:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.recovery and isinstance(error[1], PeerLost):
-            self.recovery.note(self)
+        if self.recovery and self.stepped and isinstance(error[1], PeerLost):
+            scalars = self.trainer.replication.step_end.skips.scalars()
+            self.recovery.note(self.after(self.finished), scalars, self.loss)
         self._closed.__exit__(*error)
 
     def start(
@@ -301,8 +306,9 @@ class Run:
         began, step = time.perf_counter(), self.finished
         if self._snapshots:
             self._go_back_or_on(step)
-        if self.recovery:
-            self.recovery.copy(self)
+        every = self.config.run.copies_every
+        if self.recovery and every and (not self.stepped or step % every == 0):
+            self.recovery.copy(self.after(step))
         every = self.config.run.digest_every
         if every and step % every == 0 and (step > self.job.step or not step):
             self._record_digests(step)
@@ -509,7 +515,8 @@ class Run:
             self._metrics = MetricsFile(self.folder / METRICS)
         self._closed.callback(self._close)
         if self.recovery:
-            self.recovery.begins(self)
+            self.limit.shorten(self.recovery.seconds)
+            self.checkpoints.newest = self.recovery.begins(self.folder, self.checkpoints.newest)
 
     def _close(self) -> None:
         if isinstance(self.source, Prefetched):
@@ -819,6 +826,160 @@ class Run:
         with self.recorder.pausing("a sample"):
             texts = samples(self.trainer, self.folder, self.source.inputs, prompts, self.asks)
         return {"samples": [list(pair) for pair in zip(prompts, texts, strict=True)]}
+
+
+class Checkpoints:
+    """Saves checkpoints of a run: every checkpoint.every steps, and where it stops or ends.
+
+    With checkpoint.background, and memory for copies, a thread writes what was copied between two
+    steps. A save that is due meanwhile is skipped. The last save of a run makes no copies.
+
+    newest  the step of the newest checkpoint, which may be on its way; None: there is none
+    """
+
+    def __init__(self, run: Run, newest: int | None):
+        self._run, self.newest, self._skipped = run, newest, 0
+        self._best = run.best.step if run.config.checkpoint.best else -1
+        self._on_its_way: saving.Save | None = None
+        self._unrecorded: saving.Save | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write the checkpoint that is on its way."""
+        return self._on_its_way is not None and self._on_its_way.has_failed
+
+    def pause(self, step: int, stop: bool) -> None:
+        """Save what is due between two steps; stop: whether the run stops here."""
+        run, every = self._run, self._run.config.checkpoint.every
+        self._record()
+        if stop or step == run.steps:
+            self.save(step)
+        elif every and step and step % every == 0 and self.newest != step:
+            run.met_at = step
+            with run.recorder.pausing("checkpoint"):
+                # A checkpoint that stays for ever waits for the one before.
+                if not self._stays(step) and not self._is_over():
+                    self._skipped += 1
+                else:
+                    self._wait()
+                    self._begin(step, in_background=True)
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint of this step, unless there is one; return when it is published."""
+        self._run.met_at = step
+        with self._run.recorder.pausing("checkpoint"):
+            self._wait()
+            if self.newest != step:
+                self._begin(step, in_background=False)
+                self._wait()
+
+    def keep_best(self, step: int) -> None:
+        """Save the step of the best evaluation; the checkpoint that was the best is then removed."""
+        with self._run.recorder.pausing("checkpoint"):
+            if self.newest != step:
+                self._wait()
+            self._best = step
+            if self.newest != step:
+                self._begin(step, in_background=True)
+        if not self._unrecorded:
+            self._drop_old()
+
+    def close(self) -> None:
+        """Leave no thread that writes; after an error that all ranks raise, publish what is on its way."""
+        error, save = sys.exc_info()[1], self._on_its_way
+        if save and isinstance(error, MpitrainError) and error.agreed:  # All ranks are here.
+            with suppress(MpitrainError):
+                save.wait()
+        elif save:
+            save.give_up()
+
+    def _is_over(self) -> bool:
+        """Return whether the save that was on its way is published; collective."""
+        save = self._on_its_way
+        return save is None or all(self._run.transport.gather_text(save.is_published))
+
+    def _stays(self, step: int) -> bool:
+        """Return whether a checkpoint stays although it is old."""
+        every = self._run.config.checkpoint.keep_every
+        return step == self._best or bool(every and step % every == 0)
+
+    def _begin(self, step: int, in_background: bool) -> None:
+        """Begin a save while none is on its way; collective."""
+        run, trainer, config = self._run, self._run.trainer, self._run.config
+        run.reach("save", step)
+        run.take_snapshot(step)
+        trainer.sync_parameters()
+        scalars = trainer.replication.step_end.skips.scalars()
+        base = trainer.begun_from if config.lora.rank else {}
+        sizes = trainer.resolved.axes.sizes
+        manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)
+        manifest = manifest._replace(metrics=run.written)
+        room = room_for_copies(trainer) if in_background and config.checkpoint.background else None
+        with (
+            copying(
+                f"the checkpoint of step {step}, which is copied and then written in the background",
+                "Add --set checkpoint.background=false, and go on with --resume.",
+            )
+            if room
+            else nullcontext()
+        ):
+            self._on_its_way = self._unrecorded = save = saving.begin(
+                run.folder / CHECKPOINTS,
+                state_to_save(trainer),
+                trainer.storage,
+                run.transport,
+                trainer.backend,
+                manifest,
+                config.checkpoint.keep,
+                self._stays,
+                room,
+                WORTH_COPYING if config.checkpoint.background == "auto" else 0,
+                lambda: run.reach("piece", step),
+            )
+        self.newest = step
+        if save.is_copied:
+            run.reach("snapshot", step)
+            save.start(run.reach)
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until no save is on its way; collective.
+
+        raises  TrainingError on every rank if one could not be written
+        """
+        save, self._on_its_way = self._on_its_way, None
+        if save:
+            save.wait()
+            self._record()
+
+    def _record(self) -> None:
+        """Record the checkpoint that was begun last, once this rank knows that it is published."""
+        save, run = self._unrecorded, self._run
+        if not save or not save.is_published:
+            return
+        self._unrecorded = None
+        run.limit.saved(save.seconds)
+        run.record(
+            {
+                "event": "checkpoint",
+                "step": save.step,
+                "checkpoint_s": save.seconds,
+                "checkpoint_pause_s": min(save.paused_s, save.seconds),
+                "checkpoint_bytes": save.nbytes,
+                **({"checkpoints_skipped": self._skipped} if self._skipped else {}),
+            }
+        )
+        for watcher in run.watchers:
+            watcher.on_checkpoint(save.step, save.path)
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Remove the checkpoint that was the best before, unless its successor is on its way."""
+        run, config = self._run, self._run.config.checkpoint
+        if run.transport.rank == 0 and config.best:
+            with suppress(OSError):
+                drop_old(run.folder / CHECKPOINTS, config.keep, self._stays)
 
 
 def _claimed(

@@ -8,19 +8,17 @@ PeerLost in any call of the run
                  `NeighbourCopies`, unless the newest checkpoint is newer            Recovery.built
 """
 
-from __future__ import annotations  # help() prints signatures as they are written here.
-
 import gc
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.config.faults import of_ranks
@@ -31,6 +29,7 @@ from mpitrain.optim.rule import TensorWise
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import is_synchronous, servers_of
 from mpitrain.run.build import build
+from mpitrain.run.checkpoint.copies import copying
 from mpitrain.run.checkpoint.held import (
     CompleteState,
     Held,
@@ -40,16 +39,12 @@ from mpitrain.run.checkpoint.held import (
     newest,
     units_of_all,
 )
-from mpitrain.run.checkpoint.manifest import step_of
+from mpitrain.run.checkpoint.manifest import Done, step_of
 from mpitrain.run.checkpoint.snapshot import changed
-from mpitrain.run.checkpoints import copying
 from mpitrain.run.job import Job
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Transport
-
-if TYPE_CHECKING:
-    from mpitrain.run.loop import Run
 
 LOOK = 0.05
 """Seconds between two looks whether the process of a lost rank has left its lock."""
@@ -110,32 +105,32 @@ class Recovery:
             transport.barrier()  # All ranks have the state of this job, so that before may go.
         self._own = own
 
-    def begins(self, run: Run) -> None:
-        """Take the run directory of a start, whose newest checkpoint and time limit may be of the one before."""
-        self._folder = str(run.folder)
-        if self.facts.get("filled_from") in ("ranks", "copies"):
-            run.checkpoints.newest = self._saved
-        run.limit.shorten(time.monotonic() - self._began)
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first start of this run began."""
+        return time.monotonic() - self._began
 
-    def copy(self, run: Run) -> None:
-        """Let `NeighbourCopies` take the state, every run.copies_every steps and at the start; collective."""
-        step = run.finished
-        if self._copies and (not run.stepped or step % run.config.run.copies_every == 0):
+    def begins(self, folder: Path, newest: int | None) -> int | None:
+        """Take the run directory of a start; return the step of the newest checkpoint in it.
+
+        newest  the step of the checkpoint that the start resumes from
+        """
+        self._folder = str(folder)
+        return self._saved if self.facts.get("filled_from") in ("ranks", "copies") else newest
+
+    def copy(self, done: Done) -> None:
+        """Let `NeighbourCopies` take the state; collective."""
+        if self._copies:
             way_out = "Add --set run.copies_every=0, and go on with --resume=auto."
             with (
-                run.recorder.pausing("copies of the state"),
-                copying(f"copies of step {step}, as run.copies_every asks", way_out),
+                self._root.recorder.pausing("copies of the state"),
+                copying(f"copies of step {done.step}, as run.copies_every asks", way_out),
             ):
-                self._copies.take(run.after(step))
+                self._copies.take(done)
 
-    def note(self, run: Run) -> None:
+    def note(self, done: Done, scalars: Mapping[str, float], loss: float | None) -> None:
         """Note at a loss after which step the state is that of this rank."""
-        if run.stepped:
-            scalars = run.trainer.replication.step_end.skips.scalars()
-            done = run.after(run.finished)
-            self._own = [
-                own._replace(done=done, scalars=scalars, loss=run.loss) for own in self._own
-            ]
+        self._own = [own._replace(done=done, scalars=scalars, loss=loss) for own in self._own]
 
     def go_on(self, law: str) -> Callable[[], Config]:
         """Connect the living ranks, and return `configured` of their start; collective.

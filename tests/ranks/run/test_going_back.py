@@ -12,7 +12,7 @@ from mpitrain.parallel.replication.whole import ReplicaRows
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.checkpoint.snapshot import Snapshots
-from mpitrain.run.checkpoints import Checkpoints
+from mpitrain.run.loop import Checkpoints
 from mpitrain.transport.threads import run_ranks
 from tests.runs import go, records
 from tests.saving import save

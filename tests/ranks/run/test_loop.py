@@ -26,7 +26,7 @@ from mpitrain.layers.base import backward
 from mpitrain.models.table import units_of
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.replication.whole import ReplicaRows
-from mpitrain.run import loop, watchdog
+from mpitrain.run import choices, loop, watchdog
 from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
@@ -640,7 +640,7 @@ def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_p
     with pytest.raises(
         MpitrainError, match=r"keep_every 4 must be a multiple of checkpoint.every 3"
     ):
-        parse(with_settings({}, [*keys, "checkpoint.every=3"]))
+        choices.parse(with_settings({}, [*keys, "checkpoint.every=3"]))
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3))
@@ -912,7 +912,7 @@ def test_a_kill_at_any_time_leaves_the_best_checkpoint(
 def test_best_and_patience_need_evaluations(book):
     for settings in (["run.patience=2"], ["checkpoint.best=true", "run.eval_every=-1"]):
         with pytest.raises(MpitrainError, match=r"run\.eval_every"):
-            go(1, [*book, *settings])
+            choices.parse(with_settings({}, [*book, *settings]))
 
 
 def test_steps_that_only_the_living_ranks_remember_are_not_waited_for():
