@@ -3,9 +3,10 @@
     import mpitrain.torch
     torch.distributed.init_process_group("mpitrain")      rank and size come from MPI
 
-GroupOptions  `pg_options` of `init_process_group` and `new_group`
-hook          a communication hook of DistributedDataParallel that compresses gradients
-Replicated    a module whose gradients are averaged over all ranks; it needs no process group
+GroupOptions    `pg_options` of `init_process_group` and `new_group`
+hook            a communication hook of DistributedDataParallel that compresses gradients
+Replicated      a module whose gradients are averaged over all ranks; it needs no process group
+stop_requested  whether the batch job asks the program to save a checkpoint and exit with 85
 """
 
 try:
@@ -16,6 +17,7 @@ try:
     from mpitrain.torch.process_group import GroupOptions as GroupOptions
     from mpitrain.torch.process_group import create
     from mpitrain.torch.replicated import Replicated as Replicated
+    from mpitrain.torch.stop import stop_requested as stop_requested
     from mpitrain.torch.store import rendezvous_by_mpi
 except ImportError as error:
     raise ImportError(f"mpitrain.torch needs PyTorch ({error}): pip install torch") from error
@@ -28,7 +30,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         "pip install -U torch"
     )
 
-__all__ = ["GroupOptions", "Replicated", "hook"]
+__all__ = ["GroupOptions", "Replicated", "hook", "stop_requested"]
 
 if "MPITRAIN" not in dist.Backend._plugins:
     dist.Backend.register_backend("mpitrain", create, extended_api=True, devices=["cpu", "cuda"])

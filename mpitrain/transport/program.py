@@ -2,21 +2,27 @@
 FILE ...
 """
 
+import signal
 import socket
 import sys
 import traceback
 from types import TracebackType
 
 from mpitrain.errors import say
-from mpitrain.machine import blas_kernels, process
+from mpitrain.machine import blas_kernels, process, stop_signals
+
+STOPPED = 85
+"""Exit code of a program that stopped on request, after a checkpoint."""
 
 
 def main(words: list[str]) -> None:
     """Run `FILE ...`, `-m MODULE ...` or `-c CODE ...` as Python does.
 
-    BLAS uses this rank's part of the cores. A rank that raises, or exits with a code other than 0,
-    ends all ranks. Other ranks may be waiting for its messages.
+    BLAS uses this rank's part of the cores. A rank that raises, or exits with a code other than 0
+    and 85, ends all ranks. Other ranks may be waiting for its messages, but one that has stopped
+    leaves together with them. USR1 ends no rank: `mpitrain.torch.stop_requested` tells of it.
     """
+    stop_signals.note(signal.SIGUSR1)
     process.limit_blas_threads()
     blas_kernels.choose()
     process.yield_crowded_cores()
@@ -28,8 +34,8 @@ def main(words: list[str]) -> None:
     try:
         run_command_line(words)
     except SystemExit as end:
-        set_abort_status(end)
-        if end.code:
+        if end.code not in (None, 0, STOPPED):
+            set_abort_status(end)
             leave_at_once()
         raise
     except BaseException as error:

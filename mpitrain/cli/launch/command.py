@@ -222,7 +222,7 @@ def command(
     end.
 
     Ctrl-C, TERM and USR1 ask a training run to checkpoint and stop (exit code 85). A second signal
-    ends it at once. Any other program ends at the first signal.
+    ends it at once. Any other program ends at the first signal, but a Python file gets USR1.
     """
     requests = Requests()
     try:

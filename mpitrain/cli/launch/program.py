@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -65,12 +66,22 @@ def _python(words: list[str]) -> Program:
         )
     if not rest:
         return Program([sys.executable, *options], "")
-    if not rest[0].startswith("-") and not os.path.exists(rest[0]):
+    if not rest[0].startswith("-"):
+        _check_readable(rest[0])
+    return Program([sys.executable, *options, "-m", "mpitrain.transport.program", *rest], "")
+
+
+def _check_readable(file: str) -> None:
+    if not os.path.exists(file):
         raise ConfigError(
-            f"Every rank runs the file {rest[0]}, but there is none here.",
+            f"Every rank runs the file {file}, but there is none here.",
             f"Name one that exists; the current directory is {os.getcwd()}.",
         )
-    return Program([sys.executable, *options, "-m", "mpitrain.transport.program", *rest], "")
+    if not os.access(file, os.R_OK):
+        raise ConfigError(
+            f"Every rank runs the file {file}, but you may not read it.",
+            f"Ask its owner, or type: chmod u+r {shlex.quote(file)}",
+        )
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -93,6 +104,12 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _unknown(name: str) -> Program:
+    if os.sep in name:
+        raise ConfigError(
+            f"Ranks run Python programs by the Python of this environment, but {name} "
+            + ("is another program." if os.path.exists(name) else "is missing."),
+            "Name a Python file, as own.py or python own.py.",
+        )
     raise click.UsageError(
         f"{name!r} is neither an mpitrain command nor a Python file{hint(name, COMMANDS, is_command=True)} "
         f"Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py."

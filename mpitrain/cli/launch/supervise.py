@@ -45,6 +45,7 @@ PAUSE = 0.3
 PMIX = re.compile(rb"\[\S+:\d+\] PMIX ERROR")
 EPOLL = b"[warn] Epoll "
 """The start of a line of libevent in Open MPI's mpirun, when a rank ends while it is watched."""
+STOPS = re.compile(rb"Exit code: +%d\n" % STOPPED)
 ENDINGS = re.compile(
     rb"processes exited with non-zero status|MPI_ABORT was invoked|exited due to process rank"
 )
@@ -148,8 +149,10 @@ class Errors:
         )
 
     def _repeats(self, box: bytes) -> bool:
-        """Return whether one of our messages says the same as this box."""
-        return bool(KILLED[0].search(box)) or (bool(ENDINGS.search(box)) and self._is_told())
+        """Return whether this box says nothing new, or one of our messages says the same."""
+        is_stop = bool(STOPS.search(box))  # The program has saved a checkpoint.
+        is_end = bool(ENDINGS.search(box))
+        return bool(KILLED[0].search(box)) or (is_end and (is_stop or self._is_told()))
 
     def _is_late(self, line: bytes) -> bool:
         """Return whether this line is a PMIX error or a libevent warning that says nothing new.
@@ -281,7 +284,8 @@ def run(
     """Start the command line in a session of its own; return the exit code of the run.
 
     The first stop signal asks a training run for a checkpoint; another command's launcher is
-    terminated by it. The second one terminates the launcher, and any later one kills it.
+    terminated by it. The second one terminates the launcher, and any later one kills it. The ranks of
+    a user's program get each USR1.
 
     is_ours    whether the program is an mpitrain command, whose ranks may draw bars on the terminal
     last_line  what a program that talks reads at the end of standard input; "": it does not talk
@@ -321,6 +325,8 @@ def run(
     process.stderr.close()
     passed, reached_run, has_ended = 0, False, False
     while (code := process.poll()) is None:
+        if not is_ours and requests[:1] == [signal.SIGUSR1]:
+            process.send_signal(requests.pop(0))  # The program itself says what this asks for.
         if len(requests) > passed:
             passed, reached_run = passed + 1, words.began
             if is_training and passed == 1 and words.end:

@@ -1,4 +1,4 @@
-"""`mpitrain slurm`: writes a batch script for an mpitrain command, submits it and follows its log."""
+"""`mpitrain slurm`: writes a batch script for a command or a program, submits it and follows its log."""
 
 import shlex
 import sys
@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from mpitrain.cli import COMMANDS, LINE, WORDS, commands
+from mpitrain.cli import LINE, commands
 from mpitrain.cli.job_options import changes, counted
-from mpitrain.cli.slurm.follow import follow, submit
+from mpitrain.cli.launch.program import program
+from mpitrain.cli.slurm.follow import expedites, follow, submit
 from mpitrain.cli.slurm.script import SYSTEMS, BatchJob, grid, script, seconds_of
 from mpitrain.errors import ConfigError
-from mpitrain.hints import hint
 
 POSITIVE = click.IntRange(min=1)
 PASSED = {
@@ -82,13 +82,19 @@ def _with_passed(command: Callable) -> Callable:
     "--sweep",
     multiple=True,
     metavar="KEY=A,B,...",
-    help="Train a run for each value, as an array (repeatable: all combinations).",
+    help="A run for each value, as an array (repeatable: all combinations); a program gets --KEY=A.",
+)
+@click.option(
+    "--checkpoint",
+    default="",
+    metavar="PATH",
+    help="File or folder of a program's checkpoints: two legs without a new file end the job.",
 )
 @counted(
     "--margin",
     30,
     60,
-    "Seconds before the limit at which the script asks the run to stop.",
+    "Seconds before the limit at which the script asks the run or program to stop.",
     most=None,
 )
 @click.option(
@@ -125,15 +131,17 @@ def command(
 ) -> None:
     """Write a batch script: mpitrain slurm --nodes 2 -- train book.toml > book.sbatch
 
+    The command is one of mpitrain, or a Python program: mpitrain slurm --nodes 2 -- python own.py. A
+    program that exits with 85 is queued again; mpitrain.torch.stop_requested() says when to stop.
+
     A training job stops before its time limit, after a checkpoint, queues itself again and resumes.
     A job of bench keeps its rows in a JSON file with the job's number. The command and its
     configuration are checked before anything is written.
     """
     if (submits or follows) and options["environment"] == "venv":
         options["environment"] = f"venv:{sys.prefix}"
-    words = list(arguments[1:] if arguments[0] == "mpitrain" else arguments)
-    if not words:
-        raise click.UsageError("mpitrain has no command here.")
+    target = program(list(arguments))
+    words = target.words[3:] if target.command else list(arguments)
     passed = {name: options.pop(name.replace("-", "_")) for name in PASSED}
     as_given = [f"--{name}={value}" for name, value in passed.items() if value]
     as_given += ["--exclusive"] if options.pop("exclusive") else []
@@ -150,6 +158,7 @@ def command(
     )
     request = BatchJob(
         words=words,
+        is_program=not target.command,
         seconds=seconds_of(time),
         by="mpirun" if is_mpirun or system != "slurm" else "srun",
         sweep=grid(sweep),
@@ -161,6 +170,12 @@ def command(
             f"--submit and --follow are of Slurm, but the script is for {system.upper()}.",
             f"Write the script to a file, then type: {SYSTEMS[system].submit} FILE",
         )
+    if request.checkpoint and (request.sweep or not request.is_program):
+        raise ConfigError(
+            "--checkpoint is of one program, but this job "
+            + ("is a sweep." if request.sweep else f"runs {words[0]}."),
+            "Leave it out.",
+        )
     directives = request.partition, request.account, *request.extra
     if any(set(text) & {"\n", "#"} for text in directives) or "\n" in "".join(words):
         raise ConfigError(
@@ -168,7 +183,9 @@ def command(
             "Leave it out, or edit the script.",
         )
     check(request)
-    if words[0] == "train" and request.warning < request.margin:
+    if (submits or follows) and request.goes_on and expedites():
+        request = request._replace(extra=("--requeue=expedite", *request.extra))
+    if request.goes_on and request.warning < request.margin:
         click.echo(
             f"note: --margin {request.margin} is cut to {request.warning} s, because --time is {time}: "
             "a quarter of the time at most, and at least 30 s.",
@@ -198,16 +215,12 @@ def check(request: BatchJob) -> None:
     raises  ConfigError or UsageError if the command or its configuration is wrong
     """
     words = request.words
+    if request.is_program:
+        return
     if words[0] in ALONE:
         raise ConfigError(
             f"A batch job runs train, bench, generate or another command of ranks, but {words[0]}.",
             f"Type `mpitrain {words[0]}` without slurm.",
-        )
-    if words[0] not in WORDS:
-        of_ranks = [name for name in COMMANDS if name not in ALONE]
-        raise click.UsageError(
-            f"{words[0]!r} is no mpitrain command{hint(words[0], of_ranks, is_command=True)} "
-            f"Commands are {', '.join(of_ranks)}."
         )
     if request.sweep and words[0] != "train":
         raise ConfigError(

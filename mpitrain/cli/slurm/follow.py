@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,8 +33,16 @@ ENDED = {
     "NODE_FAIL",
     "OUT_OF_MEMORY",
     "PREEMPTED",
+    "REQUEUE_HOLD",
     "TIMEOUT",
 }
+
+
+def expedites() -> bool:
+    """Return whether this site's Slurm starts a requeued job before all others (sbatch --requeue=expedite)."""
+    return bool(shutil.which("scontrol")) and "enable_expedited_requeue" in (
+        _asked(["scontrol", "show", "config"]).stdout
+    )
 
 
 def submit(text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+from mpitrain.cli.launch.program import program
 from mpitrain.errors import ConfigError
 
 DAY = 86_400
@@ -16,7 +17,9 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?
 class BatchJob(NamedTuple):
     """A batch job, as the command line describes it.
 
-    words           the mpitrain command, with its arguments
+    words           the mpitrain command with its arguments, or the command line of a user's program
+    is_program      whether it is a user's program
+    checkpoint      file or folder that grows where the program has made progress; "": none is named
     ranks_per_node  ranks that the batch system starts on each node
     cores_per_rank  0: the ranks of a node divide all its cores
     seconds         time limit
@@ -29,6 +32,8 @@ class BatchJob(NamedTuple):
     """
 
     words: list[str]
+    is_program: bool
+    checkpoint: str
     nodes: int
     ranks_per_node: int
     cores_per_rank: int
@@ -42,6 +47,11 @@ class BatchJob(NamedTuple):
     sweep: list[list[str]]
     extra: tuple[str, ...]
     written_by: str
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job queues itself again when it exits with 85."""
+        return self.is_program or self.words[0] == "train"
 
     @property
     def warning(self) -> int:
@@ -97,7 +107,7 @@ def grid(options: tuple[str, ...]) -> list[list[str]]:
     for option in options:
         key, sign, values = option.partition("=")
         listed = values.split(",")
-        if not sign or "." not in key or not all(listed) or len({*listed}) < 2:
+        if not sign or not key[:1].isalpha() or not all(listed) or len({*listed}) < 2:
             raise ConfigError(
                 f"A sweep has a key and at least two different values, but --sweep is {option!r}.",
                 "For example: --sweep optimizer.lr=0.001,0.002,0.004",
@@ -167,7 +177,8 @@ def script(request: BatchJob, name: str) -> str:
     kind = facts["kind"]
     holds = {
         *(name, kind, request.by, facts["environment"]),
-        *(["resumes"] if kind in ("train", "sweep") else []),
+        *(["trains"] if kind in ("train", "sweep") else []),
+        *(["resumes"] if request.goes_on else []),
         *(word for word, fact in CONDITIONS.items() if facts[fact]),
     }
     # An option of sbatch that is given takes the place of the script's own.
@@ -194,6 +205,8 @@ CONDITIONS = {
     "partition": "partition",
     "account": "account",
     "path": "path",
+    "array": "runs",
+    "checkpoint": "checkpoint",
 }
 """{condition of a line of the template: the fact that is not 0 or empty}."""
 
@@ -207,9 +220,15 @@ def _facts(request: BatchJob, name: str) -> dict[str, Any]:
             f"{name.upper()} needs the number of cores of a rank, but --cores-per-rank is not given.",
             "Divide the cores of a node by --ranks-per-node.",
         )
-    kind = "sweep" if r.sweep else r.words[0] if r.words[0] in ("train", "bench") else "other"
-    named = _value(r.words, "--out") if kind == "train" else ""
-    has_json = _value(r.words, "--json")
+    words = r.words
+    if r.is_program:
+        kind = "program"
+        if environment == "apptainer":
+            words = ["python", *program(words).words[1:]]
+    else:
+        kind = "sweep" if r.sweep else words[0] if words[0] in ("train", "bench") else "other"
+    named = _value(words, "--out") if kind == "train" else ""
+    has_json = _value(words, "--json")
     # MPICH in an image takes PMI-2 alone. srun binds a rank to one core if it gets no number of
     # cores, and waits for the other ranks if one fails before it is connected.
     image = value if environment == "apptainer" else ""
@@ -221,8 +240,11 @@ def _facts(request: BatchJob, name: str) -> dict[str, Any]:
         "environment": environment,
         "size": f"{r.nodes} host(s) with {r.ranks_per_node} rank(s) each",
         "command": r.words[0],
-        "words": shlex.join(_without(r.words, "--out") if named else r.words),
-        "run": shlex.quote(named) if named else f'"runs/{name}-$job"',
+        "words": shlex.join(_without(words, "--out") if named else words),
+        "run": shlex.quote(named or shlex.join(r.words))
+        if named or r.is_program
+        else f'"runs/{name}-$job"',
+        "checkpoint": r.checkpoint and shlex.quote(r.checkpoint),
         "json": "" if has_json else f' --json "{"-".join(r.words[:2])}-${system.job}.json"',
         "resume": ""
         if any(word.partition("=")[0] == "--resume" for word in r.words)

@@ -46,7 +46,8 @@ def test_launch_starts_a_command_or_a_python_program(line, command, words, tmp_p
     [
         ("trian", click.UsageError, "nor a Python file; did you mean train?"),
         ("own.txt", click.UsageError, "nor a Python file. Commands are train, "),
-        ("/elsewhere/python own.py", click.UsageError, "'/elsewhere/python' is neither"),
+        ("/elsewhere/python own.py", ConfigError, "/elsewhere/python is missing."),
+        ("/bin/sh own.py", ConfigError, "/bin/sh is another program."),
         ("none.py", ConfigError, "the file none.py, but there is none here."),
         ("python -u none.py", ConfigError, "the file none.py, but there is none here."),
         ("python", ConfigError, "python needs a program on every rank, but none is named."),

@@ -84,6 +84,22 @@ def supervised_in_turn(codes):
     return [*zip(map(int, said[1::2]), said[::2], strict=False)]
 
 
+def test_a_program_of_the_user_gets_each_usr1_and_ends_at_term(tmp_path):
+    counts = (
+        "import signal, time\n"
+        "for n in (signal.SIGUSR1, signal.SIGTERM):\n"
+        "    signal.signal(n, lambda n, frame: print('got', n, flush=True) or n == 15 and exit(7))\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.01)"
+    )
+    process = started(counts, training="False, False")
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        assert process.stdout.readline()
+        process.send_signal(number)
+    out, errors = process.communicate(timeout=PATIENCE)
+    assert (out, process.returncode) == (b"got 10\ngot 15\n", 7), (out, errors)
+
+
 def test_a_result_that_cannot_be_printed_is_an_error():
     with open("/dev/full", "wb") as full:
         process = started("print('the result')", training=False, stdout=full)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import SECONDS, run
+from tests.processes import SECONDS, mpitrain, run
 from tests.unit.jobs.test_slurm_scripts import EXAMPLES, written
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +69,9 @@ def test_the_batch_script_works_from_any_folder(variable, at, runs, tmp_path):
         ("USR1", 1, False),
     ],
 )
-@pytest.mark.parametrize("words", ("-- train", f"--mpirun {EXAMPLES['sweep']}"))
+@pytest.mark.parametrize(
+    "words", ("-- train", f"--mpirun {EXAMPLES['sweep']}", EXAMPLES["own_program"])
+)
 def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
     words, asked, ends, requeued, tmp_path
 ):
@@ -92,6 +94,66 @@ def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
     (tmp_path / "go").touch()
     assert job.wait(SECONDS) == (0 if requeued else ends)
     assert (tmp_path / "requeued").exists() == requeued
+
+
+OWN = "jobs/slurm/own_program.py"
+LEG = """trap '' USR1; [ -z "$WARNED" ] || { kill -USR1 $PPID; sleep 0.3; }
+[ -z "$SAVED" ] || { sleep 0.05; touch $SAVED; }; exit $CODE"""
+ASKS = "let it ask mpitrain.torch.stop_requested()"
+
+
+@pytest.mark.parametrize(
+    "system", ("--slurm", "--pbs --cores-per-rank 2", "--lsf --cores-per-rank 2")
+)
+@pytest.mark.parametrize(
+    "options, legs, ends, said",
+    [
+        # Each leg: whether it is warned, the file that it writes, its exit code.
+        ("", [(0, "", 85), (0, "", 85)], 1, "before it was asked to stop"),
+        ("", [(1, "", 85), (1, "", 85)], 1, "or without a new file"),
+        ("", [(0, "a.pt", 85), (0, "a.pt", 85)], 1, "is not queued again"),
+        ("", [(1, "a.pt", 85), (1, "a.pt", 85), (1, "", 85)], 85, ""),
+        ("", [(0, "", 85), (1, "a.pt", 85), (0, "", 85)], 85, ""),
+        ("--checkpoint b", [(1, "a.pt", 85), (1, "a.pt", 85)], 1, "a new checkpoint in b"),
+        ("--checkpoint b", [(0, "b", 85), (0, "b", 85), (0, "", 0)], 0, ""),
+        ("", [(0, "", 3)], 3, ""),
+        ("", [(1, "", 0)], 0, ""),
+        ("", [(1, "", 143)], 143, ASKS),
+    ],
+)
+def test_two_legs_of_a_program_without_progress_end_its_job(
+    options, legs, ends, said, system, tmp_path
+):
+    programs = {"mpitrain": LEG, "scontrol": "exit 1", "sbatch": "exit 1", "qsub": "exit 1"}
+    environment(tmp_path / ".venv", programs)
+    script = tmp_path / "mpitrain-7.sbatch"
+    script.write_text(written(shlex.split(f"{system} {options} -- {OWN} --epochs 3")))
+    ids = dict.fromkeys(("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"), "7")
+    for number, (is_warned, saved, code) in enumerate(legs, 1):
+        facts = {"WARNED": "1" * is_warned, "SAVED": saved, "CODE": str(code)}
+        with open(tmp_path / "job.log", "a+") as log:
+            environ = {**NONE, **ids, **facts}
+            done = subprocess.run(
+                ["bash", script], cwd=tmp_path, env=environ, stdout=log, stderr=log, timeout=SECONDS
+            )
+        is_last = number == len(legs)
+        assert done.returncode == (ends if is_last else 85), (number, log.name)
+        assert (said in (tmp_path / "job.log").read_text()) >= is_last
+        assert is_last or "not queued again" not in (tmp_path / "job.log").read_text()
+    assert (tmp_path / "mpitrain-7.leg").exists() == (ends == 85)
+
+
+def test_a_site_that_starts_requeued_jobs_first_is_asked_to(tmp_path):
+    """With the commands of such a Slurm (25.11)."""
+    says = "echo 'SlurmctldParameters     = enable_configless,enable_expedited_requeue'"
+    programs = {"scontrol": says, "sbatch": "cat > submitted; echo 7"}
+    venv = environment(tmp_path / ".venv", programs)
+    for words, is_asked in ((["--", "x.py"], True), (["--", "bench", "all-reduce"], False)):
+        (tmp_path / "x.py").touch()
+        environ = {**NONE, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
+        done = mpitrain("slurm", "--submit", *words, cwd=tmp_path, env=environ)
+        text = (tmp_path / "submitted").read_text()
+        assert not done.returncode and ("#SBATCH --requeue=expedite " in text) == is_asked, done
 
 
 def test_where_a_requeue_is_forbidden_another_job_continues_the_run(tmp_path):

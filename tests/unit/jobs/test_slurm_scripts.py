@@ -21,10 +21,18 @@ EXAMPLES = {
     "bench_collectives": "--nodes 2 --ranks-per-node 2 --time 30 -- bench all-reduce --algorithm auto,ring,native",
     "sweep": "--nodes 1 --ranks-per-node 2 --sweep optimizer.lr=0.001,0.002,0.004 -- train",
     "generate": "--time 10 -- generate runs/book --tokens 200",
+    "own_program": "--nodes 2 --ranks-per-node 2 --time 8:00:00 --checkpoint own_program.pt -- python jobs/slurm/own_program.py",
+    "own_sweep": "--sweep lr=0.1,0.2 --sweep seed=1,2 -- jobs/slurm/own_program.py",
 }
 """{script: the words of `mpitrain slurm` that write it}."""
-KEPT = ("train_ddp", "bench_collectives", "sweep", "generate")
+KEPT = ("train_ddp", "bench_collectives", "sweep", "generate", "own_program")
 """The scripts of jobs/slurm: one of each kind."""
+
+
+@pytest.fixture(autouse=True)
+def _at_the_top(monkeypatch):
+    """Where the programs of the examples are."""
+    monkeypatch.chdir(HERE.parent)
 
 
 def written(words):
@@ -123,7 +131,12 @@ def test_a_script_names_the_run_directory_literally(out):
         ("-- bench", "Missing command"),
         ("-- launch -n 2 -- train", "launch"),
         ("-- nothing", "nothing"),
-        ("-- mpitrain", "no command"),
+        ("-- mpitrain", "neither an mpitrain command nor a Python file"),
+        ("-- python gone.py", "the file gone.py, but there is none here"),
+        ("-- /bin/true", "/bin/true is another program"),
+        ("--sweep lr=1 -- jobs/slurm/own_program.py", "lr=1"),
+        ("--sweep lr=1,2 --checkpoint a -- jobs/slurm/own_program.py", "is a sweep"),
+        ("--checkpoint a -- train", "runs train"),
         ("--sweep run.steps=1,2 --sweep run.steps=3,4 -- train", "run.steps"),
         ("--partition 'a#b' -- train", "without #"),
     ],
