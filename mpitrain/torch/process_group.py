@@ -23,7 +23,6 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from mpitrain.collectives.compression import Matrix
 from mpitrain.collectives.engine.arithmetic import Wire
@@ -695,11 +694,10 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 # C++ calls these methods where torch.compile looks at every frame. A process group is opaque to it.
-for function in [*vars(ProcessGroup).values(), *vars(CallWork).values()]:
-    if isinstance(function, FunctionType):
-        set_code_exec_strategy(
-            function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        )
+for kind in (ProcessGroup, CallWork):
+    for name, function in [*vars(kind).items()]:
+        if isinstance(function, FunctionType) and name in dir(kind.__base__) and name[:2] != "__":
+            setattr(kind, name, torch.compiler.disable(function))
 
 
 class Binding(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import SECONDS, TINY_STEPS, mpitrain, run, sets
 
-ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
+ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"}
 # Root may start ranks with mpirun, and nodes have more cores than the machine.
 ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

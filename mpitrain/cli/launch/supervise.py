@@ -251,6 +251,8 @@ class Passage(threading.Thread):
 ABORTING = 15.0
 """Seconds in which a launcher must end after a rank has ended all of them."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STARTING = 10.0
+"""Seconds after which every rank of a user's program takes USR1: before, it would end one that starts."""
 
 
 class Requests(list[int]):
@@ -323,11 +325,13 @@ def run(
     ]
     process.stdout.close()
     process.stderr.close()
-    passed, reached_run, has_ended = 0, False, False
+    began, warned, passed, reached_run, has_ended = time.monotonic(), 0, 0, False, False
     while (code := process.poll()) is None:
-        if not is_ours and requests[:1] == [signal.SIGUSR1]:
-            process.send_signal(requests.pop(0))  # The program itself says what this asks for.
-        if len(requests) > passed:
+        ends = [number for number in requests if is_ours or number != signal.SIGUSR1]
+        if len(requests) - len(ends) > warned and time.monotonic() > began + STARTING:
+            warned += 1
+            process.send_signal(signal.SIGUSR1)  # The program itself says what this asks for.
+        if len(ends) > passed:
             passed, reached_run = passed + 1, words.began
             if is_training and passed == 1 and words.end:
                 continue  # the run has ended: its ranks only have to leave
