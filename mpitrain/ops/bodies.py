@@ -16,7 +16,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend
 from mpitrain.ops.host.attention import forwards
-from mpitrain.ops.host.blocks import row_blocks
+from mpitrain.ops.host.product import row_blocks
 from mpitrain.ops.reference import ROWS
 from mpitrain.ops.table import Operation, Ops, operands
 from mpitrain.tables import Table

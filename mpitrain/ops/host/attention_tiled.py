@@ -19,8 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.ops.host.attention_whole import SAFE, causal_mask, split_heads
-from mpitrain.ops.host.blocks import TileLimits, constant, rounds, rounds_of, take_columns, tile_for
+from mpitrain.ops.host.product import (
+    SAFE,
+    TileLimits,
+    causal_mask,
+    constant,
+    rounds,
+    rounds_of,
+    split_heads,
+    take_columns,
+    tile_for,
+)
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.seen import CAUSAL, Bounds, Seen
 

@@ -31,10 +31,9 @@ from mpitrain.machine.compiling import (
     loaded,
     processor_and_compiler,
 )
-from mpitrain.ops.host import attention_tiled, attention_whole, layers
+from mpitrain.ops.host import attention, attention_tiled, layers
 from mpitrain.ops.host.attention import forwards
-from mpitrain.ops.host.attention_whole import SAFE
-from mpitrain.ops.host.product import put_product
+from mpitrain.ops.host.product import SAFE, put_product
 from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE
 
 SOURCE = Path(__file__).with_name("passes.cpp")
@@ -233,18 +232,18 @@ def tile_backward(t, fill):
 
 
 def exponentials(q, k, mask, masked, ones, exp, inverse, seen):
-    """As `attention_whole.exponentials`, which computes where a row needs a shift."""
+    """As `attention.exponentials`, which computes where a row needs a shift."""
     np.matmul(q, k.swapaxes(2, 3), out=exp)
     if has_memory(exp) and exp.size:
         end, queries = exp.shape[3] - masked + 1, exp.shape[2]
         if not library(exp.dtype).weigh_block(
             *_rows_of(exp), end, queries, *SAFE, *seen, exp, inverse
         ):
-            attention_whole.exponentials(q, k, mask, masked, ones, exp, inverse, seen)
+            attention.exponentials(q, k, mask, masked, ones, exp, inverse, seen)
 
 
 def scores_backward(exp, inverse, dscore, masks, dot):
-    """As `attention_whole.scores_backward`."""
+    """As `attention.scores_backward`."""
     if has_memory(exp):
         library(exp.dtype).block_backward(*_rows_of(exp), exp, inverse, dscore, masks)
 

@@ -22,10 +22,17 @@ import numpy as np
 from numpy.polynomial import chebyshev
 
 from mpitrain.machine.backend import has_memory
-from mpitrain.ops.host.blocks import block_shape, blocks_of, constant, rounds, row_blocks, sum_rows
-from mpitrain.ops.host.product import put_product
+from mpitrain.ops.host.product import (
+    block_shape,
+    blocks_of,
+    constant,
+    put_product,
+    rounds,
+    row_blocks,
+    sum_rows,
+)
 from mpitrain.ops.random_bits import RandomBits, scale, threshold
-from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, put, turns
+from mpitrain.ops.reference.layers import GELU_CUBIC, GELU_SCALE, turns
 
 
 def linear(x, w, b, arena, out=None, residual=None):
@@ -303,7 +310,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 def layer_norm_backward_weight(pending, dgain, dbias, accumulate, arena):
     for sums, out in zip(pending, (dgain, dbias), strict=True):
         if out is not None:
-            put(sums, out, accumulate)
+            _put(sums, out, accumulate)
 
 
 def rms_norm(x, gain, epsilon, arena):
@@ -344,7 +351,14 @@ def rms_norm_backward_input(dy, gain, saved, arena, residual=None):
 
 
 def rms_norm_backward_weight(pending, dgain, accumulate, arena):
-    put(pending, dgain, accumulate)
+    _put(pending, dgain, accumulate)
+
+
+def _put(sums, out, accumulate):
+    if accumulate:
+        out += sums
+    else:
+        out[...] = sums
 
 
 def swiglu(x, arena):

@@ -8,8 +8,7 @@ import numpy as np
 
 from mpitrain.data.source import IGNORED
 from mpitrain.machine.backend import has_memory
-from mpitrain.ops.host.blocks import row_blocks
-from mpitrain.ops.reference.loss import columns_of, counted_rows
+from mpitrain.ops.host.product import row_blocks
 
 
 def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
@@ -19,7 +18,7 @@ def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
         loss_sum += _exponentiate(block, target, smoothing)
         inverse = np.divide(scale, block.sum(1, keepdims=True))
         block *= inverse
-        counted = counted_rows(target)
+        counted = np.flatnonzero(target != IGNORED)
         block[counted, target[counted]] -= scale * (1 - smoothing)
         if smoothing:
             block -= scale * share
@@ -47,7 +46,7 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=
 
     logits: (M, V); facts: (2, M)
     """
-    rows, columns = columns_of(targets, first, logits)
+    rows, columns = _columns_of(targets, first, logits)
     facts = arena.take((2, len(logits)), logits.dtype) if out is None else out
     facts.fill(0)
     if share:
@@ -65,7 +64,7 @@ def row_exponentials(logits, targets, first, maxima, arena, out=None, smoothing=
 def cross_entropy_split(
     logits, targets, first, maxima, facts, scale, arena, smoothing=0.0, share=0.0
 ):
-    rows, columns = columns_of(targets, first, logits)
+    rows, columns = _columns_of(targets, first, logits)
     total, at_target = facts
     logits *= np.divide(scale, total)[:, None]
     if has_memory(logits):
@@ -74,7 +73,7 @@ def cross_entropy_split(
         logits -= scale * share
     logits[targets == IGNORED] = 0
     losses = np.log(total, dtype=np.float64) - at_target
-    return float(np.sum(losses[counted_rows(targets)])), logits
+    return float(np.sum(losses[targets != IGNORED])), logits
 
 
 def row_argmax(logits, first, maxima, arena, out=None):
@@ -88,6 +87,12 @@ def row_argmax(logits, first, maxima, arena, out=None):
     return places
 
 
+def _columns_of(targets, first, logits):
+    """Return (rows, columns) of the targets in these columns."""
+    rows = np.flatnonzero((targets >= first) & (targets < first + logits.shape[1]))
+    return rows, targets[rows] - first
+
+
 def _exponentiate(block, target, smoothing=0.0):
     """Replace logits by exp(logit - row maximum), and return the sum of -log(probability of the
     smoothed target).
@@ -95,7 +100,7 @@ def _exponentiate(block, target, smoothing=0.0):
     block: (rows, V); target: (rows,)
     """
     block -= block.max(1, keepdims=True)
-    counted = counted_rows(target)
+    counted = np.flatnonzero(target != IGNORED)
     at_target = block[counted, target[counted]]
     if smoothing:
         at_target *= 1 - smoothing

@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED
-from mpitrain.ops.host.blocks import row_blocks
-from mpitrain.ops.host.product import put_product
+from mpitrain.ops.host.product import put_product, row_blocks
 from mpitrain.ops.reference.steps import LEAST_NORM, LEAST_RMS, NEWTON_SCHULZ
 
 MAPS = SIGNED, UNSIGNED

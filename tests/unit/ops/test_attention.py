@@ -14,8 +14,9 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import rounded
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import attention as chosen
-from mpitrain.ops.host import attention_tiled, attention_whole, compiled
-from mpitrain.ops.host.blocks import TileLimits
+from mpitrain.ops.host import attention as host_attention
+from mpitrain.ops.host import attention_tiled, compiled
+from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.seen import CAUSAL
 from tests.cases.layers import GROUPED
@@ -274,7 +275,7 @@ def test_dropout_of_any_tiles_has_the_mask_of_the_definition(shape, tile, passes
         truth, saved = definition.attention(qkv, heads, *given, None)
         gradient = definition.attention_backward(dy, saved, None)
         drop = AttentionMask(*given, length)
-        for module, *end in ((attention_tiled, passes[0], tile), (attention_whole, passes[1])):
+        for module, *end in ((attention_tiled, passes[0], tile), (host_attention, passes[1])):
 
             def dropped(q, kv, heads, arena, seen, run=module.attended, drop=drop, end=end):
                 return run(q, kv, heads, drop, arena, seen, *end)

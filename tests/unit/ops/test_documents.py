@@ -10,8 +10,8 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.host import attention as host_attention
-from mpitrain.ops.host import attention_tiled, attention_whole, compiled
-from mpitrain.ops.host.blocks import TileLimits
+from mpitrain.ops.host import attention_tiled, compiled
+from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
 from mpitrain.ops.seen import Seen
 from tests.cases.documents import starts_of
@@ -59,7 +59,7 @@ def bodies_with(tile, passes, drop=None, **bounds):
         backward = host_attention.attention_backward
         return Packed(SimpleNamespace(attention=attention, attention_backward=backward), **bounds)
 
-    return {"whole": of(attention_whole, passes[1]), "tiled": of(attention_tiled, passes[0], tile)}
+    return {"whole": of(host_attention, passes[1]), "tiled": of(attention_tiled, passes[0], tile)}
 
 
 @pytest.mark.parametrize("offset", [0, 2, 130])  # causal, in part, and not causal
@@ -184,7 +184,7 @@ class Counting:
 @pytest.mark.parametrize(
     "bounds", [{}, {"offset": 511, "closed": True}, {"window": 64}, {"window": 1}], ids=str
 )
-@pytest.mark.parametrize("module", [attention_whole, attention_tiled])
+@pytest.mark.parametrize("module", [host_attention, attention_tiled])
 def test_products_between_documents_and_before_a_window_are_not_computed(
     module, bounds, monkeypatch
 ):

@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
-from mpitrain.ops.host.attention_whole import QUERIES
+from mpitrain.ops.host.attention import QUERIES
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.seen import CAUSAL, Seen
 from mpitrain.run.job import Job
