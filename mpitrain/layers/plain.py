@@ -603,6 +603,14 @@ class Plain:
     ----------
     ops : Ops
         The operations of a device: see `ops_for`.
+    keys : Model
+        The section [model], whose keys of the loss `loss` reads.
+    memory : Memory
+        The section [memory]: which activations the layers save.
+    seed : int
+        As run.seed, for layers that draw random numbers.
+    itemsize : int
+        Bytes of a number that layers compute with.
 
     Attributes
     ----------
@@ -616,14 +624,19 @@ class Plain:
     _row: type[Linear] = FusedLinear
     _linear: type[Linear] = FusedLinear
 
-    def __init__(self, ops: Ops):
+    def __init__(
+        self,
+        ops: Ops,
+        keys: Model | None = None,
+        memory: Memory | None = None,
+        seed: int = 0,
+        itemsize: int = 4,
+    ):
         self.ops, self.now = ops, Now()
-        self.memory = Memory()  # A trainer sets its own: which activations the layers save.
-        self.keys = Model()  # And its own keys of the loss.
+        self.keys, self.memory = keys or Model(), memory or Memory()
+        self.seed, self.itemsize = seed, itemsize
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
-        self.itemsize = 4  # A trainer sets the bytes of a number that layers compute with.
-        self.seed = 0  # A trainer sets run.seed, for layers that draw random numbers.
         self._dropouts = 0
 
     @property

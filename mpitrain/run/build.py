@@ -289,9 +289,11 @@ def unit_times(job: Job, wanted: Sequence[int] | None = None) -> Iterator[UnitTi
     config, device, axes = job.config, job.device, job.axes
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
-    layers = described(device.ops, config.layout.model_copy(update={"tp": 1}))
+    itemsize, layout = device.itemsize(config.precision.stored), {"tp": 1}
+    layers = described(
+        device.ops, config.layout.model_copy(update=layout), keys=config.model, itemsize=itemsize
+    )
     layers.now.set(0, 0, rows, True)
-    layers.itemsize, layers.keys = device.itemsize(config.precision.stored), config.model
     every, again = (
         freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze),
         layers.rows.recomputing,

@@ -23,7 +23,13 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import replication_for
 from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
 from mpitrain.parallel.replication.step_end import weight_of
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import (
+    LayerFactory,
+    check_used,
+    layers_for,
+    loss_for,
+    settings_of,
+)
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run.inference import Indices, Inference, Reader
@@ -120,10 +126,9 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
-        ops, memory, stage_of = resolved.device.ops, self.config.memory, resolved.plan.stage_of
-        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp)
-        layers.memory, layers.seed, layers.keys = memory, self.config.run.seed, self.config.model
-        layers.itemsize = resolved.device.itemsize(self.config.precision.stored)
+        ops, stage_of = resolved.device.ops, resolved.plan.stage_of
+        settings = settings_of(self.config, resolved.device)
+        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp, **settings)
 
         def assigned() -> Chunks:
             config = self.config
@@ -148,8 +153,7 @@ class Trainer:
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(ops, grid.tp, layout)
-            whole.memory = memory
+            whole = layers_for(ops, grid.tp, layout, **settings)
             freeze = self.config.model.freeze
             again = cut_in_chunks(units, whole, stage_of, self.config.pipeline.partition, freeze)
             decoded = again.chunks, whole

@@ -15,6 +15,7 @@ from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
+from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses
 from mpitrain.parallel.tensor.linear import (
@@ -41,14 +42,20 @@ class LayerFactory(Plain):
     Its `rows` have a group of one rank, so that a model that names `ColumnParallelLinear` also runs
     on one rank.
 
-    context  the context-parallel group, which divides the tokens of each row; None: no other rank
-    is_ring  whether layout.cp_mode is ring
+    context   the context-parallel group, which divides the tokens of each row; None: no other rank
+    is_ring   whether layout.cp_mode is ring
+    settings  keys, memory, seed and itemsize, as of `Plain`
     """
 
     def __init__(
-        self, ops: Ops, rows: ReplicatedRows, context: Group | None = None, is_ring: bool = False
+        self,
+        ops: Ops,
+        rows: ReplicatedRows,
+        context: Group | None = None,
+        is_ring: bool = False,
+        **settings: Any,
     ):
-        super().__init__(ops)
+        super().__init__(ops, **settings)
         self.rows, self.context = rows, context
         if context:
             self.now.tokens = TokenShare(context.rank, context.size, is_ring)
@@ -159,23 +166,36 @@ class GroupShape(NamedTuple):
 
 
 def layers_for(
-    ops: Ops, group: Group, layout: Layout, context: Group | None = None
+    ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
 ) -> LayerFactory:
-    """Return the layer factory of a tensor-parallel group.    context: as of `LayerFactory`"""
+    """Return the layer factory of a tensor-parallel group.    context, settings: as of `LayerFactory`"""
     is_ring = layout.cp_mode == "ring"
     if group.size == 1:
-        return LayerFactory(ops, ReplicatedRows(group), context, is_ring)
+        return LayerFactory(ops, ReplicatedRows(group), context, is_ring, **settings)
     is_divided = layout.sequence_parallel
     rows = SequenceSharded(group, layout.keep_gathered) if is_divided else ReplicatedRows(group)
-    return ShardedLayerFactory(ops, rows, context, is_ring)
+    return ShardedLayerFactory(ops, rows, context, is_ring, **settings)
 
 
-def described(ops: Ops, layout: Layout) -> LayerFactory:
+def settings_of(config: Config, device: Device) -> dict[str, Any]:
+    """Return what the layers of a job compute with: the settings of its `LayerFactory`."""
+    itemsize = device.itemsize(config.precision.stored)
+    return {
+        "keys": config.model,
+        "memory": config.memory,
+        "seed": config.run.seed,
+        "itemsize": itemsize,
+    }
+
+
+def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
     """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
     Without a group, its layers list their parameters and shapes, but cannot compute.
+    settings  as of `LayerFactory`
     """
-    return layers_for(ops, cast(Group, GroupShape(layout.tp - 1, layout.tp)), layout)
+    shape = cast(Group, GroupShape(layout.tp - 1, layout.tp))
+    return layers_for(ops, shape, layout, **settings)
 
 
 def loss_for(layers: LayerFactory, own: Loss | None = None) -> Loss:

@@ -27,7 +27,7 @@ from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for, settings_of
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
 from mpitrain.pipeline.pipeline import Pipeline
@@ -123,9 +123,9 @@ class Body:
             for axis, rank, ranks in (("tp", tp, axes.tp), ("cp", cp, axes.cp))
         )
         ops = counted(_leasing(device), self.count)
-        self.layers = layers_for(ops, group, config.layout, context if axes.cp > 1 else None)
-        self.layers.memory, self.layers.keys = config.memory, config.model
-        self.layers.itemsize = device.itemsize(config.precision.stored)
+        own_context = context if axes.cp > 1 else None
+        settings = settings_of(config, device)
+        self.layers = layers_for(ops, group, config.layout, own_context, **settings)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers; its recorder tells `count` when a backward runs."""
