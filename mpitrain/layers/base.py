@@ -34,6 +34,7 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -293,6 +294,64 @@ class Fusion(NamedTuple):
 
 def fusion_of(layer: Any) -> Fusion:
     return getattr(layer, "fusion", Fusion())
+
+
+class WholeRows:
+    """The rows of activations between layers: this rank has all of them.
+
+    Inside a layer it has all rows, too. With sequence parallelism it has a part of them between
+    layers (`SequenceSharded` in parallel/tensor/rows.py).
+
+    partial  whether each rank computes only a summand of the gradient of a replicated norm: False,
+             since every rank has all rows
+    context  T of every sequence, for `sequences`; a single sequence may be shorter
+    """
+
+    partial = False
+    context = 1
+
+    def whole(self, x: Any) -> Any:
+        """Return all rows of x, the input of a layer."""
+        return x
+
+    def kept(self, saved: Any, x: Any) -> Any:
+        """Return the state to save for backward.
+
+        saved  state of a product, with all rows of its input
+        x      this rank's rows of that input, which may replace all rows in the state
+        """
+        return saved
+
+    def regained(self, saved: Any) -> Any:
+        """Return the state with all rows of the input, from a state that `kept` returned."""
+        return saved
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Return a context for forward passes that are repeated just before their backward."""
+        return nullcontext()
+
+    def sequences(self, x: Any) -> Any:
+        """Reshape all rows (..., C) to (B, T, C)."""
+        return x
+
+    def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape (B, T, C) for a shape of all rows."""
+        return tuple(shape)
+
+    def entered(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of all rows inside a layer, for a shape between layers."""
+        return tuple(shape)
+
+    def left(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape between layers, for a shape of all rows inside a layer."""
+        return tuple(shape)
+
+    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return an input shape (B, T), no smaller than this one, whose rows divide among the ranks."""
+        return tuple(shape)
+
+
+ALL_ROWS = WholeRows()
 
 
 class TokenShare(NamedTuple):

@@ -19,7 +19,18 @@ from mpitrain.config import Memory, Model
 from mpitrain.data.source import Targets
 from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
-from mpitrain.layers.base import Fusion, GeluCut, Gradients, Layer, Loss, Now, Parameter, Weights
+from mpitrain.layers.base import (
+    ALL_ROWS,
+    Fusion,
+    GeluCut,
+    Gradients,
+    Layer,
+    Loss,
+    Now,
+    Parameter,
+    Weights,
+    WholeRows,
+)
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
 from mpitrain.layers.dropout import Dropout, Dropped
@@ -33,6 +44,9 @@ from mpitrain.ops.int8_rows import Coded
 from mpitrain.ops.seen import Seen
 from mpitrain.tables import Table
 
+ALONE: Mapping[str, Any] = {}
+"""The fields `holders` and `partial` of a `Parameter` that no other rank of a replica holds."""
+
 
 class Linear:
     """A linear layer with optional activation, activation(x weight^T + bias), over the last dim.
@@ -40,10 +54,11 @@ class Linear:
     weight      (outputs, inputs)
     bias        (outputs,), absent if `bias` is False
     activation  None, "gelu" (tanh form) or "relu"
-    role        of the weight, as `Parameter.role`
+    role        of the weight, as `Parameter.role`; only the loss reads the output of a "head"
     low_rank    the adapters of the weight, if it has any
     coded       as `Parameter.coded` of the weight
     joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
+    held        fields of `Parameter` that say which ranks hold the same tensors
     """
 
     is_rowwise = True
@@ -56,15 +71,17 @@ class Linear:
         draw: Draw,
         activation: str | None = None,
         bias: bool = True,
+        held: Mapping[str, Any] = ALONE,
+        role: str = "",
     ):
         self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
-        self.activation, self.role = activation, ""
+        self.activation, self.role, self.held = activation, role, held
         self.low_rank: LowRank | None = None
         self.joined: Mapping[str, range] = {}
         self.coded = 0
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
-            None: (ops.linear, ops.linear_backward_input),
+            None: (ops.logits if role == "head" else ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[activation]
@@ -76,10 +93,10 @@ class Linear:
     def _base(self) -> list[Parameter]:
         shape = self.outputs, self.inputs
         weight = Parameter(
-            "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded
+            "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded, **self.held
         )
-        bias = [Parameter("bias", (self.outputs,), zeros, decayed=False)] if self.bias else []
-        return [weight, *bias]
+        bias = Parameter("bias", (self.outputs,), zeros, decayed=False, **self.held)
+        return [weight, bias] if self.bias else [weight]
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the output for an input of this shape."""
@@ -87,7 +104,13 @@ class Linear:
 
     @property
     def fusion(self) -> Fusion:
-        """The cut of this layer's GELU, if it has one and no adapters."""
+        """Without an activation, the layer adds a residual, and takes the GELU before it."""
+        if self.activation:
+            return self._cut()
+        return Fusion(adds_to_output=True, takes_gelu=not self.low_rank)
+
+    def _cut(self) -> Fusion:
+        """Return the cut of this layer's GELU, if it has one and no adapters."""
         if self.activation != "gelu" or self.low_rank:
             return Fusion()
         bare = copy(self)
@@ -98,8 +121,12 @@ class Linear:
         y, (saved, slope) = self.forward(w, x, arena)
         return y, saved, slope
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the output for x, and the state for `backward_input`."""
+    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+        """Return the output for x, plus the residual, and the state for `backward_input`."""
+        if residual is not None:
+            rows = flat_rows(residual)
+            y, saved = self._multiply(w, flat_rows(x), w.get("bias"), arena, residual=rows)
+            return y.reshape(residual.shape), saved
         if self.coded:
             w = self._with_numbers(w, x, arena)
         y, saved = (
@@ -153,23 +180,21 @@ class Linear:
             return self.low_rank.backward_input(w, dy, saved, arena, *out)
         return self.product_backward_input(dy, w["weight"], saved, arena, *out)
 
-    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        """Return the gradient of the input, and the state for `backward_weight`."""
-        dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
-        return dx.reshape(*dy.shape[:-1], self.inputs), pending
-
-    def backward_input_through_gelu(
-        self, w: Weights, dy: Any, saved: Any, slope: Any, arena: Arena
+    def backward_input(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
-        """Return dz and the state for `backward_weight`, where the input of this layer is gelu(z).
+        """Return the gradient of the input, and the state for `backward_weight`.
 
-        slope  the derivative of the GELU at z
+        slope  the derivative of the GELU at z, where the input is gelu(z): returns dz; None: dx
         """
-        if self.coded:
-            w = self._with_numbers(w, dy, arena)
-        dx, pending = self.ops.gelu_linear_backward_input(
-            flat_rows(dy), w["weight"], saved, slope, arena
-        )
+        if slope is None:
+            dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
+        else:
+            if self.coded:
+                w = self._with_numbers(w, dy, arena)
+            dx, pending = self.ops.gelu_linear_backward_input(
+                flat_rows(dy), w["weight"], saved, slope, arena
+            )
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -187,40 +212,6 @@ class Linear:
             self.ops.linear_backward_bias(pending, bias.array, bias.claim(), arena)
 
 
-class FusedLinear(Linear):
-    """A linear layer that, without an activation, adds a residual and takes the GELU before it."""
-
-    is_rowwise = True
-
-    @property
-    def fusion(self) -> Fusion:
-        if self.activation:
-            return super().fusion
-        return Fusion(adds_to_output=True, takes_gelu=not self.low_rank)
-
-    def forward(self, w, x, arena, residual=None):
-        if residual is None:
-            return super().forward(w, x, arena)
-        y, saved = self._multiply(
-            w, flat_rows(x), w.get("bias"), arena, residual=flat_rows(residual)
-        )
-        return y.reshape(residual.shape), saved
-
-    def backward_input(self, w, dy, saved, arena, slope=None):
-        if slope is None:
-            return super().backward_input(w, dy, saved, arena)
-        return self.backward_input_through_gelu(w, dy, saved, slope, arena)
-
-
-class Logits(Linear):
-    """The output head, x weight^T + bias. Only the loss reads its output."""
-
-    def __init__(self, ops: Ops, width: int, vocab: int, draw: Draw, bias: bool = False):
-        super().__init__(ops, width, vocab, draw, bias=bias)
-        self.role = "head"
-        self.product = ops.logits
-
-
 class Norm:
     """Normalisation of each row of the last dim, times a gain.
 
@@ -229,13 +220,21 @@ class Norm:
 
     gain, bias  (width,)
     epsilon     added to the variance, or to the mean square
+    held        fields of `Parameter` that say which ranks hold the same tensors
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)
     is_rowwise = True
 
-    def __init__(self, ops: Ops, width: int, epsilon: float = 1e-5, has_mean: bool = True):
-        self.width, self.epsilon, self.has_mean = width, epsilon, has_mean
+    def __init__(
+        self,
+        ops: Ops,
+        width: int,
+        epsilon: float = 1e-5,
+        has_mean: bool = True,
+        held: Mapping[str, Any] = ALONE,
+    ):
+        self.width, self.epsilon, self.has_mean, self.held = width, epsilon, has_mean, held
         self.product, self.product_backward_input, self.product_backward_weight = (
             (ops.layer_norm, ops.layer_norm_backward_input, ops.layer_norm_backward_weight)
             if has_mean
@@ -243,8 +242,8 @@ class Norm:
         )
 
     def parameters(self):
-        gain = Parameter("gain", (self.width,), ones, decayed=False)
-        bias = Parameter("bias", (self.width,), zeros, decayed=False)
+        gain = Parameter("gain", (self.width,), ones, decayed=False, **self.held)
+        bias = Parameter("bias", (self.width,), zeros, decayed=False, **self.held)
         return [gain, bias] if self.has_mean else [gain]
 
     def output_shape(self, shape):
@@ -449,14 +448,16 @@ class Rotary(NamedTuple):
 class Attention:
     """Multi-head attention, (B, T, (H + 2 G) D) -> (B, T, H D), without parameters.
 
-    heads     number of query heads on this rank, H, from head `first` on
+    heads     number of query heads on this rank, H
     kv_heads  number of key and value heads on this rank, G
-    every     number of query heads on all ranks
     drop      dropout of the probabilities, or None
     now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
     causal    whether a query sees no later key
     window    the most keys that a query sees, the last up to its own; 0: there is no window
+    rows      how whole sequences come of the rows between layers
+    first     number of the first head on this rank
+    every     number of query heads on all ranks; 0: heads
     """
 
     output_is_free = False
@@ -471,24 +472,28 @@ class Attention:
         rotary: Rotary | None = None,
         causal: bool = True,
         window: int = 0,
+        rows: WholeRows = ALL_ROWS,
+        first: int = 0,
+        every: int = 0,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
         self.drop, self.now, self.rotary, self.causal = drop, now or Now(), rotary, causal
-        self.window = window
-        self.first, self.every = 0, heads
+        self.window, self.rows = window, rows
+        self.first, self.every = first, every or heads
 
     def parameters(self):
         return []
 
     def output_shape(self, shape):
-        return (*shape[:-1], self._width(shape))
+        return self.rows.as_sequences((*shape[:-1], self._width(shape)))
 
     def _width(self, shape):
         """Return the columns of the queries, H D, for the shape of x."""
         return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
 
     def forward(self, w, x, arena):
-        width, places = self._width(x.shape), self.now.places
+        x, places = self.rows.sequences(x), self.now.places
+        width = self._width(x.shape)
         if self.rotary:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
@@ -512,7 +517,7 @@ class Attention:
         )
 
     def backward_input(self, w, dy, saved, arena):
-        ops, width = self.ops, dy.shape[-1]
+        ops, dy, width = self.ops, self.rows.sequences(dy), dy.shape[-1]
         backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
         columns = width // self.heads * (self.heads + 2 * self.kv_heads)
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
@@ -619,10 +624,10 @@ class Plain:
     """
 
     _embedding: type[Embedding] = Embedding
-    _norm: type[Norm] = Norm
-    _column: type[Linear] = FusedLinear
-    _row: type[Linear] = FusedLinear
-    _linear: type[Linear] = FusedLinear
+    _column: type[Linear] = Linear
+    _row: type[Linear] = Linear
+    _held = ALONE
+    """As of `Norm`, for the tensors that layout.tp does not split."""
 
     def __init__(
         self,
@@ -664,11 +669,11 @@ class Plain:
 
     def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
-        return self._norm(self._source, width, epsilon)
+        return Norm(self.ops, width, epsilon, True, self._held)
 
     def rms_norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
-        return self._norm(self._source, width, epsilon, False)
+        return Norm(self.ops, width, epsilon, False, self._held)
 
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
@@ -682,15 +687,25 @@ class Plain:
         draw: Draw,
         noun: str = "outputs",
         bias: bool = True,
+        names: Sequence[str] = (),
     ) -> Linear:
         """Return a linear layer with several outputs side by side.
 
         Output i has counts[i] x each columns. layout.tp splits each output, between runs of `each`
         columns. All are one tensor, weight (sum of columns, inputs).
 
-        noun  what is counted, for the error if layout.tp does not divide a count
+        noun   what is counted, for the error if layout.tp does not divide a count
+        names  of the outputs, which adapters may then cover one by one
         """
-        return FusedLinear(self.ops, inputs, sum(counts) * each, draw, None, bias)
+        joined = self._joined(inputs, counts, each, draw, noun, bias)
+        ends = pairwise([0, *accumulate(count * each for count in counts)])
+        joined.joined = {name: range(*run) for name, run in zip(names, ends, strict=False)}
+        return joined
+
+    def _joined(
+        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str, bias: bool
+    ) -> Linear:
+        return Linear(self.ops, inputs, sum(counts) * each, draw, None, bias)
 
     def qkv(
         self, width: int, heads: int, draw: Draw, kv_heads: int | None = None, bias: bool = True
@@ -704,10 +719,7 @@ class Plain:
         shared = heads if kv_heads is None else kv_heads
         each = divided(width, heads, f"heads do not divide a width of {width}")
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
-        qkv = self.joined_linear(width, (heads, shared, shared), each, draw, "heads", bias)
-        ends = [0, *accumulate(count * each for count in (heads, shared, shared))]
-        qkv.joined = {name: range(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
-        return qkv
+        return self.joined_linear(width, (heads, shared, shared), each, draw, "heads", bias, "qkv")
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""
@@ -778,8 +790,9 @@ class Plain:
         attention = self._heads(heads, shared, drop, self.now, rotary, causal, window)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
-    def _heads(self, *arguments: Any) -> Attention:
-        return Attention(self.ops, *arguments)
+    def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
+        """Return attention of this rank's heads, of so many; the arguments are those of `Attention`."""
+        return Attention(self.ops, heads, kv_heads, *rest)
 
     def column_linear(
         self,
@@ -807,7 +820,7 @@ class Plain:
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
     ) -> Linear:
         """Return a linear layer that layout.tp does not split."""
-        return self._linear(self._source, inputs, outputs, draw, activation)
+        return Linear(self.ops, inputs, outputs, draw, activation, True, self._held)
 
     def conv(
         self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
@@ -842,7 +855,8 @@ class Plain:
     def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
         """Return a linear layer, from rows (..., width) to logits (..., vocab)."""
         self.made.add("head")
-        head, chunks = Logits(self.ops, width, vocab, draw, bias), self.memory.logit_chunks
+        head = Linear(self.ops, width, vocab, draw, bias=bias, role="head")
+        chunks = self.memory.logit_chunks
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
     def loss(self) -> Loss:

@@ -73,8 +73,9 @@ def llama(
             ),
             out=layers.row_linear(width, width, onto_residual, bias=False),
         )
-        up = layers.joined_linear(width, (hidden, hidden), 1, inner, bias=False)
-        up.joined = {"gate": range(hidden), "up": range(hidden, 2 * hidden)}
+        up = layers.joined_linear(
+            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+        )
         mlp = Sequential(
             norm=layers.rms_norm(width, epsilon),
             up=up,

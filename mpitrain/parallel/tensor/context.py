@@ -25,10 +25,10 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, TokenShare, Weights
+from mpitrain.layers.plain import Attention
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.seen import Seen
-from mpitrain.parallel.tensor.linear import HeadAttention
 from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 Pairs = Iterable[tuple[Any, Any]]
@@ -114,7 +114,7 @@ class Ulysses:
             copy_rows(part, message)
 
 
-class RingAttention(HeadAttention):
+class RingAttention(Attention):
     """Attention of tokens that the ranks divide, with keys and values that go around the ring.
 
     In step s rank r attends to the tokens of rank r - s, while those of the next step travel. In the
@@ -129,8 +129,8 @@ class RingAttention(HeadAttention):
     raises   ConfigError for dropout of the probabilities, and without the causal mask
     """
 
-    def __init__(self, layers: Any, context: Group, *arguments: Any):
-        super().__init__(layers, None, *arguments)
+    def __init__(self, context: Group, *arguments: Any):
+        super().__init__(*arguments)
         self._context = context
         if self.drop:
             raise ConfigError(
@@ -145,7 +145,7 @@ class RingAttention(HeadAttention):
             )
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        x = self._rows.sequences(x)
+        x = self.rows.sequences(x)
         if self.rotary:
             x = self._turned(x, 1, self.now.places and self.now.places.own, arena)
         width = self._width(x.shape)
@@ -164,7 +164,7 @@ class RingAttention(HeadAttention):
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         q, kv, joined = saved
-        dy = self._rows.sequences(dy)
+        dy = self.rows.sequences(dy)
         here, sums, last = self._lease(kv, kv), None, 0
         for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
             part, dkv = arena.take(q.shape, q.dtype), self._lease(kv)

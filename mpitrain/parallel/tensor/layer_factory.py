@@ -1,7 +1,7 @@
 """Layer factories: constructors of a model's layers, for one rank or a tensor-parallel group."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,9 +22,6 @@ from mpitrain.parallel.tensor.linear import (
     Column,
     ColumnParallelLinear,
     Head,
-    HeadAttention,
-    ReplicatedLinear,
-    ReplicatedNorm,
     RowParallelLinear,
     own_run,
 )
@@ -68,12 +65,21 @@ class LayerFactory(Plain):
             return inner
         return Ulysses(inner, heads, heads if kv_heads is None else kv_heads, self.rows, context)
 
-    def _heads(self, *arguments: Any) -> Attention:
-        if self.rows.group.size == 1 and not self.context:
-            return super()._heads(*arguments)
-        if self.context and self.now.tokens.is_ring:
-            return RingAttention(self, self.context, *arguments)
-        return HeadAttention(self, self.context, *arguments)
+    def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
+        """Return attention of this rank's heads; with `ulysses` context-parallel ranks divide these."""
+        rows, context = self.rows, self.context
+        run = own_run(rows.group, heads, "heads")
+        own = own_run(rows.group, kv_heads, "key and value heads")
+        if context and self.now.tokens.is_ring:
+            arguments = len(run), len(own), *rest, rows, run.start, heads
+            return RingAttention(context, self.ops, *arguments)
+        if context:
+            part = own_run(context, len(run), "heads")
+            run = run[part.start : part.stop]
+            own = own_run(context, len(own), "key and value heads")
+            rows = ReplicatedRows(rows.group)
+        arguments = len(run), len(own), *rest, rows, run.start, heads
+        return Attention(self.ops, *arguments)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
@@ -104,26 +110,23 @@ class ShardedLayerFactory(LayerFactory):
     raises  ConfigError, in each constructor, for a number that does not divide by the ranks
     """
 
-    _embedding, _norm = VocabParallelEmbedding, ReplicatedNorm
-    _column, _row, _linear = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
+    _embedding, _column, _row = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
     _split: VocabParallelCrossEntropy | None = None
 
     @property
     def _source(self) -> Any:
         return self
 
+    @property
+    def _held(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {"holders": "tp", "partial": self.rows.partial}
+
     def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
         return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
 
-    def joined_linear(
-        self,
-        inputs: int,
-        counts: Sequence[int],
-        each: int,
-        draw: Draw,
-        noun: str = "outputs",
-        bias: bool = True,
+    def _joined(
+        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str, bias: bool
     ) -> Column:
         first, runs = 0, []
         for count in counts:

@@ -39,7 +39,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Attention, FusedLinear, Linear, Norm, flat_rows
+from mpitrain.layers.plain import Linear, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
@@ -71,9 +71,15 @@ class Column(Linear):
         draw: Draw,
         activation: str | None = None,
         bias: bool = True,
+        role: str = "",
     ):
-        super().__init__(layers.ops, inputs, sum(map(len, runs)), draw, activation, bias)
+        own = sum(map(len, runs))
+        super().__init__(layers.ops, inputs, own, draw, activation, bias, role=role)
         self._rows, self._runs, self._whole = layers.rows, runs, outputs
+
+    @property
+    def fusion(self) -> Fusion:
+        return self._cut()
 
     def _base(self) -> list[Parameter]:
         parameters = []
@@ -89,7 +95,9 @@ class Column(Linear):
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self.outputs)
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(  # type: ignore[override]  # no residual: see `fusion`
+        self, w: Weights, x: Any, arena: Arena
+    ) -> tuple[Any, Any]:
         y, saved = super().forward(w, self._rows.whole(x), arena)
         return y, self._rows.kept(saved, x)
 
@@ -98,7 +106,9 @@ class Column(Linear):
             return self.forward(w, x, arena)[1]
         return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
 
-    def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
+    def backward_input(  # type: ignore[override]  # no slope: see `fusion`
+        self, w: Weights, dy: Any, saved: Any, arena: Arena
+    ) -> tuple[Any, Any]:
         lease, pending = self._summands(w, dy, saved, arena)
         self._rows.reduction(lease).run()
         return self._rows.summed(lease, arena), pending
@@ -173,12 +183,14 @@ class ColumnParallelLinear(Column):
 
     @property
     def fusion(self) -> Fusion:
-        return Fusion() if self._gathers else super().fusion
+        return Fusion() if self._gathers else self._cut()
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(  # type: ignore[override]  # no residual: see `fusion`
+        self, w: Weights, x: Any, arena: Arena
+    ) -> tuple[Any, Any]:
         y, saved = super().forward(w, x, arena)
         return _gathered(self._rows.group, y, arena) if self._gathers else y, saved
 
@@ -279,9 +291,7 @@ class RowParallelLinear(Linear):
         if self._activation:
             dy = self._activation[1](dy, own_slope, arena)
         dy = self._rows.whole(dy)
-        if slope is not None:
-            return self.backward_input_through_gelu(w, dy, saved, slope, arena)
-        dx, pending = super().backward_input(w, dy, saved, arena)
+        dx, pending = super().backward_input(w, dy, saved, arena, slope)
         return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -307,76 +317,14 @@ class Head(Column):
         draw: Draw,
         bias: bool = False,
     ):
-        super().__init__(layers, runs, width, vocab, draw, bias=bias)
-        self.product, self.role = layers.ops.logits, "head"
+        super().__init__(layers, runs, width, vocab, draw, bias=bias, role="head")
 
     def output_shape(self, shape):
         return self._rows.as_sequences(super().output_shape(shape))
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, arena):  # type: ignore[override]  # no residual: see `fusion`
         y, saved = super().forward(w, x, arena)
         return self._rows.sequences(y), saved
-
-
-class HeadAttention(Attention):
-    """Attention of this rank's heads, over whole sequences.
-
-    context  the context-parallel ranks, which divide the heads of a tensor-parallel rank, or None
-    """
-
-    def __init__(
-        self, layers: Layers, context: Group | None, heads: int, kv_heads: int, *rest: Any
-    ):
-        run = own_run(layers.rows.group, heads, "heads")
-        own = own_run(layers.rows.group, kv_heads, "key and value heads")
-        if context:
-            part = own_run(context, len(run), "heads")
-            run = run[part.start : part.stop]
-            own = own_run(context, len(own), "key and value heads")
-        super().__init__(layers.ops, len(run), len(own), *rest)
-        self._rows = ReplicatedRows(layers.rows.group) if context else layers.rows
-        self.first, self.every = run.start, heads
-
-    def output_shape(self, shape):
-        return self._rows.as_sequences(super().output_shape(shape))
-
-    def forward(self, w, x, arena):
-        return super().forward(w, self._rows.sequences(x), arena)
-
-    def forward_next(self, w, x, past, arena):
-        # `layers/incremental.py` ignores the inherited method, because `forward` is overridden.
-        return super().forward_next(w, x, past, arena)
-
-    def backward_input(self, w, dy, saved, arena):
-        return super().backward_input(w, self._rows.sequences(dy), saved, arena)
-
-
-class ReplicatedLinear(FusedLinear):
-    """A linear layer with replicated weights: every rank computes all of its own rows.
-
-    With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
-    """
-
-    def __init__(self, layers: Layers, *arguments: Any):
-        super().__init__(layers.ops, *arguments)
-        self._partial = layers.rows.partial
-
-    def _base(self):
-        return [p._replace(holders="tp", partial=self._partial) for p in super()._base()]
-
-
-class ReplicatedNorm(Norm):
-    """A norm with replicated weights.
-
-    With sequence-parallel rows, each rank computes a summand of their gradient (`partial`).
-    """
-
-    def __init__(self, layers: Layers, *arguments: Any):
-        super().__init__(layers.ops, *arguments)
-        self._partial = layers.rows.partial
-
-    def parameters(self):
-        return [p._replace(holders="tp", partial=self._partial) for p in super().parameters()]
 
 
 def own_run(group: Group, count: int, what: str) -> range:

@@ -22,19 +22,20 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
+from mpitrain.layers.base import WholeRows
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 
 
-class ReplicatedRows:
+class ReplicatedRows(WholeRows):
     """Replicated activations: every rank has all rows, and an all-reduce sums each output.
 
     A layer begins with `whole`, which returns all rows of its input. It ends with `lease`,
@@ -42,13 +43,7 @@ class ReplicatedRows:
     output. `entered` returns the shape of that input with all rows, and `left` the
     shape of this rank's rows of the output.
 
-    partial  whether each rank computes only a summand of the gradient of a replicated norm: False,
-             since every rank has all rows
-    context  T of every sequence, for `sequences`; a single sequence may be shorter
     """
-
-    partial = False
-    context = 1
 
     def __init__(self, group: Group):
         self.group = group
@@ -71,46 +66,6 @@ class ReplicatedRows:
         if y is not sums:
             copy_rows(y, sums)
         return y
-
-    def whole(self, x: Any) -> Any:
-        """Return all rows of x, the input of a layer."""
-        return x
-
-    def kept(self, saved: Any, x: Any) -> Any:
-        """Return the state to save for backward.
-
-        saved  state of a product, with all rows of its input
-        x      this rank's rows of that input, which may replace all rows in the state
-        """
-        return saved
-
-    def regained(self, saved: Any) -> Any:
-        """Return the state with all rows of the input, from a state that `kept` returned."""
-        return saved
-
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Return a context for forward passes that are repeated just before their backward."""
-        return nullcontext()
-
-    def sequences(self, x: Any) -> Any:
-        """Reshape all rows (..., C) to (B, T, C)."""
-        return x.reshape(self.as_sequences(x.shape))
-
-    def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (B, T, C) for a shape of all rows."""
-        return tuple(shape)
-
-    def entered(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of all rows inside a layer, for a shape between layers."""
-        return tuple(shape)
-
-    def left(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape between layers, for a shape of all rows inside a layer."""
-        return tuple(shape)
-
-    def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return an input shape (B, T), no smaller than this one, whose rows divide among the ranks."""
-        return tuple(shape)
 
 
 @dataclass
@@ -171,6 +126,9 @@ class SequenceSharded(ReplicatedRows):
             yield
         finally:
             self._recomputes = False
+
+    def sequences(self, x: Any) -> Any:
+        return x.reshape(self.as_sequences(x.shape))
 
     def as_sequences(self, shape: Sequence[int]) -> tuple[int, ...]:
         rows = math.prod(shape[:-1])
