@@ -27,7 +27,7 @@ from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.device import DeviceTransport
-from mpitrain.transport.native import native_all_reduce, start_native_all_reduce
+from mpitrain.transport.native import bind_native_all_reduce
 from mpitrain.transport.windows import Location
 
 CACHED_BYTES = 1 << 17
@@ -331,14 +331,14 @@ class Native(Reduction):
         agreed: Agreed,
         arithmetic: Arithmetic,
     ):
-        self._transport, self._array, self._op = transport, array, op
+        self._native = bind_native_all_reduce(transport, array, op)
         self._request: Request
 
     def _run(self) -> None:
-        native_all_reduce(self._transport, self._array, self._op)
+        self._native.run()
 
     def _start(self) -> None:
-        self._request = start_native_all_reduce(self._transport, self._array, self._op)
+        self._request = self._native.start()
 
     def _advance(self) -> bool:
         return self._request.test()

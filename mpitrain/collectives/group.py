@@ -17,8 +17,7 @@ import numpy as np
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
 from mpitrain.collectives.direct import give_up_shared, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
-from mpitrain.collectives.engine.executor import Execution, Reduction, agree, unfit
-from mpitrain.collectives.engine.progress import mover
+from mpitrain.collectives.engine.executor import Execution, Reduction, agree, mover, unfit
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 class Group:
     """Communicator of our own collectives, as a process group of torch.distributed.
 
-    Every method is collective; the properties are not. Collectives of one array work in
+    Every method is collective. Collectives of one array work in
     place. Arrays are contiguous, of any shape. An array on n ranks has n chunks of nearly equal
     length; chunk r belongs to rank r.
 
@@ -58,6 +57,8 @@ class Group:
 
     Attributes
     ----------
+    rank, size : int
+        Number of this process within the group, from 0; number of ranks.
     scratch_bytes : int
         Bytes that all bound collectives have allocated, beside their arrays.
 
@@ -84,20 +85,11 @@ class Group:
         compares: bool = True,
     ):
         self.transport, self.algorithm, self.compares = transport, algorithm, compares
+        self.rank, self.size = transport.rank, transport.size
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
         self._exchanges = ActivationPool(self.arena)
         self.scratch_bytes = 0
-
-    @property
-    def rank(self) -> int:
-        """Number of this process within the group, from 0."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.transport.size
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of `array`, as MPI_Allreduce_init.

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.engine.progress import mover
+from mpitrain.collectives.engine.executor import Reduction, mover
 from mpitrain.collectives.selection.cost_model import part_bytes
 from mpitrain.layers.flat import Bucket, Storage
 from mpitrain.parallel.grid import Grid, share

@@ -45,8 +45,7 @@ import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.compose import Chain
-from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.engine.progress import ProgressEngine, mover
+from mpitrain.collectives.engine.executor import ProgressEngine, Reduction, mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradient, Gradients, Weights
 from mpitrain.layers.flat import Bucket, Storage, shard

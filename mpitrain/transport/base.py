@@ -94,10 +94,8 @@ class Transport(Protocol):
     """The objects that were built on this transport and that `close` closes first."""
     recorder: Recorder = SILENT
     """The recorder of this rank's messages and waits; SILENT until `record` sets another."""
-    waits: dict[str, int]
-    """In a recorder, the numbers of the names of waits: MESSAGES and LIBRARY_CALLS."""
-    tag_names: dict[int, int]
-    """In a recorder, the number of the name of each claimed tag."""
+    names: dict[str | int, int]
+    """The numbers of names in the recorder: of waits (MESSAGES, LIBRARY_CALLS), and of claimed tags."""
     admits_threads: bool
     """Whether a second thread may send and receive at the same time as the main thread.
 
@@ -115,20 +113,20 @@ class Transport(Protocol):
         from its start until this rank has seen it complete. Every call that blocks the recorder's
         thread is recorded as a wait. The wait is for the peer of a message, or for all ranks.
         """
-        self.recorder, self.tag_names = recorder, {}
-        self.waits = {
+        self.recorder = recorder
+        self.names = {
             what: recorder.name(what, self.members) for what in (MESSAGES, *LIBRARY_CALLS)
         }
 
     def begin_message(self, kind: int, array: Any, tag: int, peer: int) -> "Note":
         """Begin the record of a message; peer: the other rank of the whole job, or -1."""
-        recorder, name = self.recorder, self.tag_names.get(tag) or self.recorder.topic
+        recorder, name = self.recorder, self.names.get(tag) or self.recorder.topic
         span = recorder.begin(kind, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
         return name, peer, span
 
     def _name_tag(self, tag: int) -> None:
         naming = self.recorder.naming
-        self.tag_names[tag] = self.recorder.name(naming, self.members if naming else ())
+        self.names[tag] = self.recorder.name(naming, self.members if naming else ())
 
     def claim_tag(self) -> int:
         """Return a tag, from FIRST_CLAIMED_TAG on, that no other caller on this transport uses.

@@ -185,6 +185,8 @@ class SendRequest:
     source: int = -1
     note: Note | None = None
     _status: Any = None
+    _done = False
+    """Whether a receive has checked its message; MPI itself remembers that a send is complete."""
 
     def __init__(self, transport: MpiTransport, request: Any, what: str, peer: int | None = None):
         self._transport, self._job = transport, transport.job
@@ -222,32 +224,34 @@ class SendRequest:
             self._fail(error)
 
     def wait(self) -> None:
-        if self.note is None:
-            return self._wait()
-        recorder = self._transport.recorder
-        wait = recorder.wait(*self.note)
-        self._wait()
-        return recorder.go_on(wait)
-
-    def _wait(self) -> None:
+        recorder, note = self._transport.recorder, self.note
+        wait = 0 if note is None else recorder.wait(*note)
         if self._job.admitted:
             self._transport.wait_until(self.test, what=self)
-            return
-        self._transport.traffic.waits_for = self
-        try:
-            self._request.Wait(self._status)
-        except self._transport.MPI.Exception as error:
-            self._fail(error)
-        finally:
-            self._transport.traffic.waits_for = None
-        self._finish()
+        elif not self._done:
+            self._transport.traffic.waits_for = self
+            try:
+                self._request.Wait(self._status)
+            except self._transport.MPI.Exception as error:
+                self._fail(error)
+            finally:
+                self._transport.traffic.waits_for = None
+            self._finish()
+        if wait:
+            recorder.go_on(wait)
 
     def _finish(self) -> bool:
         self._job.requests.discard(self)
-        if self.note is not None and self.note[2]:
-            self._transport.recorder.end(self.note[2])
-            self.note = *self.note[:2], 0
+        if self.note is not None:
+            self._end_record()
         return True
+
+    def _end_record(self) -> None:
+        assert self.note
+        name, peer, span = self.note
+        if span:
+            self._transport.recorder.end(span)
+            self.note = name, peer, 0
 
     def __str__(self) -> str:
         return self._what
@@ -274,18 +278,15 @@ class ReceiveRequest(SendRequest):
     ):
         super().__init__(transport, request, what, peer)
         self._unit, self._count, self._status = unit, array.size, transport.MPI.Status()
-        self._done = False
 
     def test(self) -> bool:
         return self._done or super().test()
 
-    def _wait(self) -> None:
-        if not self._done:
-            super()._wait()
-
     def _finish(self) -> bool:
         """Check the size of the message that has arrived, and set `source`. Calls MPI."""
-        super()._finish()
+        self._job.requests.discard(self)
+        if self.note is not None:
+            self._end_record()
         arrived = self._status.Get_elements(self._unit)
         self.source = self._status.source
         if arrived != self._count:
@@ -315,7 +316,7 @@ class MpiTransport(Transport):
     def _connect(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None) -> None:
         self.MPI, self.comm, self._root = job.MPI, job.opened(comm), root or self
         self.job, MPI = job, job.MPI
-        self.needs_all = ulfm.needs_all(MPI)
+        self.needs_all, self.recorder = ulfm.needs_all(MPI), SILENT
         self.traffic: Traffic = root.traffic if root else Traffic()
         self.windows: Windows = root.windows if root else Windows()
         self.members: tuple[int, ...] = ()
@@ -413,9 +414,8 @@ class MpiTransport(Transport):
 
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> SendRequest:
         check_message(array, self.rank, (to,), self.size)
-        note = None
-        if self.recorder.is_on:
-            note = self.begin_message(SEND, array, tag, self.members[to])
+        recorded = self.recorder.is_on
+        note = self.begin_message(SEND, array, tag, self.members[to]) if recorded else None
         with self.job.lock:
             self.traffic.messages += 1
             self.traffic.nbytes += array.nbytes
@@ -440,9 +440,7 @@ class MpiTransport(Transport):
     def _receive(
         self, array: np.ndarray, source: int, tag: int, name: str, member: int
     ) -> ReceiveRequest:
-        note = None
-        if self.recorder.is_on:
-            note = self.begin_message(RECEIVE, array, tag, member)
+        note = self.begin_message(RECEIVE, array, tag, member) if self.recorder.is_on else None
         with self.job.lock:
             message, unit = self.message(array)
             what = f"recv from {name}, tag {tag}"
@@ -456,7 +454,7 @@ class MpiTransport(Transport):
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         # No event signals that a message has arrived.
-        wait = self.recorder.wait(self.waits[MESSAGES]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[MESSAGES]) if self.recorder.is_on else 0
         now, sent, traffic = pause, self.traffic.messages, self.traffic
         traffic.waits_for = self.job if what is None else what
         try:
@@ -483,7 +481,7 @@ class MpiTransport(Transport):
             self.job.admitted -= 1
 
     def barrier(self) -> None:
-        wait = self.recorder.wait(self.waits[BARRIER]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[BARRIER]) if self.recorder.is_on else 0
         self._barrier()
         if wait:
             self.recorder.go_on(wait)
@@ -522,7 +520,7 @@ class MpiTransport(Transport):
         return transport
 
     def gather_text(self, value: Any) -> list[Any]:
-        wait = self.recorder.wait(self.waits[WORDS]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[WORDS]) if self.recorder.is_on else 0
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.empty(self.size, np.int32)
         self._wait("Iallgather", np.int32(text.size).reshape(1), lengths)
@@ -595,7 +593,7 @@ class MpiTransport(Transport):
 
     def survivors(self) -> MpiTransport:
         ulfm.abandon(self.job)
-        recorder, self.recorder = self.recorder, SILENT
+        recorder = self.recorder
         self.windows, self.tenants = Windows(), Tenants()
         with self.job.lock, self.guard("MPI_Comm_shrink"):
             comm = self._base.Shrink()

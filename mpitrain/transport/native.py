@@ -1,14 +1,14 @@
 """The MPI library's own collectives: peers in measurements, and the all-reduce of algorithm "native"."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.errors import CommError
 from mpitrain.machine.backend import on_device
 from mpitrain.trace.recorder import NATIVE, REDUCTION
-from mpitrain.transport.base import Request, Several, Transport, check_message
+from mpitrain.transport.base import Note, Request, Several, Transport, check_message
 from mpitrain.transport.device import DeviceTransport
 from mpitrain.transport.mpi import REDUCED, MpiTransport, SendRequest
 from mpitrain.transport.threads import ThreadTransport
@@ -42,67 +42,99 @@ def native_dtypes(transport: Transport) -> Sequence[str]:
     return OF_THREADS if isinstance(_host(transport), ThreadTransport) else REDUCED
 
 
-def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
-    """Run the MPI library's own all-reduce, in place. Collective.
+class NativeAllReduce(NamedTuple):
+    """The library's own all-reduce of an array, in place.
+
+    run    runs it. Collective
+    start  begins it, as MPI_Iallreduce. Collective; non-blocking only for an array in host memory
+    """
+
+    run: Callable[[], None]
+    start: Callable[[], Request]
+
+
+def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> NativeAllReduce:
+    """Return the MPI library's own all-reduce of an array.
 
     array   contiguous, with a dtype in `native_dtypes`
     op      as in `Group.bind`
-    raises  CommError if the library cannot reduce this dtype
+    raises  by its runs, CommError if the library cannot reduce this dtype
     """
-    recorder = transport.recorder
-    wait = recorder.wait(transport.waits[NATIVE]) if recorder.is_on else 0
-    if on_device(array) and isinstance(transport, DeviceTransport):
-        transport.on_host(array, lambda lent: _all_reduce(transport.host, lent, op))
-    else:
-        _all_reduce(_host(transport), array, op)
-    recorder.go_on(wait)
-
-
-def start_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> Request:
-    """Begin `native_all_reduce`, as MPI_Iallreduce. Collective.
-
-    The call is non-blocking only for an array in host memory.
-    """
-    if on_device(array) and isinstance(transport, DeviceTransport):
-        # Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045). A request for no
-        # message is complete at once.
-        native_all_reduce(transport, array, op)
-        return Several([])
     host, recorder = _host(transport), transport.recorder
-    note = None
-    if recorder.is_on:
-        name = transport.waits[NATIVE]
-        note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
-    if isinstance(host, ThreadTransport):
-        arrival = host.start_all_reduce(array, op)
-        arrival.note = note
-        return arrival
-    assert isinstance(host, MpiTransport)
-    _check(host, array)
-    with host.job.lock, host.guard("MPI_Iallreduce"):
-        in_place, kind = host.MPI.IN_PLACE, getattr(host.MPI, OPS[op])
-        requests = [
-            # A rank may end while another one computes and makes no progress.
-            SendRequest(host, host.comm.Iallreduce(in_place, part, kind), "native all-reduce", -1)
-            for part in _parts(host, array)
-        ]
-    requests[-1].note = note
-    return Several(requests)
+    blocking, starting = (_of_threads if isinstance(host, ThreadTransport) else _of_mpi)(host, op)
+
+    staged: DeviceTransport | None = None
+    if on_device(array) and isinstance(transport, DeviceTransport):
+        staged = transport
+
+    def run() -> None:
+        wait = recorder.wait(transport.names[NATIVE]) if recorder.is_on else 0
+        if staged is None:
+            blocking(array)
+        else:
+            staged.on_host(array, blocking)
+        recorder.go_on(wait)
+
+    def start() -> Request:
+        if staged is not None:
+            # Open MPI cannot begin an all-reduce on GPU memory (open-mpi/ompi#12045). A request for
+            # no message is complete at once.
+            run()
+            return Several([])
+        note = None
+        if recorder.is_on:
+            name = transport.names[NATIVE]
+            note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
+        return starting(array, note)
+
+    return NativeAllReduce(run, start)
 
 
-def _host(transport: Transport) -> Transport:
+def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
+    """Bind and run the library's own all-reduce of an array. Collective."""
+    bind_native_all_reduce(transport, array, op).run()
+
+
+def _host(transport: Transport) -> Any:
     return transport.host if isinstance(transport, DeviceTransport) else transport
 
 
-def _all_reduce(host: Transport, array: Any, op: str) -> None:
-    if isinstance(host, ThreadTransport):
-        host.start_all_reduce(array, op).wait()
-        return
-    assert isinstance(host, MpiTransport)
-    _check(host, array)
-    with host.job.lock, host.guard("MPI_Allreduce"):
-        for part in _parts(host, array):
-            host.comm.Allreduce(host.MPI.IN_PLACE, part, getattr(host.MPI, OPS[op]))
+Ways = tuple[Callable[[Any], None], Callable[[Any, Note | None], Request]]
+"""The blocking all-reduce of an array, and the one that is started, with its record in the trace."""
+
+
+def _of_threads(host: ThreadTransport, op: str) -> Ways:
+    def start(array: Any, note: Note | None) -> Request:
+        arrival = host.start_all_reduce(array, op)
+        arrival.note = note
+        return arrival
+
+    return (lambda array: host.start_all_reduce(array, op).wait()), start
+
+
+def _of_mpi(host: MpiTransport, op: str) -> Ways:
+    in_place, kind, lock = host.MPI.IN_PLACE, getattr(host.MPI, OPS[op]), host.job.lock
+    guard = host.guard("MPI_Allreduce")
+
+    def run(array: Any) -> None:
+        _check(host, array)
+        with lock, guard:
+            for part in _parts(host, array):
+                host.comm.Allreduce(in_place, part, kind)
+
+    def start(array: Any, note: Note | None) -> Request:
+        _check(host, array)
+        with lock, host.guard("MPI_Iallreduce"):
+            # A rank may end while another one computes and makes no progress.
+            peer, what = -1, "native all-reduce"
+            requests = [
+                SendRequest(host, host.comm.Iallreduce(in_place, part, kind), what, peer)
+                for part in _parts(host, array)
+            ]
+        requests[-1].note = note
+        return Several(requests)
+
+    return run, start
 
 
 def _parts(host: MpiTransport, array: Any) -> list[list]:

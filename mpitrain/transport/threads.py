@@ -492,7 +492,7 @@ class ThreadTransport(Transport):
         return message.post()
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
-        wait = self.recorder.wait(self.waits[MESSAGES]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[MESSAGES]) if self.recorder.is_on else 0
         self.world.wait_until(self.me, done, what)
         self.recorder.go_on(wait)
 
@@ -509,12 +509,12 @@ class ThreadTransport(Transport):
         return everyone
 
     def barrier(self) -> None:
-        wait = self.recorder.wait(self.waits[BARRIER]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[BARRIER]) if self.recorder.is_on else 0
         self.meet("barrier", None)
         self.recorder.go_on(wait)
 
     def gather_text(self, value: Any) -> list[Any]:
-        wait = self.recorder.wait(self.waits[WORDS]) if self.recorder.is_on else 0
+        wait = self.recorder.wait(self.names[WORDS]) if self.recorder.is_on else 0
         texts = self.meet("gather_text", json.dumps(value))
         self.recorder.go_on(wait)
         return [json.loads(text) for text in texts]

@@ -7,10 +7,10 @@ import weakref
 
 import numpy as np
 
-from mpitrain.collectives.engine.progress import ProgressThread
+from mpitrain.collectives.engine.executor import ProgressThread
 from mpitrain.collectives.group import Group
 from mpitrain.errors import PeerLost
-from mpitrain.transport.native import bind_native, native_all_reduce, start_native_all_reduce
+from mpitrain.transport.native import bind_native, bind_native_all_reduce, native_all_reduce
 
 LARGE = 1 << 20
 """Elements of a message that no MPI sends before its receive is posted."""
@@ -62,9 +62,9 @@ CALLS = {
     "gather-text": lambda transport, peer: transport.gather_text("here"),
     "allocate": lambda transport, peer: transport.allocate(64, np.float32),
     "native": lambda transport, peer: native_all_reduce(transport, np.ones(64)),
-    "native-started": lambda transport, peer: start_native_all_reduce(
-        transport, np.ones(64)
-    ).wait(),
+    "native-started": lambda transport, peer: (
+        bind_native_all_reduce(transport, np.ones(64)).start().wait()
+    ),
     "broadcast": native("broadcast"),
     "all-to-all": native("all-to-all"),
     "ring": bound,

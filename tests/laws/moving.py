@@ -7,7 +7,7 @@ import numpy as np
 
 from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import parse_wire
-from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread
+from mpitrain.collectives.engine.executor import ProgressEngine, ProgressThread
 from mpitrain.collectives.group import bind
 from tests.laws.transport import coded
 from tests.processes import SECONDS
@@ -42,7 +42,7 @@ class MovingLaws:
     def law_a_progress_thread_gives_the_same_bits_without_polls(self, transport):
         transport = apart(transport)
         wanted = {way: brought(transport.rank, way) for way in WAYS}
-        by_caller = PolledProgress(transport)
+        by_caller = ProgressEngine(transport)
         for way, array in wanted.items():
             by_caller.start(bound(transport, way, array))
         by_caller.wait()

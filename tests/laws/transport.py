@@ -11,9 +11,9 @@ from mpitrain.errors import CommError
 from mpitrain.transport.native import (
     NATIVE_OPERATIONS,
     bind_native,
+    bind_native_all_reduce,
     native_all_reduce,
     native_dtypes,
-    start_native_all_reduce,
 )
 
 
@@ -154,7 +154,7 @@ class TransportLaws:
 
     def law_wait_any_takes_reductions_of_the_library_too(self, transport):
         array = coded(transport.rank, 1001)
-        assert transport.wait_any([start_native_all_reduce(transport, array)]) == 0
+        assert transport.wait_any([bind_native_all_reduce(transport, array).start()]) == 0
         assert np.array_equal(array, sum(coded(rank, 1001) for rank in range(transport.size)))
 
     def law_a_server_waits_for_any_message_and_any_reply(self, transport):
@@ -221,7 +221,7 @@ class TransportLaws:
                 native_all_reduce(transport, mine)
                 assert np.array_equal(mine, stack.sum(axis=0))
                 mine = coded(transport.rank, count, dtype)
-                request = start_native_all_reduce(transport, mine, "maximum")
+                request = bind_native_all_reduce(transport, mine, "maximum").start()
                 while not request.test():
                     pass
                 assert np.array_equal(mine, stack.max(axis=0))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.cuda_ipc import StreamOrdered
-from mpitrain.collectives.engine.progress import PolledProgress
+from mpitrain.collectives.engine.executor import ProgressEngine
 from mpitrain.collectives.group import bind
 from mpitrain.machine import cuda
 from mpitrain.machine.cuda import CudaBackend
@@ -37,7 +37,7 @@ def test_processes_sum_exactly_with_several_buckets_in_flight(
         reductions = [bind(over, array, algorithm="shared") for array in arrays]
         assert all(isinstance(one, StreamOrdered) for one in reductions)
         assert len(gpu.opened) == (mpi_ranks - 1) * (2 * len(COUNTS) - 1), "not of empty arrays"
-        moving = PolledProgress(over)
+        moving = ProgressEngine(over)
         for run in range(RUNS):
             for array, reduction in zip(arrays, reductions, strict=True):
                 array[...] = memory.from_host(brought(transport.rank, array.size, run))

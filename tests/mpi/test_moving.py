@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread, mover
+from mpitrain.collectives.engine.executor import ProgressEngine, ProgressThread, mover
 from mpitrain.transport.mpi import connect
 from tests.training import STEPS, TINY, configured, curve
 
@@ -16,7 +16,7 @@ def test_between_hosts_a_thread_leaves_every_bit_as_it_is(mpi_ranks, settings, m
 
     transport, begun, begin = connect(), [], ProgressThread._begin
     assert transport.admits_threads
-    assert type(mover(transport, [])) is PolledProgress
+    assert type(mover(transport, [])) is ProgressEngine
     monkeypatch.setattr(
         MPI, "Get_processor_name", lambda: f"host{MPI.COMM_WORLD.rank}"
     )  # of transports split off from now on

@@ -1,17 +1,21 @@
-"""Collectives bound to buffers: what the ranks agree on when they bind, and the executor of plans.
+"""Collectives bound to buffers: what the ranks agree on when they bind, the executor of plans, and progress.
 
 Binding compares arguments, makes views of the array and allocates scratch. A run does none of these.
+Started reductions progress when they are polled, between layers, or in a background thread.
 """
 
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, pieces
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.trace.recorder import REDUCTION, SILENT, Recorder
 from mpitrain.transport.base import Request, Transport, named
 from mpitrain.transport.device import aside
@@ -39,6 +43,16 @@ WINDOW = 8
 """Messages in flight at once in each direction, to all peers together.
 
 They are enough to fill a link, and few enough not to queue in front of it.
+"""
+
+
+PAUSE = 2e-4
+"""Shortest pause between two rounds of polls, in seconds: a round may take the lock from the main thread."""
+
+TURN = 2e-4
+"""Seconds after which Python passes the interpreter lock to a thread that waits for it.
+
+Python's default of 5 ms leaves links idle whenever the main thread is between two long operations.
 """
 
 
@@ -104,13 +118,18 @@ class Reduction:
         CommError
             If the previous run has not ended.
         """
-        self._begin()
-        began, wait = time.perf_counter(), self._span and self._recorder.wait(self._name)
-        self._run()
-        if wait:
+        if self._is_under_way:
+            raise _started_twice()
+        began = time.perf_counter()
+        if self._recorder.is_on:
+            self._begin_span()
+            wait = self._recorder.wait(self._name)
+            self._run()
             self._recorder.go_on(wait)
+            self._end_span()
+        else:
+            self._run()
         self.waited_s += time.perf_counter() - began
-        self._end()
 
     def start(self) -> None:
         """Start a run, and send the messages that need no other message first.
@@ -120,7 +139,10 @@ class Reduction:
         CommError
             If the previous run has not ended.
         """
-        self._begin()
+        if self._is_under_way:
+            raise _started_twice()
+        if self._recorder.is_on:
+            self._begin_span()
         self._start()
         self._is_under_way = True
 
@@ -133,20 +155,20 @@ class Reduction:
             True once the result is in the buffer, and before the first start.
         """
         if self._is_under_way and self._advance():
-            self._end()
+            self._is_under_way = False
+            self._end_span()
         return not self._is_under_way
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
-        recorder, began, wait = self._recorder, time.perf_counter(), 0
-        if recorder.is_on:
-            wait = recorder.wait(self._name)
+        began = time.perf_counter()
+        wait = self._recorder.wait(self._name)
         if self._is_under_way:
             self._finish()
-        if wait:
-            recorder.go_on(wait)
+            self._is_under_way = False
+        self._recorder.go_on(wait)
         self.waited_s += time.perf_counter() - began
-        self._end()
+        self._end_span()
 
     def _run(self) -> None:
         self._start()
@@ -163,20 +185,20 @@ class Reduction:
         """Block until the run under way has ended."""
         raise NotImplementedError
 
-    def _begin(self) -> None:
-        if self._is_under_way:
-            raise CommError(
-                "A reduction was started again before its last run had ended.",
-                "Call wait() first, or bind one reduction per buffer.",
-            )
-        if self._recorder.is_on:
-            self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
+    def _begin_span(self) -> None:
+        self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
 
-    def _end(self) -> None:
-        self._is_under_way = False
+    def _end_span(self) -> None:
         if self._span:
             self._recorder.end(self._span)
             self._span = 0
+
+
+def _started_twice() -> CommError:
+    return CommError(
+        "A reduction was started again before its last run had ended.",
+        "Call wait() first, or bind one reduction per buffer.",
+    )
 
 
 class Agreed(NamedTuple):
@@ -217,13 +239,14 @@ def agree(
     arguments["tag"] = tag
     if problem is None:
         arguments |= {"count": array.size, "dtype": array.dtype.name}
+    owns: Sequence[Any] = ()
     if compares:
         everyone, owns = zip(*transport.gather_text([arguments, own]), strict=True)
         _check_equal(transport, operation, everyone)
-    elif problem is None:
-        owns = () if own is None else transport.gather_text(own)
-    else:
+    elif problem is not None:
         raise _unfit_error(transport, operation, transport.rank, problem)
+    elif own is not None:
+        owns = transport.gather_text(own)
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)
@@ -480,3 +503,146 @@ def _bound_step(
         combines.append((target, received))
         used += target.size
     return _BoundStep(after, sends, receives, copies, combines)
+
+
+class ProgressEngine:
+    """Drives the reductions of one transport from their start to their end.
+
+    It works while its caller is inside one of its methods. One thread calls it, in the same order on
+    all ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._started: list[Reduction] = []
+
+    def start(self, reduction: Reduction) -> None:
+        """Start the reduction, and drive it from now on."""
+        reduction.start()
+        self._started.append(reduction)
+
+    def poll(self) -> None:
+        """Progress all started reductions without blocking."""
+        for reduction in self._started:
+            reduction.poll()
+
+    def wait(self, reduction: Reduction | None = None) -> None:
+        """Block until `reduction` has ended, or all started ones if None.
+
+        All started reductions progress meanwhile.
+        """
+        self._transport.wait_until(partial(_ended, self._started, reduction))
+        self._started = [
+            one for one in self._started if reduction is not None and one is not reduction
+        ]
+
+    def leave(self) -> None:
+        """Stop driving the started reductions; the caller waits for each of them itself."""
+        self._started = []
+
+
+class ProgressThread(ProgressEngine):
+    """Progress engine with a background thread, which lives from the first start to the wait.
+
+    The thread calls the transport only to poll started reductions that have not ended. Reductions
+    add in the order of their plans, so the result is bitwise equal to a polled run. The thread also
+    ends when the thread that started it ends. So a job that fails between start and wait can exit.
+
+    raises  any error of the thread, at the next call; an error of an unexpected type becomes a
+            CommError that names the rank
+    """
+
+    def __init__(self, transport: Transport):
+        super().__init__(transport)
+        self._ended: set[int] = set()  # ids of the reductions that have ended in the thread
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._error: Exception | None = None
+
+    def start(self, reduction: Reduction) -> None:
+        self.poll()
+        reduction.start()
+        # This follows the start: until then, the thread must not poll the reduction.
+        self._ended.discard(id(reduction))
+        self._started.append(reduction)
+        if self._thread is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._stop = False
+        sys.setswitchinterval(min(TURN, sys.getswitchinterval()))
+        self._transport.admit_thread()
+        self._thread = threading.Thread(
+            target=self._run, args=(threading.current_thread(),), name="mover"
+        )
+        self._thread.start()
+
+    def poll(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, reduction: Reduction | None = None) -> None:
+        left = [one for one in self._started if reduction is not None and one is not reduction]
+        has_ended = id(reduction) in self._ended
+        if not (left and has_ended):
+            self._end()
+        self.poll()
+        if not has_ended:
+            self._transport.wait_until(partial(_ended, self._started, reduction))
+        self._started = left
+        if left and self._thread is None:
+            self._begin()
+
+    def leave(self) -> None:
+        self._end()
+        self.poll()
+        self._started = []
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._stop = True
+            self._thread.join()
+            self._thread = None
+        self._ended.clear()
+
+    def _run(self, owner: threading.Thread) -> None:
+        def is_over() -> bool:
+            if not self._stop:
+                for reduction in tuple(self._started):
+                    if id(reduction) not in self._ended and reduction.poll():
+                        self._ended.add(id(reduction))
+            return self._stop or not owner.is_alive()
+
+        try:
+            self._transport.wait_until(is_over, PAUSE)
+        except MpitrainError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CommError(
+                f"rank {self._transport.rank}: the progress thread of the reductions failed: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._error.__cause__ = error
+        finally:
+            self._transport.dismiss_thread()
+
+
+def _ended(started: Sequence[Reduction], awaited: Reduction | None = None) -> bool:
+    """Poll all reductions; return whether `awaited` has ended, or all of them if None."""
+    # This polls every reduction, even if the first one has not ended.
+    ended = {id(reduction): reduction.poll() for reduction in tuple(started)}
+    return all(ended.values()) if awaited is None else ended[id(awaited)]
+
+
+def mover(transport: Transport, reductions: Sequence[Reduction]) -> ProgressEngine:
+    """Return the progress engine for these reductions: a thread, or one that is polled.
+
+    A thread needs a transport that admits it, and reductions whose `is_messages` is True. If
+    all ranks are on one host, the engine polls, because a thread would hide little time there.
+    """
+    can = transport.admits_threads and all(reduction.is_messages for reduction in reductions)
+    return (
+        ProgressThread(transport)
+        if can and len(set(transport.hosts)) > 1
+        else ProgressEngine(transport)
+    )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine.progress import PolledProgress, ProgressThread, mover
+from mpitrain.collectives.engine.executor import ProgressEngine, ProgressThread, mover
 from mpitrain.collectives.group import Group, bind
 from mpitrain.config import Layout
 from mpitrain.errors import CommError
@@ -34,10 +34,10 @@ def test_a_thread_moves_messages_between_hosts_and_nothing_else():
 
     assert run_ranks(2, chosen, "ring", hosts="ab") == [ProgressThread] * 2
     assert run_ranks(3, chosen, "hierarchical", hosts="aab") == [ProgressThread] * 3
-    assert run_ranks(2, chosen, "ring", hosts="aa") == [PolledProgress] * 2
-    assert run_ranks(2, chosen, "shared", hosts="aa") == [PolledProgress] * 2
-    assert run_ranks(2, chosen, "native", hosts="ab") == [PolledProgress] * 2
-    assert run_ranks(2, chosen, "ring", polled, hosts="ab") == [PolledProgress] * 2
+    assert run_ranks(2, chosen, "ring", hosts="aa") == [ProgressEngine] * 2
+    assert run_ranks(2, chosen, "shared", hosts="aa") == [ProgressEngine] * 2
+    assert run_ranks(2, chosen, "native", hosts="ab") == [ProgressEngine] * 2
+    assert run_ranks(2, chosen, "ring", polled, hosts="ab") == [ProgressEngine] * 2
 
 
 def test_a_waiting_thread_gets_the_interpreter_within_milliseconds():
@@ -182,7 +182,7 @@ def test_the_thread_does_not_keep_a_program_from_ending():
     code = """
 import numpy as np
 from mpitrain.collectives.engine.executor import Execution
-from mpitrain.collectives.engine.progress import ProgressThread
+from mpitrain.collectives.engine.executor import ProgressThread
 from mpitrain.collectives.plans.ring import all_reduce
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import World

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.collectives.engine import progress
+from mpitrain.collectives.engine import executor
 from mpitrain.collectives.selection.table import choices
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
@@ -88,13 +88,13 @@ def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings
 )
 def test_between_hosts_a_progress_thread_changes_no_bit(settings, threads, monkeypatch):
     """threads: of each rank; gradients and parameters of ZeRO 1 and 2 have one each."""
-    started, start = [], progress.ProgressThread.start
+    started, start = [], executor.ProgressThread.start
 
     def noted(self, reduction):
         started.append(self)
         start(self, reduction)
 
-    monkeypatch.setattr(progress.ProgressThread, "start", noted)
+    monkeypatch.setattr(executor.ProgressThread, "start", noted)
     base = [*TINY, "replication.algorithm=ring", *settings]
     without, beside = (
         curves(3, *base, f"replication.progress_thread={way}", steps=4, hosts="aab")
@@ -105,7 +105,7 @@ def test_between_hosts_a_progress_thread_changes_no_bit(settings, threads, monke
 
 
 def test_within_a_host_no_thread_is_started(monkeypatch):
-    monkeypatch.setattr(progress, "ProgressThread", None)
+    monkeypatch.setattr(executor, "ProgressThread", None)
     curves(2, *TINY, steps=1)
 
 

@@ -10,7 +10,7 @@ from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.errors import CommError, TrainingError
-from mpitrain.transport.native import start_native_all_reduce
+from mpitrain.transport.native import bind_native_all_reduce
 from mpitrain.transport.threads import run_ranks
 from tests.laws.transport import raises_comm_error
 
@@ -252,7 +252,7 @@ def test_a_posted_receive_reads_as_nan_until_it_is_complete():
 def test_an_array_changed_during_a_native_reduction_spoils_it():
     def hurry(transport):
         array = np.ones(1)
-        request = start_native_all_reduce(transport, array)
+        request = bind_native_all_reduce(transport, array).start()
         array[:] = 5
         request.wait()
         return array[0]

@@ -8,7 +8,7 @@ import pytest
 from mpitrain.transport.base import AnyOf
 from mpitrain.transport.failures import Guard, MpiJob, needs
 from mpitrain.transport.mpi import MpiTransport, SendRequest
-from mpitrain.transport.native import start_native_all_reduce
+from mpitrain.transport.native import bind_native_all_reduce
 
 MEMBERS = (0, 4, 5)
 """Ranks of a split transport in the whole job; this one is rank 0."""
@@ -71,7 +71,7 @@ def test_a_started_library_all_reduce_goes_on_while_one_rank_computes(job):
     transport.job, transport.comm = job, SimpleNamespace(Iallreduce=lambda *of: None)
     transport.members, transport.rank, transport.size, transport.own_name = MEMBERS, 0, 3, ""
     transport.types = {array.dtype: None}
-    start_native_all_reduce(transport, array)
+    bind_native_all_reduce(transport, array).start()
     (one,) = job.requests
     assert not needs(one, {4}) and needs(one, {4, 5})
 
