@@ -57,7 +57,7 @@ from mpitrain.run.job import (
     with_data_found,
     with_micro_batches,
 )
-from mpitrain.run.memory import Room, StepCounts, check_memory
+from mpitrain.run.memory import StepCounts, check_memory
 from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
 from mpitrain.run.run_dir import (
     check_meaning,
@@ -114,23 +114,36 @@ def build(
     folder = Path(checkpoint_dir) if checkpoint_dir else None
     largest, scaling = (None, None) if source else _scanned(transport, job)
 
-    def opened() -> tuple[Job, Models | None, Room, StepCounts]:
-        data = source or _source(job.config, largest, scaling, job.location)
-        return _opened(transport, replace(job, source=data), folder, is_own=source is None)
+    models: Models | None = None
+    counts = StepCounts()
 
-    job, models, room, counts = on_all_ranks(
-        transport, opened, FILES, lambda parts: _facts(*parts[:2], has_files=not source)
+    def opened() -> Job:
+        nonlocal job, models, counts
+        data = source or _source(job.config, largest, scaling, job.location)
+        name = "this data source" if source else job.config.data.source
+        job = _fitted(replace(job, source=data), name, transport.rank == 0)
+        models = _models(job, folder, transport.rank)
+        counts = _counted(transport, job)
+        job = replace(job, facts=_facts(job, models, has_files=not source))
+        return job
+
+    is_timed = job.config.pipeline.partition == TIME
+    does_compile = job.device.kernels is not None and transport.size > 1
+    if is_ahead := is_timed or does_compile:
+        on_all_ranks(transport, opened, FILES, lambda job: job.facts)
+        if is_timed:
+            job = _cut_by_time(transport, job)
+            counts = on_all_ranks(transport, lambda: _counted(transport, job))
+        _prepare(transport, job.device)
+    # Else the ranks agree on the data and on the units together.
+    trainer = Trainer(
+        transport, lambda layers: job.units(layers), job, opened=None if is_ahead else opened
     )
-    checkpoint = loading.read_beside(transport, folder) if folder else None
-    if job.config.pipeline.partition == TIME:
-        job = timed = _cut_by_time(transport, job)
-        counts = on_all_ranks(transport, lambda: _counted(transport.rank, timed, room))
-    _prepare(transport, job.device)
-    trainer = Trainer(transport, job.units, job)
     trainer.counted = counts
     kept = trainer.replication.kept()
     if models:
         trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
+    checkpoint = loading.read_beside(transport, folder) if folder else None
     if checkpoint:
         if models:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
@@ -140,21 +153,6 @@ def build(
     if checkpoint or models:
         trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
     return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
-
-
-def _opened(
-    transport: Transport, job: Job, checkpoint: Path | None, is_own: bool
-) -> tuple[Job, Models | None, Room, StepCounts]:
-    """Fit a job to its data on this rank, and locate the models that it starts from; MpitrainError.
-
-    is_own   whether the data are those of data.source
-    returns  the models are None if parameters are drawn or in a checkpoint
-    """
-    name = job.config.data.source if is_own else "this data source"
-    job = _fitted(job, name, transport.rank == 0)
-    models = _models(job, checkpoint, transport.rank)
-    room = check_memory(transport, job)
-    return job, models, room, _counted(transport.rank, job, room)
 
 
 def _fitted(job: Job, name: str, says: bool) -> Job:
@@ -240,17 +238,18 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
     return config.changed({"run.steps": steps})
 
 
-def _counted(rank: int, job: Job, room: Room) -> StepCounts:
-    """Count a step of this rank; ConfigError if its activations do not fit in `room`.
+def _counted(transport: Transport, job: Job) -> StepCounts:
+    """Count a step of this rank; ConfigError if its state or its activations do not fit in memory.
 
     A job on the host counts nothing unless memory.limit_gb is set.
     """
+    room = check_memory(transport, job)
     if job.device.kernels is None and not job.config.memory.limit_gb:
         return StepCounts()
     from mpitrain.run.count.step import check_activations
 
     again = partial(with_micro_batches, job)
-    return check_activations(job, job.source, job.units, room, rank, again)
+    return check_activations(job, job.source, job.units, room, transport.rank, again)
 
 
 def open_data(transport: Transport, job: Job) -> Source:

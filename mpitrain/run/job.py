@@ -41,7 +41,7 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import goes_in_passes
 from mpitrain.run.checkpoint.manifest import Done
-from mpitrain.run.rules import check
+from mpitrain.run.choices import check
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -93,6 +93,7 @@ class Job:
     device    the device of this rank
     done      the progress: steps and samples so far, and the identity of the run
     location  the run directory and the checkpoint to resume from
+    facts     values that must be equal on all ranks, as JSON; of files and of data
     source    the data source, or only its sizes where no data are needed
     trainer   a Trainer: the model, ready for training or inference
 
@@ -108,6 +109,7 @@ class Job:
     device: Device
     done: Done = field(default_factory=lambda: Done(0, 0, ""))
     location: RunLocation = field(default_factory=RunLocation)
+    facts: dict[str, Any] = field(default_factory=dict)
     # `build` sets both. The type of the trainer is not named, for its module imports this one.
     source: Source | Unopened = None  # type: ignore[assignment]
     trainer: Any = None
@@ -282,7 +284,7 @@ def say_why_numpy(lacking: Sequence[str], hosts: Sequence[str]) -> None:
 def resolve_here(
     config: Config, hosts: Sequence[str], machine: tuple[Gpu, str] | None = None
 ) -> Job:
-    """Resolve a configuration from `parse` on this rank; `agree_on` does so on all ranks together.
+    """Resolve a configuration on this rank; `agree_on` does so on all ranks together.
 
     hosts    host of every rank, by rank
     machine  as `machine_of` returns it; None: it is called
@@ -290,13 +292,12 @@ def resolve_here(
     """
     kind, passes = config.device.kind, config.device.passes
     gpu, lacks = machine or machine_of(config)
-    if is_chosen_here := kind == "auto":
+    if kind == "auto":
         kind = "cuda" if gpu.seen else "cpu"
     if (kind, passes) == ("cpu", "auto"):
         passes = "numpy" if lacks else "compiled"
     config = config.changed({"device.kind": kind, "device.passes": passes})
-    if config.device.kind == "cuda" and is_chosen_here:
-        check(config)  # `parse` did not know the kind.
+    check(config)  # The kind that replaced `auto` has rules of its own.
     config = checked(config)
     servers = servers_of(config)
     sizes = axes(config, len(hosts), servers)

@@ -33,7 +33,7 @@ from mpitrain.parallel.tensor.layer_factory import (
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run.inference import Indices, Inference, Reader
-from mpitrain.run.job import Job, agree_on
+from mpitrain.run.job import FILES, Job, agree_on
 from mpitrain.run.memory import StepCounts
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -56,6 +56,9 @@ class Trainer:
         The configuration, from `parse`.
     loss : Loss, optional
         The loss function. None: that of model.loss.
+    opened : callable, optional
+        Returns the job with what its data determine. It is called on each rank before `units`, and
+        an error of one rank is raised on all.
 
     Attributes
     ----------
@@ -84,6 +87,7 @@ class Trainer:
         units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
         config: Config | Job,
         loss: Loss | None = None,
+        opened: Callable[[], Job] | None = None,
     ):
         # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
         self.counted = StepCounts()
@@ -112,7 +116,7 @@ class Trainer:
             tp_algorithm=self.config.layout.algorithm,
         )
         try:
-            self._build(units, loss)
+            self._build(units, loss, opened)
         except MpitrainError as error:
             if error.agreed:
                 self.grid.close()
@@ -122,7 +126,10 @@ class Trainer:
         transport.tenants.add(self.close)
 
     def _build(
-        self, units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]], loss: Loss | None
+        self,
+        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
+        loss: Loss | None,
+        opened: Callable[[], Job] | None,
     ) -> None:
         """Make the units, their storage, the replication and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
@@ -131,6 +138,10 @@ class Trainer:
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp, **settings)
 
         def assigned() -> Chunks:
+            if opened:
+                self.resolved = opened()
+                self.config = self.resolved.config
+                layers.keys = self.config.model
             config = self.config
             cut = cut_in_chunks(
                 units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
@@ -147,7 +158,7 @@ class Trainer:
             grid.check()
             return cut
 
-        cut = on_all_ranks(self.transport, assigned)
+        cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.resolved.facts)
         model, chunks, tied = cut
         decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
         if layers.rows.partial or layers.context:

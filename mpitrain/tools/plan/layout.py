@@ -56,7 +56,7 @@ from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
 from mpitrain.run.memory import stage_sizes
-from mpitrain.run.rules import check, check_each, of_model
+from mpitrain.run.rules import check_each, of_model
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -407,7 +407,6 @@ class Planner:
         """Return the error with which `train` would refuse a layout."""
         config = layout.of(self._config)
         try:
-            check(config)
             resolve_here(config, self._hosts)
         except ConfigError as error:
             return error

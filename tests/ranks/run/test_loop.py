@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.config import parse, with_settings
+from mpitrain.config import with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.layers.base import backward
@@ -30,6 +30,7 @@ from mpitrain.run import choices, loop, watchdog
 from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
+from mpitrain.run.choices import parse
 from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.metrics import read_metrics
