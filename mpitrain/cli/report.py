@@ -1,6 +1,7 @@
 """`mpitrain runs report`: where the time of runs went, and the last known action of each rank."""
 
 import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,16 +13,10 @@ from mpitrain.cli.job_options import Outputs, in_words, language_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
-    from mpitrain.tools.report.pictures import PageSection
-    from mpitrain.trace.timeline import Timeline
-
-    Drawn = tuple[Timeline, range | None]
+    from mpitrain.tools.report.page import RunReport
 
 FOLDER, PAGE, PERFETTO = "report", "report.html", "perfetto.json"
-PICTURES = "timeline, picture or page"
-TIMELINE, METRICS_PICTURE = "timeline.png", "metrics.png"
 
 
 @click.command(cls=RootCommand)
@@ -38,30 +33,71 @@ TIMELINE, METRICS_PICTURE = "timeline.png", "metrics.png"
 @click.option(
     "--stacks", "with_stacks", is_flag=True, help="With --now: print the Python stacks, too."
 )
+@click.option(
+    "--watch",
+    "follows",
+    is_flag=True,
+    help="Write the page again every few seconds until the runs have ended; it reads itself again in the browser.",
+)
 @language_option(is_passed=False)
-def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
+def command(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool, follows: bool) -> None:
     """Print where the time of runs went, from the traces of their ranks.
 
     If a run crashed or was killed, print the last known action of each rank. With --now,
     print the state of a run in progress.
 
-    The timeline of all ranks is written to RUN/report, as a picture and as a trace for Perfetto or
-    Chrome. The first RUN's report also gets an HTML page with everything. The pictures and the
-    page need matplotlib: pip install 'mpitrain[report]'.
+    The timeline of all ranks is written to RUN/report as a trace for Perfetto or Chrome. The first
+    RUN's report also gets an HTML page, which opens offline, with timelines to zoom and point at,
+    curves and tables of all RUNs. The page needs Bokeh: pip install 'mpitrain[report]'.
     """
     if is_alive or with_stacks:
         _print_now(runs, is_alive, with_stacks)
         return
+    has_page = find_spec("bokeh") is not None
+    if follows and has_page:
+        _follow(runs)
     outputs = Outputs()
-    sections = {str(run): reported(run, outputs) for run in runs}
+    reports = {str(run): reported(run, outputs) for run in runs}
     folder = runs[0] / FOLDER
-    if sections[str(runs[0])].perfetto:
+    if reports[str(runs[0])].perfetto:
         say([f"{folder / PERFETTO} is for https://ui.perfetto.dev"])
-    if find_spec("matplotlib") is None:
-        say(["no pictures and no page: pip install 'mpitrain[report]'"])
+    if has_page:
+        with outputs.to(folder, "page"):
+            write(runs, reports)
+            say([f"{folder / PAGE} has all of it: open it in a browser"])
     else:
-        _write_page(runs, sections, outputs)
+        say(["no page: pip install 'mpitrain[report]'"])
     outputs.settle()
+
+
+def write(
+    runs: "Sequence[Path]", reports: "Mapping[str, RunReport]", follows: bool = False
+) -> None:
+    """Write the page of some runs into the report of the first."""
+    from mpitrain.files import own_folder
+    from mpitrain.tools.report.page import write_page
+
+    write_page(own_folder(runs[0] / FOLDER) / PAGE, reports, follows)
+
+
+def _follow(runs: "Sequence[Path]") -> None:
+    """Write the page every few seconds, from the files of the runs, until all have ended."""
+    from mpitrain.run.metrics import CLOSING
+    from mpitrain.tools.report.page import AGAIN_S
+
+    is_first = True
+    while True:
+        reports = {str(run): read_report(run)[0] for run in runs}
+        ends = [
+            report.records[-1].get("event") if report.records else "" for report in reports.values()
+        ]
+        if all(end in CLOSING for end in ends):
+            return
+        write(runs, reports, follows=True)
+        if is_first:
+            say([f"{runs[0] / FOLDER / PAGE} follows the run: open it in a browser; Ctrl-C ends"])
+            is_first = False
+        time.sleep(AGAIN_S)
 
 
 def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> None:
@@ -77,35 +113,48 @@ def _print_now(runs: tuple[Path, ...], is_alive: bool, with_stacks: bool) -> Non
             say([visible(f"{run}: {line}" if len(runs) > 1 else line)])
 
 
-def _write_page(
-    runs: "Sequence[Path]", sections: "Mapping[str, PageSection]", outputs: Outputs
-) -> None:
+def reported(run: Path, outputs: Outputs) -> "RunReport":
+    """Print the summary of a run, and write its Perfetto trace.
+
+    raises  ConfigError if the directory has no run
+    """
+    from mpitrain.errors import visible
     from mpitrain.files import own_folder
-    from mpitrain.run.metrics import METRICS, read_metrics
-    from mpitrain.tools.report.pictures import draw_metrics, write_page
 
-    folder = runs[0] / FOLDER
-    metrics = {str(run): read_metrics(run / METRICS) for run in runs}
-    with outputs.to(folder, PICTURES):
-        draw_metrics(metrics, own_folder(folder) / METRICS_PICTURE)
-        write_page(folder / PAGE, sections, folder / METRICS_PICTURE)
-        say([f"{folder / PAGE} has all of it, with pictures"])
+    report, lines = read_report(run)
+    click.echo(visible(in_words(lines)))
+    if report.timeline is None:
+        return report
+    with outputs.to(run / FOLDER, "timeline"):
+        from mpitrain.tools.report.perfetto import write_perfetto
+
+        write_perfetto(own_folder(run / FOLDER) / PERFETTO, report.timeline)
+        return report._replace(perfetto=run / FOLDER / PERFETTO)
+    return report
 
 
-def reported(run: Path, outputs: Outputs) -> "PageSection":
-    """Print the summary of a run; write its Perfetto trace and, with matplotlib, its timeline.
+def read_report(run: Path) -> "tuple[RunReport, list[str]]":
+    """Return the report of a run for the page, and the lines to print.
 
-    returns  the part of the HTML page about the run
-    raises   ConfigError if the directory has no run
+    raises  ConfigError if the directory has no run
     """
     from mpitrain.config import CONFIG
     from mpitrain.errors import ConfigError, visible
-    from mpitrain.files import own_folder
-    from mpitrain.run.metrics import METRICS, read_metrics
-    from mpitrain.tools.report.pictures import PageSection
-    from mpitrain.tools.report.text import goodput, how_it_ended
+    from mpitrain.run.metrics import CLOSING, METRICS, read_metrics
+    from mpitrain.tools.report.page import RunReport
+    from mpitrain.tools.report.schedule_comparison import what_was_predicted
+    from mpitrain.tools.report.text import (
+        goodput,
+        how_it_ended,
+        table_title,
+        what_each_did_last,
+        where_the_time_went,
+        who_was_awaited,
+        whose_traces_are_missing,
+    )
+    from mpitrain.tools.report.time_breakdown import shares
     from mpitrain.trace.startup import left
-    from mpitrain.trace.timeline import TRACE, trace_files
+    from mpitrain.trace.timeline import TRACE, read_timeline, trace_files
 
     try:
         names = os.listdir(run)
@@ -120,64 +169,28 @@ def reported(run: Path, outputs: Outputs) -> "PageSection":
         raise ConfigError(f"There is no run in {run}.", way_out)
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
     lines += goodput(records)
-    drawn: Drawn | None = None
+    timeline = breakdown = None
+    sentences = lines.copy()  # of the page, which has a table of its own
     if is_early or (TRACE in names and trace_files(run)[1]):
-        traced, drawn = _traced(run, records)
-        lines += traced
+        timeline = read_timeline(run)
+        more = [*whose_traces_are_missing(timeline)]
+        breakdown = shares(timeline)
+        if breakdown:
+            predicted = [*what_was_predicted(run, timeline, breakdown.steps)]
+            lines += [*more, *where_the_time_went(breakdown, timeline), *predicted]
+            sentences += [*more, *who_was_awaited(breakdown, timeline), *predicted]
+            more = []
+        elif timeline.missing:
+            more.append(
+                "Where the time went cannot be said without the traces of all ranks, for they wait for each other."
+            )
+        else:
+            more.append("No step was finished by all ranks.")
+        if not records or records[-1].get("event") not in CLOSING:
+            more += what_each_did_last(timeline)
     else:
-        lines.append("It has no trace: run.trace, which is the default, keeps one.")
-    words = visible(in_words(lines))
-    click.echo(words)
-    with outputs.to(run / FOLDER, PICTURES):
-        own_folder(run / FOLDER)
-        return PageSection(words, *(_draw(run, drawn) if drawn else (None, None)))
-    return PageSection(words, None, None)
-
-
-def _traced(run: Path, records: "Sequence[Mapping[str, Any]]") -> "tuple[list[str], Drawn]":
-    """Return the summary lines of a run's traces; then the timeline, and the steps of it to draw."""
-    from mpitrain.run.metrics import CLOSING
-    from mpitrain.tools.report.schedule_comparison import what_was_predicted
-    from mpitrain.tools.report.text import (
-        what_each_did_last,
-        where_the_time_went,
-        whose_traces_are_missing,
-    )
-    from mpitrain.tools.report.time_breakdown import shares
-    from mpitrain.trace.timeline import read_timeline
-
-    timeline = read_timeline(run)
-    lines = list(whose_traces_are_missing(timeline))
-    breakdown = shares(timeline)
+        more = ["It has no trace: run.trace, which is the default, keeps one."]
     if breakdown:
-        lines += [
-            *where_the_time_went(breakdown, timeline),
-            *what_was_predicted(run, timeline, breakdown.steps),
-        ]
-    elif timeline.missing:
-        lines.append(
-            "Where the time went cannot be said without the traces of all ranks, for they wait for each other."
-        )
-    else:
-        lines.append("No step was finished by all ranks.")
-    if not records or records[-1].get("event") not in CLOSING:
-        lines += what_each_did_last(timeline)
-    return lines, (timeline, breakdown.steps if breakdown else None)
-
-
-def _draw(run: Path, drawn: "Drawn") -> tuple[Path | None, Path]:
-    """Write the Perfetto trace and, with matplotlib, a timeline of the completed steps.
-
-    returns  the path of the picture, or None; the path of the trace
-    """
-    from mpitrain.tools.report.pictures import write_perfetto
-
-    timeline, steps = drawn
-    picture, perfetto = run / FOLDER / TIMELINE, run / FOLDER / PERFETTO
-    write_perfetto(perfetto, timeline)
-    if steps is None or not find_spec("matplotlib"):
-        return None, perfetto
-    from mpitrain.tools.report.pictures import draw_timeline
-
-    draw_timeline(str(run), timeline, steps, picture)
-    return picture, perfetto
+        sentences.append(table_title(breakdown, timeline))
+    shown = visible(in_words([*sentences, *more])).splitlines()
+    return RunReport(shown, records, timeline, breakdown), [*lines, *more]

@@ -114,6 +114,7 @@ def uses() -> dict[str, str]:
 
     return {
         "matplotlib": "pictures",
+        "bokeh": "pages of reports",
         **{row.module: f"data.source={name}" for name, row in SOURCES.items() if row.module},
         "tokenizers": "data prepare",
         "torch": "bench train --peer torch",

@@ -29,31 +29,59 @@ ENDS = {"end": "finished after", "stopped": "was stopped after", "failed": "fail
 
 
 def where_the_time_went(breakdown: TimeShares, timeline: Timeline) -> Iterator[str]:
-    """Yield lines: the breakdown of time, the rank awaited longest, the rank that computed longest."""
+    """Yield a table with the times of all ranks and of the first SHOWN, and the sentences of `who_was_awaited`."""
+    heading, rows = time_table(breakdown, timeline)
+    has_servers = len(breakdown.workers) < len(breakdown.seconds)
+    yield table_title(breakdown, timeline)
+    ranks, more = heading[1 : 1 + SHOWN], " ..." if len(heading) > 1 + SHOWN else ""
+    yield f"  {'':26}{heading[0]:>7}" + "".join(f"{who.split(', ')[0]:>9}" for who in ranks) + more
+    if has_servers:
+        yield f"  {'':33}" + "".join(f"{who.split(', ')[1]:>9}" for who in ranks) + more
+    for name, (every, *of_ranks) in rows:
+        yield f"  {name:26}{every:7.1f}" + "".join(f"{share:9.1f}" for share in of_ranks[:SHOWN])
+    yield from who_was_awaited(breakdown, timeline)
+
+
+def table_title(breakdown: TimeShares, timeline: Timeline) -> str:
     steps, ranks, workers = breakdown.steps, len(breakdown.seconds), breakdown.workers
-    has_servers = len(workers) < ranks
     step_s = breakdown.seconds[workers].sum() / len(workers) / len(steps)
     hosts = len({trace.facts["host"] for trace in timeline.traces})
-    yield (
+    return (
         f"Where the time went in {named_steps(steps)}, {1e3 * step_s:.1f} ms each, on {ranks} rank(s) of "
         f"{hosts} host(s), in %:"
     )
-    shown = range(min(ranks, SHOWN))
-    together, more = "workers" if has_servers else "all", " ..." if ranks > SHOWN else ""
-    yield f"  {'':26}{together:>7}" + "".join(f"{f'rank {rank}':>9}" for rank in shown) + more
-    if has_servers:
-        yield (
-            f"  {'':33}"
-            + "".join(f"{'worker' if rank in workers else 'server':>9}" for rank in shown)
-            + more
-        )
+
+
+def time_table(
+    breakdown: TimeShares, timeline: Timeline
+) -> tuple[list[str], list[tuple[str, list[float]]]]:
+    """Return the shares of the time of the steps, in %, and the memory of the ranks, in MB.
+
+    returns  the headings of the values, all ranks (without servers) and each rank; (name of a row,
+             its values)
+    """
+    workers, ranks = breakdown.workers, range(len(breakdown.seconds))
+    has_servers = len(workers) < len(ranks)
+    roles = {rank: f", {'worker' if rank in workers else 'server'}" * has_servers for rank in ranks}
+    heading = [
+        "workers" if has_servers else "all",
+        *(f"rank {rank}{roles[rank]}" for rank in ranks),
+    ]
     columns = [
         _per_mille(breakdown.seconds[workers].sum(0)),
-        *(_per_mille(breakdown.seconds[rank]) for rank in shown),
+        *(_per_mille(breakdown.seconds[rank]) for rank in ranks),
     ]
-    for name, (every, *of_ranks) in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True):
-        yield f"  {name:26}{every / 10:7.1f}" + "".join(f"{share / 10:9.1f}" for share in of_ranks)
-    yield from _memory(timeline)
+    rows = [
+        (name, [share / 10 for share in shares])
+        for name, shares in zip((*SHARES, "sum"), zip(*columns, strict=True), strict=True)
+    ]
+    return heading, [*rows, *_memory(timeline)]
+
+
+def who_was_awaited(breakdown: TimeShares, timeline: Timeline) -> Iterator[str]:
+    """Yield sentences: the rank awaited longest, and the rank that computed longest."""
+    steps, ranks, workers = breakdown.steps, len(breakdown.seconds), breakdown.workers
+    has_servers = len(workers) < ranks
     slowest = breakdown.slowest
     if slowest is None:
         yield f"No {'worker' if has_servers else 'rank'} waited for another."
@@ -98,15 +126,13 @@ MEMORY = {
 """{fact in the header of a trace: its line}."""
 
 
-def _memory(timeline: Timeline) -> Iterator[str]:
+def _memory(timeline: Timeline) -> Iterator[tuple[str, list[float]]]:
+    """Yield (name, MB of the largest rank and of each) of the facts that all traces have."""
     for fact, name in MEMORY.items():
         values = [trace.facts.get(fact) for trace in timeline.traces]
-        known = [nbytes for nbytes in values if isinstance(nbytes, int)]
+        known = [nbytes / 1e6 for nbytes in values if isinstance(nbytes, int)]
         if len(known) == len(values) > 0:
-            yield (
-                f"  {name:26}{max(known) / 1e6:7.1f}"
-                + "".join(f"{nbytes / 1e6:9.1f}" for nbytes in known[:SHOWN])
-            )
+            yield name, [max(known), *known]
 
 
 def whose_traces_are_missing(timeline: Timeline) -> Iterator[str]:

@@ -60,7 +60,7 @@ def shares(timeline: Timeline) -> TimeShares | None:
     steps, ranks = timeline.steps(), len(timeline.traces)
     if not steps:
         return None
-    ready, seconds = _Ready(timeline, steps), np.zeros((ranks, len(SHARES)))
+    ready, seconds = Arrivals(timeline, steps), np.zeros((ranks, len(SHARES)))
     stood: list[list[Still]] = [[] for _ in range(ranks)]
     for rank, trace in enumerate(timeline.traces):
         start, stop = timeline.window(rank, steps)
@@ -186,7 +186,7 @@ def _own_times(
     yield from close(stop)
 
 
-class _Ready:
+class Arrivals:
     """The times at which ranks arrived at collectives, and began to send or receive messages."""
 
     def __init__(self, timeline: Timeline, steps: range):
@@ -197,7 +197,7 @@ class _Ready:
             counts: dict[Hashable, int] = defaultdict(int)
             for record in trace.records[np.isin(trace.records["kind"], (WAIT, SEND, RECEIVE))]:
                 key = self._key(rank, trace, record)
-                if key is not None and record["step"] in steps:
+                if key is not None and int(record["step"]) in steps:
                     counts[key] += 1
                     place = key, counts[key]
                     self._keys[rank, int(record["number"])] = place

@@ -152,7 +152,7 @@ def test_a_report_is_printed_although_it_cannot_be_written(fills, tmp_path):
     fills(0)
     shown = CliRunner().invoke(commands, ["report", str(tmp_path)])
     assert "the last line of its metrics is of step 3" in shown.output
-    if isinstance(shown.exception, ConfigError):  # with matplotlib there is something to write
+    if isinstance(shown.exception, ConfigError):  # with Bokeh there is something to write
         assert "No space left" in str(shown.exception) and not list((tmp_path / "report").iterdir())
 
 

@@ -237,7 +237,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
         ]
         for trace in timeline.traces
     )
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("bokeh")
     shown = CliRunner().invoke(commands, ["report", str(tmp_path / "run")])
     assert (
         shown.exit_code == 0
@@ -250,7 +250,7 @@ def test_a_pipelines_trace_names_its_messages_and_bubble(book, tmp_path):
     )
     assert sum(event["name"] == "step 4" for event in events) == 2
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "http" not in page and "2 to 6" in page
+    assert "<script src" not in page and "<link" not in page and "steps 2 to 6" in page
     for micro in range(3):
         for sent, begins in (
             (first, "send to rank 1: activation, "),

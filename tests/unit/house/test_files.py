@@ -89,6 +89,7 @@ OPENS = {
     *("cli/slurm/script.py", "kernels/source.py", "kernels/simulator/build.py", "tools/words.py"),
     "hints.py",
     *("ops/host/compiled.py", "tools/textbook/explain/page.py", "tools/textbook/explain/tiling.py"),
+    "tools/report/page.py",
 }
 """The files of the package that open a file themselves; those of the last lines open files of the package."""
 OPENERS = {"read_text", "read_bytes", "open_memmap", "memmap", "fromfile"}

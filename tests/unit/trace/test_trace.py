@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote
 
@@ -23,9 +22,8 @@ from mpitrain.pipeline.instructions import (
 )
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.pipeline.simulate import Cost, simulate
-from mpitrain.tools.report.pictures import draw_timeline
 from mpitrain.tools.report.schedule_comparison import compare
-from mpitrain.tools.report.text import what_each_did_last, where_the_time_went
+from mpitrain.tools.report.text import time_table, what_each_did_last, where_the_time_went
 from mpitrain.tools.report.time_breakdown import (
     BETWEEN,
     BUBBLE,
@@ -436,23 +434,37 @@ def test_of_a_stream_all_is_predicted_that_its_slowest_stage_computes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_wraps_text_links_to_perfetto_and_has_a_true_legend(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+def test_a_page_has_the_runs_and_links_to_their_perfetto_traces(tmp_path, monkeypatch):
+    pytest.importorskip("bokeh")
     monkeypatch.chdir(tmp_path)
     for name in ("one", "other <b>"):
         (tmp_path / name).mkdir()
         timeline = scripted(tmp_path / name, lambda rank, one, step: one.computes(1.0))
-    draw_timeline("other <b>", timeline, range(1, 3), tmp_path / "timeline.svg")
-    drawn = (tmp_path / "timeline.svg").read_text()
-    assert "<!-- other <b>, steps " in drawn.replace("&lt;", "<").replace("&gt;", ">")
-    assert "<!-- other computing -->" in drawn
-    for what in ("forward", "input half", "evaluation, checkpoint", "reductions"):
-        assert f"<!-- {what} -->" not in drawn
     shown = CliRunner().invoke(commands, ["report", "one", "other <b>"])
     assert shown.exit_code == 0, shown.output
     page = (tmp_path / "one/report/report.html").read_text()
     for link in ("perfetto.json", "../../other%20%3Cb%3E/report/perfetto.json"):
         assert f'<a href="{link}">' in page and (tmp_path / "one/report" / unquote(link)).exists()
-    assert re.search(r"<p>Where the time went in .*</p>\n<pre> +all +rank 0", page)
-    lines = [*map(str.splitlines, re.findall(r"<pre>(.*?)</pre>", page, re.S))]
-    assert all(line.startswith(" ") for table in lines for line in table)
+    assert "<h2>other &lt;b&gt;</h2>" in page and "<script src" not in page
+    heading, rows = time_table(shares(timeline), timeline)
+    assert page.count("<td>all</td>") == 2 and len(heading) == 1 + len(timeline.traces)
+    assert all(f"<th>{name}</th>" in page for name, _ in rows)
+
+
+def test_bars_of_a_timeline_are_its_newest_records(tmp_path, monkeypatch):
+    pytest.importorskip("bokeh")
+    from mpitrain.tools.report import page
+
+    timeline = scripted(tmp_path, lambda rank, one, step: one.computes(1.0))
+    bars, texts, zero = page.timeline_bars(timeline)
+    (columns,) = bars.values()
+    computed = [trace.records[trace.records["kind"] == COMPUTE] for trace in timeline.traces]
+    assert len(columns["left"]) == sum(map(len, computed)) and texts == ["a layer"]
+    np.testing.assert_allclose(
+        columns["left"] + zero, np.sort(np.concatenate([records["start"] for records in computed]))
+    )
+    np.testing.assert_allclose(columns["ms"], 1000.0)
+    assert {*columns["awaited"]} == {-1}
+    monkeypatch.setattr(page, "MOST_BARS", len(timeline.traces))
+    (newest,) = page.timeline_bars(timeline)[0].values()
+    assert [*newest["left"]] == [0] * len(timeline.traces)

@@ -74,6 +74,7 @@ def data(explanation: Explanation, language: str) -> dict[str, Any]:
         changed = frame.changed(explanation.frames[number - 1] if number else None)
         frames.append(
             {
+                "messages": frame.messages,
                 "title": frame_title(frame, language),
                 "cells": [
                     [
