@@ -175,16 +175,26 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
 
 
 def _say_next(finished: Any) -> None:
-    """Print the run directory, and the commands that a user types next."""
-    from mpitrain.errors import visible
+    """Print the run directory, and the commands that a user types next.
+
+    With checkpoint.best they take the best checkpoint, if that is not the newest one.
+    """
+    from mpitrain.errors import CheckpointError, visible
     from mpitrain.models.table import MODELS
+    from mpitrain.run.run_dir import checkpoint_of
 
     config, run = finished.job.trainer.config, visible(shlex.quote(str(finished.folder)))
+    best = ""
+    with suppress(CheckpointError):
+        chosen, newest = (checkpoint_of(finished.folder, is_best) for is_best in (True, False))
+        best = " --best" * (config.checkpoint.best and chosen != newest)
     writer = ["chat" if config.data.template else "generate"] * MODELS[config.model.kind].writes
     predictor = ["predict --out y.npy"] * (finished.job.data.form != "tokens")
     report = ["runs report"] * config.run.trace
     print(f"the run is in {run}; next:")
-    for words in ("eval", *writer, *predictor, "runs plot", *report):
+    for words in ("eval", *writer, *predictor):
+        print(f"  mpitrain {words} {run}{best}")
+    for words in ("runs plot", *report):
         print(f"  mpitrain {words} {run}")
     sys.stdout.flush()
 

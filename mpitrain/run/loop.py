@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 CLAIMED = 10
 """The largest number of files that rank 0 writes when it claims a run directory, or so."""
+PUBLISHED = 10
+"""Times of run.stall_seconds that a rank without a trace waits for others to write a checkpoint."""
 SKIPS = 10
 """Number of consecutive skipped steps that ends a run."""
 OVERFLOWS = 20
@@ -382,6 +384,16 @@ class Run:
             self._watchdog.alive(text.format(step))
         if self._injector:
             self._injector.passes(point, step)
+
+    @contextmanager
+    def patience(self, times: int) -> Iterator[None]:
+        """A context in which others work while this rank waits: without traces none can see that they do."""
+        keys = self.config.run
+        if not self.recorder.is_on:
+            self._watchdog.patience(times * keys.stall_seconds, keys.on_stall)
+        yield
+        if not self.recorder.is_on:
+            self._watchdog.patience(keys.stall_seconds, keys.on_stall)
 
     def after(self, step: int) -> Done:
         """Return the progress of the run after a step."""
@@ -950,7 +962,8 @@ class Checkpoints:
         """
         save, self._on_its_way = self._on_its_way, None
         if save:
-            save.wait()
+            with self._run.patience(PUBLISHED):
+                save.wait()
             self._record()
 
     def _record(self) -> None:

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
+from mpitrain.cli.train import _say_next
 from mpitrain.config import with_settings
 from mpitrain.data import Unopened, as_it_is
 from mpitrain.errors import MpitrainError, TrainingError
@@ -863,13 +864,18 @@ def assert_ended(tmp_path, *more):
     ids=str,
 )
 def test_patience_ends_all_ranks_and_leaves_the_best_checkpoint(
-    ranks, settings, book, tmp_path, monkeypatch
+    ranks, settings, book, tmp_path, monkeypatch, capsys
 ):
     falling(monkeypatch, tmp_path / "copy")
     assert not go(ranks, [*book, *BEST, *settings])
     assert_ended(tmp_path)
     go(ranks, [*book, *BEST, *settings], "yes")  # There is nothing left to do.
     assert_ended(tmp_path)
+    trainer = SimpleNamespace(config=parse(with_settings({}, [*book, *BEST, *settings])))
+    job = SimpleNamespace(trainer=trainer, data=SimpleNamespace(form="tokens"))
+    _say_next(SimpleNamespace(job=job, folder=tmp_path / "run"))
+    named = [line.endswith(" --best") for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert named == [True, True, False, False], "eval and generate, not plot and report"
     go(ranks, [*book, *BEST, *settings, "run.patience=4"], "yes")
     assert (
         records(tmp_path)[-1]["step"] == 12

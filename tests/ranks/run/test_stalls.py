@@ -3,6 +3,7 @@
 import os
 import time
 
+from mpitrain.run.checkpoint import saving
 from mpitrain.run.metrics import METRICS, read_metrics
 from mpitrain.tools.report.text import what_happens_now
 from tests.runs import TINY, go
@@ -31,3 +32,22 @@ def test_a_stall_is_warned_of_once_and_the_living_run_answers(tmp_path, capfd, m
     assert len(reports) == 1 and "rank 1" in reports[0]
     assert read_metrics(run / METRICS)[-1]["event"] == "end"
     assert not [name for name in os.listdir(run / "trace") if name.startswith(("ask", "answer"))]
+
+
+def test_without_traces_a_slow_publication_of_a_checkpoint_is_no_stall(
+    tmp_path, capfd, monkeypatch
+):
+    """Rank 1 waits for rank 0, whose every file counts, but which it cannot see."""
+    place, text = saving.put_in_place, tmp_path / "book"
+    text.write_text("word " * 2000)
+
+    def slow(*arguments):
+        for _ in range(10):
+            time.sleep(0.2)
+            arguments[-1]()
+        place(*arguments)
+
+    monkeypatch.setattr(saving, "put_in_place", slow)
+    settings = [*TINY, "run.steps=1", "run.stall_seconds=1", "run.on_stall=warn", "run.trace=false"]
+    go(2, [*settings, f"data.source=text:{text}", f"run.out={tmp_path / 'run'}", "run.sample=0"])
+    assert "no progress" not in capfd.readouterr().err
