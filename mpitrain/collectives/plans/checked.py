@@ -1,19 +1,20 @@
 """The rules of an algorithm that a user writes: the form of its steps, and their simulation.
 
 A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. Nothing here
-imports NumPy or MPI: the child that runs the user's file uses these rules.
+imports NumPy or MPI: the child that runs a student's file uses these rules.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise, product
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice, pairwise, product
 from types import ModuleType
 from typing import Any
 
-from mpitrain.collectives.plans.own_file import Wrong, function_of
 from mpitrain.collectives.plans.steps import chunk_bounds
-from mpitrain.errors import Sentence
+from mpitrain.errors import Sentence, line_in
 
+TEXT = 200
+"""Largest number of characters of an error's text."""
 MOST_STEPS = 100_000
 
 Transfer = tuple[int, int, int]
@@ -22,13 +23,45 @@ Step = tuple[list[Transfer], list[Transfer], bool]
 """Sends, receives, and whether received elements are added."""
 
 
+class Wrong(Exception):
+    """A rule that the user's file breaks.
+
+    law     sentence with fields in braces
+    values  of these fields, as in `Sentence`
+    """
+
+    def __init__(self, law: str, **values: Any):
+        self.sentence = Sentence(law, **values)
+        super().__init__(self.sentence)
+
+
+def function_of(own: ModuleType, name: str, arguments: str = "") -> Callable[..., Any]:
+    """Return a function of the user's file; Wrong if the file does not define it."""
+    function = getattr(own, name, None)
+    if not callable(function):
+        raise Wrong("the file must define {function}", function=name + arguments)
+    return function
+
+
+def reason_of(error: BaseException, path: str) -> Wrong:
+    """Return the rule that an exception of a user's file breaks; the exception itself if it is one."""
+    if isinstance(error, Wrong):
+        return error
+    text = " ".join(str(error).split())[:TEXT]
+    values = {"kind": type(error).__name__, "text": f": {text}" if text else ""}
+    if line := line_in(error, path):
+        return Wrong("it raises {kind} in line {line}{text}", line=line, **values)
+    return Wrong("it raises {kind}{text}", **values)
+
+
 def steps_of(
     answer: Any, rank: int, ranks: int, count: int, call: str = "", most: int = MOST_STEPS
 ) -> list[Step]:
     """Return the steps of a rank in the form of `Step`; Wrong if they are anything else.
 
-    call  the call that returned the answer, for messages
-    most  largest number of steps
+    answer  a list, or a generator, which may be endless
+    call    the call that returned the answer, for messages
+    most    largest number of steps
     """
     call = call or f"all_reduce({rank}, {ranks}, {count})"
 
@@ -54,9 +87,11 @@ def steps_of(
             if not 0 <= start <= stop <= count:
                 law = "step {step} of {call} names elements {start} to {stop} of {count}"
                 raise Wrong(law, step=number, call=call, start=start, stop=stop, count=count)
-            checked.append((peer, start, stop))
+            checked.append((int(peer), int(start), int(stop)))
         return checked
 
+    if isinstance(answer, Iterator):
+        answer = list(islice(answer, most + 1))
     if not isinstance(answer, list | tuple):
         law = "{call} must return a list of steps, but it is {found}"
         raise Wrong(law, call=call, found=f"{answer!r:.60}")
@@ -283,14 +318,3 @@ def _waits(
                 law = "rank {rank} waits in step {step} to receive from rank {peer}"
             sentences.append(Sentence(law, **at, peer=peer))
     return tuple(sentences[:4])
-
-
-def all_reduce(own: ModuleType, ranks: int, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the steps of all ranks, of the function `all_reduce` of a user's file.
-
-    raises  Wrong if they have another form
-    """
-    plan = function_of(own, "all_reduce", "(rank, ranks, count)")
-    yield {
-        "plans": [steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)]
-    }

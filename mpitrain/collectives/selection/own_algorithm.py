@@ -2,15 +2,17 @@
 
 A file defines `all_reduce(rank, ranks, count)`, a pure function. It returns the list of steps of
 a rank. A step is `(sends, receives, adds)`. The first two are lists of `(peer, start, stop)`. If
-`adds`, received elements are added to the rank's own; otherwise they replace these. The file runs in
-a child process. An added row is such a file, or a plugin's row. Its plans are simulated.
+`adds`, received elements are added to the rank's own; otherwise they replace these. An added row is
+such a file, or a plugin's row. Its plans are simulated.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
+from types import ModuleType
 from zlib import crc32
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import Arithmetic
 from mpitrain.collectives.engine.executor import Agreed, Reduction
 from mpitrain.collectives.plans import checked
-from mpitrain.collectives.plans.own_file import Wrong, answers
+from mpitrain.collectives.plans.checked import Wrong
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer, chunk_bounds
 from mpitrain.collectives.selection.algorithm import Algorithm, never, of_plans, shown
 from mpitrain.collectives.selection.cost_model import plans_of
@@ -123,13 +125,18 @@ def _proven(
 @cache
 def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
     """Return the plan of each rank, from a user's file; ConfigError if the file returns no plans."""
-    output = answers(path, code, f"{checked.__name__}:all_reduce", ranks, count)
+    own = ModuleType("own")
+    own.__file__ = path
+    sys.modules[own.__name__] = own  # A dataclass looks for its module there.
     try:
-        result = output.answer(0)
-    except Wrong as wrong:
-        error = _wrong(path, ranks, count, wrong)
-        # Every rank asks the same question at the same time; one may have run out of time alone.
-        raise (error.on_every_rank() if output.results else error) from None
+        exec(compile(code, path, "exec"), own.__dict__)
+        plan = checked.function_of(own, "all_reduce", "(rank, ranks, count)")
+        every = [
+            checked.steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)
+        ]
+    except (Exception, SystemExit) as error:
+        wrong = checked.reason_of(error, path)
+        raise _wrong(path, ranks, count, wrong).on_every_rank() from None
     return [
         Plan(
             tuple(
@@ -141,7 +148,7 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
                 for sends, receives, adds in steps
             )
         )
-        for steps in result["plans"]
+        for steps in every
     ]
 
 

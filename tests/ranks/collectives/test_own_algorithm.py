@@ -1,8 +1,7 @@
-"""All-reduces that a user writes as a file: proven in a child before a message moves."""
+"""All-reduces that a user writes as a file: proven before a message moves."""
 
 import json
 import re
-import time
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -12,7 +11,7 @@ import pytest
 
 import mpitrain
 from mpitrain.collectives.group import Group
-from mpitrain.collectives.plans import exchanges, own_file, ring
+from mpitrain.collectives.plans import exchanges, ring
 from mpitrain.collectives.plans.steps import SEGMENT
 from mpitrain.collectives.selection import own_algorithm
 from mpitrain.collectives.selection.algorithm import is_file
@@ -25,7 +24,6 @@ from mpitrain.run.loop import train
 from mpitrain.run.run_dir import check_algorithms_named, configuration
 from mpitrain.tables import Table
 from mpitrain.transport.threads import run_ranks
-from tests.processes import SECONDS
 from tests.runs import TINY
 
 pytestmark = pytest.mark.slow
@@ -124,8 +122,7 @@ def test_our_own_plans_pass_the_simulation(n, count, monkeypatch):
         ("return [(1, 2)]", "(sends, receives, adds)"),
         ("raise ValueError('planned')", "ValueError in line 2: planned"),
         ("raise SystemExit", "raises SystemExit"),
-        ("return [0] * 10**10", "more than 1024 MiB"),
-        ("import os; os._exit(3)", "ended with 3"),
+        ("while True: yield [], [], True", "more than 100,000"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(code, said, tmp_path):
@@ -139,15 +136,6 @@ def test_a_wrong_file_is_refused_with_the_reason(code, said, tmp_path):
 def test_a_file_without_the_function_is_refused(code):
     with pytest.raises(ConfigError):
         answer("own.py", code.encode(), 2, 1)
-
-
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
-def test_an_endless_file_is_refused(code, monkeypatch):
-    monkeypatch.setattr(own_file, "SECONDS", 0.5)
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match="no answer within"):
-        answer("own.py", (BODY + code).encode(), 2, 1)
-    assert 0.5 <= time.monotonic() - began < 0.5 + SECONDS
 
 
 def test_ranks_with_different_answers_of_a_file_are_refused(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ OPENS = {
     *("data/arrays.py", "data/hdf5.py"),  # NumPy and h5py take a name; check_regular comes before.
     *(
         "cli/terminal/output.py",
-        "collectives/plans/own_file.py",
+        "tools/textbook/exercises/child.py",
         "transport/failures.py",
     ),  # /dev/null
     *("cli/terminal/stop_requests.py", "machine/compiling.py", "machine/process.py"),  # /proc

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.collectives.plans import own_file
-from mpitrain.collectives.plans.own_file import Wrong
+from mpitrain.collectives.plans.checked import Wrong
 from mpitrain.errors import ConfigError
 from mpitrain.tools.textbook import learn
 from mpitrain.tools.textbook.exercises import check as checking
+from mpitrain.tools.textbook.exercises import child
 from mpitrain.tools.textbook.exercises.answers import programs
 from mpitrain.tools.textbook.exercises.check import check_file, judged, lines, skeleton
 from mpitrain.tools.textbook.exercises.table import EXERCISES, tensors
@@ -105,10 +105,11 @@ def test_a_deadlock_names_the_ranks_that_wait():
         ("return [[1, 2], [object()]]", ""),
         ("return ['F0'] * 100000", ""),
         ("yield 5", ""),
+        ("return [0] * 10**10", "more than 1024 MiB"),
+        ("import os; os._exit(3)", "ended with 3"),
     ],
 )
 def test_exceptions_and_wrong_types_are_refused(name, body, reason):
-    """The limits of the child are those of a user's own all-reduce, which have tests of their own."""
     result = found(name, f"def {EXERCISES[name].function}(*arguments):\n    {body}\n")
     assert not result.is_right and result.cases == 0 and reason in str(result.reason)
 
@@ -118,7 +119,7 @@ FORK = "import os\nif os.fork() == 0:\n    import time; time.sleep(60)\nos.wait(
 
 @pytest.mark.parametrize("code", ["while True: pass", FORK])
 def test_an_endless_file_is_refused_in_time(code, monkeypatch):
-    monkeypatch.setattr(own_file, "SECONDS", 0.3)
+    monkeypatch.setattr(child, "SECONDS", 0.3)
     began = time.monotonic()
     result = found("ring", code)
     assert "no answer within" in str(result.reason) and time.monotonic() - began < 10

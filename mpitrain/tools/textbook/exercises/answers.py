@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from types import ModuleType
 from typing import Any
 
-from mpitrain.collectives.plans.own_file import Wrong, function_of
+from mpitrain.collectives.plans.checked import Wrong, function_of
 from mpitrain.errors import Sentence
 
 Call = list[Any]

@@ -11,10 +11,11 @@ from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
-from mpitrain.collectives.plans.own_file import Wrong, answers
+from mpitrain.collectives.plans.checked import Wrong
 from mpitrain.errors import ConfigError, visible
 from mpitrain.files import reading, without_byte_order_mark
 from mpitrain.tools.textbook.exercises import answers as asked
+from mpitrain.tools.textbook.exercises.child import answers
 from mpitrain.tools.textbook.exercises.table import EXERCISES, AnswerCost, Case, Exercise
 from mpitrain.tools.words import text
 

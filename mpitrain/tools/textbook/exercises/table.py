@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.collectives.plans.checked import Step, Transfer, simulate, steps_of
-from mpitrain.collectives.plans.own_file import Wrong
+from mpitrain.collectives.plans.checked import Step, Transfer, Wrong, simulate, steps_of
 from mpitrain.errors import Sentence
 from mpitrain.pipeline.instructions import Backward, Compute, Forward, Plan, with_messages
 from mpitrain.pipeline.simulate import Cost, peak

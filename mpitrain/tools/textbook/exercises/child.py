@@ -1,4 +1,4 @@
-"""A user's Python file, run in a child process with limits of time and memory.
+"""A student's Python file, run in a child process with limits of time and memory.
 
 The child loads the file, and calls a function of this package with the file's module. Each answer
 that this function yields is a line of JSON. If the file breaks a rule, the last line is
@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -19,38 +18,25 @@ from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mpitrain.errors import Sentence, line_in
+from mpitrain.collectives.plans.checked import Wrong, reason_of
+from mpitrain.errors import Sentence
 from mpitrain.machine.process import environment_of_one
 
 SECONDS = 10.0
-"""Time limit for a user's file, in seconds from the start of its process."""
+"""Time limit for a student's file, in seconds from the start of its process."""
 LIMITS = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 26, resource.RLIMIT_CPU: 60}
 """Limits of the child: address space and largest file in bytes, and processor time in seconds.
 
 The last ends a child whose parent is gone.
 """
-TEXT = 200
-"""Largest number of characters of an error's text."""
 CHILD = f"""import sys
-sys.path.append({str(Path(__file__).parents[3])!r})
+sys.path.append({str(Path(__file__).parents[4])!r})
 from {__name__} import serve
 serve()"""
 
 
-class Wrong(Exception):
-    """A rule that the user's file breaks.
-
-    law     sentence with fields in braces
-    values  of these fields, as in `Sentence`
-    """
-
-    def __init__(self, law: str, **values: Any):
-        self.sentence = Sentence(law, **values)
-        super().__init__(self.sentence)
-
-
 class Answers(NamedTuple):
-    """Output of the child that ran a user's file.
+    """Output of the child that ran a student's file.
 
     results  the lines of JSON that it wrote, parsed
     ended    its exit status
@@ -75,7 +61,7 @@ class Answers(NamedTuple):
 
 
 def answers(path: str, code: bytes, law: str, *arguments: Any) -> Answers:
-    """Run a user's file in a child, and return its output.
+    """Run a student's file in a child, and return its output.
 
     law        `module:function`: (module of the file, *arguments) -> iterator of answers
     arguments  JSON must be able to represent them
@@ -130,24 +116,10 @@ def serve() -> None:
     os._exit(0)  # The file may have started threads.
 
 
-def function_of(own: ModuleType, name: str, arguments: str = "") -> Callable[..., Any]:
-    """Return a function of the user's file; Wrong if the file does not define it."""
-    function = getattr(own, name, None)
-    if not callable(function):
-        raise Wrong("the file must define {function}", function=name + arguments)
-    return function
-
-
 def _reason(error: BaseException, path: str) -> Wrong:
-    if isinstance(error, Wrong):
-        return error
     if isinstance(error, MemoryError):
         return Wrong("it takes more than {most} MiB", most=LIMITS[resource.RLIMIT_AS] >> 20)
-    text = " ".join(str(error).split())[:TEXT]
-    values = {"kind": type(error).__name__, "text": f": {text}" if text else ""}
-    if line := line_in(error, path):
-        return Wrong("it raises {kind} in line {line}{text}", line=line, **values)
-    return Wrong("it raises {kind}{text}", **values)
+    return reason_of(error, path)
 
 
 def _as_json(value: Any) -> Any:
