@@ -25,6 +25,7 @@ PAGES = [
     TESTS,
     COMING_FROM,
     HERE / "mpitrain" / "run" / "FAILURES.md",
+    HERE / "mpitrain" / "run" / "WRONG.md",
     *sorted((HERE / "mpitrain").rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -86,6 +87,15 @@ def test_the_page_of_the_tests_lists_every_room_of_theirs():
     assert sorted(listed) == sorted(
         folder.parent.name for folder in TESTS.parent.glob("*/__init__.py")
     )
+
+
+def test_the_readme_says_why_and_starts_three_readers_in_180_lines():
+    lines = (HERE / "README.md").read_text().splitlines()
+    text = "\n".join(lines)
+    assert len(lines) <= 180
+    assert "wheels" in text[: text.index("```")] and "![" in text[: text.index("\n## ")]
+    blocks = FENCE.findall(text)
+    assert len(blocks[2][1].strip().splitlines()) == 3, "a PyTorch program, an own text, a lesson"
 
 
 def test_the_page_of_pipelines_lists_every_schedule():
