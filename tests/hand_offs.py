@@ -41,8 +41,8 @@ def profiles(transport, config):
     """Return the functions of `build` and those of the third step."""
     job, build = functions_of(mpitrain.build, transport, config)
     for step in range(2):
-        job.trainer.step(step, *job.trainer.replication.rows.batch(job.source, step))
-    batch = job.trainer.replication.rows.batch(job.source, 2)
+        job.trainer.step(step, *job.trainer.replica.batch(job.source, step))
+    batch = job.trainer.replica.batch(job.source, 2)
     return build, functions_of(job.trainer.step, 2, *batch)[1]
 
 

@@ -16,7 +16,7 @@ def save(folder, trainer, done, keep):
     trainer.sync_parameters()
     return publish(
         folder,
-        trainer.replication.kept(),
+        trainer.replica.state(),
         trainer.storage,
         trainer.transport,
         trainer.backend,
@@ -33,7 +33,7 @@ def blocks_of(nbytes, monkeypatch):
 
 def manifest(trainer, done, **more):
     axes = trainer.resolved.axes.sizes
-    return Manifest(done, axes, trainer.replication.step_end.skips.scalars(), **more)
+    return Manifest(done, axes, trainer.replica.skips.scalars(), **more)
 
 
 def load(path, trainer):
@@ -41,11 +41,11 @@ def load(path, trainer):
     found = loading.read_beside(trainer.transport, path)
     found = loading.load(
         found,
-        trainer.replication.kept(),
+        trainer.replica.state(),
         trainer.storage,
         trainer.transport,
         trainer.backend,
         trainer.resolved.axes.sizes,
     )
-    trainer.replication.restore(found.manifest.scalars)
+    trainer.replica.restore(found.manifest.scalars)
     return found

@@ -13,8 +13,8 @@ from mpitrain.models.table import MODELS, Model
 from mpitrain.ops import OPERATIONS, Operation
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import ElementWise, Rule
-from mpitrain.parallel.mode import Mode
 from mpitrain.parallel.modes import MODES
+from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.instructions import BackwardInput, BackwardWeight, Forward
 from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
 
@@ -65,13 +65,13 @@ def bigrams(layers, keys, source):
     ]
 
 
+class Toy(Replica):
+    help = "each rank updates from the sum of all gradients, as a toy"
+
+
 ALL_REDUCE["toy-ring"] = of_plan(backwards)
 SCHEDULES["toy-gpipe"] = of_chunks(weights_last, 1, looped)
-MODES["toy"] = Mode(
-    help="each rank updates from the sum of all gradients, as a toy",
-    make=lambda replica: MODES["all-reduce"].make(replica),
-    memory=lambda sizes: sizes.replica,
-)
+MODES["toy"] = Toy
 OPERATIONS["toy_step"] = Operation(
     "p:L g:L scale=0.7 lr=0.1 weight_decay=0.01 -> p", "mirror", step
 )

@@ -44,12 +44,12 @@ def configured(*settings):
 
 def stepped(trainer, source, steps):
     """The results of these steps, made as the loop of a run makes them in any mode."""
-    mode, results = trainer.replication, []
+    mode, results = trainer.replica, []
     for index in steps:
         own = None
-        for number in mode.step_end.steps(index, lambda: False):
-            own = trainer.step(number, *mode.rows.batch(source, number))
-        results.append(mode.step_end.outcome(index, own))
+        for number in mode.steps(index, lambda: False):
+            own = trainer.step(number, *mode.batch(source, number))
+        results.append(mode.outcome(index, own))
     return results
 
 

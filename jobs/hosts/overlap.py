@@ -16,7 +16,6 @@ from statistics import median
 from mpitrain.cli.bench.train import SHAPE
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
-from mpitrain.parallel.buckets import Buckets
 from mpitrain.run.build import build
 from mpitrain.tools.bench.training.peers import peer_class
 from mpitrain.tools.bench.training.steps import Ours, alternate
@@ -33,9 +32,7 @@ class Reductions(Ours):
     """The reductions of a step, and nothing else."""
 
     def step(self, index, inputs, targets):
-        reducer = self.job.trainer.replication.reducer
-        assert isinstance(reducer, Buckets)
-        reducer.run()
+        self.job.trainer.replica.buckets.run()
         return 0.0
 
 
@@ -83,7 +80,7 @@ def measure(transport, rows, blocks, steps, changes):
     megabytes = 1e-6 * trainer.storage.length * trainer.storage.dtype.itemsize
     print(
         f"{transport.size} hosts, {rows} rows per rank, {megabytes:.1f} MB of gradients, "
-        f"{len(jobs[-1].trainer.replication.reducer)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most"
+        f"{len(jobs[-1].trainer.replica.buckets)} buckets chosen; median of {blocks} blocks of {steps} steps, least, most"
     )
     for name, result in results.items():
         exposed = [(s - c) / b for s, c, b in zip(result.blocks, compute, bare, strict=True)]

@@ -32,7 +32,7 @@ def main(transport):
     seconds: dict[int, list[float]] = {shared: [] for shared in jobs}
     for index in range(1 + STEPS):
         for shared, job in jobs.items():
-            batch = job.trainer.replication.rows.batch(job.data, index)
+            batch = job.trainer.replica.batch(job.data, index)
             before = time.process_time()
             job.trainer.step(index, *batch)
             seconds[shared].append(time.process_time() - before)

@@ -47,7 +47,7 @@ def loss(settings: Sequence[str]) -> float:
     def run(transport: Transport) -> float:
         job = build(transport, config)
         for step in range(config.run.steps):
-            job.trainer.step(step, *job.trainer.replication.rows.batch(job.data, step))
+            job.trainer.step(step, *job.trainer.replica.batch(job.data, step))
         found = job.trainer.evaluate(job.data)
         assert found
         return found[0]

@@ -149,7 +149,7 @@ def steps(
         jobs.units_of = plain
     trainer, every = job.trainer, []
     for step in range(WARM_UP + STEPS):
-        rows = trainer.replication.rows.batch(job.data, step)
+        rows = trainer.replica.batch(job.data, step)
         Slowed.spans, exchanged, updates[0] = [], trainer.grid.exchanged_s, 0.0
         Slowed.debt, Slowed.waited = 0.0, lambda: trainer.grid.exchanged_s
         transport.barrier()
@@ -170,8 +170,8 @@ def steps(
         parts["pipeline"] = last - begun - computing - tensors if trainer.grid.axes.pp > 1 else 0.0
         parts["replicas"] = ended - begun - sum(parts.values())
         every.append(parts | {"step": ended - begun})
-    trainer.replication.step_end.sync()
-    held = trainer.replication.held_by_kind()
+    trainer.replica.sync()
+    held = trainer.replica.held_by_kind()
     nbytes = (
         sum(held[kind] for kind in ("parameters", "gradients", "state")) + trainer.pipe.peak_bytes
     )

@@ -39,10 +39,10 @@ def trained(settings: Sequence[str], rate: float) -> Found:
 
     def run(transport: Transport) -> Found:
         job = build(transport, config)
-        trainer, mode = job.trainer, job.trainer.replication
+        trainer, mode = job.trainer, job.trainer.replica
         seconds = list[float]()
         for step in range(config.run.steps):
-            batch, start = mode.rows.batch(job.data, step), process_time()
+            batch, start = mode.batch(job.data, step), process_time()
             trainer.step(step, *batch)
             seconds.append(process_time() - start)
         trainer.sync_parameters()

@@ -11,7 +11,7 @@ from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, group_of
 from mpitrain.optim.rules import RULES
-from mpitrain.optim.state import ALONE, FactSums, StateArray, layout_of
+from mpitrain.optim.state import ALONE, FactSums, StateBuffer, layout_of
 from mpitrain.regions import Piece
 
 
@@ -156,9 +156,11 @@ class Optimizer:
                 rule.step, settings, storage, pieces, self.state, views, backend, sums
             )
 
-    def arrays(self) -> list[StateArray]:
+    def arrays(self) -> list[StateBuffer]:
         return [
-            StateArray(name, array, self._layouts[name].pieces, self._layouts[name].entries)
+            StateBuffer(
+                name, array, self._layouts[name].pieces, entries=self._layouts[name].entries
+            )
             for name, array in self.state.items()
         ]
 

@@ -1,8 +1,10 @@
-"""The buffers of an optimizer's state on a rank: their layout, and their descriptions for checkpoints."""
+"""The state of a rank that checkpoints save, and the layout of an optimizer's buffers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.optim.rule import ElementsOf, Shape, elements
@@ -49,25 +51,45 @@ def touched(storage: Storage, piece: Piece) -> list[Entry]:
     return [entry for entry in storage.entries if overlap(entry, piece)]
 
 
-class StateArray(NamedTuple):
-    """A buffer of the optimizer state, as checkpoints describe it.
+class StateBuffer(NamedTuple):
+    """An array of a rank that checkpoints save, and into which loading writes.
 
-    pieces   the runs of the flat buffer whose state this is, and their offsets in `array`
-    entries  if `array` has no state of single elements: the small arrays in it, each whole, and
-             their offsets. `pieces` then refers to `array` instead of the flat buffer
+    name     "parameters", "residual", or an optimizer buffer such as "first_moment"
+    array    1-D, in the memory of the backend
+    pieces   runs of the flat buffer and their offsets in `array`; may be empty
+    kind     "agreed": equal on all ranks that store the same elements of a tensor
+             "own": different on each rank; a new number of replicas preserves the sum over ranks
+             "mean": different on each rank; a new number of replicas, or an "agreed" buffer of the
+                     same name, starts from the mean over ranks
+             "bound": valid only for the same rank of the same layout; other layouts start it anew
+    needed   whether loading fails if the checkpoint lacks this "agreed" buffer;
+             otherwise the buffer starts as in a new run
+    like     name of an "agreed" buffer whose copy this buffer is at first, if the checkpoint lacks
+             this buffer, or has it "bound" to another layout
+    entries  the tensors in `array`, if they are not those of the flat buffer; `pieces` then refers
+             to `array`
     """
 
     name: str
     array: Any
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece] = ()
+    kind: Literal["agreed", "own", "mean", "bound"] = "agreed"
+    needed: bool = True
+    like: str = ""
     entries: Sequence[Entry] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the elements in files: float32 for 16 bits, which not all tools read."""
+        is_half = self.array.dtype.itemsize == 2 and self.array.dtype.kind in "fV"
+        return np.dtype(np.float32) if is_half else self.array.dtype
 
 
 class StateLayout(NamedTuple):
     """The layout of a buffer of optimizer state.
 
     length           elements of the buffer
-    pieces, entries  as in `StateArray`
+    pieces, entries  as in `StateBuffer`
     tensors          {tensor: (offset, shape of its view)}; None: the buffer has one element for
                      each element of the pieces, in their order
     """

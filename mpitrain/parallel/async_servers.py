@@ -14,20 +14,15 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain import config
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import (
-    Replication,
-    ReplicationContext,
-    StepInput,
-    StepResult,
-)
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
-from mpitrain.parallel.servers import NoRows, Roles, ServedGradients, ServedParameters, header
+from mpitrain.parallel.replica import Replica, StepResult, whole
+from mpitrain.parallel.servers import Server, Worker, header, is_late
+from mpitrain.regions import Piece
 from mpitrain.transport.base import Request
 
 
@@ -137,7 +132,9 @@ def _of_step(reports: list[Report], lead: int) -> StepResult:
     if not used:
         lr = reports[0].lr
         return StepResult(
-            math.nan, math.nan, 0, lr, False, False, lead=lead, staleness=staleness, counted=0.0
+            *(math.nan, math.nan, 0, lr, False, False),
+            counted=0.0,
+            extras={"lead": lead, "staleness": staleness},
         )
     counted = sum(report.counted for report in used)
     return StepResult(
@@ -147,8 +144,7 @@ def _of_step(reports: list[Report], lead: int) -> StepResult:
         used[0].lr,
         all(report.updated for report in used),
         False,
-        lead=lead,
-        staleness=staleness,
+        extras={"lead": lead, "staleness": staleness},
     )
 
 
@@ -177,8 +173,8 @@ def _numbers(step: int, outcome: StepResult) -> tuple[float, ...]:
         outcome.lr,
         outcome.updated - (outcome.counted == 0),
         outcome.stop,
-        outcome.lead,
-        outcome.staleness,
+        outcome.extras["lead"],
+        outcome.extras["staleness"],
     )
 
 
@@ -191,98 +187,98 @@ def _outcome(numbers: Sequence[float]) -> tuple[int, StepResult]:
         lr,
         updated > 0,
         stop > 0,
-        0.0,
-        int(lead),
-        int(staleness),
         counted=float(updated >= 0),
+        extras={"lead": int(lead), "staleness": int(staleness)},
     )
 
 
-class TicketRows(ReplicaRows):
-    """The rows of a worker's ticket.
+class AsyncWorker(Worker):
+    """An asynchronous worker: it draws tickets, pulls parameters, pushes gradients.
 
     ticket  None: the worker has no ticket at present
     """
 
     ticket: int | None = None
 
-    def __init__(self, replica: ReplicationContext, workers: int):
-        super().__init__(replica)
-        self._workers = workers
+    @classmethod
+    def of_rank(cls, is_server: bool, settings: config.Replication) -> type[Replica]:
+        if not is_late(settings):
+            return super().of_rank(is_server, settings)
+        return AsyncServer if is_server else AsyncWorker
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        super().build(optimizer)
+        self._push_all = self.roles.views(self.gradient_buffer)
+        self._report[:2] = DRAW, NO_TICKET
+        self._versions = dict.fromkeys(self.roles.servers, 0)
+        self._known: dict[int, StepResult] = {}
+        self._is_current = True
+
+    def counted(self) -> Sequence[Piece]:
+        return whole(self.storage)
 
     def share(self, rows: int) -> range:
         if self.ticket is None:
             return super().share(rows)
-        return share(rows, self.ticket % self._workers, self._workers)
+        return share(rows, self.ticket % len(self.roles.workers), len(self.roles.workers))
 
     def of_update(self, micro: int) -> int:
-        return len(self.share(self._size))
+        return len(self.share(self.size))
 
-
-class AsyncWork(AgreeAndUpdate):
-    """An asynchronous worker's step end: draws tickets, pulls parameters, pushes gradients."""
-
-    def __init__(self, replica: ReplicationContext, roles: Roles, rows: TicketRows):
-        store = WholeParameters(replica, ())
-        reducer = LocalGradients(replica, (), whole(replica.storage))
-        super().__init__(replica, store, reducer)
-        self._rows, self._line, self._answers = rows, roles.line, roles.answers
-        self._workers, self._servers = roles.workers, roles.servers
-        self._pull, self._push = roles.views(store.parameters), roles.views(reducer.buffer)
-        self._report = header()
-        self._report[:2] = DRAW, NO_TICKET
-        self._versions = dict.fromkeys(roles.servers, 0)
-        self._known: dict[int, StepResult] = {}
-        self._is_current = True
+    def push(self, unit: int = 0) -> None:
+        """Do nothing: `finish` sends all gradients, with the ticket."""
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         self._is_current = False
         while step not in self._known:
-            if self._rows.ticket is None:
-                self._rows.ticket = self._draw()  # this also receives results, perhaps of this step
+            if self.ticket is None:
+                self.ticket = self._draw()  # this also receives results, perhaps of this step
                 continue
             self._pull_as(PULL)
-            yield self._rows.ticket // len(self._workers)
+            yield self.ticket // len(self.roles.workers)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        return self._known.pop(step)._replace(comm_s=self.replica.exposed.take())
+        return self._known.pop(step)._replace(comm_s=self.exposed.take())
 
-    def finish(self, step_input: StepInput) -> StepResult:
-        assert self._rows.ticket is not None
-        loss, squares, nonfinite = self.replica.gradient_stats(step_input, self.reducer.squared)
-        own, scale = self.result_of(
-            step_input, (loss, squares, nonfinite, step_input.stop, step_input.ignored)
-        )
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
+        assert self.ticket is not None
+        loss, squares, nonfinite = self.facts(losses, weights, self.squared)
+        own, scale = self.result_of((loss, squares, nonfinite, stop, ignored), targets, lr)
         requests = []
-        for server in self._servers:
+        for server in self.roles.servers:
             message = _filled(
-                PUSH if own.updated else LEAVE_OUT,
-                self._rows.ticket,
-                scale,
-                step_input.lr,
-                self._versions[server],
+                PUSH if own.updated else LEAVE_OUT, self.ticket, scale, lr, self._versions[server]
             )
             requests += self._line.start_recv(self._answers[server], [], server)
             requests += self._line.start_send(
-                message, self._push[server] if own.updated else [], server
+                message, self._push_all[server] if own.updated else [], server
             )
         self._wait(requests)
         staleness, servers_stop = (
             max(float(answer[number]) for answer in self._answers.values()) for number in (0, 1)
         )
         report = Report(
-            self._rows.ticket,
-            step_input.targets - step_input.ignored,
+            self.ticket,
+            targets - ignored,
             own.loss,
             own.grad_norm,
             own.lr,
             own.nonfinite,
             own.updated,
-            bool(step_input.stop or servers_stop),
+            bool(stop or servers_stop),
             int(staleness),
         )
         self._report = _filled(DRAW, *report)
-        self._rows.ticket = None
+        self.ticket = None
         return own
 
     def _draw(self) -> int | None:
@@ -290,7 +286,7 @@ class AsyncWork(AgreeAndUpdate):
 
         returns  None at a pause, when all steps that have begun are finished
         """
-        first = self._servers[0]
+        first = self.roles.servers[0]
         self._wait(self._line.start_send(self._report, [], first))
         self._report = _filled(DRAW, NO_TICKET)
         answer = header()
@@ -304,17 +300,17 @@ class AsyncWork(AgreeAndUpdate):
     def _pull_as(self, kind: int) -> None:
         asked = _filled(kind)
         requests = []
-        for server in self._servers:
+        for server in self.roles.servers:
             requests += self._line.start_recv(self._answers[server], self._pull[server], server)
             requests += self._line.start_send(asked, [], server)
         self._wait(requests)
-        self.store.loaded()
+        self.loaded()
         self._versions = {server: int(answer[0]) for server, answer in self._answers.items()}
         # After `sync` this number is equal on all servers.
-        self.skips.number = int(self._answers[self._servers[0]][1])
+        self.skips.number = int(self._answers[self.roles.servers[0]][1])
 
     def _wait(self, requests: Sequence[Request]) -> None:
-        with self.replica.exposed:
+        with self.exposed:
             for request in requests:
                 request.wait()
 
@@ -324,26 +320,17 @@ class AsyncWork(AgreeAndUpdate):
             self._is_current = True
 
 
-class AsyncServing(AgreeAndUpdate):
-    """An asynchronous server's step end: it applies each gradient on arrival.
+class AsyncServer(Server):
+    """An asynchronous server: it applies each gradient on arrival.
 
     The first server also has the work queue.
     """
 
-    store: ServedParameters
-
-    def __init__(self, replica: ReplicationContext, roles: Roles):
-        settings, servers = replica.config.replication, replica.grid.servers
-        assert servers is not None
-        pieces = roles.pieces[replica.grid.world.rank]
-        store, reducer = ServedParameters(replica, pieces), ServedGradients(replica, pieces)
-        super().__init__(replica, store, reducer)
-        self._workers, self._servers, self._line = roles.workers, roles.servers, roles.line
-        self._gradients, self._heard = [*reducer.summed.values()], header()
-        self._number, self._bound = (
-            servers.rank,
-            settings.staleness if settings.update == "bounded" else None,
-        )
+    def build(self, optimizer: config.Optimizer) -> None:
+        super().build(optimizer)
+        self._gradients_of_pieces = [*self.summed.values()]
+        self._number = self._among.rank
+        self._bound = self.settings.staleness if self.settings.update == "bounded" else None
         # `_updates` counts the updates of this process, and `_applied_before` all earlier ones.
         # The latter is -1 until the first step, which makes it known.
         self._updates = 0
@@ -351,7 +338,7 @@ class AsyncServing(AgreeAndUpdate):
         self._tickets: WorkQueue | None = None  # only the first server has one
         self._waiting: list[int] = []
         self._untold: dict[int, list[tuple[int, StepResult]]] = {
-            worker: [] for worker in roles.workers
+            worker: [] for worker in self.roles.workers
         }
         self._known: dict[int, StepResult] = {}
         self._pulls: list[Request] = []
@@ -360,14 +347,18 @@ class AsyncServing(AgreeAndUpdate):
         # This counts workers. One may settle before this server learns that a pause has begun.
         self._settled = 0
 
+    def receive_apart(self) -> None:
+        """Do nothing: each gradient is applied by itself."""
+
+    def wait(self) -> None:
+        """Do nothing: each gradient is applied on arrival."""
+
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         self._is_current = False
         if self._applied_before < 0:
-            self._applied_before = step * len(self._workers) - self.skips.number
+            self._applied_before = step * len(self.roles.workers) - self.skips.number
         if self._tickets is None and self._number == 0:
-            self._tickets = WorkQueue(
-                len(self._workers), step, self._bound, self.replica.config.next_pause
-            )
+            self._tickets = WorkQueue(len(self.roles.workers), step, self._bound, self.next_pause)
         if self._tickets and self._tickets.is_pause:
             self._tickets.go_on()
         while step not in self._known:
@@ -385,7 +376,7 @@ class AsyncServing(AgreeAndUpdate):
         if asked in (PULL, SETTLE):
             self._settled += asked == SETTLE
             self._pulls += self._line.start_send(
-                _filled(self._updates, self.skips.number), self.store.views, source
+                _filled(self._updates, self.skips.number), [*self.owned.values()], source
             )
         elif asked == DRAW:
             self._take(source, numbers)
@@ -393,16 +384,16 @@ class AsyncServing(AgreeAndUpdate):
             step, outcome = _outcome(numbers)
             self._known[step] = outcome
         else:
-            staleness = self._apply(source, numbers) if asked == PUSH else 0
+            staleness = self._update_from(source, numbers) if asked == PUSH else 0
             self.skips.number += asked == LEAVE_OUT
-            self._answer(source, staleness, self._stops)
+            self._tell_one(source, staleness, self._stops)
 
-    def _answer(self, to: int, *numbers: float) -> None:
+    def _tell_one(self, to: int, *numbers: float) -> None:
         self._answers += self._line.start_send(_filled(*numbers), [], to)
 
-    def _apply(self, worker: int, numbers: Sequence[float]) -> int:
+    def _update_from(self, worker: int, numbers: Sequence[float]) -> int:
         _, scale, lr, version = numbers[:4]  # the first number is the ticket
-        for request in self._line.start_recv_pieces(self._gradients, worker):
+        for request in self._line.start_recv_pieces(self._gradients_of_pieces, worker):
             request.wait()
         for request in self._pulls:
             request.wait()  # the update must not overwrite parameters that are still being sent
@@ -414,8 +405,8 @@ class AsyncServing(AgreeAndUpdate):
         return staleness
 
     def _lr_factor(self, staleness: int) -> float:
-        chosen = self.replica.config.replication.async_lr
-        named = {"1/workers": 1 / len(self._workers), "staleness": 1 / (1 + staleness)}
+        chosen = self.settings.async_lr
+        named = {"1/workers": 1 / len(self.roles.workers), "staleness": 1 / (1 + staleness)}
         return named[chosen] if chosen in named else float(chosen)
 
     def _take(self, worker: int, numbers: Sequence[float]) -> None:
@@ -440,7 +431,7 @@ class AsyncServing(AgreeAndUpdate):
             self._tickets.stop()
         self._waiting.append(worker)
         is_pause = self._tickets.is_pause
-        if is_pause and len(self._waiting) < len(self._workers):
+        if is_pause and len(self._waiting) < len(self.roles.workers):
             return
         self._tell()
         for waiting in [*self._waiting]:
@@ -448,34 +439,26 @@ class AsyncServing(AgreeAndUpdate):
             if granted is None:
                 continue
             for step, outcome in self._untold[waiting]:
-                self._answer(waiting, TELL, *_numbers(step, outcome))
+                self._tell_one(waiting, TELL, *_numbers(step, outcome))
             self._untold[waiting] = []
-            self._answer(waiting, DRAW, granted)
+            self._tell_one(waiting, DRAW, granted)
             self._waiting.remove(waiting)
 
     def _tell(self) -> None:
         assert self._tickets is not None
         for step, outcome in self._tickets.outcomes():
             self._known[step] = outcome
-            for server in self._servers[1:]:
-                self._answer(server, TELL, *_numbers(step, outcome))
+            for server in self.roles.servers[1:]:
+                self._tell_one(server, TELL, *_numbers(step, outcome))
             for untold in self._untold.values():
                 untold.append((step, outcome))
 
     def sync(self) -> None:
         if not self._is_current:
-            while self._settled < len(self._workers):
+            while self._settled < len(self.roles.workers):
                 self._serve()
             self._settled = 0
             for request in (*self._pulls, *self._answers):
                 request.wait()
             self._pulls, self._answers = [], []
             self._is_current = True
-
-
-def asynchronous(replica: ReplicationContext) -> Replication:
-    roles = Roles(replica)
-    if replica.grid.is_server:
-        return Replication(replica, AsyncServing(replica, roles), NoRows(replica))
-    rows = TicketRows(replica, len(roles.workers))
-    return Replication(replica, AsyncWork(replica, roles, rows), rows)

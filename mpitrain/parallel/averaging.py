@@ -1,93 +1,30 @@
 """Model averaging: each worker updates its own parameters, and the model is their average."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from mpitrain import config
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
-from mpitrain.parallel.mode import has_outer
-from mpitrain.parallel.replication.protocol import (
-    Replication,
-    ReplicationContext,
-    StateBuffer,
-    StepInput,
-    StepResult,
-)
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate, SkippedUpdates, mean_of
-from mpitrain.parallel.replication.whole import LocalGradients, OwnRows, WholeParameters, whole
+from mpitrain.errors import ConfigError
+from mpitrain.layers.flat import Bucket
+from mpitrain.optim.state import StateBuffer
+from mpitrain.parallel.mode import Sizes, has_outer, refuse_float16, without_layouts
+from mpitrain.parallel.replica import Replica, SkippedUpdates, StepResult, mean_of, whole
 from mpitrain.regions import Piece
-
-
-class AveragedParameters(WholeParameters):
-    """A worker's own parameters, and a second buffer with the average of all workers' parameters.
-
-    Evaluations and checkpoints use the average. Training continues from each worker's own
-    parameters, also after the last step. So a finished run that is extended equals a run of the
-    full length. In half precision the mirror has the values of the buffer in use.
-
-    own         this worker's parameters
-    average     the average that the last `sync` computed; between updates also scratch memory
-    is_current  whether `average` is the average of the present parameters
-    """
-
-    def __init__(self, replica: ReplicationContext, weight: float):
-        """Allocate the second buffer, and bind the sum over all workers; collective.
-
-        weight  of this worker's parameters in the average
-        """
-        super().__init__(replica, whole(replica.storage))
-        storage, grid = replica.storage, replica.grid
-        self.own, self._own_weights, self._weight = self.parameters, self.weights, weight
-        self.average = grid.world.transport.allocate(storage.length, storage.dtype)
-        self.average[:] = self.own
-        self._average_weights = (
-            storage.weights(self.average, self.frozen.flat) if self.mirror is None else self.weights
-        )
-        self.arrays.append(self.average)
-        self._sum_of_all = grid.copies.bind(self.average)
-        self.is_current = True
-
-    def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
-        self._replica.device.ops.weighted_sum(a, alpha, b, beta, out, self._replica.arena)
-
-    def resume(self) -> None:
-        self.parameters, self.weights = self.own, self._own_weights
-        self.loaded()
-
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, own in self.owned.items():
-            apply(piece, own, None)
-        self.is_current = False
-
-    def sync(self) -> None:
-        if not self.is_current:
-            self.add(self.own, self._weight, None, 0.0, self.average)
-            self._sum_of_all.run()
-            self.is_current = True
-        self.parameters, self.weights = self.average, self._average_weights
-        self.loaded()
-
-    def state(self) -> list[StateBuffer]:
-        """Return the average and each worker's own parameters.
-
-        Another layout starts all workers from the average.
-        """
-        self.sync()
-        average, *frozen = super().state()
-        own = StateBuffer("own_parameters", self.own, average.pieces, "bound", like=average.name)
-        return [average, *frozen, own]
 
 
 class SkippedByWorker(SkippedUpdates):
     """The count of this worker's skipped updates. Checkpoints save the counts of all workers."""
 
-    def __init__(self, replica: ReplicationContext):
-        super().__init__(replica.config.precision.compute)
-        self._workers: Group = replica.grid.copies
+    def __init__(self, compute: str, workers: Group):
+        super().__init__(compute)
+        self._workers = workers
 
     def scalars(self) -> dict[str, float]:
         """Return the skipped updates of each worker, and their mean; collective."""
@@ -109,84 +46,127 @@ def _skipped_by(worker: int) -> str:
     return f"skipped_updates.{worker}"
 
 
-class Mixer(Protocol):
-    """The way in which workers combine their parameters after each has updated its own."""
-
-    def mix(self, step: int, is_end_of_period: bool) -> None:
-        """Combine the parameters of all workers after step `step`, from 0; collective."""
-
-    def state(self) -> list[StateBuffer]:
-        """Return the buffers that checkpoints save, besides parameters and optimizer state."""
-
-
-class LocalUpdate(AgreeAndUpdate):
-    """Each worker updates from its own rows; then a `Mixer` combines the workers' parameters.
+class Averaging(Replica):
+    """A worker that updates its own parameters from its own rows; `mix` combines those of all.
 
     The gradient of a worker is the mean over its own rows, clipped by its own norm. A worker skips
     its update if its loss or its norm is not finite.
+
+    Evaluations and checkpoints use the average of all workers' parameters, in a second buffer.
+    Training continues from each worker's own parameters, also after the last step. So a finished
+    run that is extended equals a run of the full length. In half precision the mirror has the
+    values of the buffer in use.
 
     A period has replication.period steps. At the end of each period and of the run, all ranks
     exchange skipped updates and stop requests. Only these steps have the same result on all ranks:
     the loss is the mean over the global batch, the norm the root mean square of the workers' norms.
     In all other steps loss and norm are this worker's own.
+
+    own                this worker's parameters
+    average            the average that the last `sync` computed; between updates also scratch memory
+    is_current         whether `average` is the average of the present parameters
+    weight             of this worker's loss: its fraction of the global batch
+    weight_in_average  of this worker's parameters
     """
 
-    store: AveragedParameters
+    @staticmethod
+    def refusal(config: config.Config) -> ConfigError | None:
+        return refuse_float16(config) or without_layouts(config)
 
-    def __init__(
-        self,
-        replica: ReplicationContext,
-        mixer: Callable[[ReplicationContext, AveragedParameters], Mixer],
-        weight: float,
-        weight_in_average: float,
-    ):
-        """Bind the all-reduce of losses, skipped updates and stop requests; collective.
+    @staticmethod
+    def exchange(settings: config.Replication) -> int:
+        return settings.period
 
-        weight             weight of this worker's loss: its fraction of the global batch
-        weight_in_average  weight of this worker's parameters in the average
-        """
-        owned, store = whole(replica.storage), AveragedParameters(replica, weight_in_average)
-        super().__init__(replica, store, LocalGradients(replica, owned, owned))
-        self.skips, self._weight = SkippedByWorker(replica), weight
-        self._mixer = mixer(replica, store)
+    def build(self, optimizer: config.Optimizer) -> None:
+        self.weight = self.weight_in_average = len(self.share(self.size)) / self.size
+        super().build(optimizer)
+        self.skips = SkippedByWorker(self._compute, self.grid.copies)
         # The first three of six numbers are loss, squared norm and ignored targets of this step.
         # The others are sums since the last exchange: non-finite elements, skipped updates and stop
         # requests.
-        self._numbers = np.zeros(6)
-        self._sum_numbers = replica.grid.world.bind(self._numbers)
+        self._exchanged = np.zeros(6)
+        self._sum_of_exchanged = self.grid.world.bind(self._exchanged)
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        self.store.resume()
-
-    def finish(self, step_input: StepInput) -> StepResult:
-        # Most steps have no all-reduce: the sums of `agree` are this rank's own numbers.
-        own = self.update(step_input, lambda *numbers: numbers)
-        config = self.replica.config
-        with self.replica.exposed:
-            is_end_of_period = (step_input.number + 1) % config.replication.period == 0
-            self.store.is_current = False
-            self._mixer.mix(step_input.number, is_end_of_period)
-            is_bad = not own.updated and own.counted > 0
-            self._numbers[3:] += own.nonfinite, is_bad, own.stop
-            result = own._replace(nonfinite=0, updated=True, stop=False)
-            if is_end_of_period or step_input.number + 1 == config.run.steps:
-                result = self._exchange(step_input, own)
-        return result._replace(comm_s=own.comm_s + self.replica.exposed.take())
-
-    def _exchange(self, step_input: StepInput, own: StepResult) -> StepResult:
-        """Return the result of a step that is equal on all ranks; collective."""
-        weight = self._weight
-        self._numbers[:3] = (
-            (weight * (own.loss * own.counted), weight * own.grad_norm**2, step_input.ignored)
-            if own.counted
-            else (0.0, 0.0, step_input.ignored)
+    def make_parameters(self) -> None:
+        super().make_parameters()
+        assert self.frozen is not None
+        storage, grid = self.storage, self.grid
+        self.own, self._own_weights = self.parameters, self._weights
+        self.average = grid.world.transport.allocate(storage.length, storage.dtype)
+        self.average[:] = self.own
+        self._average_weights = (
+            storage.weights(self.average, self.frozen.flat)
+            if self.mirror is None
+            else self._weights
         )
-        self._sum_numbers.run()
-        loss, squares, ignored, nonfinite, left_out, stops = self._numbers.tolist()
-        self._numbers[:] = 0
+        self.mirrors = {}  # `begin` and `sync` write the mirror
+        self.parameter_arrays.append(self.average)
+        self._sum_of_all = grid.copies.bind(self.average)
+        self.is_current = True
+
+    def make_gradients(self) -> None:
+        super().make_gradients()
+        self.members = self.grid.tp.transport.members
+
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        return ()
+
+    def counted(self) -> Sequence[Piece]:
+        return whole(self.storage)
+
+    def of_update(self, micro: int) -> int:
+        return len(self.share(self.size))
+
+    def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
+        self.device.ops.weighted_sum(a, alpha, b, beta, out, self.arena)
+
+    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
+        super().begin(step, ignored, predictions)
+        self.parameters, self._weights = self.own, self._own_weights
+        self.loaded()
+
+    def agree(self, *numbers: float) -> Sequence[float]:
+        return numbers  # most steps have no all-reduce
+
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
+        own = super().finish(step, losses, weights, lr, stop, ignored, targets)
+        with self.exposed:
+            is_end_of_period = (step + 1) % self.settings.period == 0
+            self.is_current = False
+            self.mix(step, is_end_of_period)
+            is_bad = not own.updated and own.counted > 0
+            self._exchanged[3:] += own.nonfinite, is_bad, own.stop
+            result = own._replace(nonfinite=0, updated=True, stop=False)
+            if is_end_of_period or step + 1 == self.run.steps:
+                result = self._exchange(own, ignored, targets)
+        return result._replace(comm_s=own.comm_s + self.exposed.take())
+
+    @abstractmethod
+    def mix(self, step: int, is_end_of_period: bool) -> None:
+        """Combine the parameters of all workers after step `step`, from 0; collective."""
+
+    def _exchange(self, own: StepResult, ignored: int, targets: int) -> StepResult:
+        """Return the result of a step that is equal on all ranks; collective."""
+        weight = self.weight
+        self._exchanged[:3] = (
+            (weight * (own.loss * own.counted), weight * own.grad_norm**2, ignored)
+            if own.counted
+            else (0.0, 0.0, ignored)
+        )
+        self._sum_of_exchanged.run()
+        loss, squares, ignored_by_all, nonfinite, left_out, stops = self._exchanged.tolist()
+        self._exchanged[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        mean = mean_of(loss, 0.0, ignored, round(step_input.targets / weight))
+        mean = mean_of(loss, 0.0, ignored_by_all, round(targets / weight))
         return StepResult(
             mean.loss,
             norm,
@@ -197,27 +177,33 @@ class LocalUpdate(AgreeAndUpdate):
             counted=mean.counted,
         )
 
-    def state(self) -> list[StateBuffer]:
-        own = [buffer._replace(kind="mean") for buffer in super().state()]
-        return [*own, *self._mixer.state()]
+    def apply(self, scale: float, lr: float, step: int) -> None:
+        super().apply(scale, lr, step)
+        self.is_current = False
+
+    def sync(self) -> None:
+        if not self.is_current:
+            self.add(self.own, self.weight_in_average, None, 0.0, self.average)
+            self._sum_of_all.run()
+            self.is_current = True
+        self.parameters, self._weights = self.average, self._average_weights
+        self.loaded()
+
+    def parameter_state(self) -> list[StateBuffer]:
+        """Return the average and each worker's own parameters.
+
+        Another layout starts all workers from the average.
+        """
+        self.sync()
+        average, *frozen = super().parameter_state()
+        own = StateBuffer("own_parameters", self.own, average.pieces, "bound", like=average.name)
+        return [average, *frozen, own]
+
+    def optimizer_state(self) -> list[StateBuffer]:
+        return [buffer._replace(kind="mean") for buffer in super().optimizer_state()]
 
 
-def averaging(
-    replica: ReplicationContext,
-    mixer: Callable[[ReplicationContext, AveragedParameters], Mixer],
-    weight_in_average: float | None = None,
-) -> Replication:
-    """Return a mode of model averaging; collective.
-
-    weight_in_average  of this worker's parameters; None: the worker's fraction of the rows
-    """
-    rows, size = OwnRows(replica), replica.config.batch.size
-    weight = len(rows.share(size)) / size
-    step_end = LocalUpdate(replica, mixer, weight, weight_in_average or weight)
-    return Replication(replica, step_end, rows)
-
-
-class PeriodicAverage:
+class LocalSGD(Averaging):
     """Local SGD, and DiLoCo: after each period all workers continue from the same parameters.
 
     In local SGD these are the average of all workers' parameters, weighted by their rows. A run
@@ -241,32 +227,38 @@ class PeriodicAverage:
                 Nesterov momentum Douillard et al. 2023, DiLoCo, arXiv:2311.08105
     """
 
-    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        self._replica, self._store = replica, store
-        storage, self._outer = replica.storage, dict[str, Any]()
-        if has_outer(replica.config.replication):
+    help = (
+        "local SGD; workers update by themselves and average parameters every "
+        "replication.period steps"
+    )
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        more = 3 if has_outer(sizes.settings) else 1
+        return sizes.replica + more * sizes.master * sizes.length
+
+    def make_parameters(self) -> None:
+        super().make_parameters()
+        self._outer = dict[str, Any]()
+        if has_outer(self.settings):
             self._outer = {
-                name: replica.device.backend.zeros(storage.length, storage.dtype)
+                name: self.device.backend.zeros(self.storage.length, self.storage.dtype)
                 for name in ("outer_start", "outer_momentum")
             }
-            self._outer["outer_start"][:] = store.own
+            self._outer["outer_start"][:] = self.own
 
     def mix(self, step: int, is_end_of_period: bool) -> None:
         if is_end_of_period:
-            self._store.sync()
+            self.sync()
             if self._outer:
-                self._propose(self._store.average)
-            self._store.own[:] = self._store.average
+                self._propose(self.average)
+            self.own[:] = self.average
 
     def _propose(self, average: np.ndarray) -> None:
-        settings, ops, arena = (
-            self._replica.config.replication,
-            self._replica.device.ops,
-            self._replica.arena,
-        )
+        settings, ops, arena = self.settings, self.device.ops, self.arena
         start, momentum = self._outer.values()
         lr, beta, delta = settings.outer_lr, settings.outer_momentum, average
-        self._store.add(start, 1.0, average, -1.0, delta)
+        self.add(start, 1.0, average, -1.0, delta)
         ops.momentum(
             start,
             delta,
@@ -280,16 +272,13 @@ class PeriodicAverage:
         ops.sgd(start, delta, scale=1.0, lr=lr, weight_decay=0.0, arena=arena)
         average[:] = start
 
-    def state(self) -> list[StateBuffer]:
-        pieces, like = whole(self._replica.storage), {"outer_start": "parameters"}
-        return [
+    def optimizer_state(self) -> list[StateBuffer]:
+        pieces, like = whole(self.storage), {"outer_start": "parameters"}
+        outer = [
             StateBuffer(name, buffer, pieces, needed=False, like=like.get(name, ""))
             for name, buffer in self._outer.items()
         ]
-
-
-def local_sgd(replica: ReplicationContext) -> Replication:
-    return averaging(replica, PeriodicAverage)
+        return [*super().optimizer_state(), *outer]
 
 
 def distances(n: int) -> list[int]:
@@ -301,7 +290,7 @@ def distances(n: int) -> list[int]:
     return [1 << bit for bit in range(max(1, (n - 1).bit_length()))]
 
 
-class NeighbourAverage:
+class Gossip(Averaging):
     """Gossip averaging over an exponential graph: in each step a worker averages with one other.
 
     In step k the distance d is 2^(k mod ceil(lg n)). Worker r sends its parameters to worker r + d,
@@ -314,15 +303,22 @@ class NeighbourAverage:
                 Training, NeurIPS 34
     """
 
-    def __init__(self, replica: ReplicationContext, store: AveragedParameters):
-        self._store = store
-        transport, length = replica.grid.copies.transport, replica.storage.length
+    help = "workers update by themselves and average with one neighbour after each step"
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        return sizes.replica + sizes.master * sizes.length
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        super().build(optimizer)
+        self.weight_in_average = 1 / self.grid.copies.size
+        transport, length = self.grid.copies.transport, self.storage.length
         n, rank = transport.size, transport.rank
         with transport.recorder.called("parameters of a neighbour"):
             self._shifts = [
                 Execution(
                     transport,
-                    store.average,
+                    self.average,
                     "add",
                     Plan(
                         (
@@ -333,7 +329,7 @@ class NeighbourAverage:
                         )
                     ),
                     transport.claim_tag(),
-                    outgoing=store.own,
+                    outgoing=self.own,
                 )
                 for distance in distances(n)
             ]
@@ -341,12 +337,4 @@ class NeighbourAverage:
     def mix(self, step: int, is_end_of_period: bool) -> None:
         # The second buffer receives the neighbour's parameters.
         self._shifts[step % len(self._shifts)].run()
-        own = self._store.own
-        self._store.add(own, 0.5, self._store.average, 0.5, own)
-
-    def state(self) -> list[StateBuffer]:
-        return []
-
-
-def gossip(replica: ReplicationContext) -> Replication:
-    return averaging(replica, NeighbourAverage, 1 / replica.grid.copies.size)
+        self.add(self.own, 0.5, self.average, 0.5, self.own)

@@ -21,17 +21,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count, groupby
 from typing import Any
 
-import numpy as np
-
+from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.collectives.engine.executor import Reduction, mover
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.cost_model import part_bytes
-from mpitrain.layers.flat import Bucket, Storage
-from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.replication.protocol import Replication, ReplicationContext, StateBuffer
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.layers.flat import Bucket, FlatLayout, Storage
+from mpitrain.optim.state import StateBuffer
+from mpitrain.parallel.grid import Grid
 from mpitrain.regions import Piece
 from mpitrain.transport.device import DeviceTransport
+
+EXACT = Wire("none")
+"""The wire format of sums without compression."""
 
 SUMMED = -1
 """An entry of `Buckets._missing` in place of a unit: the sum over a tied group has not run yet."""
@@ -68,23 +69,19 @@ def bucket_bytes(
     return best()
 
 
-def common_buckets(replica: ReplicationContext, firsts: Sequence[int] = ()) -> list[Bucket]:
-    """Return the buckets of the flat buffer, in the order of their reduction; collective.
+def best_bytes(layout: FlatLayout, group: Group, bucket_mb: float) -> float:
+    """Return the bytes of a bucket of this layout.
 
-    The ranks of a tensor-parallel group agree on the bytes of a bucket. So a tensor that all of
-    them store is in the same bucket on each, and all sum it in the same order.
-
-    firsts  units at which a bucket must start
+    group      whose ranks reduce
+    bucket_mb  as in `bucket_bytes`
     """
-    group, storage = replica.grid.copies, replica.storage
-    ends, length, itemsize = group.transport, storage.length, storage.dtype.itemsize
-    nbytes = bucket_bytes(
-        replica.config.replication.bucket_mb,
+    ends, length, itemsize = group.transport, layout.length, layout.dtype.itemsize
+    return bucket_bytes(
+        bucket_mb,
         ends.hosts,
         isinstance(ends, DeviceTransport),
         lambda: part_bytes(group.tuning, group.algorithm, ends.hosts, length, itemsize),
     )
-    return storage.buckets(max(replica.grid.tp.transport.gather_text(nbytes)), firsts)
 
 
 def buckets_used(storage: Storage, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
@@ -160,75 +157,66 @@ def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]])
     return sums
 
 
-class Buckets(LocalGradients):
-    """The in-place reductions of all buckets, each started when its gradients are ready (as DDP's
-    reducer).
+class Buckets:
+    """The in-place sums of all buckets of a flat buffer over one group, each started when its
+    gradients are ready (as DDP's reducer).
 
-    A bucket is ready when all units that use its tensors are ready. The units must become ready in
-    the same order on all ranks of the group. Without `replication.overlap` all buckets are reduced
-    in `wait`.
+    A bucket is ready when all its writers are. They must become ready in the same order on all
+    ranks of the group. Without `overlap` all buckets are reduced in `wait`.
 
     buckets  in the order of their reduction
+    delayed  whether the reductions of this step leave errors to later steps (error feedback)
     """
 
     def __init__(
         self,
-        replica: ReplicationContext,
+        group: Group,
+        layout: FlatLayout,
+        flat: Any,
         buckets: Sequence[Bucket],
-        bind: Callable[[np.ndarray], Reduction],
-        owned: Sequence[Piece],
-        counted: Sequence[Piece],
+        writers: Sequence[set[int]],
+        wire: Wire = EXACT,
+        overlap: bool = True,
+        dense_steps: int = 0,
+        bind: Callable[[Any], Reduction] | None = None,
+        tied: Sequence[Reduction] = (),
     ):
-        """Bind all reductions over the replicas; collective.
+        """Bind all reductions over the group; collective.
 
-        bind            binds the reduction of a bucket that has no wire format
-        owned, counted  as in `LocalGradients`
+        layout       of the tensors in `flat`
+        flat         1-D
+        writers      for each bucket, the numbers of all that write to it
+        dense_steps  first steps without the wire format
+        bind         binds the reduction of a bucket that has no wire format; None: as the group
+        tied         sums over tied groups, which run before the buckets with `partial` are reduced
         """
-        super().__init__(replica, owned, counted)
-        config, wire, group = replica.config, replica.wire, replica.grid.copies
-        self._storage = storage = replica.storage
-        self.members = group.transport.members
-        self._overlap, self._dense_steps = config.replication.overlap, config.dense_steps
-        runs = [(span.holders, span.partial, span.start, span.stop) for span in storage.spans]
-        self._tied = tied_sums(replica.grid, self.buffer, runs)
+        bind = group.bind if bind is None else bind
+        self._overlap, self._dense_steps, self._tied = overlap, dense_steps, tied
         self.buckets = buckets
         self._writers = [
-            {
-                *(unit for unit in (*bucket.units, *others) if unit >= replica.first),
-                *((SUMMED,) if bucket.partial else ()),
-            }
-            for bucket, others in users(storage, buckets).items()
+            {*own, *((SUMMED,) if bucket.partial else ())}
+            for bucket, own in zip(buckets, writers, strict=True)
         ]
-        self._views = [self.buffer[b.start : b.stop] for b in buckets]
+        self._views = [flat[b.start : b.stop] for b in buckets]
         self._dense: list[Reduction | None] = []
         self._lossy: list[Reduction | None] = []
         for number, (bucket, view) in enumerate(zip(buckets, self._views, strict=True)):
             is_lossy = wire.name != "none" and not bucket.holders
-            needs_dense = not is_lossy or config.dense_steps > 0
+            needs_dense = not is_lossy or dense_steps > 0
             with group.transport.recorder.called(f"bucket {number}"):
                 self._dense.append(bind(view) if needs_dense else None)
                 self._lossy.append(
-                    group.bind_lossy(view, wire, self._matrices(bucket)) if is_lossy else None
+                    group.bind_lossy(view, wire, matrices_in(layout, bucket)) if is_lossy else None
                 )
         bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
         self._mover = mover(group.transport, bound)
         self.begin(0)
 
-    def _matrices(self, bucket: Bucket) -> list[Any]:
-        from mpitrain.collectives.compression import tiles
-
-        return [
-            tile
-            for entry in self._storage.entries
-            if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
-            for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
-        ]
-
     def __len__(self) -> int:
         return len(self.buckets)
 
     def begin(self, step: int) -> None:
-        super().begin(step)
+        """Begin a step, counted from 0: nothing is ready."""
         first, second = (
             (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
         )
@@ -237,22 +225,24 @@ class Buckets(LocalGradients):
         self._missing = [*map(set, self._writers)]
         self.delayed = any(reduction.state for reduction in self._active)
 
-    def ready(self, unit: int, is_last: bool) -> None:
-        super().ready(unit, is_last)
-        if self._overlap and is_last:
-            self._start_completed(unit)
+    def ready(self, writer: int) -> None:
+        """Report that a writer has written all its gradients of this step."""
+        if self._overlap:
+            self._start_completed(writer)
 
-    def _start_completed(self, unit: int) -> None:
+    def _start_completed(self, writer: int) -> None:
         for missing, reduction in zip(self._missing, self._active, strict=True):
-            if unit in missing:
-                missing.remove(unit)
+            if writer in missing:
+                missing.remove(writer)
                 if not missing:
                     self._mover.start(reduction)
 
     def poll(self) -> None:
+        """Progress the started reductions."""
         self._mover.poll()
 
     def wait(self) -> None:
+        """Block until all buckets are reduced; all writers must have been reported as ready."""
         if not self._overlap:
             self.run()
             return
@@ -274,6 +264,7 @@ class Buckets(LocalGradients):
                 lossy.learn(view)
 
     def state(self) -> list[StateBuffer]:
+        """Return the state that wire formats keep between steps, for checkpoints."""
         buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]
@@ -288,38 +279,13 @@ class Buckets(LocalGradients):
         return buffers
 
 
-def all_reduce(replica: ReplicationContext) -> Replication:
-    """Return data parallelism by all-reduce (as torch's DistributedDataParallel); collective.
+def matrices_in(layout: FlatLayout, bucket: Bucket) -> list[Any]:
+    """Return the matrices of a bucket as PowerSGD compresses them, as offsets in the bucket."""
+    from mpitrain.collectives.compression import tiles
 
-    Each rank computes its rows. `Buckets` reduces the flat gradient buffer in place, bucket by
-    bucket from the last unit to the first, while earlier layers still compute. After a step all
-    replicas are equal bit for bit, also with a lossy wire format.
-
-    source  Li et al. 2020, PyTorch Distributed, VLDB 13(12)
-    """
-    owned, grid = whole(replica.storage), replica.grid
-    # The replicas divide the squaring evenly: each element is squared on one rank.
-    shares = [
-        (start, share(stop - start, grid.copies.rank, grid.copies.size))
-        for start, stop, _ in counted_runs(replica)
+    return [
+        tile
+        for entry in layout.entries
+        if bucket.start <= entry.start < bucket.stop and len(entry.parameter.local_shape) == 2
+        for tile in tiles(entry.start - bucket.start, *entry.parameter.local_shape)
     ]
-    counted = [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
-    store = WholeParameters(replica, owned)
-    reducer = Buckets(replica, common_buckets(replica), grid.copies.bind, owned, counted)
-    return Replication(replica, AgreeAndUpdate(replica, store, reducer), ReplicaRows(replica))
-
-
-def counted_runs(replica: ReplicationContext) -> list[Piece]:
-    """Return the runs of the flat buffer that this rank squares for the norm.
-
-    No two ranks of a replica square the same element.
-    """
-    runs: list[Piece] = []
-    for span in replica.storage.spans:
-        if not replica.grid.counts(span.holders):
-            continue
-        if runs and runs[-1].stop == span.start:
-            runs[-1] = runs[-1]._replace(stop=span.stop)
-        else:
-            runs.append(Piece(span.start, span.stop, 0))
-    return runs

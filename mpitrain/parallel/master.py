@@ -1,95 +1,78 @@
 """Data parallelism by a master: rank 0 owns the model, the other ranks compute for it."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data import Source, read_rows
+from mpitrain import config
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.data import Source
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
-from mpitrain.parallel.buckets import Buckets, common_buckets
+from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import Replication, ReplicationContext, StateBuffer
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.parallel.mode import Sizes, without_layouts
+from mpitrain.parallel.replica import Replica, whole
 from mpitrain.regions import Piece
 
 ROOT = 0
 
 
-class BroadcastParameters(WholeParameters):
-    """Parameters that rank 0 updates and broadcasts.
+class Master(Replica):
+    """Master-worker data parallelism (as torch.nn.DataParallel).
 
-    opened  the micro-batch of the last call of `open`
+    Rank 0 scatters rows and broadcasts parameters. It gathers all logits, takes the loss, and sends
+    back the gradients of the logits. It updates from the sum of all gradients, and only rank 0 has
+    optimizer state. The next step begins with a broadcast of the parameters. Broadcasts and sums use
+    binomial trees.
+
+    A step of n ranks sends the following bytes, without the control message. The parameters have S
+    bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.
+
+    rank 0 sends  S ceil(lg n) + sum over r > 0 of X(r) + L(r)
+    rank r sends  S + L(r) + Y(r), and S for each child in the tree
+    rank 0 holds  the logits of all rows of a micro-batch
     """
 
-    opened = 0
+    help = "rank 0 alone updates"
 
-    def __init__(self, replica: ReplicationContext, owned: Sequence[Piece]):
-        super().__init__(replica, owned)
-        self._broadcast = replica.grid.copies.bind_broadcast(self.parameters, ROOT)
+    @staticmethod
+    def refusal(config: config.Config) -> ConfigError | None:
+        return without_layouts(config)
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        return sizes.replica - sizes.state * sizes.length * (1 - 1 / sizes.axes.ranks)
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        self._transport = transport = self.grid.copies.transport
+        self._is_root = transport.rank == ROOT
+        super().build(optimizer)
+        self._broadcast = self.grid.copies.bind_broadcast(self.parameters, ROOT)
         self._is_current = True  # all ranks have the parameters of rank 0
-
-    def open(self, unit: int, micro: int) -> Weights:
-        self.opened = micro
-        return super().open(unit, micro)
-
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        super().update(apply)
-        self._is_current = False
-
-    def sync(self) -> None:
-        if not self._is_current:
-            self._broadcast.run()
-            self._is_current = True
-            if not self.owned:
-                self.loaded()  # the update has already written rank 0's mirror
-
-    def state(self) -> list[StateBuffer]:
-        self.sync()
-        return super().state()
-
-
-class BroadcastAndUpdate(AgreeAndUpdate):
-    """All ranks agree, and rank 0 updates; the next step begins with a broadcast of the parameters."""
-
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        with self.replica.exposed:
-            self.sync()
-
-
-class MasterRows(ReplicaRows):
-    """Rows that rank 0 reads and scatters, and a loss that rank 0 computes for all ranks."""
-
-    def __init__(self, replica: ReplicationContext, store: BroadcastParameters):
-        super().__init__(replica)
-        self._store, self._transport = store, replica.grid.copies.transport
-        self._is_root = self._transport.rank == ROOT
-        with self._transport.recorder.called("rows"):
-            self._rows_tag = self._transport.claim_tag()
-        with self._transport.recorder.called("logits or their gradient"):
-            self._logits_tag = self._transport.claim_tag()
+        self._opened = 0  # the micro-batch of the last call of `open`
+        with transport.recorder.called("rows"):
+            self._rows_tag = transport.claim_tag()
+        with transport.recorder.called("logits or their gradient"):
+            self._logits_tag = transport.claim_tag()
         # The two entries are dtype and shape of a row of inputs, and of targets.
         self._forms: list[tuple[str, list[int]]] = []
 
-    def batch(
-        self, source: Source, step: int, before: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        rows = self.share(self._size)
-        return read_rows(
-            self._replica.config.data.source,
-            source,
-            len(rows),
-            lambda: self._scattered(source, step, rows, before),
-        )
+    def pieces(self) -> Sequence[Piece]:
+        return whole(self.storage) if self._is_root else []
 
-    def _scattered(
+    def counted(self) -> Sequence[Piece]:
+        return self.pieces()
+
+    def bind(self, gradients: Any) -> Reduction:
+        return self.grid.copies.bind_reduce(gradients, root=ROOT)
+
+    def read(
         self, source: Source, step: int, rows: range, before: int | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        with self._replica.exposed:
-            seed, size, transport = self._replica.config.run.seed, self._size, self._transport
+        with self.exposed:
+            seed, size, transport = self.run.seed, self.size, self._transport
             full = source.batch(seed, step, size, range(size), before) if self._is_root else ()
             if not self._forms:
                 self._forms = transport.gather_text(
@@ -115,13 +98,22 @@ class MasterRows(ReplicaRows):
         inputs, targets = own_arrays
         return inputs, targets
 
+    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
+        super().begin(step, ignored, predictions)
+        with self.exposed:
+            self.sync()
+
+    def open(self, unit: int, micro: int) -> Weights:
+        self._opened = micro
+        return super().open(unit, micro)
+
     def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
         """Compute the loss of all ranks' logits on rank 0.
 
         returns  the summed loss of all ranks on rank 0, and 0 on other ranks; the gradient of this
                  rank's logits, written over the logits
         """
-        transport, tag, exposed = self._transport, self._logits_tag, self._replica.exposed
+        transport, tag, exposed = self._transport, self._logits_tag, self.exposed
         if not self._is_root:
             with exposed:
                 packed = self._packed(logits)
@@ -131,7 +123,7 @@ class MasterRows(ReplicaRows):
                 if packed is not logits:
                     logits[...] = packed
             return 0.0, logits
-        arena, bounds = self._replica.arena, self._bounds(len(logits))
+        arena, bounds = self.arena, self._bounds(len(logits))
         everyone = arena.take((bounds[-1].stop, logits.shape[1]), logits.dtype)
         wanted = arena.take((len(everyone),), targets.dtype)
         with exposed:
@@ -157,7 +149,7 @@ class MasterRows(ReplicaRows):
     def _packed(self, logits: Any) -> Any:
         if logits.flags.c_contiguous:
             return logits
-        packed = self._replica.arena.take(logits.shape, logits.dtype)
+        packed = self.arena.take(logits.shape, logits.dtype)
         packed[...] = logits
         return packed
 
@@ -166,9 +158,9 @@ class MasterRows(ReplicaRows):
 
         root_logits  number of rows of rank 0's logits
         """
-        ranks, micro_batches = self._transport.size, self._replica.config.batch.micro_batches
+        ranks, micro_batches = self._transport.size, self.micro_batches
         rows = [
-            len(share(len(share(self._size, rank, ranks)), self._store.opened, micro_batches))
+            len(share(len(share(self.size, rank, ranks)), self._opened, micro_batches))
             for rank in range(ranks)
         ]
         stops = np.cumsum(rows) * (root_logits // rows[ROOT])
@@ -177,24 +169,17 @@ class MasterRows(ReplicaRows):
             for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)
         ]
 
+    def apply(self, scale: float, lr: float, step: int) -> None:
+        super().apply(scale, lr, step)
+        self._is_current = False
 
-def master(replica: ReplicationContext) -> Replication:
-    """Return master-worker data parallelism (as torch.nn.DataParallel); collective.
+    def sync(self) -> None:
+        if not self._is_current:
+            self._broadcast.run()
+            self._is_current = True
+            if not self.owned:
+                self.loaded()  # the update has already written rank 0's mirror
 
-    Rank 0 scatters rows and broadcasts parameters. It gathers all logits, takes the loss, and sends
-    back the gradients of the logits. It updates from the sum of all gradients, and only rank 0 has
-    optimizer state. Broadcasts and sums use binomial trees.
-
-    A step of n ranks sends the following bytes, without the control message. The parameters have S
-    bytes. Rank r has X(r) bytes of rows, targets included, L(r) of logits and Y(r) of targets.
-
-    rank 0 sends  S ceil(lg n) + sum over r > 0 of X(r) + L(r)
-    rank r sends  S + L(r) + Y(r), and S for each child in the tree
-    rank 0 holds  the logits of all rows of a micro-batch
-    """
-    dp, storage = replica.grid.copies, replica.storage
-    owned = whole(storage) if dp.rank == ROOT else []
-    store, bind = BroadcastParameters(replica, owned), partial(dp.bind_reduce, root=ROOT)
-    reducer = Buckets(replica, common_buckets(replica), bind, owned, owned)
-    step_end = BroadcastAndUpdate(replica, store, reducer)
-    return Replication(replica, step_end, MasterRows(replica, store))
+    def parameter_state(self) -> list[StateBuffer]:
+        self.sync()
+        return super().parameter_state()

@@ -13,26 +13,24 @@ from __future__ import annotations  # so that help() prints signatures as they a
 
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.config import Config, parse
 from mpitrain.errors import CommError, ConfigError, MpitrainError
-from mpitrain.layers.base import Layer, Parameter, Unit
-from mpitrain.layers.flat import Storage
+from mpitrain.layers.base import Parameter
+from mpitrain.layers.flat import GRAIN, FlatLayout
 from mpitrain.layers.initial import zeros
-from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.machine.cuda import as_array, kind_of
 from mpitrain.ops.device import Device, device_for
-from mpitrain.parallel.buckets import Buckets, common_buckets
-from mpitrain.parallel.grid import Axes, Grid
-from mpitrain.parallel.replication.protocol import ReplicationContext
-from mpitrain.parallel.replication.step_end import weight_of
+from mpitrain.parallel.buckets import Buckets, best_bytes
+from mpitrain.parallel.replica import weight_of
 from mpitrain.transport.agreement import from_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -97,50 +95,55 @@ class GradientSums:
         self._own: Transport | None = part
         self.device = device = device_for(config.device.kind)
         self.arena = device.arena()
-        self._grid = Grid(
-            over_device(part, device.backend, config.device.cuda_aware),
-            Axes(dp=transport.size),
-            config.replication.algorithm,
-            arithmetic=arithmetic_of(device),
-            arena=self.arena,
+        self._outer = over_device(part, device.backend, config.device.cuda_aware)
+        # A thread may progress the messages of the buckets, while this one counts faults.
+        inner = self._outer.split(0)
+        assert inner is not None
+        self._inner = inner
+        self.group = Group(
+            inner, config.replication.algorithm, arithmetic=arithmetic_of(device), arena=self.arena
         )
-        self.group = self._grid.copies
         try:
             self._build(config, [one.shape for one in facts if one.is_trained])
         except MpitrainError:
-            self._grid.close()
+            inner.close()
             part.close()
             raise
         transport.tenants.add(self._close)
 
     def _build(self, config: Config, shapes: Sequence[Sequence[int]]) -> None:
-        units = [
-            Unit(str(index), cast(Layer, _Tensor(tuple(shape))))
-            for index, shape in enumerate(shapes)
-        ]
-        replica = ReplicationContext(
-            config,
-            self._grid,
-            Storage(units, np.dtype(config.precision.stored)),
-            parse_wire(config.replication.wire),
-            self.device,
-            self.arena,
-            Plain(self.device.ops).loss(),
+        layout = FlatLayout(
+            [
+                [Parameter(str(index), tuple(shape), zeros, decayed=False)]
+                for index, shape in enumerate(shapes)
+            ],
+            np.dtype(config.precision.stored),
+            GRAIN,
         )
-        self._reducer = Buckets(replica, common_buckets(replica), self.group.bind, (), ())
-        self._slots = [self._reducer.gradients(index)["value"] for index in range(len(units))]
-        self.leaves = [slot.array for slot in self._slots]
+        settings, group = config.replication, self.group
+        self._flat = self._outer.allocate(layout.length, layout.dtype)
+        cuts = layout.buckets(best_bytes(layout, group, settings.bucket_mb))
+        self._buckets = Buckets(
+            group,
+            layout,
+            self._flat,
+            cuts,
+            [set(bucket.units) for bucket in cuts],
+            parse_wire(settings.wire),
+            settings.overlap,
+        )
+        self.leaves = [entry.view(self._flat) for entry in layout.entries]
         self._counts = np.zeros(2)
-        self._control = self._grid.world.bind(self._counts)
+        self._control = Group(self._outer, settings.algorithm).bind(self._counts)
         self._step = 0
         self._begin()
 
     def broadcast(self) -> None:
         """Copy the leaves of rank 0 to all ranks; collective."""
-        self.group.broadcast(self._reducer.buffer)
+        self.group.broadcast(self._flat)
 
     def _begin(self) -> None:
-        self._reducer.begin(self._step)
+        self._buckets.begin(self._step)
         self.taken: set[int] = set()
         self._next = len(self.leaves) - 1
 
@@ -149,16 +152,17 @@ class GradientSums:
 
     def ready(self, index: int) -> None:
         """Reduce the leaf of this parameter, once those of all later ones are ready."""
-        self._slots[index].filled = True
         self.taken.add(index)
         # The last parameter first: so all ranks start their buckets in one order.
         while self._next in self.taken:
             self._pass_on()
-        self._reducer.poll()
+        self._buckets.poll()
 
     def _pass_on(self) -> None:
         """Report the next gradient to the buckets; a missing one counts as zeros."""
-        self._reducer.ready(self._next, is_last=True)
+        if self._next not in self.taken:
+            self.leaves[self._next].fill(0)
+        self._buckets.ready(self._next)
         self._next -= 1
 
     def wait(self, faults: int) -> tuple[int, int]:
@@ -171,8 +175,8 @@ class GradientSums:
         while self._next >= 0:
             self._pass_on()
         self._control.start()
-        self._reducer.wait()
-        self._grid.transport.wait_until(self._control.poll)
+        self._buckets.wait()
+        self._outer.wait_until(self._control.poll)
         self._step += 1
         self._begin()
         all_faults, all_missing = map(int, self._counts)
@@ -192,22 +196,11 @@ class GradientSums:
     def _close(self) -> None:
         if self._own is None:
             return
-        self._slots.clear()
         self.leaves.clear()
-        del self._reducer, self._control  # They own arrays in windows.
-        self._grid.close()
+        del self._buckets, self._control, self._flat  # They own arrays in windows.
+        self._inner.close()
         self._own.close()
         self._own = None
-
-
-class _Tensor:
-    """The description of a layer with one tensor, for the unit of a caller's parameter."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self._shape = shape
-
-    def parameters(self) -> list[Parameter]:
-        return [Parameter("value", self._shape, zeros, decayed=False)]
 
 
 def agreed(

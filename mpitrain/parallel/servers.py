@@ -12,30 +12,30 @@ source      Li et al. 2014, Scaling Distributed Machine Learning with the Parame
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from mpitrain.collectives.group import Group
-from mpitrain.layers.flat import Span, dealt
-from mpitrain.parallel.mode import NUMBERS
-from mpitrain.parallel.replication.protocol import (
-    GradientReducer,
-    ParameterStore,
-    Replication,
-    ReplicationContext,
-    StateBuffer,
-    StepInput,
-    StepResult,
-    compact,
-    spread,
-)
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters
+from mpitrain import config
+from mpitrain.errors import ConfigError
+from mpitrain.layers.flat import Bucket, Span, dealt
+from mpitrain.optim.state import StateBuffer
+from mpitrain.parallel.buckets import Buckets
+from mpitrain.parallel.grid import Grid
+from mpitrain.parallel.mode import Sizes, refuse_float16, without_layouts
+from mpitrain.parallel.replica import Replica, StepResult, compact, spread
 from mpitrain.regions import Piece
 from mpitrain.transport.base import Request, Transport
+
+NUMBERS = 10
+"""Numbers in the header of a message to or from a server."""
+
+
+def is_late(settings: config.Replication) -> bool:
+    """Return whether servers may update before all workers have finished the step."""
+    return settings.update == "async" or (settings.update == "bounded" and settings.staleness > 0)
 
 
 def header() -> np.ndarray:
@@ -111,40 +111,89 @@ class Roles:
     answers  {server: the header of its answer}
     """
 
-    def __init__(self, replica: ReplicationContext):
-        axes = replica.grid.axes
+    def __init__(self, grid: Grid, spans: Sequence[Span]):
+        axes = grid.axes
         first = axes.ranks - axes.servers
         self.workers, self.servers = range(first), range(first, axes.ranks)
-        self.pieces = dict(
-            zip(self.servers, dealt(replica.storage.spans, axes.servers), strict=True)
-        )
-        self.line = PushPull(replica.grid.world.transport)
+        self.pieces = dict(zip(self.servers, dealt(spans, axes.servers), strict=True))
+        self.line = PushPull(grid.world.transport)
         self.answers = {server: header() for server in self.servers}
 
     def views(self, flat: Any) -> dict[int, list[Any]]:
         return {server: spread(flat, pieces) for server, pieces in self.pieces.items()}
 
 
-class PushedGradients(LocalGradients):
-    """Gradients of a worker, each sent to its server as soon as it is complete."""
+class Worker(Replica):
+    """A worker of synchronous servers: it pushes gradients and loss, and pulls result and parameters.
 
-    def __init__(self, replica: ReplicationContext, roles: Roles):
-        super().__init__(replica, (), ())
-        self._line, self._overlap = roles.line, replica.config.replication.overlap
-        self._spans = spans = replica.storage.spans
+    Each gradient is sent to its server as soon as it is complete.
+    """
+
+    help = "parameter servers, which compute no rows, update"
+    variants = {update: f"replication.update={update}" for update in ("sync", "async", "bounded")}
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        """All servers share one replica's state, workers have none.
+
+        Synchronous servers receive the workers' gradients in a separate buffer.
+        """
+        master, dp = sizes.master, sizes.axes.dp
+        workers = dp * (2 * master + sizes.mirror)
+        frozen = dp * sizes.fixed
+        arriving = 0 if is_late(sizes.settings) else master
+        trained = (workers + 2 * master + arriving + sizes.state) * sizes.length
+        return (trained + frozen) / sizes.axes.ranks
+
+    @staticmethod
+    def refusal(config: config.Config) -> ConfigError | None:
+        late = refuse_float16(config) if is_late(config.replication) else None
+        return late or without_layouts(config)
+
+    @staticmethod
+    def servers(settings: config.Replication) -> int:
+        return settings.servers
+
+    @staticmethod
+    def records(settings: config.Replication) -> Sequence[str]:
+        return ("lead", "staleness") if settings.update != "sync" else ()
+
+    @classmethod
+    def of_rank(cls, is_server: bool, settings: config.Replication) -> type[Replica]:
+        return Server if is_server else Worker
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        self.roles = Roles(self.grid, self.storage.spans)
+        self._line, self._answers = self.roles.line, self.roles.answers
+        super().build(optimizer)
+        self._pull, self._report = self.roles.views(self.parameters), header()
+
+    def make_gradients(self) -> None:
+        super().make_gradients()
+        self.members = self.grid.tp.transport.members
+        self._spans = spans = self.storage.spans
         self._push = [
             [
                 (server, view)
-                for server, pieces in roles.pieces.items()
-                for view in spread(self.buffer, by_span([span], pieces))
+                for server, pieces in self.roles.pieces.items()
+                for view in spread(self.gradient_buffer, by_span([span], pieces))
             ]
             for span in spans
         ]
         self._unpushed, self._pushes = [*range(len(spans))], list[Request]()
 
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        return ()
+
+    def pieces(self) -> Sequence[Piece]:
+        return ()
+
+    def counted(self) -> Sequence[Piece]:
+        return ()
+
     def ready(self, unit: int, is_last: bool) -> None:
         super().ready(unit, is_last)
-        if is_last and self._overlap:
+        if is_last and self.settings.overlap:
             self.push(unit)
 
     def push(self, unit: int = 0) -> None:
@@ -164,169 +213,152 @@ class PushedGradients(LocalGradients):
             push.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
 
-
-class PushAndPull(AgreeAndUpdate):
-    """A synchronous worker's step end: it pushes its loss, and pulls result and parameters."""
-
-    reducer: PushedGradients
-
-    def __init__(self, replica: ReplicationContext, roles: Roles):
-        store, reducer = WholeParameters(replica, ()), PushedGradients(replica, roles)
-        super().__init__(replica, store, reducer)
-        self._line, self._answers = roles.line, roles.answers
-        self._pull, self._report = roles.views(store.parameters), header()
-
-    def finish(self, step_input: StepInput) -> StepResult:
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
         began = time.perf_counter()
         line, answers = self._line, self._answers
-        self.reducer.push()
-        loss = self.replica.gradient_stats(step_input, ())[0]
-        self._report[:4] = loss, step_input.stop, step_input.ignored, step_input.targets
+        self.push()
+        loss = self.facts(losses, weights, ())[0]
+        self._report[:4] = loss, stop, ignored, targets
         pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
         ends = [line.start_send(self._report, [], server) for server in answers]
-        self.reducer.wait()
+        self.wait()
         for request in chain(*ends, *pulls):
             request.wait()
-        self.store.loaded()
+        self.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        outcome, _ = self.result_of(step_input, first[:5].tolist())
-        return self.skips.conclude(outcome._replace(comm_s=time.perf_counter() - began))
+        result, _ = self.result_of(first[:5].tolist(), targets, lr)
+        return self.skips.conclude(result._replace(comm_s=time.perf_counter() - began))
 
 
-class ServedParameters(ParameterStore):
-    """A server's pieces of the parameters, concatenated.
-
-    views  the pieces, in their order
+class Server(Replica):
+    """A synchronous server: it stores its pieces of the parameters, concatenated, and makes one
+    update from the sum of the gradients that all workers push to it, in the order of the workers.
     """
 
-    mirror: Any = None
-    frozen: Any = None
-    sharing: Sequence[Group] = ()
-
-    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
-        storage, allocate = replica.storage, replica.grid.world.transport.allocate
-        length = sum(piece.stop - piece.start for piece in pieces)
-        self._pieces, self.parameters = pieces, allocate(length, storage.dtype)
-        if replica.device.mirror:
-            allocate(0, replica.computed)  # it is collective: workers allocate their mirrors here
-        storage.initialize(self.parameters, replica.config.run.seed, replica.device.backend, pieces)
-        self.arrays, self.views = [self.parameters], compact(self.parameters, pieces)
-        self.owned = dict(zip(pieces, self.views, strict=True))
-
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, view in self.owned.items():
-            apply(piece, view, None)
-
-    def state(self) -> list[StateBuffer]:
-        return [StateBuffer("parameters", self.parameters, self._pieces)]
-
-
-class ServedGradients(GradientReducer):
-    """The gradients that a server receives for its pieces, concatenated."""
-
-    def __init__(self, replica: ReplicationContext, pieces: Sequence[Piece]):
-        storage, servers = replica.storage, replica.grid.servers
+    def build(self, optimizer: config.Optimizer) -> None:
+        servers = self.grid.servers
         assert servers is not None
+        self.roles, self._among = Roles(self.grid, self.storage.spans), servers
+        self._line, self._heard = self.roles.line, header()
+        super().build(optimizer)
+        # The three numbers are squares, non-finite elements, and stop requests of servers.
+        self._squares = np.zeros(3)
+        self._agree_on_squares = servers.bind(self._squares)
+        self._reports, self._answer = {worker: header() for worker in self.roles.workers}, header()
+
+    def pieces(self) -> Sequence[Piece]:
+        return self.roles.pieces[self.grid.world.rank]
+
+    def make_parameters(self) -> None:
+        storage, allocate = self.storage, self.grid.world.transport.allocate
+        pieces, self.frozen, self.mirrors = self.pieces(), None, {}
         length = sum(piece.stop - piece.start for piece in pieces)
-        self.buffer = replica.grid.world.transport.allocate(length, storage.dtype)
-        self.arrays = [self.buffer]
-        self.members: Sequence[int] = servers.transport.members
-        self.summed = dict(zip(pieces, compact(self.buffer, pieces), strict=True))
-        self.squared = [self.buffer]
+        self.parameters = allocate(length, storage.dtype)
+        if self.device.mirror:
+            allocate(0, self.computed)  # it is collective: workers allocate their mirrors here
+        storage.initialize(self.parameters, self.run.seed, self.device.backend, pieces)
+        self.parameter_arrays = [self.parameters]
+        self.owned = dict(zip(pieces, compact(self.parameters, pieces), strict=True))
 
+    def make_gradients(self) -> None:
+        storage, pieces = self.storage, self.pieces()
+        length = sum(piece.stop - piece.start for piece in pieces)
+        self.gradient_buffer = self.grid.world.transport.allocate(length, storage.dtype)
+        self.gradient_arrays = [self.gradient_buffer]
+        self.members = self._among.transport.members
+        self.summed = dict(zip(pieces, compact(self.gradient_buffer, pieces), strict=True))
+        self.squared = [self.gradient_buffer]
+        self._leaves = []
+        self.buckets = Buckets(self.grid.copies, storage, self.gradient_buffer, (), ())
+        self.receive_apart()
 
-class CollectedGradients(ServedGradients):
-    """The sum of the gradients that all workers push to a server, in the order of the workers."""
+    def receive_apart(self) -> None:
+        """Allocate the buffer into which the gradients of all workers but the first arrive."""
+        arrived = self.device.backend.zeros(len(self.gradient_buffer), self.storage.dtype)
+        self.gradient_arrays.append(arrived)
+        parts = by_span(self.storage.spans, self.pieces())
+        self._sums, self._arriving = (
+            compact(flat, parts) for flat in (self.gradient_buffer, arrived)
+        )
+        self._add = self._among.arithmetic.combining(self.gradient_buffer, "add")
 
-    def __init__(self, replica: ReplicationContext, roles: Roles, pieces: Sequence[Piece]):
-        super().__init__(replica, pieces)
-        servers = replica.grid.servers
-        assert servers is not None
-        arrived = replica.device.backend.zeros(len(self.buffer), replica.storage.dtype)
-        self.arrays.append(arrived)
-        parts = by_span(replica.storage.spans, pieces)
-        self._sums, self._arriving = (compact(flat, parts) for flat in (self.buffer, arrived))
-        self._add = servers.arithmetic.combining(self.buffer, "add")
-        self._workers, self._line = roles.workers, roles.line
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        return ()
+
+    def share(self, rows: int) -> range:
+        return range(0)
 
     def wait(self) -> None:
         """Receive the gradients and sum them in the order of the workers.
 
         The gradient of the next worker arrives while that of the previous worker is added.
         """
-        first, second = self._workers[0], self._workers[1:2]
-        begun = self._line.start_recv_pieces(self._sums, first)
+        workers, line = self.roles.workers, self._line
+        begun = line.start_recv_pieces(self._sums, workers[0])
         arriving = [
             request
-            for worker in second
-            for request in self._line.start_recv_pieces(self._arriving, worker)
+            for worker in workers[1:2]
+            for request in line.start_recv_pieces(self._arriving, worker)
         ]
         for request in begun:
-            self._line.wait(request)
-        for worker in self._workers[1:]:
+            line.wait(request)
+        for worker in workers[1:]:
             following: list[Request] = []
             for request, summed, arrived in zip(arriving, self._sums, self._arriving, strict=True):
-                self._line.wait(request)
+                line.wait(request)
                 self._add(summed, arrived)
-                if worker + 1 in self._workers:
-                    following += self._line.start_recv_pieces([arrived], worker + 1)
+                if worker + 1 in workers:
+                    following += line.start_recv_pieces([arrived], worker + 1)
             arriving = following
 
-
-class ServedUpdate(AgreeAndUpdate):
-    """A synchronous server's step end: one update, from the sum of all workers' gradients."""
-
-    store: ServedParameters
-
-    def __init__(self, replica: ReplicationContext, roles: Roles):
-        pieces, servers = roles.pieces[replica.grid.world.rank], replica.grid.servers
-        assert servers is not None
-        store = ServedParameters(replica, pieces)
-        super().__init__(replica, store, CollectedGradients(replica, roles, pieces))
-        # The three numbers are squares, non-finite elements, and stop requests of servers.
-        self._squares = np.zeros(3)
-        self._agree_on_squares = servers.bind(self._squares)
-        self._line, self._heard = roles.line, header()
-        self._reports, self._answer = {worker: header() for worker in roles.workers}, header()
-
-    def finish(self, step_input: StepInput) -> StepResult:
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
-        parameters.
+        parameters. Loss, ignored and all targets are those that the workers report.
         """
         began = time.perf_counter()
         line, workers = self._line, self._reports
-        self.reducer.wait()
+        self.wait()
         for _ in workers:
             source = line.wait_for_header(self._heard)
             self._reports[source][:] = self._heard
         comm_s = time.perf_counter() - began
-        loss, stop, ignored = (
+        loss, stops, of_workers = (
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        step_input = step_input._replace(targets=int(self._reports[0][3]))  # a server has no rows
-        _, squares, own_nonfinite = self.replica.gradient_stats(None, self.reducer.squared)
-        self._squares[:] = squares, own_nonfinite, step_input.stop
+        _, squares, own_nonfinite = self.facts((), (), self.squared)
+        self._squares[:] = squares, own_nonfinite, stop
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
-        totals = self._answer[:5] = (loss, squares, nonfinite, stop + servers_stop, ignored)
-        outcome, scale = self.result_of(step_input, totals)
-        if outcome.updated:
-            self.apply(scale, step_input.lr, step_input.number + 1 - self.skips.number)
-        answers = [line.start_send(self._answer, self.store.views, worker) for worker in workers]
+        totals = self._answer[:5] = (loss, squares, nonfinite, stops + servers_stop, of_workers)
+        result, scale = self.result_of(totals, int(self._reports[0][3]), lr)
+        if result.updated:
+            self.apply(scale, lr, step + 1 - self.skips.number)
+        views = [*self.owned.values()]
+        answers = [line.start_send(self._answer, views, worker) for worker in workers]
         for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
-        return self.skips.conclude(outcome._replace(comm_s=comm_s))
+        return self.skips.conclude(result._replace(comm_s=comm_s))
 
+    def loaded(self) -> None:
+        """Do nothing: a server has no mirror."""
 
-class NoRows(ReplicaRows):
-    """The rows of a server: none."""
-
-    def share(self, rows: int) -> range:
-        return range(0)
-
-
-def synchronous(replica: ReplicationContext) -> Replication:
-    roles = Roles(replica)
-    if replica.grid.is_server:
-        return Replication(replica, ServedUpdate(replica, roles), NoRows(replica))
-    return Replication(replica, PushAndPull(replica, roles), ReplicaRows(replica))
+    def parameter_state(self) -> list[StateBuffer]:
+        return [StateBuffer("parameters", self.parameters, self.pieces())]

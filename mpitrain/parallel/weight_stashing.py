@@ -25,100 +25,78 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain import config
+from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
+from mpitrain.models.table import is_tied
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.buckets import Buckets, common_buckets, counted_runs
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.replication.protocol import (
-    Replication,
-    ReplicationContext,
-    StepInput,
-    StepResult,
-)
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate, mean_of, weight_of
-from mpitrain.parallel.replication.whole import ReplicaRows, WholeParameters, whole
+from mpitrain.parallel.mode import Sizes, only
+from mpitrain.parallel.replica import Replica, StepResult, mean_of, weight_of
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE
 
-
-class StashedParameters(WholeParameters):
-    """Several versions of a stage's parameters; a micro-batch that has begun keeps its version.
-
-    Micro-batches and versions are counted from the last time when the pipeline was empty. After
-    each `every` micro-batches an update makes the next version. Micro-batch i uses version
-    i // every - (versions - 1), or 0 if this is negative.
-
-    steps   the steps that have begun since the pipeline was last empty
-    memory  `versions` times the parameters with which layers compute
-    """
-
-    def __init__(self, replica: ReplicationContext, every: int, versions: int):
-        super().__init__(replica, whole(replica.storage))
-        storage, zeros = replica.storage, replica.device.backend.zeros
-        self._every, self._micro_batches = every, replica.config.batch.micro_batches
-        self._versions = [
-            self.computed,
-            *(zeros(storage.length, replica.computed) for _ in range(versions - 1)),
-        ]
-        self.arrays += self._versions[1:]
-        self._views = [storage.weights(version, self.frozen.flat) for version in self._versions]
-        self.steps = self._made = 0
-
-    def _newest(self) -> Any:
-        return self._versions[self._made % len(self._versions)]
-
-    def open(self, unit: int, micro: int) -> Weights:
-        """Return the parameters of a micro-batch, for its forward and its backward.
-
-        micro  number of the micro-batch, modulo twice the micro-batches of a step (as in
-               pipeline/async_pipeline.py)
-        """
-        last = max(1, self.steps) * self._micro_batches - 1
-        running = last - (last - micro) % (2 * self._micro_batches)
-        version = max(0, running // self._every - (len(self._versions) - 1))
-        return self._views[version % len(self._versions)][unit]
-
-    def advance(self) -> None:
-        """Make the next version, a copy of the newest one."""
-        source = self._newest()
-        self._made += 1
-        if self._newest() is not source:
-            self._newest()[...] = source
-        if self.mirror is None:
-            self.owned = dict.fromkeys(self.owned, self._newest())
-
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        mirror = None if self.mirror is None else self._newest()
-        for piece, masters in self.owned.items():
-            apply(piece, masters, mirror)
-
-    def drain(self) -> None:
-        """Make the newest version version 0. The pipeline must be empty."""
-        if self._newest() is not self.computed:
-            self.computed[...] = self._newest()
-        self.steps = self._made = 0
+_with_other_keys = only(
+    "pipeline.schedule",
+    "1f1b",
+    replication__mode="all-reduce",
+    replication__zero=0,
+    replication__wire="none",
+    layout__cp=1,
+)
 
 
-class StageUpdate(AgreeAndUpdate):
-    """The end of each update on one pipeline stage, and of each step when all ranks know its result.
+class PipeDream(Replica):
+    """A stage of a pipeline that updates by itself after each micro-batch, with several versions of
+    its parameters (Narayanan et al. 2019).
 
+    A micro-batch that has begun keeps its version. Micro-batches and versions are counted from the
+    last time when the pipeline was empty. After each `every` micro-batches an update makes the next
+    version. Micro-batch i uses version i // every - (versions - 1), or 0 if this is negative.
+
+    every       micro-batches of one update
+    versions    number of versions
+    begun       the steps that have begun since the pipeline was last empty
+    memory      `versions` times the parameters with which layers compute
     bytes sent  for each micro-batch an all-reduce of 40 bytes over all ranks; for each update an
                 all-reduce of 8 bytes over the replicas of the stage
-    every       micro-batches of one update
     """
 
-    store: StashedParameters
+    help = "(PipeDream) updates after every micro-batch"
 
-    def __init__(self, replica: ReplicationContext, every: int, versions: int):
-        grid, backend, owned = replica.grid, replica.device.backend, whole(replica.storage)
-        buckets, counted = common_buckets(replica), counted_runs(replica)
-        store = StashedParameters(replica, every, versions)
-        super().__init__(
-            replica, store, Buckets(replica, buckets, grid.copies.bind, owned, counted)
-        )
-        world, self.every, self._stages = grid.world, every, grid.axes.pp
-        stages, recorder = self._stages, self.recorder
-        self._micro_batches = m = replica.config.batch.micro_batches
+    @property
+    def every(self) -> int:
+        return 1
+
+    @property
+    def versions(self) -> int:
+        return self.grid.axes.pp - self.grid.coords.pp
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        # Stage s of p stores p - s versions of the parameters with which layers compute.
+        return sizes.replica + (sizes.axes.pp - 1) / 2 * sizes.computed * sizes.length
+
+    @staticmethod
+    def refusal(config: config.Config) -> ConfigError | None:
+        schedule = config.pipeline.schedule
+        if is_tied(config):
+            return ConfigError(
+                f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
+                "Set model.tied to false, or pipeline.schedule to 1f1b.",
+            )
+        if config.precision.compute == "float16":
+            return ConfigError(
+                f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
+                "them.",
+                "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
+            )
+        return _with_other_keys(config)
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        super().build(optimizer)
+        grid, recorder, m = self.grid, self.recorder, self.micro_batches
+        self._stages = stages = grid.axes.pp
         # All ranks have computed this number of steps before they know the result of a step.
         self._late = -(-(2 * stages - 1) // m)
         # The two numbers are the stage's squares and its non-finite elements.
@@ -129,18 +107,65 @@ class StageUpdate(AgreeAndUpdate):
         self._sum_of_ignored = grid.copies.bind(self._ignored)
         with recorder.called("the control message"):
             self._messages = [np.zeros(5) for _ in range(stages)]
-            self._telling = [world.bind(message) for message in self._messages]
-        self._control_name = recorder.name("what all are told", world.transport.members)
-        self._losses, self._parts_of_mean = backend.zeros(m, np.float64), [0.0] * m
-        self._newest = StepResult(math.nan, math.nan, 0, 0.0, True, False)
+            self._telling = [grid.world.bind(message) for message in self._messages]
+        self._told_name = recorder.name("what all are told", grid.world.transport.members)
+        self._losses = self.device.backend.zeros(m, np.float64)
+        self._parts_of_mean = [0.0] * m
+        self._newest_result = StepResult(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, StepResult] = {}
         # The value is the time at which the last backward of a step had ended.
         self._ended: dict[int, float] = {}
         self._wish = False
         self._reset_counts()
 
+    def make_parameters(self) -> None:
+        super().make_parameters()
+        assert self.frozen is not None
+        storage, zeros = self.storage, self.device.backend.zeros
+        self._versions = [
+            self.used,
+            *(zeros(storage.length, self.computed) for _ in range(self.versions - 1)),
+        ]
+        self.parameter_arrays += self._versions[1:]
+        self._views = [storage.weights(version, self.frozen.flat) for version in self._versions]
+        self.begun = self._made = 0
+
+    def counted(self) -> Sequence[Piece]:
+        return self.counted_runs()  # every replica of a stage clips by the stage's own norm
+
+    def _newest(self) -> Any:
+        return self._versions[self._made % len(self._versions)]
+
+    def open(self, unit: int, micro: int) -> Weights:
+        """Return the parameters of a micro-batch, for its forward and its backward.
+
+        micro  number of the micro-batch, modulo twice the micro-batches of a step (as in
+               pipeline/async_pipeline.py)
+        """
+        last = max(1, self.begun) * self.micro_batches - 1
+        running = last - (last - micro) % (2 * self.micro_batches)
+        version = max(0, running // self.every - (len(self._versions) - 1))
+        return self._views[version % len(self._versions)][unit]
+
+    def advance(self) -> None:
+        """Make the next version, a copy of the newest one."""
+        source = self._newest()
+        self._made += 1
+        if self._newest() is not source:
+            self._newest()[...] = source
+        if self.mirror is None:
+            self.owned = dict.fromkeys(self.owned, self._newest())
+        else:
+            self.mirrors = dict.fromkeys(self.owned, self._newest())
+
+    def drain_versions(self) -> None:
+        """Make the newest version version 0. The pipeline must be empty."""
+        if self._newest() is not self.used:
+            self.used[...] = self._newest()
+        self.begun = self._made = 0
+
     def _reset_counts(self) -> None:
-        # `_masks` has the arguments of `ignore` for each step begun.
+        # `_masks` has the ignored targets and the predictions of each step begun.
         # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
         # `_received` contains the control messages of all steps that have no known result yet.
@@ -155,25 +180,21 @@ class StageUpdate(AgreeAndUpdate):
 
     @property
     def _updates_per_step(self) -> int:
-        return self._micro_batches // self.every
+        return self.micro_batches // self.every
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         while step not in self._known:
             yield self._numbers[-1] + 1 if self._numbers else step
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
         self._numbers.append(step)
-        self._masks.append(((0,) * self._micro_batches, 1))
-        self.store.steps = len(self._numbers)
+        self._masks.append((ignored or (0,) * self.micro_batches, predictions))
+        self.begun = len(self._numbers)
 
-    def ignore(self, targets: Sequence[int], predictions: int) -> None:
-        self._masks[-1] = targets, predictions
-
-    def rows_of_update(self, micro: int) -> int:
-        """Return the rows, over all replicas, of the update that micro-batch `micro` belongs to."""
-        config, n, first = self.replica.config, self.replica.grid.axes.dp, self._first_of(micro)
+    def of_update(self, micro: int) -> int:
+        n, first = self.grid.axes.dp, self._first_of(micro)
         return sum(
-            len(share(len(share(config.batch.size, replica, n)), at, self._micro_batches))
+            len(share(len(share(self.size, replica, n)), at, self.micro_batches))
             for replica in range(n)
             for at in range(first, first + self.every)
         )
@@ -188,21 +209,18 @@ class StageUpdate(AgreeAndUpdate):
         The reason is a checkpoint, an evaluation, the end of the run, or a stop request.
         """
         here, asked = len(self._numbers) - 1, self._stop_after
-        return self._numbers[-1] + 1 >= self.replica.config.next_pause(self._numbers[0]) or (
+        return self._numbers[-1] + 1 >= self.next_pause(self._numbers[0]) or (
             asked is not None and here >= asked
         )
 
-    def lost(self, loss: Any, targets: int, rows: int) -> None:
-        """Record the summed loss of the micro-batch whose backward has begun.
-
-        targets  number of targets in the micro-batch
-        rows     number of rows of the global batch that this rank computes
-        """
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        loss, gradient = super().loss(logits, targets, scale)
         # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
-        at, size = self._turns % self._micro_batches, self.replica.config.batch.size
+        at, rows = self._turns % self.micro_batches, len(self.share(self.size))
         self._losses[at] = loss.reshape(()) if hasattr(loss, "reshape") else loss
-        predictions = targets // len(share(rows, at, self._micro_batches))
-        self._parts_of_mean[at] = weight_of(size * predictions)
+        predictions = len(targets) // len(share(rows, at, self.micro_batches))
+        self._parts_of_mean[at] = weight_of(self.size * predictions)
+        return loss, gradient
 
     def turn(self) -> bool:
         """Begin the backward of the next micro-batch, and read the control message that is due.
@@ -213,7 +231,7 @@ class StageUpdate(AgreeAndUpdate):
             self._read_control_message()
         is_new = self._turns % self.every == 0
         if is_new:
-            super().begin(self._numbers[self._turns // self._micro_batches])
+            super().begin(self._numbers[self._turns // self.micro_batches])
         return is_new
 
     def turned(self) -> None:
@@ -221,46 +239,44 @@ class StageUpdate(AgreeAndUpdate):
         control message.
         """
         micro, self._turns = self._turns, self._turns + 1
-        grid, at, squares, nonfinite = self.replica.grid, micro % self._micro_batches, 0.0, 0.0
-        step_input = StepInput(
-            micro,
-            self._losses[at : at + 1] if grid.reports_loss else (),
-            0.0,
-            weights=self._parts_of_mean[at : at + 1],
-        )
+        grid, at, squares, nonfinite = self.grid, micro % self.micro_batches, 0.0, 0.0
+        losses = self._losses[at : at + 1] if grid.reports_loss else ()
+        weights = self._parts_of_mean[at : at + 1]
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, step_input)
+            loss, squares, nonfinite = self._make(micro, losses, weights)
         else:
-            loss = self.replica.gradient_stats(step_input, ())[0]
+            loss = self.facts(losses, weights, ())[0]
         message = self._messages[micro % self._stages]
-        ignored, _ = self._masks[micro // self._micro_batches]
+        ignored, _ = self._masks[micro // self.micro_batches]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
         if grid.coords.tp == grid.coords.dp == 0:
             message[1:3] = squares, nonfinite
         message[3] = self._wish
         self._telling[micro % self._stages].start()
         self._unread.append(micro)
-        if self._turns % self._micro_batches == 0:
-            self._ended[self._numbers[micro // self._micro_batches]] = time.perf_counter()
+        if self._turns % self.micro_batches == 0:
+            self._ended[self._numbers[micro // self.micro_batches]] = time.perf_counter()
 
-    def _make(self, micro: int, step_input: StepInput) -> tuple[float, float, float]:
+    def _make(
+        self, micro: int, losses: Any, weights: Sequence[float]
+    ) -> tuple[float, float, float]:
         """Make the next version of the parameters.
 
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
-        step, config = self._numbers[micro // self._micro_batches], self.replica.config
-        loss, *of_stage = self.sum(step_input)
+        step, settings = self._numbers[micro // self.micro_batches], self.optimizer.settings
+        loss, *of_stage = self.sum(losses, weights)
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
-        mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=config.optimizer.clip)
+        mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=settings.clip)
         squares = squares / mean.counted**2 if mean.counted else 0.0
-        span = self.recorder.compute(self.update_name, UPDATE)
-        self.store.advance()
+        span = self.recorder.compute(self._update_name, UPDATE)
+        self.advance()
         if mean.counted and math.isfinite(squares):
-            earlier = step * self._updates_per_step + micro % self._micro_batches // self.every
-            lr = learning_rate(config.optimizer, step, config.run.steps)
+            earlier = step * self._updates_per_step + micro % self.micro_batches // self.every
+            lr = learning_rate(settings, step, self.run.steps)
             self.apply(mean.scale, lr, earlier + 1)
         self.recorder.end(span)
         return loss, squares, nonfinite
@@ -270,37 +286,47 @@ class StageUpdate(AgreeAndUpdate):
 
         micro  the last micro-batch of the update
         """
-        at = micro % self._micro_batches
-        ignored, predictions = self._masks[micro // self._micro_batches]
+        at = micro % self.micro_batches
+        ignored, predictions = self._masks[micro // self.micro_batches]
         first = self._first_of(at)
         self._ignored[0] = sum(ignored[first : first + self.every])
         self._sum_of_ignored.run()
-        return float(self._ignored[0]), self.rows_of_update(at) * predictions
+        return float(self._ignored[0]), self.of_update(at) * predictions
 
     def _read_control_message(self) -> None:
         micro = self._unread.popleft()
-        wait = self.recorder.wait(self._control_name)
-        with self.replica.exposed:
+        wait = self.recorder.wait(self._told_name)
+        with self.exposed:
             self._telling[micro % self._stages].wait()
         self.recorder.go_on(wait)
         self._received.append(self._messages[micro % self._stages].tolist())
         if self._received[-1][3] and self._stop_after is None:
-            self._stop_after = (micro + 2 * self._stages - 1) // self._micro_batches
+            self._stop_after = (micro + 2 * self._stages - 1) // self.micro_batches
 
     def poll(self) -> None:
+        super().poll()
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
-    def finish(self, step_input: StepInput) -> StepResult:
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
         """Return the newest known result, which belongs to an earlier step until the pipeline is
         drained.
         """
-        self._wish |= step_input.stop
+        self._wish |= stop
         self._release(len(self._numbers) - self._late)
         for late in (self._known, self._ended):
-            for step in [step for step in late if step < step_input.number - self._late]:
-                del late[step]
-        return self._newest
+            for known in [known for known in late if known < step - self._late]:
+                del late[known]
+        return self._newest_result
 
     def _release(self, steps: int, is_end: bool = False) -> None:
         """Compute the results of the first `steps` steps, unless they are known already.
@@ -308,21 +334,21 @@ class StageUpdate(AgreeAndUpdate):
         is_end  whether the pipeline is drained after these steps; the last of them then reports a
                 stop request
         """
-        config, m = self.replica.config, self._micro_batches
+        m = self.micro_batches
         for at in range(self._released, steps):
             step = self._numbers[at]
             messages = [self._received.popleft() for _ in range(m)]
             losses, squares, nonfinite, _, ignored = (
                 sum(column) for column in zip(*messages, strict=True)
             )
-            mean = mean_of(losses, 0.0, ignored, config.batch.size * self._masks[at][1])
+            mean = mean_of(losses, 0.0, ignored, self.size * self._masks[at][1])
             norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
-            self._newest = self._known[step] = StepResult(
+            self._newest_result = self._known[step] = StepResult(
                 mean.loss,
                 norm,
                 int(nonfinite),
-                learning_rate(config.optimizer, step, config.run.steps),
+                learning_rate(self.optimizer.settings, step, self.run.steps),
                 math.isfinite(mean.loss) and math.isfinite(norm),
                 stops,
                 counted=mean.counted,
@@ -330,8 +356,10 @@ class StageUpdate(AgreeAndUpdate):
         self._released = max(self._released, steps)
 
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
-        waited = self.replica.exposed.take()
-        return self._known.pop(step)._replace(comm_s=waited, ended=self._ended.pop(step))
+        waited = self.exposed.take()
+        return self._known.pop(step)._replace(
+            comm_s=waited, extras={"ended": self._ended.pop(step)}
+        )
 
     def sync(self) -> None:
         """Read all remaining control messages, and make the newest version version 0.
@@ -343,44 +371,29 @@ class StageUpdate(AgreeAndUpdate):
         while self._unread:
             self._read_control_message()
         self._release(len(self._numbers), is_end=True)
-        self.store.drain()
+        self.drain_versions()
         self._reset_counts()
 
 
-class StashedRows(ReplicaRows):
-    """The rows of a replica. An update uses `every` micro-batches of all replicas."""
-
-    def __init__(self, replica: ReplicationContext, step_end: StageUpdate):
-        super().__init__(replica)
-        self._step_end = step_end
-
-    def of_update(self, micro: int) -> int:
-        return self._step_end.rows_of_update(micro)
-
-    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
-        value, gradient = super().loss(logits, targets, scale)
-        self._step_end.lost(value, len(targets), len(self.share(self._size)))
-        return value, gradient
-
-
-def stashing(replica: ReplicationContext, every: int, versions: int) -> Replication:
-    """Return weight stashing with an update after each `every` micro-batches; collective."""
-    step_end = StageUpdate(replica, every, versions)
-    return Replication(replica, step_end, StashedRows(replica, step_end))
-
-
-def pipedream(replica: ReplicationContext) -> Replication:
-    """Return PipeDream (Narayanan et al. 2019): an update after each micro-batch.
-
-    Stage s of p keeps p - s versions.
-    """
-    return stashing(replica, 1, replica.grid.axes.pp - replica.grid.coords.pp)
-
-
-def pipedream_2bw(replica: ReplicationContext) -> Replication:
-    """Return PipeDream-2BW (Narayanan et al. 2021): an update after each batch.
+class PipeDream2BW(PipeDream):
+    """PipeDream-2BW (Narayanan et al. 2021): an update after each batch.
 
     Without momentum it is W(t+1) = W(t) - lr * g(W(t-1)), with g the gradient of batch t. Every
     stage keeps two versions. The first two batches after the pipeline was empty both use W(0).
     """
-    return stashing(replica, replica.config.batch.micro_batches, 2)
+
+    help = (
+        "(PipeDream-2BW) updates once a step, with gradients at the parameters of the step before"
+    )
+
+    @property
+    def every(self) -> int:
+        return self.micro_batches
+
+    @property
+    def versions(self) -> int:
+        return 2
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        return sizes.replica + sizes.computed * sizes.length

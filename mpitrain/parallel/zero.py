@@ -14,7 +14,7 @@ r-th third of every bucket:
 
     one step  reduce-scatter of gradients --> update of third r --> all-gather of parameters
 
-In stage 2 gradients in full size exist for a few buckets at a time (`ShardedGradients`). In half
+In stage 2 gradients in full size exist for a few buckets at a time (`Zero2`). In half
 precision the picture has the rounded parameters, with which layers compute. The float32 parameters
 are then sharded like the optimizer state.
 
@@ -41,35 +41,17 @@ source  Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Tril
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.compose import Chain
-from mpitrain.collectives.engine.executor import ProgressEngine, Reduction, mover
+from mpitrain.collectives.engine.executor import Reduction, mover
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradient, Gradients, Weights
 from mpitrain.layers.flat import Bucket, Storage, shard
-from mpitrain.parallel.buckets import (
-    Buckets,
-    buckets_used,
-    common_buckets,
-    kept_apart,
-    slots_of,
-    tied_sums,
-    users,
-)
+from mpitrain.optim.state import StateBuffer
+from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.replication.protocol import (
-    GradientReducer,
-    ParameterStore,
-    Replication,
-    ReplicationContext,
-    StateBuffer,
-    compact,
-    spread,
-)
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import FrozenParameters, ReplicaRows, whole
+from mpitrain.parallel.mode import Sizes
+from mpitrain.parallel.replica import FrozenParameters, Replica, compact, spread, whole
 from mpitrain.regions import Piece
 from mpitrain.transport.base import Transport
 
@@ -101,7 +83,7 @@ class UnshardedBuffers:
         """Allocate the slots; collective, since shared-memory transports allocate them in windows.
 
         alone   buckets that get a slot of their own
-        chunks  as in `ReplicationContext`; no bucket has units of two chunks
+        chunks  as in `Replica`; no bucket has units of two chunks
         dtype   dtype of the slots; None: the dtype of the storage
         """
         self.slot, lengths = slots_of(buckets, alone, chunks)
@@ -146,8 +128,9 @@ class Shards:
               VLDB 16(12)
     """
 
-    def __init__(self, replica: ReplicationContext, buckets: Sequence[Bucket]):
-        self.dividing, self.alike = replica.grid.shard_groups(replica.config.replication.shard)
+    def __init__(self, grid: Grid, how: str, buckets: Sequence[Bucket]):
+        """Make the groups; collective.    how: as replication.shard"""
+        self.dividing, self.alike = grid.shard_groups(how)
         self.buckets = buckets
         self.owned = shard(buckets, self.dividing.rank, self.dividing.size)
         self.pieces = dict(zip(sorted(buckets), self.owned, strict=True))
@@ -165,13 +148,6 @@ class Shards:
                 squared.append(Piece(start + run.start, start + run.stop, offset + run.start))
         return squared
 
-    def parameters(self, replica: ReplicationContext) -> Any:
-        """Allocate and initialise the parameters of all shards, concatenated."""
-        backend = replica.device.backend
-        flat = backend.zeros(self.length, replica.storage.dtype)
-        replica.storage.initialize(flat, replica.config.run.seed, backend, self.owned)
-        return flat
-
 
 def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[Bucket, Any]:
     """Return {bucket: the view of this rank's shard}, from full-size views of the buckets."""
@@ -181,113 +157,274 @@ def within(pieces: Mapping[Bucket, Piece], views: Mapping[Bucket, Any]) -> dict[
     }
 
 
-class ShardedGradients(GradientReducer):
-    """Reduce-scattered gradients in a few full-size buffers (as FSDP's post-backward hook).
+class Zero1(Replica):
+    """Stage 1: each rank updates its shard of each bucket; parameters are all-gathered after that.
 
-    Each micro-batch reduce-scatters each bucket, and adds this rank's shard of the sum to `buffer`.
-    The last micro-batch also sums the shard over the replication group. With several model chunks a
-    bucket is reduce-scattered once a step, because all micro-batches finish the backward of one
-    chunk before that of the next chunk begins.
+    The all-gather overlaps with the next forward: `open` waits for the buckets of its unit. In half
+    precision the float32 parameters are sharded, and the all-gather sends their mirror.
+
+    Each bucket is reduce-scattered once a step. A reduction in a lossy wire format is an all-reduce,
+    so each rank receives all sums.
+
+    bytes sent  a reduce-scatter over the s ranks of the sharding group, and an all-reduce of 1/s of
+                the gradient over the replication group; an all-gather by s ranks. If all n replicas
+                shard, the reduce-scatter and the all-gather together send as much as one all-reduce
+    """
+
+    help = "the optimizer state"
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        # In half precision the float32 parameters are sharded from stage 1 on.
+        of = sizes
+        return (
+            (of.master / (of.shards if of.mirror else 1) + of.master + of.mirror)
+            + of.state / of.shards
+        ) * of.length + of.fixed
+
+    _open: list[Reduction]
+
+    def pieces(self) -> Sequence[Piece]:
+        return self.shards.owned
+
+    def counted(self) -> Sequence[Piece]:
+        return self.shards.counted(self.grid)
+
+    def bind(self, gradients: Any) -> Reduction:
+        if self.wire.name != "none":
+            return super().bind(gradients)
+        dividing, alike = self.shards.dividing, self.shards.alike
+        start, stop = chunk_bounds(gradients.size, dividing.size)[dividing.rank]
+        scatter = dividing.bind_reduce_scatter(gradients)
+        return Chain(self.grid.copies.transport, (scatter, alike.bind(gradients[start:stop])))
+
+    def divide(self) -> None:
+        """Divide all buckets among the ranks of the sharding group; collective."""
+        self.shards = Shards(self.grid, self.settings.shard, self.cuts)
+        self.sharing = [self.shards.dividing]
+        self._open = []
+
+    def make_parameters(self) -> None:
+        self.divide()
+        device, storage, shards = self.device, self.storage, self.shards
+        # Each rank initialises all that layers compute with, which saves an all-gather.
+        self.parameters = self.used = used = self.grid.world.transport.allocate(
+            storage.length, self.computed
+        )
+        storage.initialize(used, self.run.seed, device.backend)
+        views = spread(used, shards.owned)
+        self.owned, self.mirrors = dict(zip(shards.owned, views, strict=True)), {}
+        if device.mirror:
+            if not device.half:
+                device.mirror(used, used, self.arena)
+            self.mirror, self.mirrors = used, self.owned
+            self.make_shards()
+        self.frozen = FrozenParameters(self)
+        self.parameter_arrays = [self.parameters, used, self.frozen.flat]
+        self._weights = storage.weights(used, self.frozen.flat)
+        gathers = [shards.dividing.bind_all_gather(used[b.start : b.stop]) for b in shards.pieces]
+        self._gathers: dict[Any, Reduction] = dict(zip(shards.owned, gathers, strict=True))
+        self._needed: list[list[Any]] = [
+            [
+                gather
+                for gather, bucket in zip(gathers, shards.pieces, strict=True)
+                if unit in bucket.units
+            ]
+            for unit in range(len(storage.units))
+        ]
+        self._gathering = mover(shards.dividing.transport, gathers)
+
+    def make_shards(self) -> None:
+        """Allocate and initialise the parameters of this rank's shards, concatenated."""
+        owned, backend = self.shards.owned, self.device.backend
+        self.parameters = backend.zeros(self.shards.length, self.storage.dtype)
+        self.storage.initialize(self.parameters, self.run.seed, backend, owned)
+        self.owned = dict(zip(owned, compact(self.parameters, owned), strict=True))
+
+    def open(self, unit: int, micro: int) -> Weights:
+        if self._open:
+            with self.exposed:
+                for gather in self._needed[unit]:
+                    self._finish(gather)
+        return self._weights[unit]
+
+    def _start(self, gather: Reduction) -> None:
+        self._open.append(gather)
+        self._gathering.start(gather)
+
+    def _finish(self, gather: Reduction) -> None:
+        if gather in self._open:
+            self._gathering.wait(gather)
+            self._open.remove(gather)
+
+    def apply(self, scale: float, lr: float, step: int) -> None:
+        super().apply(scale, lr, step)
+        if not self.settings.overlap:
+            with self.exposed:
+                self.sync()
+
+    def updated(self, piece: Piece) -> None:
+        self._start(self._gathers[piece])
+
+    def poll(self) -> None:
+        super().poll()
+        if self._open:
+            self._gathering.poll()
+
+    def wait(self) -> None:
+        self.sync()
+        super().wait()
+
+    def sync(self) -> None:
+        for gather in [*self._open]:
+            self._finish(gather)
+
+    def loaded(self) -> None:
+        if self.device.mirror:
+            for piece, parameters in self.owned.items():
+                self.device.mirror(parameters, self.mirrors[piece], self.arena)
+                self._start(self._gathers[piece])
+
+    def parameter_state(self) -> list[StateBuffer]:
+        assert self.frozen is not None
+        self.sync()
+        pieces = self.shards.owned if self.device.mirror else whole(self.storage)
+        return [StateBuffer("parameters", self.parameters, pieces), *self.frozen.state()]
+
+
+class Zero2(Zero1):
+    """Stage 2: gradients are reduce-scattered in a few full-size buffers (as FSDP's post-backward
+    hook).
+
+    Each micro-batch reduce-scatters each bucket, and adds this rank's shard of the sum to
+    `gradient_buffer`. The last micro-batch also sums the shard over the replication group. With
+    several model chunks a bucket is reduce-scattered once a step, because all micro-batches finish
+    the backward of one chunk before that of the next chunk begins.
 
     A bucket with a tied tensor has a full-size buffer of its own, and is reduced when all units
     that use the tensor are ready. If each rank of a tied group has a summand of a gradient, the
-    group sums its shards of `buffer` at the end of the step.
+    group sums its shards of `gradient_buffer` at the end of the step.
 
-    buffer  this rank's shards of the summed gradient, concatenated
-    engine  the progress engine of these reductions and of the constructor's `others`
+    gradient_buffer  this rank's shards of the summed gradient, concatenated
+    bytes sent       with m micro-batches m reduce-scatters by s ranks, and an all-reduce of 1/s of
+                     the gradient by h ranks; with several model chunks one reduce-scatter
+    memory           1/s of the gradients up to padding, two buckets in full size, and each bucket
+                     with a tied tensor; with several model chunks one chunk instead of the two
+                     buckets
     """
 
-    def __init__(
-        self, replica: ReplicationContext, shards: Shards, others: Sequence[Reduction] = ()
-    ):
-        """Allocate the slots and bind the reductions; collective.
+    help = "also gradients"
 
-        others  other reductions for the same progress engine
-        """
-        pieces, storage, config = shards.pieces, replica.storage, replica.config.replication
-        buckets = list(pieces)
-        self._is_once, self._overlap = bool(replica.chunks), config.overlap
-        self._exposed = replica.exposed
-        self.members: Sequence[int] = replica.grid.copies.transport.members
-        self.shards = shards
-        self.buffer = replica.device.backend.zeros(shards.length, storage.dtype)
-        self.slots = slots = UnshardedBuffers(
-            storage,
-            buckets,
-            kept_apart(storage, buckets),
-            shards.dividing.transport,
-            replica.chunks,
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        of = sizes
+        return (
+            (
+                (of.master / (of.shards if of.mirror else 1) + of.mirror)
+                + (of.master + of.state) / of.shards
+            )
+            * of.length
+            + of.master * of.largest
+            + of.fixed
         )
-        self.arrays = [self.buffer, slots.flat]
-        self.summed = dict(zip(shards.owned, compact(self.buffer, shards.owned), strict=True))
-        self.squared = compact(self.buffer, shards.counted(replica.grid))
+
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        return super().cut([chunk.start for chunk in self.chunks])
+
+    def make_gradients(self) -> None:
+        shards, storage, copies = self.shards, self.storage, self.grid.copies
+        pieces = shards.pieces
+        self._is_once = bool(self.chunks)
+        self.members = copies.transport.members
+        self.gradient_buffer = self.device.backend.zeros(shards.length, storage.dtype)
+        self.gradient_slots = slots = UnshardedBuffers(
+            storage,
+            list(pieces),
+            kept_apart(storage, list(pieces)),
+            shards.dividing.transport,
+            self.chunks,
+        )
+        self.gradient_arrays = [self.gradient_buffer, slots.flat]
+        owned = compact(self.gradient_buffer, shards.owned)
+        self.summed = dict(zip(shards.owned, owned, strict=True))
+        self.squared = compact(self.gradient_buffer, shards.counted(self.grid))
         self._tied = tied_sums(
-            replica.grid,
-            self.buffer,
+            self.grid,
+            self.gradient_buffer,
             [
                 (b.holders, b.partial, p.offset, p.offset + p.stop - p.start)
                 for b, p in pieces.items()
             ],
         )
-        self._used = buckets_used(storage, buckets)
-        self._writers = users(storage, buckets)
+        self._used = buckets_used(storage, list(pieces))
+        self._writers = users(storage, list(pieces))
         leaves = {name: Gradient(tensor) for name, tensor in slots.tensors.items()}
-        self._trees = storage.nested(leaves)
-        self._leaves = {
-            bucket: [leaves[entry.name] for entry in storage.within(bucket)] for bucket in buckets
+        self._gradients = storage.nested(leaves)
+        self._leaves = []  # `gradients` marks those of a bucket as empty
+        self._in_bucket = {
+            bucket: [leaves[entry.name] for entry in storage.within(bucket)] for bucket in pieces
         }
         self._padding = {b: _padding(storage, b, view) for b, view in slots.views.items()}
         self._own_views = within(pieces, slots.views)
         self._sums = {bucket: self.summed[piece] for bucket, piece in pieces.items()}
-        self._add = shards.dividing.arithmetic.combining(self.buffer, "add")
+        self._add = shards.dividing.arithmetic.combining(self.gradient_buffer, "add")
         self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
         self._totals = {bucket: shards.alike.bind(part) for bucket, part in self._sums.items()}
         self.engine = mover(
-            replica.grid.copies.transport,
-            [*self._reductions.values(), *self._totals.values(), *others],
+            copies.transport,
+            [*self._reductions.values(), *self._totals.values(), *self.gathers_in_backward()],
         )
+        self.buckets = Buckets(copies, storage, self.gradient_buffer, (), ())  # none is whole
         # The key is the index of a full-size buffer. The flag says whether this is the step's last
         # micro-batch.
         self._under_way: dict[int, tuple[Bucket, bool]] = {}
         self._totalled: list[Reduction] = []
-        self.begin(0)
+        self._reset()
 
-    def begin(self, step: int) -> None:
+    def gathers_in_backward(self) -> Sequence[Reduction]:
+        """Return the all-gathers that the progress engine of the gradients drives, too."""
+        return ()
+
+    def _reset(self) -> None:
         self._summed: set[Bucket] = set()
         self._missing: dict[Bucket, set[int]] = {}
+
+    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
+        super().begin(step, ignored, predictions)
+        self._reset()
 
     def gradients(self, unit: int) -> Gradients:
         """Return the leaves into which a unit writes its gradients, after waiting for their slots.
 
         If another unit has written a tied tensor's leaf in this micro-batch, this unit adds to it.
         """
-        with self._exposed:
+        with self.exposed:
             for bucket in self._used[unit]:
                 if bucket not in self._missing:
-                    self._end(self.slots.slot[bucket])
+                    self._end(self.gradient_slots.slot[bucket])
                     self._missing[bucket] = set(self._writers[bucket])
-                    for leaf in self._leaves[bucket]:
+                    for leaf in self._in_bucket[bucket]:
                         leaf.filled = False
                     for gap in self._padding[bucket]:
                         gap.fill(0)
-        return self._trees[unit]
+        return self._gradients[unit]
 
     def ready(self, unit: int, is_last: bool) -> None:
         for bucket in self._used[unit] if is_last or not self._is_once else ():
             self._missing[bucket].remove(unit)
             if not self._missing[bucket]:
                 del self._missing[bucket]
-                for leaf in self._leaves[bucket]:
+                for leaf in self._in_bucket[bucket]:
                     if not leaf.filled:
                         leaf.array.fill(0)
                 self.engine.start(self._reductions[bucket])
-                self._under_way[self.slots.slot[bucket]] = bucket, is_last
-        if not self._overlap:
-            with self._exposed:
+                self._under_way[self.gradient_slots.slot[bucket]] = bucket, is_last
+        if not self.settings.overlap:
+            with self.exposed:
                 self._end_all()
 
     def _end(self, slot: int) -> None:
-        """Wait for the running reduction in a slot, if any, and add its result to `buffer`."""
+        """Wait for the running reduction in a slot, if any, and add its result to the gradient."""
         if slot not in self._under_way:
             return
         bucket, is_last = self._under_way.pop(slot)
@@ -302,6 +439,7 @@ class ShardedGradients(GradientReducer):
             self._totalled.append(self._totals[bucket])
 
     def poll(self) -> None:
+        super().poll()
         self.engine.poll()
 
     def _end_all(self) -> None:
@@ -311,27 +449,15 @@ class ShardedGradients(GradientReducer):
             self.engine.wait(self._totalled.pop(0))
 
     def wait(self) -> None:
+        self.sync()
         self._end_all()
         for reduction in self._tied:
             reduction.run()
 
 
-def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
-    """Return the views of a bucket's padding, which other buckets in the same slot overwrite."""
-    gaps, end = [], bucket.start
-    for start, stop in [
-        *((entry.start, entry.stop) for entry in storage.within(bucket)),
-        (bucket.stop, bucket.stop),
-    ]:
-        if end < start:
-            gaps.append(view[end - bucket.start : start - bucket.start])
-        end = stop
-    return gaps
-
-
-class GatheredOnUse(ParameterStore):
-    """Parameters of ZeRO stage 3: each unit is gathered while the previous unit computes, in
-    forward and in backward.
+class Zero3(Zero2):
+    """Stage 3: parameters are sharded, too; each unit is gathered while the previous unit computes,
+    in forward and in backward. Buckets are units.
 
     A unit stays in its slot until another unit needs the slot, or until the unit is updated. So
     backward does not gather the last two units again, nor the next micro-batch the first two.
@@ -351,63 +477,76 @@ class GatheredOnUse(ParameterStore):
                 several model chunks at most 2, and 1 of this rank's last chunk
     memory      1/s of the parameters up to padding, two units or one chunk in full size, and all
                 units with a slot of their own
-    gathers     the bound all-gathers; `engine` drives them
+    engine      drives the all-gathers of parameters and the reductions of gradients
     """
 
-    mirror: Any = None  # `_gather` rounds the parameters of each unit
+    help = "also parameters"
     is_sharded = True
-    engine: ProgressEngine
 
-    def __init__(self, replica: ReplicationContext, shards: Shards):
-        config, storage, dividing = replica.config.replication, replica.storage, shards.dividing
-        self._replica = replica
-        self.parameters = shards.parameters(replica)
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        of = sizes
+        return (
+            (2 * of.master + of.state) / of.shards * of.length
+            + (of.master + of.computed) * of.largest
+            + of.fixed / of.shards
+            + of.computed * of.slot
+        )
+
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        return self.storage.buckets(0)
+
+    def make_parameters(self) -> None:
+        self.divide()
+        storage, shards, dividing = self.storage, self.shards, self.shards.dividing
+        self.make_shards()
+        self.mirrors = {}  # `_gather` rounds the parameters of each unit
         frozen = sorted(storage.frozen_buckets())
         pieces = shard(frozen, dividing.rank, dividing.size)
-        self.frozen = FrozenParameters(replica, pieces)
+        self.frozen = FrozenParameters(self, pieces)
         buckets = [*shards.pieces, *frozen]
-        self.slots = UnshardedBuffers(
+        self.parameter_slots = UnshardedBuffers(
             storage,
             buckets,
-            kept_apart(storage, buckets, config.zero_keep),
+            kept_apart(storage, buckets, self.settings.zero_keep),
             dividing.transport,
-            replica.chunks,
-            replica.computed,
+            self.chunks,
+            self.computed,
         )
-        self.arrays = [self.parameters, self.frozen.flat, self.slots.flat]
-        self._weights = storage.nested(self.slots.tensors)
+        self.parameter_arrays = [self.parameters, self.frozen.flat, self.parameter_slots.flat]
+        self._weights = storage.nested(self.parameter_slots.tensors)
         self._needed = buckets_used(storage, buckets)
-        wire = parse_wire(config.gather)
-        self._gathers = self.slots.bind(
+        wire = parse_wire(self.settings.gather)
+        self._gathers = self.parameter_slots.bind(
             dividing.bind_all_gather
             if wire.name == "none"
             else lambda unit: dividing.bind_coded_all_gather(unit, wire)
         )
-        self.gathers = list(self._gathers.values())
-        masters = compact(self.parameters, shards.owned)
-        self.owned = dict(zip(shards.owned, masters, strict=True))
-        self.sharing = [shards.dividing]
-        held = [*masters, *compact(self.frozen.flat, pieces)]
+        held = [*self.owned.values(), *compact(self.frozen.flat, pieces)]
         self._master = dict(zip(buckets, held, strict=True))
         self._in_slot = within(
-            shards.pieces | dict(zip(frozen, pieces, strict=True)), self.slots.views
+            shards.pieces | dict(zip(frozen, pieces, strict=True)), self.parameter_slots.views
         )
         # The key is the slot. `_there` has the bucket that it contains or will contain.
         self._there: dict[int, Bucket] = {}
-        self._under_way: list[Bucket] = []
+        self._arriving: list[Bucket] = []
         self._opened = 0
 
+    def gathers_in_backward(self) -> Sequence[Reduction]:
+        return list(self._gathers.values())
+
     def open(self, unit: int, micro: int) -> Weights:
-        with self._replica.exposed:
+        with self.exposed:
             for bucket in self._needed[unit]:
                 self._gather(bucket)
             for bucket in self._needed[unit]:
-                self._wait(bucket)
-        if self._replica.config.replication.overlap:
-            in_use = {self.slots.slot[bucket] for bucket in self._needed[unit]}
+                self._arrived(bucket)
+        if self.settings.overlap:
+            slot = self.parameter_slots.slot
+            in_use = {slot[bucket] for bucket in self._needed[unit]}
             for following in self._following(unit):
                 for bucket in self._needed[following]:
-                    if self.slots.slot[bucket] not in in_use:
+                    if slot[bucket] not in in_use:
                         self._gather(bucket)
         self._opened = unit
         return self._weights[unit]
@@ -418,14 +557,10 @@ class GatheredOnUse(ParameterStore):
         With one model chunk this is the next unit, with several chunks all units of this unit's
         chunk.
         """
-        chunk = next((units for units in self._replica.chunks if unit in units), None)
+        chunk = next((units for units in self.chunks if unit in units), None)
         if chunk is None:
             return [self._next(unit)]
-        return (
-            chunk
-            if unit == chunk.start
-            else chunk[max(0, self._replica.first - chunk.start) :][::-1]
-        )
+        return chunk if unit == chunk.start else chunk[max(0, self.first - chunk.start) :][::-1]
 
     def _next(self, unit: int) -> int:
         """Return the unit that `open` will receive next.
@@ -433,198 +568,63 @@ class GatheredOnUse(ParameterStore):
         The order of units continues as in the last two calls. It turns back at the last unit, and
         at the first unit that has a backward.
         """
-        last, first = len(self._needed) - 1, self._replica.first
+        last, first = len(self._needed) - 1, self.first
         is_forward = unit > self._opened or unit == 0
         if is_forward and unit < last:
             return unit + 1
         return unit - 1 if unit > first else 0
 
     def _gather(self, bucket: Bucket) -> None:
-        slot = self.slots.slot[bucket]
+        slot = self.parameter_slots.slot[bucket]
         if self._there.get(slot) == bucket:
             return
         if slot in self._there:
-            self._wait(self._there[slot])
+            self._arrived(self._there[slot])
         self._there[slot] = bucket
         master, in_slot = self._master[bucket], self._in_slot[bucket]
-        if self._replica.device.mirror and not bucket.frozen:
-            self._replica.device.mirror(master, in_slot, self._replica.arena)
+        if self.device.mirror and not bucket.frozen:
+            self.device.mirror(master, in_slot, self.arena)
         else:
             in_slot[...] = master
         self.engine.start(self._gathers[bucket])
-        self._under_way.append(bucket)
+        self._arriving.append(bucket)
 
-    def _wait(self, bucket: Bucket) -> None:
-        if bucket in self._under_way:
+    def _arrived(self, bucket: Bucket) -> None:
+        """Wait until a bucket has been gathered, if its gather has started."""
+        if bucket in self._arriving:
             self.engine.wait(self._gathers[bucket])
-            self._under_way.remove(bucket)
+            self._arriving.remove(bucket)
 
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for piece, master in self.owned.items():
-            apply(piece, master, None)
+    def apply(self, scale: float, lr: float, step: int) -> None:
+        super().apply(scale, lr, step)
         self._there = {slot: bucket for slot, bucket in self._there.items() if bucket.frozen}
 
-    def sync(self) -> None:
-        for bucket in [*self._under_way]:
-            self._wait(bucket)
+    def updated(self, piece: Piece) -> None:
+        """Do nothing: the next step gathers."""
 
-    def state(self) -> list[StateBuffer]:
+    def sync(self) -> None:
+        for bucket in [*self._arriving]:
+            self._arrived(bucket)
+
+    def loaded(self) -> None:
+        """Do nothing: `parameter_state` has emptied the slots."""
+
+    def parameter_state(self) -> list[StateBuffer]:
+        assert self.frozen is not None
         self._there.clear()  # a checkpoint may be loaded into this rank's shards
         self.sync()
         own = StateBuffer("parameters", self.parameters, list(self.owned))
         return [own, *self.frozen.state()]
 
 
-class GatheredAfterUpdate(ParameterStore):
-    """Parameters of ZeRO stages 1 and 2: whole on each rank, all-gathered after each update.
-
-    The all-gather overlaps with the next forward: `open` waits for the buckets of its unit. In half
-    precision the float32 parameters are sharded, and the all-gather sends their mirror.
-
-    bytes sent  an all-gather by s ranks a step
-    """
-
-    mirror: Any = None
-
-    def __init__(self, replica: ReplicationContext, shards: Shards):
-        device, storage, owned = replica.device, replica.storage, shards.owned
-        config = replica.config
-        self._replica = replica
-        # Each rank initialises all that layers compute with, which saves an all-gather.
-        self.parameters = computed = replica.grid.world.transport.allocate(
-            storage.length, replica.computed
-        )
-        storage.initialize(computed, config.run.seed, device.backend)
-        self._pieces, views = whole(storage), spread(computed, owned)
-        self._updates: list[tuple[Piece, Any, Any]] = [
-            (piece, view, None) for piece, view in zip(owned, views, strict=True)
-        ]
-        if device.mirror:
-            if not device.half:
-                device.mirror(computed, computed, replica.arena)
-            self.mirror, self.parameters = computed, shards.parameters(replica)
-            self._pieces = owned
-            masters = compact(self.parameters, owned)
-            self._updates = [*zip(owned, masters, views, strict=True)]
-        self.owned = {piece: parameters for piece, parameters, _ in self._updates}
-        self.sharing = [shards.dividing]
-        self.frozen = FrozenParameters(replica)
-        self.arrays = [self.parameters, computed, self.frozen.flat]
-        self._weights = storage.weights(computed, self.frozen.flat)
-        self._gathers = [
-            shards.dividing.bind_all_gather(computed[b.start : b.stop]) for b in shards.pieces
-        ]
-        self._needed = [
-            [
-                gather
-                for gather, bucket in zip(self._gathers, shards.pieces, strict=True)
-                if unit in bucket.units
-            ]
-            for unit in range(len(storage.units))
-        ]
-        self._open: list[Reduction] = []
-        self._engine = mover(shards.dividing.transport, self._gathers)
-
-    def open(self, unit: int, micro: int) -> Weights:
-        if self._open:
-            with self._replica.exposed:
-                for gather in self._needed[unit]:
-                    self._finish(gather)
-        return self._weights[unit]
-
-    def _start(self, gather: Reduction) -> None:
-        self._open.append(gather)
-        self._engine.start(gather)
-
-    def _finish(self, gather: Reduction) -> None:
-        if gather in self._open:
-            self._engine.wait(gather)
-            self._open.remove(gather)
-
-    def update(self, apply: Callable[[Piece, Any, Any], None]) -> None:
-        for (piece, parameters, mirror), gather in zip(self._updates, self._gathers, strict=True):
-            apply(piece, parameters, mirror)
-            self._start(gather)
-        if not self._replica.config.replication.overlap:
-            with self._replica.exposed:
-                self.sync()
-
-    def poll(self) -> None:
-        if self._open:
-            self._engine.poll()
-
-    def sync(self) -> None:
-        for gather in [*self._open]:
-            self._finish(gather)
-
-    def loaded(self) -> None:
-        if self._replica.device.mirror:
-            for (_, parameters, mirror), gather in zip(self._updates, self._gathers, strict=True):
-                self._replica.device.mirror(parameters, mirror, self._replica.arena)
-                self._start(gather)
-
-    def state(self) -> list[StateBuffer]:
-        self.sync()
-        return [StateBuffer("parameters", self.parameters, self._pieces), *self.frozen.state()]
-
-
-def scattered_once(replica: ReplicationContext, shards: Shards) -> Buckets:
-    """Return the reductions of stage 1: each bucket is reduce-scattered once a step.
-
-    A reduction in a lossy wire format is an all-reduce, so each rank receives all sums.
-
-    bytes sent  a reduce-scatter over the s ranks of the sharding group, and an all-reduce of 1/s of
-                the gradient over the replication group. If all n replicas shard, the reduce-scatter
-                and the all-gather of parameters together send as much as one all-reduce
-    """
-
-    def bind(gradients: np.ndarray) -> Reduction:
-        start, stop = chunk_bounds(gradients.size, shards.dividing.size)[shards.dividing.rank]
-        scatter = shards.dividing.bind_reduce_scatter(gradients)
-        return Chain(
-            replica.grid.copies.transport, (scatter, shards.alike.bind(gradients[start:stop]))
-        )
-
-    return Buckets(
-        replica,
-        shards.buckets,
-        replica.grid.copies.bind if replica.wire.name != "none" else bind,
-        shards.owned,
-        shards.counted(replica.grid),
-    )
-
-
-def zero_1(replica: ReplicationContext) -> Replication:
-    """Return stage 1 of ZeRO; collective."""
-    shards = Shards(replica, common_buckets(replica))
-    store = GatheredAfterUpdate(replica, shards)
-    step_end = AgreeAndUpdate(replica, store, scattered_once(replica, shards))
-    return Replication(replica, step_end, ReplicaRows(replica))
-
-
-def zero_2(replica: ReplicationContext) -> Replication:
-    """Return stage 2 of ZeRO; collective.
-
-    bytes sent  with m micro-batches m reduce-scatters by s ranks, and an all-reduce of 1/s of the
-                gradient by h ranks; with several model chunks one reduce-scatter
-    memory      1/s of the gradients up to padding, two buckets in full size, and each bucket with a
-                tied tensor; with several model chunks one chunk instead of the two buckets
-    """
-    shards = Shards(replica, common_buckets(replica, [chunk.start for chunk in replica.chunks]))
-    store = GatheredAfterUpdate(replica, shards)
-    step_end = AgreeAndUpdate(replica, store, ShardedGradients(replica, shards))
-    return Replication(replica, step_end, ReplicaRows(replica))
-
-
-def zero_3(
-    replica: ReplicationContext, store_of: type[GatheredOnUse] = GatheredOnUse
-) -> Replication:
-    """Return stage 3 of ZeRO, whose buckets are units; collective.
-
-    One progress engine drives the gathers of parameters and the reductions of stage 2.
-    """
-    shards = Shards(replica, replica.storage.buckets(0))
-    store = store_of(replica, shards)
-    reducer = ShardedGradients(replica, shards, store.gathers)
-    store.engine = reducer.engine
-    return Replication(replica, AgreeAndUpdate(replica, store, reducer), ReplicaRows(replica))
+def _padding(storage: Storage, bucket: Bucket, view: Any) -> list[Any]:
+    """Return the views of a bucket's padding, which other buckets in the same slot overwrite."""
+    gaps, end = [], bucket.start
+    for start, stop in [
+        *((entry.start, entry.stop) for entry in storage.within(bucket)),
+        (bucket.stop, bucket.stop),
+    ]:
+        if end < start:
+            gaps.append(view[end - bucket.start : start - bucket.start])
+        end = stop
+    return gaps

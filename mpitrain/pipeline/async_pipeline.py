@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
     Backward,
@@ -93,11 +93,11 @@ def moved(program: Iterable[Instruction], by: int, numbers: int = 0) -> tuple[In
 
 
 class Updating(Stage):
-    """Stage that calls `StageUpdate.turned` after each backward, so that its parameters are updated."""
+    """Stage that calls `PipeDream.turned` after each backward, so that its parameters are updated."""
 
-    def __init__(self, units: Any, replication: Replication, *rest: Any):
-        super().__init__(units, replication, *rest)
-        self._stashed: Any = replication.step_end
+    def __init__(self, units: Any, replica: Replica, *rest: Any):
+        super().__init__(units, replica, *rest)
+        self._stashed: Any = replica
 
     def backward_weight(self, micro: int) -> None:
         super().backward_weight(micro)
@@ -115,14 +115,14 @@ class AsyncPipeline(Pipeline):
     Micro-batch numbers wrap around after two steps, because no more than two steps are in flight.
     """
 
-    def __init__(self, plan: Any, chunks: Any, transport: Any, replication: Any, *rest: Any):
-        super().__init__(plan, chunks, transport, replication, *rest)
-        self._stashed, self._micro_batches = replication.step_end, plan.micro_batches
+    def __init__(self, plan: Any, chunks: Any, transport: Any, replica: Any, *rest: Any):
+        super().__init__(plan, chunks, transport, replica, *rest)
+        self._stashed, self._micro_batches = replica, plan.micro_batches
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
         self._steps = 0  # counts the steps since the pipeline was empty
 
-    def _stage(self, units: Any, replication: Any, *rest: Any) -> Stage:
-        return Updating(units, replication, *rest)
+    def _stage(self, units: Any, replica: Any, *rest: Any) -> Stage:
+        return Updating(units, replica, *rest)
 
     def train(
         self,
@@ -132,7 +132,7 @@ class AsyncPipeline(Pipeline):
         loss: Callable[[int, Any], Any],
     ) -> None:
         """Run a step's forwards and the backwards between them; drain after the step if
-        `StageUpdate.ends` says so.
+        `PipeDream.ends` says so.
         """
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
@@ -173,7 +173,7 @@ class AsyncPipeline(Pipeline):
         )
 
     def _turning(self, program: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Yield the instructions of a program; before each backward, call `StageUpdate.turn`.
+        """Yield the instructions of a program; before each backward, call `PipeDream.turn`.
 
         A frozen stage makes the same calls at each `Skip`, so that it sends the same control
         messages as the other stages.

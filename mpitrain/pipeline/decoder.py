@@ -9,7 +9,7 @@ import numpy as np
 from mpitrain.layers.base import Now, Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import forward_alone, with_messages
 from mpitrain.pipeline.pipeline import input_shape, own, shape_in
@@ -24,32 +24,32 @@ class DecodingStage:
     """
 
     def __init__(
-        self, units: Sequence[tuple[int, Unit]], replication: Replication, past: Past, arena: Arena
+        self, units: Sequence[tuple[int, Unit]], replica: Replica, past: Past, arena: Arena
     ):
         """Bind the stage to its units.
 
         If ZeRO shards the parameters over ranks, each unit's parameters are gathered and copied
         here, once.
 
-        units  (number, unit) of each unit; the replication numbers the units of this rank
+        units  (number, unit) of each unit; the replica numbers the units of this rank
         past   the key-value cache
         """
-        self._store, self._past, self.arena = replication.store, past, arena
+        self._replica, self._past, self.arena = replica, past, arena
         self._layers = [
-            (number, unit.layer, self._copy(number) if self._store.is_sharded else None)
+            (number, unit.layer, self._copy(number) if replica.is_sharded else None)
             for number, unit in units
         ]
         self.end = len(self._layers)
 
     def _copy(self, number: int) -> Weights:
-        return _copied(self._store.open(number, 0))
+        return _copied(self._replica.open(number, 0))
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the first `end` units, and return their output for the new tokens."""
-        store, past, arena = self._store, self._past, self.arena
+        replica, past, arena = self._replica, self._past, self.arena
         for number, layer, copy in self._layers[: self.end]:
             if copy is None:
-                x = forward_next(layer, store.open(number, micro), x, past, arena)
+                x = forward_next(layer, replica.open(number, micro), x, past, arena)
             else:
                 x = forward_next(layer, copy, x, past, arena)
         return x
@@ -69,7 +69,7 @@ class Decoder:
         stage_of: Sequence[int],
         chunks: Sequence[Sequence[Unit]],
         transport: Transport,
-        replication: Replication,
+        replica: Replica,
         arena: Arena,
         dtype: Any,
         now: Now,
@@ -99,7 +99,7 @@ class Decoder:
         self._stages, number = dict[int, Any](), 0
         for chunk in own(stage_of, here):
             units = [*enumerate(chunks[chunk], number)]
-            self._stages[chunk] = DecodingStage(units, replication, self._past, arena)
+            self._stages[chunk] = DecodingStage(units, replica, self._past, arena)
             number += len(units)
         # The last layer of the model stores nothing if it is row-wise.
         self._unstored = is_rowwise(chunks[-1][-1].layer)

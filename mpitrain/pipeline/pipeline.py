@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.layers.base import Now, Places, Unit, forward_only
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import (
     Instruction,
@@ -43,7 +43,7 @@ class Pipeline:
         plan: Plan,
         chunks: Sequence[Sequence[Unit]],
         transport: Transport,
-        replication: Replication,
+        replica: Replica,
         arena: Arena,
         dtype: Any,
         now: Now,
@@ -62,19 +62,15 @@ class Pipeline:
         self.lowest = lowest_chunk(chunks)
         self.now, self._rows = now, dict[int, Rows]()
 
-        store, reducer, step_end = replication.store, replication.reducer, replication.step_end
-
         def poll() -> None:
-            store.poll()
-            reducer.poll()
-            step_end.poll()
+            replica.poll()
             channel.poll()
 
         self.stages, self._infer_stages, first = dict[int, Stage](), {}, 0
         for chunk in own(plan.stage_of, here):
             common = (
-                *(chunks[chunk], replication, arena, first, poll, transport.recorder),
-                replication.replica.first,
+                *(chunks[chunk], replica, arena, first, poll, transport.recorder),
+                replica.first,
             )
             self.stages[chunk] = self._stage(*common)
             self._infer_stages[chunk] = ForwardOnly(*common)
@@ -87,8 +83,8 @@ class Pipeline:
         self._infer_program = with_messages(forward_alone(plan.stage_of))[here]
         self.input_shape = cache(partial(input_shape, chunks))
 
-    def _stage(self, units: Sequence[Unit], replication: Any, *rest: Any) -> Stage:
-        return Stage(units, replication, *rest)
+    def _stage(self, units: Sequence[Unit], replica: Any, *rest: Any) -> Stage:
+        return Stage(units, replica, *rest)
 
     def train(
         self,

@@ -7,7 +7,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Layer, Unit, backward
 from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.trace.recorder import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -21,8 +21,8 @@ from mpitrain.trace.recorder import (
 class Stage:
     """Stage that trains one chunk of the model.
 
-    Before a unit computes, the stage gets its parameters by `open` of the replication's store.
-    After the unit's gradients are written, the stage calls `ready` of the replication's reducer.
+    Before a unit computes, the stage gets its parameters by `open` of the replica.
+    After the unit's gradients are written, the stage calls `ready` of the replica.
 
     A micro-batch goes forward, then backward: through the two halves, or through both at once. As
     soon as a call has used an activation that an earlier call saved, its buffer goes back to the
@@ -35,7 +35,7 @@ class Stage:
     def __init__(
         self,
         units: Sequence[Unit],
-        replication: Replication,
+        replica: Replica,
         arena: Arena,
         first: int = 0,
         poll: Callable[[], object] = lambda: None,
@@ -44,7 +44,7 @@ class Stage:
     ):
         """Bind the stage to its units.
 
-        first   number of the first unit, as the replication counts the units of this rank
+        first   number of the first unit, as the replica counts the units of this rank
         poll    called between layers, to progress messages
         lowest  number of the first unit with a backward; all units before are frozen and save no
                 activations
@@ -55,7 +55,7 @@ class Stage:
         self._lowest = lowest
         self._order_backward()
         self._names = [unit.name for unit in units]
-        self._store, self._reducer = replication.store, replication.reducer
+        self._replica = replica
         self._arena, self._poll = arena, poll
         # These functions begin and end a unit's span in the trace. After an error the span stays open.
         names = {first + index: recorder.name(unit.name) for index, unit in enumerate(units)}
@@ -87,14 +87,14 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        store, save, arena = self._store, self._saving(micro), self._arena
+        replica, save, arena = self._replica, self._saving(micro), self._arena
         begin, poll, end, names = self._pass
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
             if segment and self._begins_segment(index):
                 save(x)
             span = begin(names[number], FORWARD, number, micro)
-            y, saved = layer.forward(store.open(number, micro), x, arena)
+            y, saved = layer.forward(replica.open(number, micro), x, arena)
             if self._unseen:
                 check_output(self._unseen[index], layer, x, y)
             x = y
@@ -117,14 +117,14 @@ class Stage:
         """
         if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
-        store, x = self._store, saved.pop()
+        replica, x = self._replica, saved.pop()
         with segment.recomputing():
             for number, layer in self._layers[index + 1 - segment.size : index]:
-                x, state = layer.forward(store.open(number, micro), x, self._arena)
+                x, state = layer.forward(replica.open(number, micro), x, self._arena)
                 saved.append(state)
                 self._poll()
             number, layer = self._layers[index]
-            saved.append(saved_again(layer, store.open(number, micro), x, self._arena))
+            saved.append(saved_again(layer, replica.open(number, micro), x, self._arena))
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
         saved = self._saved[micro] = []
@@ -135,14 +135,14 @@ class Stage:
 
         Return the gradient of the chunk's input; None if the input is tokens.
         """
-        store, saved, pending = self._store, self._saved.pop(micro), []
+        replica, saved, pending = self._replica, self._saved.pop(micro), []
         begin, poll, end, names = self._pass
         for index, number, layer in self._backward:
             span = begin(names[number], BACKWARD_INPUT, number, micro)
             if segment := self._segments[index]:
                 self._save_again(micro, index, segment, saved)
             dy, state = layer.backward_input(
-                store.open(number, micro), dy, saved.pop(), self._arena
+                replica.open(number, micro), dy, saved.pop(), self._arena
             )
             poll()
             end(span)
@@ -152,19 +152,19 @@ class Stage:
 
     def backward_weight(self, micro: int) -> None:
         """Run the weight half: accumulate the gradients of the parameters."""
-        reducer, pending = self._reducer, self._pending.pop(micro)
+        replica, pending = self._replica, self._pending.pop(micro)
         begin, poll, end, names = self._pass
         self._left -= 1
         for _, number, layer in self._backward:
             span = begin(names[number], BACKWARD_WEIGHT, number, micro)
-            layer.backward_weight(pending.pop(), reducer.gradients(number), self._arena)
-            reducer.ready(number, self._left == 0)
+            layer.backward_weight(pending.pop(), replica.gradients(number), self._arena)
+            replica.ready(number, self._left == 0)
             poll()
             end(span)
 
     def backward(self, micro: int, dy: Any) -> Any:
         """Run both halves, unit by unit; return the same as `backward_input`."""
-        store, reducer, saved = self._store, self._reducer, self._saved.pop(micro)
+        replica, saved = self._replica, self._saved.pop(micro)
         begin, poll, end, names = self._pass
         self._left -= 1
         for index, number, layer in self._backward:
@@ -173,13 +173,13 @@ class Stage:
                 self._save_again(micro, index, segment, saved)
             dy = backward(
                 layer,
-                store.open(number, micro),
+                replica.open(number, micro),
                 dy,
                 saved.pop(),
-                reducer.gradients(number),
+                replica.gradients(number),
                 self._arena,
             )
-            reducer.ready(number, self._left == 0)
+            replica.ready(number, self._left == 0)
             poll()
             end(span)
         return dy

@@ -140,7 +140,7 @@ def build(
         transport, lambda layers: job.units(layers), job, opened=None if is_ahead else opened
     )
     trainer.counted = counts
-    kept = trainer.replication.kept()
+    kept = trainer.replica.state()
     if models:
         trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
     checkpoint = loading.read_beside(transport, folder) if folder else None
@@ -151,7 +151,7 @@ def build(
             checkpoint, kept, trainer.storage, transport, trainer.backend, job.axes.sizes
         )
     if checkpoint or models:
-        trainer.replication.restore(checkpoint.manifest.scalars if checkpoint else {})
+        trainer.replica.restore(checkpoint.manifest.scalars if checkpoint else {})
     return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
 
 

@@ -24,7 +24,7 @@ from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import LayerFactory
 from mpitrain.pipeline.pipeline import Pipeline
@@ -55,7 +55,7 @@ class Inference:
         layers: LayerFactory,
         loss: Loss,
         pipe: Pipeline,
-        replication: Replication,
+        replica: Replica,
         indices: Indices,
         decoded: tuple[Sequence[Sequence[Unit]], LayerFactory],
         arena: Arena,
@@ -67,7 +67,7 @@ class Inference:
         stored   the dtype of master parameters
         """
         self.config, self.backend, self.arena = resolved.config, resolved.device.backend, arena
-        self.resolved, self.grid, self.pipe, self.replication = resolved, grid, pipe, replication
+        self.resolved, self.grid, self.pipe, self.replica = resolved, grid, pipe, replica
         self._layers, self._loss, self._indices, self._decoded = layers, loss, indices, decoded
         self._computed = resolved.device.half or stored
 
@@ -185,9 +185,7 @@ class Inference:
             numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
             measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
             does_count = bool(own_rows) and self.grid.reports_loss
-            *sums, stop = self.replication.step_end.control.total(
-                *(measured if does_count else (0.0, 0, 0)), is_asked
-            )
+            *sums, stop = self.replica.total(*(measured if does_count else (0.0, 0, 0)), is_asked)
             if stop:
                 return None
             totals += sums
@@ -258,7 +256,7 @@ class Inference:
                 self.resolved.plan.stage_of,
                 chunks,
                 self.grid.pp.transport,
-                self.replication,
+                self.replica,
                 self.arena,
                 self._computed,
                 layers.now,

@@ -1,7 +1,7 @@
 """Artificial failures of a run, for run.inject; imported only if the key is set.
 
 The run calls `Injector.passes` at each of its points. A failure within a pass of the layers needs
-`failing` around the replication, and a lost message the transport's `start_send`.
+`failing` around the class of the replica, and a lost message the transport's `start_send`.
 """
 
 import ctypes
@@ -10,16 +10,15 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.config.faults import KINDS, injection
 from mpitrain.errors import say
-from mpitrain.layers.base import Gradient
+from mpitrain.layers.base import Gradient, Weights
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.trace.recorder import SEND
 from mpitrain.transport.base import FIRST_CLAIMED_TAG, Request, Several, Transport
 
@@ -183,22 +182,6 @@ class Injector:
             FAILURES[self.failure.kind](self._transport, self.failure.rank)
 
 
-class Preceded:
-    """A part of a replication; each call of one of its methods calls `before` first."""
-
-    def __init__(self, part: Any, method: str, before: Callable[..., None]):
-        self._part = part
-
-        def call(*arguments: Any) -> Any:
-            before(*arguments)
-            return getattr(part, method)(*arguments)
-
-        setattr(self, method, call)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-
 def _leaves(gradients: Any) -> Iterator[Gradient]:
     for entry in gradients.values():
         if isinstance(entry, Gradient):
@@ -207,35 +190,39 @@ def _leaves(gradients: Any) -> Iterator[Gradient]:
             yield from _leaves(entry)
 
 
-def failing(inner: Replication, text: str, transport: Transport, backend: Backend) -> Replication:
-    """Return the replication, made to fail if run.inject names a forward or a backward.
+def failing(
+    kind: type[Replica], text: str, transport: Transport, backend: Backend
+) -> type[Replica]:
+    """Return the class of replicas, made to fail if run.inject names a forward or a backward.
 
     It fails at the first unit of that pass. A changed gradient is changed before its reduction.
     """
     injector = Injector(text, transport)
     if injector.failure.point not in ("forward", "backward"):
-        return inner
-    change, step = ELEMENT_FAILURES.get(injector.failure.kind), 0
+        return kind
+    change = ELEMENT_FAILURES.get(injector.failure.kind)
 
-    def begin(index: int) -> None:
-        nonlocal step
-        step = index + 1
+    class Failing(kind):  # type: ignore[valid-type, misc]
+        _step = 0
 
-    def before_open(unit: int, micro: int) -> None:
-        # An evaluation before the first step opens units, too.
-        if step:
-            injector.passes("forward", step)
+        def begin(self, step: int, *rest: Any) -> None:
+            self._step = step + 1
+            super().begin(step, *rest)
 
-    def before_ready(unit: int, is_last: bool) -> None:
-        if change is None:
-            injector.passes("backward", step)
-        elif is_last:
-            leaves = _leaves(inner.reducer.gradients(unit))
-            written = next((leaf.array for leaf in leaves if leaf.filled), None)
-            if written is not None and injector.is_due("backward", step):
-                change(backend, written.reshape(-1)[:1])
+        def open(self, unit: int, micro: int) -> Weights:
+            # An evaluation before the first step opens units, too.
+            if self._step:
+                injector.passes("forward", self._step)
+            return super().open(unit, micro)
 
-    step_end: Any = Preceded(inner.step_end, "begin", begin)
-    store: Any = Preceded(inner.store, "open", before_open)
-    reducer: Any = Preceded(inner.reducer, "ready", before_ready)
-    return replace(inner, step_end=step_end, store=store, reducer=reducer)
+        def ready(self, unit: int, is_last: bool) -> None:
+            if change is None:
+                injector.passes("backward", self._step)
+            elif is_last:
+                leaves = _leaves(self.gradients(unit))
+                written = next((leaf.array for leaf in leaves if leaf.filled), None)
+                if written is not None and injector.is_due("backward", self._step):
+                    change(backend, written.reshape(-1)[:1])
+            super().ready(unit, is_last)
+
+    return Failing

@@ -24,7 +24,7 @@ from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replica import StepResult
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.copies import check_copies, copying, room_for_copies, state_to_save
@@ -226,7 +226,7 @@ class Run:
 
     def __exit__(self, *error: Any) -> None:
         if self.recovery and self.stepped and isinstance(error[1], PeerLost):
-            scalars = self.trainer.replication.step_end.skips.scalars()
+            scalars = self.trainer.replica.skips.scalars()
             self.recovery.note(self.after(self.finished), scalars, self.loss)
         self._closed.__exit__(*error)
 
@@ -281,18 +281,18 @@ class Run:
         with self.recorder.stepping(index):
             began = time.perf_counter()
             self.reach("step", index + 1)
-            replication, own = trainer.replication, None
-            for number in replication.step_end.steps(index, self.asks):
+            replica, own = trainer.replica, None
+            for number in replica.steps(index, self.asks):
                 self.reach("batch", number + 1)
                 span = self.recorder.compute(self._batch_name)
                 samples = self.after(number).samples
-                inputs, targets = replication.rows.batch(self.source, number, samples)
+                inputs, targets = replica.batch(self.source, number, samples)
                 self.recorder.end(span)
                 own = trainer.step(number, inputs, targets, self.asks)
-            result = replication.step_end.outcome(index, own)
+            result = replica.outcome(index, own)
             self.limit.stepped(time.perf_counter() - began)
             self.finished, self.stepped = index + 1, self.stepped + 1
-            self.loss, self._is_spike = result.loss, result.is_spike
+            self.loss, self._is_spike = result.loss, result.extras.get("is_spike", False)
             self._log(result)
             self._note_memory()
             self._check_skips(result)
@@ -549,7 +549,7 @@ class Run:
         self._memory_before = process.peak_memory()
         if not recorder.is_on:
             return
-        rank, grid, replication = transport.rank, trainer.grid, trainer.replication
+        rank, grid, replica = transport.rank, trainer.grid, trainer.replica
         self._clocks = Clocks(transport, recorder.clock)
         at = grid.coords._asdict()
         recorder.facts(
@@ -568,7 +568,7 @@ class Run:
         )
         if counted := trainer.counted.peak:
             # Gradients and optimizer state are zeros whose pages the first step touches.
-            state = sum(replication.held_by_kind().values()) - replication.store.parameters.nbytes
+            state = sum(replica.held_by_kind().values()) - replica.parameters.nbytes
             recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
         recorder.facts(clock=self._clocks.measure())
         try:
@@ -633,7 +633,7 @@ class Run:
 
     def _write(self, step: int, result: StepResult) -> None:
         config = self.config
-        now, steps = result.ended or time.perf_counter(), step - self._logged_at
+        now, steps = result.extras.get("ended") or time.perf_counter(), step - self._logged_at
         step_s = (now - self._since - (self._paused_s - self._paused_then)) / steps
         comm_s = self._comm_s / steps
         self._since, self._paused_then = now, self._paused_s
@@ -655,16 +655,16 @@ class Run:
             record["tokens_seen"] = context * record["samples_seen"]
         record |= self._rates(step_s)
         names = mode_of(config).records(config.replication)
-        record |= {name: getattr(result, name) for name in names}
+        record |= {name: result.extras.get(name, 0) for name in names}
         if config.precision.compute == "float16":
-            record["loss_scale"] = result.loss_scale
+            record["loss_scale"] = result.extras["loss_scale"]
         record["peak_activation_bytes"] = self.peak
         if not result.updated:
-            record["overflow" if result.overflows else "skipped"] = True
+            record["overflow" if result.extras.get("overflows") else "skipped"] = True
             record["nonfinite_elements"] = result.nonfinite
         if not result.counted:
             record["empty"] = True
-        if result.is_spike:
+        if result.extras.get("is_spike"):
             record["spike"] = True
         if self._slow:
             record |= self._slow.record(step)
@@ -688,17 +688,18 @@ class Run:
         """Raise TrainingError if the run skips too many updates."""
         step = self.finished
         # An overflow does not count: the dynamic loss scale reacts to it.
-        is_skipped = not result.updated and not result.overflows
+        overflows = result.extras.get("overflows", 0)
+        is_skipped = not result.updated and not overflows
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         self.skipped += is_skipped
-        if result.overflows >= OVERFLOWS:
+        if overflows >= OVERFLOWS:
             raise self._failed(
                 step,
-                f"The last {result.overflows} steps up to step {step} had gradients beyond float16, "
-                f"at last with a loss scale of {result.loss_scale:g}.",
+                f"The last {overflows} steps up to step {step} had gradients beyond float16, "
+                f"at last with a loss scale of {result.extras['loss_scale']:g}.",
                 "Lower optimizer.lr, or set precision.compute to bfloat16, and start again.",
             )
-        is_nonfinite = is_skipped and result.counted and not result.is_spike
+        is_nonfinite = is_skipped and result.counted and not result.extras.get("is_spike")
         if is_nonfinite and self.config.run.on_nonfinite == "stop":
             raise self._failed(
                 step,
@@ -723,12 +724,12 @@ class Run:
 
         Empty if the ranks do not end each step together.
         """
-        if self.config.replication.mode not in TOGETHER or result.ended is not None:
+        if self.config.replication.mode not in TOGETHER or "ended" in result.extras:
             return ""
         from mpitrain.run.locating import located
 
         trainer, number = self.trainer, step - 1
-        batch = trainer.replication.rows.batch(self.source, number, self.after(number).samples)
+        batch = trainer.replica.batch(self.source, number, self.after(number).samples)
         return located(trainer, lambda: trainer.step(number, *batch))
 
     def _failed(self, step: int, law: str, way_out: str) -> TrainingError:
@@ -761,7 +762,7 @@ class Run:
                 with self.recorder.pausing("a snapshot"):
                     self.take_snapshot(step)
             return
-        self._is_spike, skips = False, self.trainer.replication.step_end.skips
+        self._is_spike, skips = False, self.trainer.replica.skips
         undone = -skips.number
         with self.recorder.pausing("going back"):
             before = self._snapshots.restore(step)
@@ -921,7 +922,7 @@ class Checkpoints:
         run.reach("save", step)
         run.take_snapshot(step)
         trainer.sync_parameters()
-        scalars = trainer.replication.step_end.skips.scalars()
+        scalars = trainer.replica.skips.scalars()
         base = trainer.begun_from if config.lora.rank else {}
         sizes = trainer.resolved.axes.sizes
         manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)

@@ -160,7 +160,7 @@ def stage_sizes(
     `largest` and `slot` have the elements of all full-size buffers of ZeRO 2 and 3.
 
     storage  of the units of the stage
-    chunks   as in `ReplicationContext`
+    chunks   as in `Replica`
     shards   ranks of ZeRO's sharding group
     bucket   (storage) -> bytes of a bucket of ZeRO 2
     """

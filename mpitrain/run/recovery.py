@@ -87,7 +87,7 @@ class Recovery:
     def _hold(self, job: Job) -> None:
         """Keep a new job's data and state; the state of the job before is given up; collective."""
         trainer, config = job.trainer, job.trainer.config
-        transport, skips = trainer.transport, trainer.replication.step_end.skips
+        transport, skips = trainer.transport, trainer.replica.skips
         everyone = units_of_all(trainer)
         state = digest(unit.name for units in everyone for unit in units)
         if config.run.copies_every and transport.size > 1:

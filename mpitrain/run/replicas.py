@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend
-from mpitrain.parallel.replication.protocol import StateBuffer
+from mpitrain.optim.state import StateBuffer
 from mpitrain.regions import Piece
 from mpitrain.run.checkpoint.regions import HeldRegion, described, holdings
 from mpitrain.run.trainer import Trainer
@@ -33,7 +33,7 @@ def replicas_equal(trainer: Trainer) -> bool:
         The same on every rank.
     """
     trainer.sync_parameters()
-    kept = [buffer for buffer in trainer.replication.kept() if buffer.name == "parameters"]
+    kept = [buffer for buffer in trainer.replica.state() if buffer.name == "parameters"]
     own = [
         (str(held.part.packed()), digest)
         for held, digest in _digested(trainer.storage, kept, trainer.backend)
@@ -46,14 +46,14 @@ def replicas_equal(trainer: Trainer) -> bool:
 def state_digests(trainer: Trainer) -> dict[str, str]:
     """Return {buffer/tensor: digest} of this rank's state and summed gradients; collective."""
     trainer.sync_parameters()
-    kept = [*gradients(trainer.replication.reducer.summed), *trainer.replication.kept()]
+    kept = [*gradients(trainer.replica.summed), *trainer.replica.state()]
     return digests(trainer.storage, kept, trainer.backend)
 
 
 def gradients(summed: Mapping[Piece, Any]) -> list[StateBuffer]:
     """Return the summed gradients of this rank as buffers, for `digests`.
 
-    summed  {piece of the flat buffer: its gradients}, of a `GradientReducer`
+    summed  {piece of the flat buffer: its gradients}, of a `Replica`
     """
     return [
         StateBuffer(GRADIENT, array, [Piece(piece.start, piece.stop, 0)])

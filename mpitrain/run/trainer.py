@@ -20,9 +20,8 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.modes import replication_for
-from mpitrain.parallel.replication.protocol import ReplicationContext, StepInput, StepResult
-from mpitrain.parallel.replication.step_end import weight_of
+from mpitrain.parallel.modes import class_of
+from mpitrain.parallel.replica import StepResult, weight_of
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_used,
@@ -66,8 +65,8 @@ class Trainer:
         The units on this rank; with layout.pp above 1 those of its pipeline stage.
     storage : Storage
         The offset of each tensor in the flat buffers.
-    replication : Replication
-        The mode of data parallelism.
+    replica : Replica
+        The replica on this rank, of the mode of data parallelism.
     grid : Grid
         The device mesh: this rank's coordinates, and a group of ranks along each axis.
 
@@ -131,7 +130,7 @@ class Trainer:
         loss: Loss | None,
         opened: Callable[[], Job] | None,
     ) -> None:
-        """Make the units, their storage, the replication and the pipeline; collective."""
+        """Make the units, their storage, the replica and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, stage_of = resolved.device.ops, resolved.plan.stage_of
         settings = settings_of(self.config, resolved.device)
@@ -175,35 +174,33 @@ class Trainer:
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self._loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.copies)
-        self.replication = replication_for(
-            ReplicationContext(
-                self.config,
-                grid,
-                self.storage,
-                resolved.wire,
-                resolved.device,
-                self.arena,
-                self._loss,
-                numbers,
-                cut.first(self.units),
-            )
-        )
-        if self.config.run.inject:
+        config, kind = self.config, class_of(self.config, grid)
+        if config.run.inject:
             from mpitrain.run.injection import failing
 
-            self.replication = failing(
-                self.replication, self.config.run.inject, self.transport, self.backend
-            )
+            kind = failing(kind, config.run.inject, self.transport, self.backend)
+        self.replica = kind(
+            grid,
+            self.storage,
+            resolved.device,
+            self.arena,
+            self._loss,
+            settings=config.replication,
+            optimizer=config.optimizer,
+            batch=config.batch,
+            run=config.run,
+            wire=resolved.wire,
+            compute=config.precision.compute,
+            source=config.data.source,
+            dense_steps=config.dense_steps,
+            next_pause=config.next_pause,
+            chunks=numbers,
+            first=cut.first(self.units),
+        )
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
-            resolved.plan,
-            chunks,
-            grid.pp.transport,
-            self.replication,
-            self.arena,
-            dtype,
-            layers.now,
+            resolved.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype, layers.now
         )
         takes = LOSSES[self.config.model.loss].takes if loss is None else None
         vocabulary, stored = getattr(model[0].layer, "vocab", 0), self.storage.dtype
@@ -214,7 +211,7 @@ class Trainer:
             layers,
             self._loss,
             self.pipe,
-            self.replication,
+            self.replica,
             self._indices,
             decoded,
             self.arena,
@@ -234,7 +231,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replication, self.inference  # They own arrays in windows.
+        del self.pipe, self.replica, self.inference  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -242,7 +239,7 @@ class Trainer:
     @property
     def parameters(self) -> np.ndarray:
         """The flat buffer of this rank's trained parameters, 1-D; with ZeRO 3 its shard."""
-        return self.replication.store.parameters
+        return self.replica.parameters
 
     @property
     def gradients(self) -> np.ndarray:
@@ -250,7 +247,7 @@ class Trainer:
 
         After a step it holds the sum over replicas, before clipping, if it is not sharded.
         """
-        return self.replication.reducer.buffer
+        return self.replica.gradient_buffer
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Copy this rank's parameters, by full name, to host memory; call `sync_parameters` before.
@@ -259,7 +256,7 @@ class Trainer:
         """
         arrays = {}
         for index, unit in enumerate(self.units):
-            weights = self.replication.store.open(index, 0)
+            weights = self.replica.open(index, 0)
             for parameter in unit.layer.parameters():
                 tensor: Any = weights
                 for key in parameter.name.split("."):
@@ -276,7 +273,7 @@ class Trainer:
 
         It is empty on a parameter server.
         """
-        return self.replication.rows.share(self.config.batch.size)
+        return self.replica.share(self.config.batch.size)
 
     def step(
         self,
@@ -327,9 +324,9 @@ class Trainer:
         count, *lengths = inputs.shape
         shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
         predictions = math.prod(targets.shape[1:]) * self._layers.now.tokens.ranks
-        replication, of_update = self.replication, self.replication.rows.of_update
+        replica, of_update = self.replica, self.replica.of_update
         weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
-        loss_scale = replication.step_end.skips.scale.value
+        loss_scale = replica.skips.scale.value
         shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
         ignored = [indices.ignored(targets[part.start : part.stop]) for part in shares]
 
@@ -341,7 +338,7 @@ class Trainer:
             span = self._recorder.compute(self._loss_name, micro=micro)
             part = targets[shares[micro].start : shares[micro].stop]
             right = self.backend.from_host(part, self.arena).reshape(-1)
-            value, gradient = replication.rows.loss(
+            value, gradient = replica.loss(
                 logits.reshape(len(right), -1), right, weights[micro] * loss_scale
             )
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
@@ -350,8 +347,7 @@ class Trainer:
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
-        replication.step_end.begin(index)
-        replication.step_end.ignore(ignored, predictions)
+        replica.begin(index, ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
             start, places = self.share().start, self.inference.places(shape, given, *marks)
@@ -364,23 +360,20 @@ class Trainer:
                 rows_of,
                 loss,
             )
-        lr = learning_rate(self.config.optimizer, index, self.config.run.steps)
         reports = self.grid.reports_loss
-        outcome = replication.step_end.finish(
-            StepInput(
-                index,
-                self._loss_sums if reports else (),
-                lr,
-                bool(stop_requested and stop_requested()),
-                weights,
-                sum(ignored) if reports else 0,
-                of_update(0) * predictions,
-            )
+        result = replica.finish(
+            index,
+            self._loss_sums if reports else (),
+            weights,
+            learning_rate(self.config.optimizer, index, self.config.run.steps),
+            bool(stop_requested and stop_requested()),
+            sum(ignored) if reports else 0,
+            of_update(0) * predictions,
         )
         every = self.config.memory.release_every
         if every and (index + 1) % every == 0:
             self.arena.release()
-        return outcome
+        return result
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
@@ -389,7 +382,7 @@ class Trainer:
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
-        self.replication.step_end.sync()
+        self.replica.sync()
 
     def _straggle(self, step: int) -> None:
         run, coords = self.config.run, self.grid.coords

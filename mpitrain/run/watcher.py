@@ -9,7 +9,7 @@ from typing import Any
 from mpitrain.config import Config
 from mpitrain.config.plugins import module_of
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replica import StepResult
 from mpitrain.tables import Table
 
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from mpitrain.collectives.group import Group
 from mpitrain.errors import CommError, ConfigError
 from mpitrain.machine.cuda import as_array
+from mpitrain.parallel.replica import weight_of
 from mpitrain.parallel.replicated import GradientSums, TensorFacts
-from mpitrain.parallel.replication.step_end import weight_of
 from mpitrain.transport.base import Transport
 from mpitrain.transport.mpi import connect
 

@@ -85,9 +85,7 @@ class WindowLaws:
             return build(transport, config)
 
         def step(job, index):
-            return job.trainer.step(
-                index, *job.trainer.replication.rows.batch(job.data, index)
-            ).loss
+            return job.trainer.step(index, *job.trainer.replica.batch(job.data, index)).loss
 
         alone = []
         for number in range(3):

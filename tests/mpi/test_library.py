@@ -74,7 +74,7 @@ def test_a_job_that_is_closed_has_given_back_its_communicators(mpi_ranks):
 
     root = from_communicator(MPI.COMM_WORLD)
     job = build(root, parse(with_settings({}, [*TINY, "batch.size=2", "replication.zero=1"])))
-    job.trainer.step(0, *job.trainer.replication.rows.batch(job.data, 0))
+    job.trainer.step(0, *job.trainer.replica.batch(job.data, 0))
     own = [root.windows, *root.windows.parts]
     comms = [part.comm for part in own[1:]] + [part._host.comm for part in own[1:] if part._host]
     assert len(own) == 7 and len(comms) > 6, (

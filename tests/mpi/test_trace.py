@@ -9,12 +9,12 @@ from tests.processes import mpitrain
 def test_after_a_kill_report_prints_the_last_action_of_each_rank(tmp_path):
     code = (
         "import os, signal; from mpi4py import MPI; from mpitrain.ops import host\n"
-        "from mpitrain.parallel.replication import step_end\n"
-        "update = step_end.AgreeAndUpdate.apply\n"
+        "from mpitrain.parallel.replica import Replica\n"
+        "update = Replica.apply\n"
         "def apply(self, scale, lr, step):\n"
         "    if step == 5 and MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    update(self, scale, lr, step)\n"
-        "step_end.AgreeAndUpdate.apply = apply\n"
+        "Replica.apply = apply\n"
         f"from mpitrain.cli import main; main(['train', '--out', 'run', *{TINY!r}])"
     )
     done = python_ranks(2, code, tmp_path)

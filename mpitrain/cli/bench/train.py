@@ -249,7 +249,7 @@ def measure_sides(
     results = alternate(transport, job, sides, work.blocks, work.steps)
     of_stages = []
     if config.layout.pp > 1:
-        of_stages = stage_rows(job.trainer, *job.trainer.replication.rows.batch(job.data, 0))
+        of_stages = stage_rows(job.trainer, *job.trainer.replica.batch(job.data, 0))
     # After an error no side is closed: closing waits for ranks that may not have the error.
     for side in sides:
         side.close()

@@ -289,7 +289,7 @@ def _verify(
     results = alternate(transport, sides[0].job, sides, blocks, steps)
     named, quiet = best(predicted), [result for result in results if not result.is_spoilt]
     chosen = sides[predicted.index(named)].job
-    rows = stage_rows(chosen.trainer, *chosen.trainer.replication.rows.batch(chosen.data, 0))
+    rows = stage_rows(chosen.trainer, *chosen.trainer.replica.batch(chosen.data, 0))
     for side in sides:
         side.close()
     lines = ["", f"{'micro-batches':>13} {'predicted ms':>13} {'measured ms':>12}   blocks"]

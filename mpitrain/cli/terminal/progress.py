@@ -21,8 +21,8 @@ from mpitrain.data import source_kind
 from mpitrain.errors import visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import installed_mkl
-from mpitrain.parallel.modes import MODES, servers_of
-from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.modes import servers_of
+from mpitrain.parallel.replica import StepResult
 from mpitrain.run.job import slow_heads
 from mpitrain.run.watcher import Watcher
 
@@ -307,7 +307,7 @@ def way(config: Config) -> str:
     layout, replication = config.layout, config.replication
     if servers := servers_of(config):
         return f"{servers} of them {replication.update} server(s)"
-    if not MODES[replication.mode].stages:
+    if replication.mode != "all-reduce":
         return f"mode {replication.mode}"
     parts = []
     if layout.tp > 1:

@@ -25,7 +25,7 @@ def cross_entropy(logits, targets, scale, arena, smoothing=0.0):
     logits     (M, V)
     targets    (M,)
     scale      factor of dlogits, not of loss_sum: `weight_of` the targets of the whole update (in
-               parallel/replication/step_end.py), times the loss scale
+               parallel/replica.py), times the loss scale
     smoothing  part of a target that all entries share equally (Szegedy et al. 2016, section 7)
     """
     loss_sum = cross_entropy_loss(logits, targets, arena)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from mpitrain.errors import ConfigError, TrainingError, gigabytes
 from mpitrain.machine import process
-from mpitrain.parallel.replication.protocol import StateBuffer
+from mpitrain.optim.state import StateBuffer
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.trainer import Trainer
 
@@ -21,7 +21,7 @@ def copying(what: str, way_out: str) -> Iterator[None]:
 
 def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
     """Return the arrays that checkpoints have: with adapters not the model under them; collective."""
-    kept = trainer.replication.kept()
+    kept = trainer.replica.state()
     if not trainer.config.lora.rank:
         return kept
     from mpitrain.run.initial import of_adapters
@@ -32,7 +32,7 @@ def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
 def room_for_copies(trainer: Trainer) -> saving.HostRoom:
     """Return the memory of this rank's host for copies of a checkpoint, besides snapshots; collective."""
     limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
-    held = sum(trainer.replication.held_by_kind().values()) + trainer.counted.peak
+    held = sum(trainer.replica.held_by_kind().values()) + trainer.counted.peak
     held += trainer.snapshot_bytes
     return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
 

@@ -142,7 +142,7 @@ def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> Non
         for region in holdings({"kept": entries, "tensors": []}):
             given[region.name, region.part.tensor].append((rank, region))
     trainer.sync_parameters()
-    kept = trainer.replication.kept()
+    kept = trainer.replica.state()
     wanted = defaultdict[tuple[str, str], list[HeldRegion]](list)
     for region in holdings(described(trainer.storage, kept)):
         wanted[region.name, region.part.tensor].append(region)
@@ -159,7 +159,7 @@ def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> Non
             if region.kind == "own":
                 elements /= trainer.grid.axes.copies
             put(kept[region.number].array, region, elements, backend)
-    trainer.replication.restore(facts.scalars)
+    trainer.replica.restore(facts.scalars)
 
 
 def _place(

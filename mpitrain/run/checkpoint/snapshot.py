@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.replication.protocol import StateBuffer
+from mpitrain.optim.state import StateBuffer
 from mpitrain.run.trainer import Trainer
 
 KEPT = 2
@@ -32,8 +32,8 @@ class Snapshot(NamedTuple):
 
 def changed(trainer: Trainer) -> list[StateBuffer]:
     """Return the state that a step changes; collective. Call `sync_parameters` before."""
-    frozen = trainer.replication.store.frozen
-    kept = trainer.replication.kept()
+    frozen = trainer.replica.frozen
+    kept = trainer.replica.state()
     return [buffer for buffer in kept if not frozen or buffer.array is not frozen.flat]
 
 
@@ -71,7 +71,7 @@ class Snapshots:
         )
         for copy, array in zip(copies, arrays, strict=True):
             copy[...] = trainer.backend.to_host(array)
-        scalars = trainer.replication.step_end.skips.scalars()
+        scalars = trainer.replica.skips.scalars()
         self._taken.append(Snapshot(step, scalars, copies))
         return self._taken[-1]
 
@@ -90,7 +90,7 @@ class Snapshots:
         # The updates since then count as skipped, as AdamW's step count leaves them out.
         skipped = scalars["skipped_updates"] + step - before
         scalars = {**scalars, "skipped_updates": skipped}
-        trainer.replication.restore(scalars)
+        trainer.replica.restore(scalars)
         self._taken[-1] = Snapshot(step, scalars, copies)
         self._returned_at = step
         return before

@@ -9,7 +9,6 @@ import math
 from collections import Counter as Numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,14 +144,12 @@ class Body:
         return rows.astype(dtype, copy=False)
 
 
-class Replica:
-    """A `Replication` whose arrays have no memory, with the parts that a pipeline calls."""
+class CountedReplica:
+    """A replica whose arrays have no memory, with the methods that a pipeline calls."""
 
     def __init__(self, storage: Storage, body: "Body", loss: Loss, first: int, adds: bool = False):
         """adds: whether backwards add to gradients, as those of all micro-batches but the first do."""
-        # A pipeline reads of a context only the first unit with a backward.
-        self.replica = SimpleNamespace(first=first)
-        self.store = self.reducer = self.step_end = self
+        self.first = first
         computed = body.device.half or storage.dtype
         self._weights = storage.weights(
             body.memory.made((storage.length,), computed),
@@ -223,7 +220,7 @@ class Counter:
         self.model = self.chunks.model
 
     def storage(self, pp: int) -> tuple[Storage, list[range]]:
-        """Return the layout of the tensors of pipeline stage `pp`, and `ReplicationContext.chunks`."""
+        """Return the layout of the tensors of pipeline stage `pp`, and `chunks` of a `Replica`."""
         job = self.job
         units, numbers = self.chunks.of_stage(job.plan.stage_of, pp)
         return Storage(units, job.config.precision.stored, job.axes.copies), numbers
@@ -234,7 +231,7 @@ class Counter:
         body, chunks = self.body, self.chunks.chunks
         storage, _ = self.storage(pp)
         first = self.chunks.first(storage.units)
-        replica: Any = Replica(storage, body, loss_for(body.layers), first)
+        replica: Any = CountedReplica(storage, body, loss_for(body.layers), first)
         endpoint, computed = body.endpoint(pp, axes.pp), job.device.half or storage.dtype
         rows = share(config.batch.size, dp, axes.dp)
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +40,6 @@ from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor, share
-from mpitrain.parallel.mode import of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
@@ -57,6 +55,7 @@ from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
 from mpitrain.run.memory import stage_sizes
 from mpitrain.run.rules import check_each, of_model
+from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -709,20 +708,11 @@ def _of_replicas(
     computed: Any,
 ) -> float:
     """Return the bytes that a rank sends to other replicas in a step, and in the control message."""
-    at = axes.coords(rank)
-    grid = SimpleNamespace(
-        axes=axes,
-        coords=at,
-        copies=SimpleNamespace(rank=at.dp * axes.cp + at.cp, size=axes.copies),
-        world=SimpleNamespace(rank=rank, transport=SimpleNamespace(hosts=hosts)),
-    )
-    replica: Any = SimpleNamespace(
-        config=config, grid=grid, storage=storage, chunks=chunks, first=0, computed=computed
-    )
-    between = of_replicas(replica)
+    facts = RankFacts(config, axes, rank, hosts, storage, computed, chunks)
+    between = of_replicas(facts)
     if between is None:
         return math.nan
-    return between + of_partial_sums(replica) + sent_to_agree(rank, axes.ranks)
+    return between + of_partial_sums(facts) + sent_to_agree(rank, axes.ranks)
 
 
 def _divisors(number: int) -> list[int]:

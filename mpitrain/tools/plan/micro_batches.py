@@ -174,7 +174,7 @@ def measured_predictions(job: Job, resolved: Job, choices: Sequence[int]) -> Ste
     """
     trainer, config = job.trainer, resolved.config
     rows = config.batch.size // resolved.axes.dp
-    inputs, targets = trainer.replication.rows.batch(job.data, 0)
+    inputs, targets = trainer.replica.batch(job.data, 0)
     measured = measure(trainer, inputs, targets, sizes(choices, rows, sequences_of(config)))
     ending = end_s(trainer, inputs[: measured[0].rows], targets[: measured[0].rows])
     stages, lowest = resolved.axes.pp, trainer.pipe.lowest

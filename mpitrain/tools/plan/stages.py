@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.parallel.replication.protocol import StepInput
-from mpitrain.parallel.replication.step_end import weight_of
+from mpitrain.parallel.replica import weight_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
@@ -82,12 +81,12 @@ def measure(
     measurements = []
     for step, rows in enumerate(sizes):
         trainer.transport.barrier()
-        trainer.replication.step_end.begin(step)
+        trainer.replica.begin(step)
         own = {
             chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
             for chunk in trainer.pipe.stages
         }
-        trainer.replication.step_end.finish(StepInput(step, (), 0.0))
+        trainer.replica.finish(step)
         way = _way(trainer, (rows, *inputs.shape[1:]))
         gathered = trainer.transport.gather_text((own, way))
         costs = [
@@ -117,16 +116,16 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
     inputs, targets  as a step takes them; a few rows suffice
     """
-    replication, times = trainer.replication, []
+    replica, times = trainer.replica, []
     for step in range(1 + REPEATS):
-        replication.step_end.begin(step)
+        replica.begin(step)
         for chunk in reversed([*trainer.pipe.stages]):
             trainer.pipe.stages[chunk].begin(1)
             _there_and_back(trainer, chunk, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
-        replication.step_end.finish(StepInput(step, (), 0.0))
+        replica.finish(step)
         trainer.backend.synchronize()
         times.append(time.perf_counter() - start)
     return max(trainer.transport.gather_text(median(times[1:])))
@@ -179,9 +178,9 @@ def _is_last(trainer: Trainer, chunk: int) -> bool:
 
 def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     right = trainer.backend.from_host(targets).reshape(-1)
-    rows, loss_scale = trainer.replication.rows, trainer.replication.step_end.skips.scale.value
-    scale = weight_of(rows.of_update(0)) * loss_scale
-    _, gradient = rows.loss(y.reshape(len(right), -1), right, scale)
+    replica, loss_scale = trainer.replica, trainer.replica.skips.scale.value
+    scale = weight_of(replica.of_update(0)) * loss_scale
+    _, gradient = replica.loss(y.reshape(len(right), -1), right, scale)
     return gradient.reshape(y.shape)
 
 
@@ -230,7 +229,7 @@ def _drawn(trainer: Trainer, shape: tuple[int, ...]) -> Any:
 
     Arithmetic with what uninitialized memory holds could take far longer.
     """
-    array = trainer.arena.take(shape, trainer.replication.replica.computed)
+    array = trainer.arena.take(shape, trainer.replica.computed)
     array[...] = trainer.backend.from_host(
         np.random.default_rng(0).standard_normal(shape, np.float32).astype(array.dtype)
     )

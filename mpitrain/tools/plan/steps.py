@@ -97,8 +97,8 @@ class Steps:
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return this rank's rows of global batch `number`. The batch that was read last is stored."""
         if self._read is None or self._read[0] != number:
-            replication = self._job.trainer.replication
-            self._read = number, replication.rows.batch(self._job.data, number)
+            replica = self._job.trainer.replica
+            self._read = number, replica.batch(self._job.data, number)
         return self._read[1]
 
     def run(self, number: int, rows: int, first: int = 0) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.parallel.tensor.layer_factory import loss_for
 from mpitrain.pipeline.pipeline import input_shape, own
 from mpitrain.pipeline.stage import Stage
-from mpitrain.run.count.step import Body, Counter, Replica, Sums
+from mpitrain.run.count.step import Body, CountedReplica, Counter, Sums
 from mpitrain.run.inference import places_of
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Silent
 
@@ -61,10 +61,10 @@ class UnitCounter(Silent):
     begun    bytes on the rank when the first forward begins: those of its input
     """
 
-    def __init__(self, body: Body, units: Sequence[Unit], replica: Replica):
+    def __init__(self, body: Body, units: Sequence[Unit], replica: CountedReplica):
         super().__init__()
         self._body, self._units, self._replica = body, units, replica
-        self._lowest = replica.replica.first
+        self._lowest = replica.first
         self._peaks: list[dict[int, int]] = [dict.fromkeys(PHASES, 0) for _ in units]
         self._flops = [0] * len(units)
         self._saved, self._sums = [0] * len(units), [Sums() for _ in units]
@@ -196,7 +196,7 @@ def _of_chunk(
     inputs, targets = share.cut(inputs), share.cut(targets)
     storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
     lowest = counter.chunks.first(chunks[chunk])
-    replica = Replica(storage, body, loss_for(body.layers), lowest, plan.micro_batches > 1)
+    replica = CountedReplica(storage, body, loss_for(body.layers), lowest, plan.micro_batches > 1)
     computed = job.device.half or storage.dtype
 
     def first() -> Any:

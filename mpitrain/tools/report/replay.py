@@ -140,7 +140,7 @@ def _step(job: Job, start: int, step: int) -> tuple[float | None, float | None]:
     """Take one step of a job; return loss and gradient norm as they are in a metrics file."""
     trainer, index = job.trainer, step - 1
     before = job.done.samples + (index - start) * trainer.config.batch.size
-    inputs, targets = trainer.replication.rows.batch(job.data, index, before)
+    inputs, targets = trainer.replica.batch(job.data, index, before)
     result = trainer.step(index, inputs, targets)
     record = strict({"loss": result.loss, "grad_norm": result.grad_norm})
     return record["loss"], record["grad_norm"]

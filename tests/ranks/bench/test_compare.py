@@ -264,7 +264,7 @@ def allocated(ranks, *settings):
             traces = tracemalloc.take_snapshot().filter_traces(filters).traces
             found.append(sum(trace.size for trace in traces if trace.size >= 1024))
         transport.barrier()
-        told = sum(job.trainer.replication.held_by_kind().values())
+        told = sum(job.trainer.replica.held_by_kind().values())
         job.close()
         return told
 

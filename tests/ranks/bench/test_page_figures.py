@@ -127,9 +127,9 @@ def test_the_five_levels_of_a_tensor_have_the_sizes_of_the_page():
         entries = [e for e in storage.entries if e.unit == entry.unit and not e.parameter.holders]
         span, bucket = (
             next(part for part in parts if part.start <= entry.start < part.stop)
-            for parts in (storage.spans, trainer.replication.reducer.buckets)
+            for parts in (storage.spans, trainer.replica.buckets.buckets)
         )
-        found = entry, entries, span, bucket, trainer.replication.step_end.optimizer.pieces[0]
+        found = entry, entries, span, bucket, trainer.replica.optimizer.pieces[0]
         job.close()
         return found
 

@@ -10,7 +10,7 @@ import pytest
 from mpitrain.layers.flat import Storage, dealt
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.servers import PushAndPull, ServedUpdate
+from mpitrain.parallel.servers import Server, Worker
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
@@ -38,31 +38,31 @@ class Applied(NamedTuple):
 
 def logged(server):
     """The log of a server, to which every update will be added."""
-    log, apply = [], server._apply
+    log, update = [], server._update_from
 
     def noting(worker, numbers):
         ticket, _, _, version = numbers[:4]
         log.append(Applied(server._number, worker, int(version), server._updates, int(ticket)))
-        return apply(worker, numbers)
+        return update(worker, numbers)
 
-    server._apply = noting
+    server._update_from = noting
     return log
 
 
 def late(transport, config, delay=0.0):
     """Every step's outcome, the settled parameters by name, and a server's log."""
     trainer, source, _ = build(transport, config)
-    replication, chance = trainer.replication, random.Random(transport.rank)
-    outcomes, log = [], logged(replication.step_end) if trainer.grid.is_server else None
+    replica, chance = trainer.replica, random.Random(transport.rank)
+    outcomes, log = [], logged(replica) if trainer.grid.is_server else None
     for index in range(config.run.steps):
         own = None
-        for number in replication.step_end.steps(index, lambda: False):
+        for number in replica.steps(index, lambda: False):
             time.sleep(delay * chance.random())
-            own = trainer.step(number, *replication.rows.batch(source, number))
-        outcomes.append(replication.step_end.outcome(index, own)._replace(comm_s=0.0))
+            own = trainer.step(number, *replica.batch(source, number))
+        outcomes.append(replica.outcome(index, own)._replace(comm_s=0.0))
     assert replicas_equal(trainer) and trainer.evaluate(source)
     if trainer.grid.is_server:
-        held = {kept.name: len(kept.array) for kept in replication.kept()}
+        held = {kept.name: len(kept.array) for kept in replica.state()}
         assert (
             set(held) == {"parameters", "first_moment", "second_moment"}
             and len(set(held.values())) == 1
@@ -119,10 +119,8 @@ def emulated(config, workers, servers, logs):
                         entries[name].view(trainer.parameters)[...] = value
                 rows = share(config.batch.size, ticket % workers, workers)
                 inputs, targets = source.batch(0, ticket // workers, config.batch.size, rows)
-                trainer.replication.rows.of_update = lambda micro: len(rows)
-                trainer.replication.step_end.finish = lambda mine: (
-                    trainer.replication.reducer.wait()
-                )  # and update nothing
+                trainer.replica.of_update = lambda micro: len(rows)
+                trainer.replica.finish = lambda *mine: trainer.replica.wait()  # and update nothing
                 trainer.step(0, inputs, targets)
                 found = {name: entries[name].view(trainer.gradients).copy() for name in owner}
                 norm = np.sqrt(sum((value**2).sum() for value in found.values()))
@@ -217,8 +215,8 @@ def test_async_workers_equal_a_serial_emulation_of_the_log(update, workers, serv
         } == {number}
         stale = [applied.update - applied.version for applied in log]
         assert update == "async" or max(stale) <= (workers - 1) * 3
-        assert max(stale) > 0 and max(stale) <= max(o.staleness for o in outcomes)
-    assert update == "async" or max(o.lead for o in outcomes) <= 1
+        assert max(stale) > 0 and max(stale) <= max(o.extras["staleness"] for o in outcomes)
+    assert update == "async" or max(o.extras["lead"] for o in outcomes) <= 1
     wanted = emulated(config, workers, servers, logs)
     for name, value in parameters.items():
         assert np.all(np.abs(value - wanted[name]) <= 1e-9 + 1e-9 * np.abs(wanted[name])), name
@@ -229,6 +227,6 @@ def test_bounded_by_nothing_is_the_synchronous_code():
         trainer, *_ = build(
             transport, configured(*SERVER, "replication.update=bounded", "replication.staleness=0")
         )
-        return type(trainer.replication.step_end)
+        return type(trainer.replica)
 
-    assert run_ranks(3, kind) == [PushAndPull, PushAndPull, ServedUpdate]
+    assert run_ranks(3, kind) == [Worker, Worker, Server]

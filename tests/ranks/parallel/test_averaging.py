@@ -189,11 +189,11 @@ def test_evaluations_use_the_average_and_training_does_not(settings):
         source.held_out = 5
         said = []
         for index in range(STEPS):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
             if asks:
                 text = islice(tokens(trainer, [65], 0.8, 40, 0), 4)
                 said.append((*trainer.evaluate(source), replicas_equal(trainer), *text))
-        trainer.replication.step_end.sync()
+        trainer.replica.sync()
         return said, trainer.parameters.copy()
 
     asked, quiet = run_ranks(3, run, True), run_ranks(3, run, False)
@@ -228,11 +228,11 @@ def test_another_mode_resumes_from_the_average_and_says_so(settings, tmp_path, c
         trainer, source, _ = build(transport, configured(*BASE, *settings))
         stepped(trainer, source, range(4))
         save(tmp_path, trainer, Done(4, 128, "run"), keep=1)
-        return {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
+        return {kept.name: used(trainer, kept.array) for kept in trainer.replica.state()}
 
     def go_on(transport, others):
         trainer, source, _ = build(transport, configured(*BASE, *others), newest(tmp_path))
-        found = {kept.name: used(trainer, kept.array) for kept in trainer.replication.kept()}
+        found = {kept.name: used(trainer, kept.array) for kept in trainer.replica.state()}
         stepped(trainer, source, [4])
         return found
 
@@ -321,11 +321,11 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
         sent = []
         for index in range(6):
             before = transport.traffic.nbytes
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
             sent.append(transport.traffic.nbytes - before)
         before = transport.traffic.nbytes
         for _ in range(2):
-            trainer.replication.step_end.sync()  # once: what has been averaged stays so until the next step
+            trainer.replica.sync()  # once: what has been averaged stays so until the next step
         return trainer.storage.length * 8, sent, transport.traffic.nbytes - before
 
     for ranks in (1, 2, 5):
@@ -345,14 +345,14 @@ def test_a_rank_sends_the_bytes_of_the_formula(mode, each):
 def test_a_nan_or_a_stop_of_one_worker_is_known_after_the_period(mode):
     def run(transport):
         trainer, source, _ = build(transport, configured(*BASE, mode, "replication.period=3"))
-        found, loss = [], trainer.replication.rows.loss
+        found, loss = [], trainer.replica.loss
         for index in range(6):
             is_odd = transport.rank == 1 and index == 1
-            trainer.replication.rows.loss = (
+            trainer.replica.loss = (
                 (lambda logits, *_: (np.nan, logits * np.nan)) if is_odd else loss
             )
             outcome = trainer.step(
-                index, *trainer.replication.rows.batch(source, index), partial(bool, is_odd)
+                index, *trainer.replica.batch(source, index), partial(bool, is_odd)
             )
             found.append((outcome.updated, outcome.nonfinite > 0, outcome.stop))
         assert np.isfinite(trainer.parameters).all()

@@ -81,10 +81,7 @@ def losses(transport, config, steps):
     """Train without any look at parameters, which servers and overlapping steps do not have."""
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
-    return [
-        trainer.step(step, *trainer.replication.rows.batch(source, step)).loss
-        for step in range(steps)
-    ]
+    return [trainer.step(step, *trainer.replica.batch(source, step)).loss for step in range(steps)]
 
 
 def trained(ranks, settings, monkeypatch, rows, train=curve):

@@ -109,13 +109,13 @@ def test_with_all_but_one_tensor_frozen_the_bytes_sent_are_its_own():
         first, traffic, counts = trainer.tensors(), trainer.transport.traffic, []
         for index in range(3):
             before = traffic.nbytes
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
             trainer.sync_parameters()
             counts.append(traffic.nbytes - before)
         last = trainer.tensors()
         changed = [name for name in last if not np.array_equal(first[name], last[name])]
         assert changed == [entry.name] and entry.name.endswith("qkv.bias")
-        state = [k for k in trainer.replication.kept() if k.name == "first_moment"]
+        state = [k for k in trainer.replica.state() if k.name == "first_moment"]
         assert [k.array.size for k in state] == [trainer.storage.length // (2 if zero else 1)]
         return trainer.storage.length, set(counts)
 
@@ -148,7 +148,7 @@ def test_units_before_the_first_trained_one_run_no_backward(schedule):
                 layer.backward_input, layer.backward = noted, None
             assert part >= trainer.pipe.lowest or not stage._backward
         for index in range(2):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
         assert trainer.pipe.channel.sent["gradient"][0] == {
             ("interleaved", 1): 4  # to the third chunk
         }.get((schedule, transport.rank), 0)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from mpitrain.errors import TrainingError
 from mpitrain.optim import Optimizer
-from mpitrain.parallel.replication.whole import ReplicaRows
+from mpitrain.parallel.replica import Replica
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.replicas import replicas_equal
@@ -64,7 +64,7 @@ def test_half_precision_trains_in_every_mode(settings):
 
     def evaluated(transport, *settings):
         trainer, source, _ = build(transport, configured(*TINY, "replication.period=5", *settings))
-        mode, first = trainer.replication, trainer.evaluate(source)[0]
+        mode, first = trainer.replica, trainer.evaluate(source)[0]
         stepped(trainer, source, range(10))
         found = trainer.evaluate(source)[0]
         assert replicas_equal(trainer)
@@ -72,7 +72,7 @@ def test_half_precision_trains_in_every_mode(settings):
             short = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(
                 trainer.config.precision.compute, np.float32
             )
-            tree, parameters = mode.store.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
+            tree, parameters = mode.open(0, 0), trainer.storage.weights(trainer.parameters)[0]
             assert np.array_equal(
                 tree["tokens"], parameters["tokens"].astype(short).astype(np.float32)
             )
@@ -113,7 +113,7 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
 
     def run(transport):
         trainer, source, _ = build(transport, configured(*TINY, *settings))
-        mode, right = trainer.replication, trainer.replication.rows.loss
+        mode, right = trainer.replica, trainer.replica.loss
         workers = trainer.grid.axes.dp
 
         def loss(logits, targets, scale):
@@ -122,14 +122,14 @@ def test_adamw_counts_the_updates_that_were_made(settings, ranks, skips, monkeyp
                 gradient[0, 0] = np.inf
             return value, gradient
 
-        mode.rows.loss = loss
+        mode.loss = loss
         for index in range(4):
             own = None
-            for number in mode.step_end.steps(index, lambda: False):
-                own = trainer.step(number, *mode.rows.batch(source, number))
-            mode.step_end.outcome(index, own)
-        mode.step_end.sync()
-        return sorted(set(made[threading.get_ident()])), mode.step_end.skips.scalars().get(
+            for number in mode.steps(index, lambda: False):
+                own = trainer.step(number, *mode.batch(source, number))
+            mode.outcome(index, own)
+        mode.sync()
+        return sorted(set(made[threading.get_ident()])), mode.skips.scalars().get(
             "skipped_updates", 0
         )
 
@@ -159,7 +159,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, zero):
                 "model.freeze=['blocks.0.*']",
             ),
         )
-        frozen = trainer.replication.store.frozen
+        frozen = trainer.replica.frozen
         flat, first = trainer.backend.to_host(frozen.flat).copy(), trainer.tensors()
         half = trainer.resolved.device.half
         assert frozen.flat.dtype == (half or np.float32)
@@ -167,7 +167,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, zero):
         assert frozen.flat.size == length // shards > 0
         assert all(
             array.size <= trainer.storage.length or array.dtype == frozen.flat.dtype
-            for array in trainer.replication.store.arrays
+            for array in trainer.replica.arrays
         )
         stepped(trainer, source, range(2))
         assert np.array_equal(flat, trainer.backend.to_host(frozen.flat))
@@ -188,7 +188,7 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
     """Some steps; overflow: the rank and the step where a gradient is beyond float16."""
     trainer, source, done = build(transport, config, saved)
     if overflow and overflow[0] == transport.rank:
-        right = trainer.replication.rows.loss
+        right = trainer.replica.loss
 
         def loss(logits, targets, scale):
             value, gradient = right(logits, targets, scale)
@@ -196,16 +196,16 @@ def steps(transport, config, count, saved=None, overflow=None, folder=None, own=
                 gradient[0, 0] = np.inf
             return value, gradient
 
-        trainer.replication.rows.loss = loss
+        trainer.replica.loss = loss
     outcomes = []
     for number in range(done.step, done.step + count):
-        outcomes.append(trainer.step(number, *trainer.replication.rows.batch(source, number)))
+        outcomes.append(trainer.step(number, *trainer.replica.batch(source, number)))
     if folder:
         save(folder, trainer, Done(count, count * 12, "run"), keep=1)
     if own is not None:
         own[transport.rank] = (
             trainer.tensors(),
-            [kept.array.copy() for kept in trainer.replication.kept()],
+            [kept.array.copy() for kept in trainer.replica.state()],
         )
     return outcomes
 
@@ -235,8 +235,10 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(settings):
         everyone = run_ranks(4, steps, configured(*base, *settings.split()), 6, None, (2, 3))
     for outcomes in everyone:
         assert [outcome.updated for outcome in outcomes] == [True, True, True, False, True, True]
-        assert [outcome.loss_scale for outcome in outcomes] == [2.0**16] * 4 + [2.0**15] * 2
-        assert [outcome.overflows for outcome in outcomes] == [0, 0, 0, 1, 0, 0]
+        assert [outcome.extras["loss_scale"] for outcome in outcomes] == [2.0**16] * 4 + [
+            2.0**15
+        ] * 2
+        assert [outcome.extras.get("overflows") for outcome in outcomes] == [0, 0, 0, 1, 0, 0]
         assert [outcome.loss for outcome in outcomes] == [outcome.loss for outcome in everyone[0]]
         for mine, truth in zip(outcomes, alone, strict=True):
             assert abs(mine.loss / truth.loss - 1) <= TOLERANCE["float16"]
@@ -253,7 +255,7 @@ def test_a_resume_restores_loss_scale_and_update_count_bitwise(zero, tmp_path):
         run_ranks(2, steps, config, 4, None, (1, 2), tmp_path)
         resumed = run_ranks(2, steps, config, 4, newest(tmp_path), None, None, rest)[0]
     assert [o._replace(comm_s=0) for o in outcomes[4:]] == [o._replace(comm_s=0) for o in resumed]
-    assert resumed[0].loss_scale == 2.0**15
+    assert resumed[0].extras["loss_scale"] == 2.0**15
     count = sum(tensor.size for tensor in whole[0][0].values())
     scalars = json.loads((newest(tmp_path) / "manifest.json").read_text())["scalars"]
     assert scalars["loss_scale"] == 2.0**15 and scalars["skipped_updates"] == 1
@@ -270,14 +272,14 @@ def test_a_resume_restores_loss_scale_and_update_count_bitwise(zero, tmp_path):
 def test_twenty_overflows_in_a_row_end_a_run_whatever_on_nonfinite_says(
     book, tmp_path, monkeypatch
 ):
-    right = ReplicaRows.loss
+    right = Replica.loss
 
     def loss(self, logits, targets, scale):
         value, gradient = right(self, logits, targets, scale)
         gradient[0, 0] = np.inf
         return value, gradient
 
-    monkeypatch.setattr(ReplicaRows, "loss", loss)
+    monkeypatch.setattr(Replica, "loss", loss)
     with (
         np.errstate(all="ignore"),
         pytest.raises(

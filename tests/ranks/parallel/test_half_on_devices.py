@@ -33,10 +33,10 @@ def first_of(tree):
 def run(transport, settings, steps):
     """Outcomes, the parameters, and the dtypes of what layers compute with and what is updated."""
     trainer, source, _ = build(PointerThreads(transport), configured(*NARROW, *settings))
-    replication = trainer.replication
+    replica = trainer.replica
     outcomes = stepped(trainer, source, range(steps))
     assert replicas_equal(trainer) and trainer.arena.live == 0
-    used = trainer.parameters if trainer.grid.is_server else first_of(replication.store.open(0, 0))
+    used = trainer.parameters if trainer.grid.is_server else first_of(replica.open(0, 0))
     dtypes = {array.dtype.name for array in (used, trainer.parameters, trainer.gradients)}
     return (
         [(o.loss, o.grad_norm) for o in outcomes],
@@ -99,14 +99,12 @@ def test_bytes_per_parameter_are_those_of_the_published_formulas(zero):
             "device.kind=cuda-sim",
             f"replication.zero={zero}",
         ]
-        replication = build(transport, configured(*NARROW, *settings)).trainer.replication
-        slots = [replication.reducer.slots] if zero > 1 else []
-        slots += [replication.store.slots] if zero > 2 else []
-        replication.step_end.sync()
-        beside = sum(slot.flat.nbytes for slot in slots) + replication.replica.grid.scratch_bytes
-        return (
-            sum(replication.held_by_kind().values()) - beside
-        ) / replication.replica.storage.length
+        replica = build(transport, configured(*NARROW, *settings)).trainer.replica
+        slots = [replica.gradient_slots] if zero > 1 else []
+        slots += [replica.parameter_slots] if zero > 2 else []
+        replica.sync()
+        beside = sum(slot.flat.nbytes for slot in slots) + replica.grid.scratch_bytes
+        return (sum(replica.held_by_kind().values()) - beside) / replica.storage.length
 
     for n in (1, 2, 3):
         assert run_ranks(n, held) == pytest.approx(

@@ -32,7 +32,7 @@ def curve(transport, config):
     trainer = build(transport, config, source=source).trainer
     told = []
     for step in range(2):
-        outcome = trainer.step(step, *trainer.replication.rows.batch(source, step))
+        outcome = trainer.step(step, *trainer.replica.batch(source, step))
         told += [outcome.loss, outcome.grad_norm]
     gradients = trainer.gradients.copy()
     assert trainer.arena.live == 0

@@ -34,7 +34,7 @@ def test_gradients_are_those_of_the_merged_weight_times_the_factors():
         own, source, _ = build(transport, configured(*EXACT, *chosen, "optimizer.lr=0.1"))
         for index in range(3):
             before = own.tensors()
-            own.step(index, *own.replication.rows.batch(source, index))
+            own.step(index, *own.replica.batch(source, index))
         full, _, _ = build(transport, configured(*EXACT))
         scale = 12 / 3
         pairs = {name.rpartition(".")[0] for name in before if is_adapter(name)}
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_the_merged_weight_times_the_factors():
             merged[f"{layer}.weight"][some] += scale * b @ a
         for entry in full.storage.entries:
             entry.view(full.parameters)[...] = merged[entry.name]
-        full.step(2, *full.replication.rows.batch(source, 2))
+        full.step(2, *full.replica.batch(source, 2))
         dw = {e.name: e.view(full.gradients).copy() for e in full.storage.entries}
         found = {e.name: e.view(own.gradients) for e in own.storage.entries}
         assert len(found) == 2 * len(pairs) == 2 * (2 * (2 + 1 + 2) + 1)
@@ -120,7 +120,7 @@ def test_in_half_precision_the_base_has_no_masters(compute):
         trainer, source, _ = build(
             transport, configured(*EXACT, *settings, *lora(ALL), f"precision.compute={compute}")
         )
-        store = trainer.replication
+        store = trainer.replica
         result = stepped(trainer, source, range(3))[-1]
         masters = [k for k in store.kept() if k.name == "parameters" and not k.entries]
         assert sum(k.array.size for k in masters) <= trainer.storage.length

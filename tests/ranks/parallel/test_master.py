@@ -38,8 +38,8 @@ def test_rank_0_alone_reads_the_source_and_keeps_the_state():
         read, batch = [], source.batch
         source.batch = lambda *arguments: (read.append(1), batch(*arguments))[1]
         for index in range(2):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
-        return len(read), [kept.name for kept in trainer.replication.kept()]
+            trainer.step(index, *trainer.replica.batch(source, index))
+        return len(read), [kept.name for kept in trainer.replica.state()]
 
     first, *others = run_ranks(3, run)
     assert first == (2, ["parameters", "first_moment", "second_moment"])
@@ -53,11 +53,11 @@ def test_every_rank_sends_the_bytes_of_the_formula(ranks):
             transport,
             configured(*UNEVEN, MASTER, "batch.micro_batches=2", "replication.algorithm=star"),
         )
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
         sent = []
         for index in (1, 2):
             before = transport.traffic.nbytes
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
             sent.append(transport.traffic.nbytes - before)
         return trainer.storage.length * 8, sent
 

@@ -67,7 +67,7 @@ def everything(path, settings):
             (one.name, entry.name): entry._replace(start=entry.start - piece.start)
             .view(one.array[piece.offset :])
             .copy()
-            for one in trainer.replication.kept()
+            for one in trainer.replica.state()
             for entry in one.entries or trainer.storage.entries
             for piece in one.pieces
             if piece.start <= entry.start and entry.stop <= piece.stop
@@ -189,7 +189,7 @@ def test_replicated_elements_have_equal_bits_of_parameters_and_state(
         )
         own = {
             (one.name, entry.name): entry.view(one.array).tobytes()
-            for one in trainer.replication.kept()
+            for one in trainer.replica.state()
             for entry in one.entries
         }
         return (
@@ -237,7 +237,7 @@ def test_async_stages_sum_over_their_tensor_parallel_group(schedule):
         )
         return {
             (one.name, entry.name): entry.view(one.array).copy()
-            for one in trainer.replication.kept()
+            for one in trainer.replica.state()
             for entry in one.entries
         }
 
@@ -261,7 +261,7 @@ def test_averaging_workers_start_from_the_mean_state(mode, tmp_path):
         load(before, trainer)
         return {
             (state.name, entry.name): entry.view(state.array)
-            for state in trainer.replication.kept()
+            for state in trainer.replica.state()
             for entry in state.entries
         }
 
@@ -291,7 +291,7 @@ def test_zero_sends_a_divided_matrix_of_muon_to_its_owner_and_back():
         trainer, traffic, is_steady = made(transport, f"optimizer.name={rule}", ZERO + "1")
         held = [
             (entry.name, min(entry.stop, piece.stop) - max(entry.start, piece.start))
-            for piece in trainer.replication.step_end.optimizer.pieces
+            for piece in trainer.replica.optimizer.pieces
             for entry in trainer.storage.entries
             if is_hidden_matrix(entry.parameter)
         ]

@@ -107,13 +107,13 @@ def test_no_row_and_no_parameter_is_gathered_once_more(layout):
 def live_at_the_loss(transport, config):
     """The bytes that a rank holds when its first loss begins."""
     trainer, source, _ = build(transport, config, source=source_of(config))
-    loss, found = trainer.replication.rows.loss, []
+    loss, found = trainer.replica.loss, []
 
     def counted(*arguments):
         found.append(trainer.arena.live)
         return loss(*arguments)
 
-    trainer.replication.rows.loss = counted
+    trainer.replica.loss = counted
     stepped(trainer, source, [0])
     return found[0]
 

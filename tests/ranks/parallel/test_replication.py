@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.replication.protocol import Replication
-from mpitrain.parallel.replication.step_end import AgreeAndUpdate
-from mpitrain.parallel.replication.whole import LocalGradients, ReplicaRows, WholeParameters, whole
+from mpitrain.parallel.replica import Replica, whole
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.generation import tokens
@@ -30,64 +28,57 @@ def leaves_of(tree):
         yield from leaves_of(node) if isinstance(node, dict) else [node]
 
 
-class Shown(WholeParameters):
-    """Parameters are there from `open` to the next `open` or `poll`: at any other time all is NaN."""
+class Strict(Replica):
+    """Parameters are there from `open` to the next `open` or `poll`, gradients until they are ready: at
+    any other time all is NaN.
+    """
 
-    def __init__(self, replica):
-        super().__init__(replica, whole(replica.storage))
-        self.shown = np.full(replica.storage.length, np.nan, replica.storage.dtype)
-        self.views = replica.storage.weights(self.shown)
+    def build(self, optimizer):
+        super().build(optimizer)
+        self.shown = np.full(self.storage.length, np.nan, self.storage.dtype)
+        self.views = self.storage.weights(self.shown)
+        self.slot = self.shown.copy()
+        self.total_of_gradients = self.grid.copies.bind(self.gradient_buffer)
+        self.slots, _ = self.storage.gradients(self.slot)
+
+    def cut(self, firsts=()):
+        return ()
+
+    def counted(self):
+        return whole(self.storage) if self.grid.world.rank == 0 else ()
 
     def open(self, unit, micro):
         self.poll()
-        for entry in used(self._replica, unit):
+        for entry in used(self, unit):
             entry.view(self.shown)[...] = entry.view(self.parameters)
         return self.views[unit]
 
     def poll(self):
         self.shown.fill(np.nan)
 
-
-class Slot(LocalGradients):
-    """Gradients are there until they are ready: at any other time all is NaN."""
-
-    def __init__(self, replica):
-        owned = whole(replica.storage)
-        super().__init__(replica, owned, owned if replica.grid.world.rank == 0 else ())
-        self.replica, self.sum = replica, replica.grid.copies.bind(self.buffer)
-        self.slot = np.full(replica.storage.length, np.nan, replica.storage.dtype)
-        self.leaves, _ = replica.storage.gradients(self.slot)
-
-    def begin(self, step):
-        self.buffer.fill(0)
+    def begin(self, step, *rest):
+        super().begin(step, *rest)
+        self.gradient_buffer.fill(0)
 
     def gradients(self, unit):
-        for leaf in leaves_of(self.leaves[unit]):
+        for leaf in leaves_of(self.slots[unit]):
             leaf.filled = False
-        return self.leaves[unit]
+        return self.slots[unit]
 
     def ready(self, unit, is_last):
-        assert all(leaf.filled for leaf in leaves_of(self.leaves[unit]))
-        for entry in used(self.replica, unit):
-            entry.view(self.buffer)[...] += entry.view(self.slot)
+        assert all(leaf.filled for leaf in leaves_of(self.slots[unit]))
+        for entry in used(self, unit):
+            entry.view(self.gradient_buffer)[...] += entry.view(self.slot)
         self.slot.fill(np.nan)
 
     def wait(self):
-        self.sum.run()
-
-
-def slots(replica):
-    """An all-reduce by `Shown` and `Slot`."""
-    step_end = AgreeAndUpdate(replica, Shown(replica), Slot(replica))
-    return Replication(replica, step_end, ReplicaRows(replica))
+        self.total_of_gradients.run()
 
 
 def everything(transport, settings):
     """What training, evaluation, logits and text say of a run of six steps."""
     trainer, source, _ = build(transport, configured(*TINY, "precision.compute=float64", *settings))
-    outcomes = [
-        trainer.step(index, *trainer.replication.rows.batch(source, index)) for index in range(6)
-    ]
+    outcomes = [trainer.step(index, *trainer.replica.batch(source, index)) for index in range(6)]
     assert trainer.arena.live == 0
     return (
         np.array([(o.loss, o.grad_norm) for o in outcomes]),
@@ -108,7 +99,7 @@ def everything(transport, settings):
 )
 def test_every_mode_uses_parameters_only_between_open_and_poll(settings):
     (alone,) = run_ranks(1, everything, settings)
-    with replaced(MODES, "all-reduce", MODES["all-reduce"]._replace(make=slots)):
+    with replaced(MODES, "all-reduce", Strict):
         for ranks in (1, 3):
             assert all(near(alone, found) for found in run_ranks(ranks, everything, settings)), (
                 ranks

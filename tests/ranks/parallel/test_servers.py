@@ -22,7 +22,7 @@ def served(transport, config, steps):
     results = stepped(trainer, source, range(steps))
     assert replicas_equal(trainer)
     validated = trainer.evaluate(source)
-    parameters = next(kept for kept in trainer.replication.kept() if kept.name == "parameters")
+    parameters = next(kept for kept in trainer.replica.state() if kept.name == "parameters")
     pieces = {
         p.start: parameters.array[p.offset : p.offset + p.stop - p.start].copy()
         for p in parameters.pieces
@@ -79,16 +79,16 @@ def test_a_unit_is_pushed_while_those_before_it_compute_and_the_bits_stay(settin
         trainer, source, _ = build(
             transport, configured(*TINY, SERVER, "replication.servers=2", *settings)
         )
-        replication, counts, before = trainer.replication, [], transport.traffic.messages
-        ready = replication.reducer.ready
+        replica, counts, before = trainer.replica, [], transport.traffic.messages
+        ready = replica.ready
 
         def noted(unit, is_last):
             ready(unit, is_last)
             if is_last:
                 counts.append(transport.traffic.messages - before)
 
-        replication.reducer.ready = noted
-        outcome = trainer.step(0, *replication.rows.batch(source, 0))
+        replica.ready = noted
+        outcome = trainer.step(0, *replica.batch(source, 0))
         return counts, outcome._replace(comm_s=0), trainer.parameters.copy()
 
     one, _, *servers = every = run_ranks(4, pushed)
@@ -111,7 +111,7 @@ def test_a_bit_that_differs_on_a_server_alone_is_found(update):
         )
         before = replicas_equal(trainer)
         if transport.rank == rank:
-            trainer.replication.store.parameters[-1] += 1
+            trainer.replica.parameters[-1] += 1
         return before, replicas_equal(trainer)
 
     for rank in (0, 3):
@@ -135,7 +135,7 @@ def test_workers_push_gradients_and_servers_alone_have_state(workers, servers):
         )
         stepped(trainer, source, [0])
         _, sent = measured(transport, lambda: stepped(trainer, source, [1]))
-        names = [kept.name for kept in trainer.replication.kept()]
+        names = [kept.name for kept in trainer.replica.state()]
         return sent, trainer.parameters.nbytes, trainer.grid.is_server, names, trainer.arena.peak
 
     every = run_ranks(workers + servers, run)

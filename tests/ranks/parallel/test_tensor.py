@@ -104,11 +104,7 @@ def rounded(transport, config, steps=STEPS):
     """
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
-    buckets, dp, n = (
-        trainer.replication.reducer,
-        trainer.grid.copies.transport,
-        trainer.grid.axes.dp,
-    )
+    buckets, dp, n = (trainer.replica, trainer.grid.copies.transport, trainer.grid.axes.dp)
     of_one, of_largest = ROUNDED[config.replication.wire]
     start, total = buckets._mover.start, np.empty(len(trainer.gradients))
 
@@ -120,7 +116,7 @@ def rounded(transport, config, steps=STEPS):
     buckets._mover.start = noted
     for step in range(steps):
         total[:] = np.nan
-        trainer.step(step, *trainer.replication.rows.batch(source, step))
+        trainer.step(step, *trainer.replica.batch(source, step))
         sizes, limit = np.abs(total), np.zeros_like(total)
         for bucket in buckets.buckets:
             if not bucket.holders:
@@ -387,7 +383,7 @@ def test_indivisible_rows_are_refused_with_the_nearest_numbers(ranks, settings, 
     def built(transport, *more):
         config = configured(*ONE, "layout.sequence_parallel=true", *settings, *more)
         trainer, source, _ = build(transport, config, source=source_of(config))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
 
     with pytest.raises(ConfigError) as refused:
         run_ranks(ranks, built)

@@ -23,9 +23,7 @@ WAYS = {
 def built(transport, config):
     """A trainer, and a function that makes its step of this number."""
     trainer, source, _ = build(transport, config, source=source_of(config))
-    return trainer, lambda number: trainer.step(
-        number, *trainer.replication.rows.batch(source, number)
-    )
+    return trainer, lambda number: trainer.step(number, *trainer.replica.batch(source, number))
 
 
 def test_a_step_sends_the_bytes_of_its_formula():

@@ -54,8 +54,7 @@ def a_gpt(transport, settings):
         PointerThreads(transport), configured(*GPT, *COMMON, *adapters, *settings)
     )
     found = [
-        np.array(trainer.step(step, *trainer.replication.rows.batch(source, step))[:2])
-        for step in range(2)
+        np.array(trainer.step(step, *trainer.replica.batch(source, step))[:2]) for step in range(2)
     ]
     tokens = np.arange(10).reshape(2, 5)
     found += [trainer.backend.to_host(trainer.logits(tokens[:rows])) for rows in (1, 2)]

@@ -73,14 +73,14 @@ def dense_then_lossy(transport, wire):
     for index in range(3):
         stepped(trainer, source, [index])
         expected = expected + RECENT * (trainer.gradients.astype(np.float64) - expected)
-    for kept in trainer.replication.reducer.state():
+    for kept in trainer.replica.state():
         if kept.name == "residual":
             assert not kept.array.any()
         elif kept.name == "prediction":
             ((start, stop, _),) = kept.pieces
             wanted = expected[start:stop]
             assert np.abs(kept.array - wanted).max() <= 1e-5 * (1e-3 + np.abs(wanted).max())
-    assert {kept.name for kept in trainer.replication.reducer.state()} >= {"residual", "prediction"}
+    assert {kept.name for kept in trainer.replica.state()} >= {"residual", "prediction"}
 
 
 @pytest.mark.parametrize("wire", RESIDUAL)
@@ -91,7 +91,7 @@ def test_dense_steps_teach_what_to_expect(wire):
 def by_tensor(trainer):
     """{(kind, name of the state, full name of the tensor): values} of what the wire format keeps."""
     found = {}
-    for kept in trainer.replication.reducer.state():
+    for kept in trainer.replica.state():
         name, array, pieces, kind = kept.name, kept.array, kept.pieces, kept.kind
         for start, stop, place in pieces:
             found |= {

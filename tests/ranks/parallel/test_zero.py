@@ -11,7 +11,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.buckets import TURNS
 from mpitrain.parallel.modes import MODES, ZERO
-from mpitrain.parallel.zero import GatheredOnUse, zero_3
+from mpitrain.parallel.zero import Zero3
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import ThreadTransport, run_ranks
@@ -69,40 +69,31 @@ def test_in_float64_ranks_hosts_buckets_and_overlap_equal_one_rank(hosts, settin
     assert near(alone(SHORT, *({TIED} & {*settings})), found)
 
 
-class Closing(GatheredOnUse):
-    """A unit is there from `open` to the next `poll` alone."""
+class Strict(Zero3):
+    """Parameters are gone after each poll, and what was summed in a slot is."""
 
-    def open(self, unit, part):
-        self.now_open, weights = unit, super().open(unit, part)
+    now_open = 0
+
+    def open(self, unit, micro):
+        self.now_open, weights = unit, super().open(unit, micro)
         self.sync()
         return weights
 
     def poll(self):
+        super().poll()
         for bucket in self._needed[self.now_open]:
-            self.slots.views[bucket].fill(np.nan)
-            self._there.pop(self.slots.slot[bucket], None)
+            self.parameter_slots.views[bucket].fill(np.nan)
+            self._there.pop(self.parameter_slots.slot[bucket], None)
+        for slot, (bucket, _) in [*self._under_way.items()]:
+            self._end(slot)
+            self.gradient_slots.views[bucket].fill(np.nan)
 
 
-def strict(replica):
-    """ZeRO-3 with `Closing`, in which what was summed in a slot is gone."""
-    mode = zero_3(replica, Closing)
-    reducer, poll = mode.reducer, mode.reducer.poll
-
-    def poll_and_spoil():
-        poll()
-        for slot, (bucket, _) in [*reducer._under_way.items()]:
-            reducer._end(slot)
-            reducer.slots.views[bucket].fill(np.nan)
-
-    reducer.poll = poll_and_spoil
-    return mode
-
-
-@pytest.mark.parametrize("mode", (ZERO[2].make, ZERO[3].make, strict, MODES["master"].make))
+@pytest.mark.parametrize("mode", (ZERO[2], ZERO[3], Strict, MODES["master"]))
 def test_evaluation_logits_and_text_are_those_of_one_rank(mode):
     settings = [TIED, "batch.micro_batches=2"]
     (one,) = run_ranks(1, everything, settings)
-    with replaced(MODES, "all-reduce", MODES["all-reduce"]._replace(make=mode)):
+    with replaced(MODES, "all-reduce", mode):
         assert all(near(one, found) for found in run_ranks(3, everything, settings))
 
 
@@ -114,15 +105,15 @@ def test_a_rank_holds_its_part_and_what_is_on_its_way(settings, ranks, stage):
         trainer = build(
             transport, configured(*TINY, *settings, zero(stage), "replication.bucket_mb=0.000001")
         ).trainer
-        mode, storage = trainer.replication, trainer.storage
-        state = sum(buffer.nbytes for buffer in mode.step_end.optimizer.state.values())
+        mode, storage = trainer.replica, trainer.storage
+        state = sum(buffer.nbytes for buffer in mode.optimizer.state.values())
         sizes = [4 * (span.stop - span.start) for span in storage.spans]
         turning = sizes[1:] if settings else sizes
         slots = sum(max(turning[turn::TURNS]) for turn in range(TURNS)) + sum(sizes) - sum(turning)
-        assert mode.reducer.slots.flat.nbytes == slots
+        assert mode.gradient_slots.flat.nbytes == slots
         if stage == 3:
-            assert mode.store.slots.flat.nbytes == slots
-        return storage.length, mode.store.parameters.nbytes + mode.reducer.buffer.nbytes + state
+            assert mode.parameter_slots.flat.nbytes == slots
+        return storage.length, mode.parameters.nbytes + mode.gradient_buffer.nbytes + state
 
     for length, held in run_ranks(ranks, run):
         assert held * ranks == length * ({2: 4 * ranks + 12, 3: 16}[stage])
@@ -140,9 +131,9 @@ def test_by_ring_a_rank_sends_what_the_formulas_say(settings, micro_batches, sta
             *TINY, *settings, zero(stage), f"batch.micro_batches={m}", "replication.algorithm=ring"
         )
         job = build(transport, config)
-        trainer, mode = job.trainer, job.trainer.replication
-        told = measured(trainer.transport, lambda: mode.step_end.control.total(0, 0, 0, 0))[1]
-        batch = mode.rows.batch(job.data, 0)
+        trainer, mode = job.trainer, job.trainer.replica
+        told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
+        batch = mode.batch(job.data, 0)
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
         sizes = [4 * (span.stop - span.start) for span in trainer.storage.spans]
@@ -175,9 +166,9 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
     def run(transport):
         job = build(transport, configured(*TINY, TIED, zero(stage), "batch.micro_batches=2"))
         trainer = job.trainer
-        trainer.step(0, *trainer.replication.rows.batch(job.data, 0))
-        held, mode = trainer.arena.allocations, trainer.replication
-        shards = mode.reducer.shards
+        trainer.step(0, *trainer.replica.batch(job.data, 0))
+        held, mode = trainer.arena.allocations, trainer.replica
+        shards = mode.shards
         for transport in (
             trainer.grid.transport,
             shards.dividing.transport,
@@ -185,7 +176,7 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
         ):
             transport.claim_tag = transport.allocate = None
         for index in (1, 2):
-            trainer.step(index, *trainer.replication.rows.batch(job.data, index))
+            trainer.step(index, *trainer.replica.batch(job.data, index))
         return trainer.arena.allocations - held, trainer.arena.live
 
     assert run_ranks(2, run) == [(0, 0)] * 2
@@ -215,22 +206,22 @@ def test_between_hosts_a_rank_sends_only_its_gradients_once_a_step(hosts, monkey
 
     def run(transport, stage):
         job = build(transport, configured(*TINY, *by_host(stage), RING, f"batch.micro_batches={m}"))
-        trainer, mode = job.trainer, job.trainer.replication
-        batch, told = mode.rows.batch(job.data, 0), []
+        trainer, mode = job.trainer, job.trainer.replica
+        batch, told = mode.batch(job.data, 0), []
         trainer.step(0, *batch)
-        mode.step_end.sync()
+        mode.sync()
         transport.barrier()
         for work in (
-            lambda: mode.step_end.control.total(0, 0, 0, 0),
-            lambda: (trainer.step(1, *batch), mode.step_end.sync()),
+            lambda: mode.total(0, 0, 0, 0),
+            lambda: (trainer.step(1, *batch), mode.sync()),
         ):
             before = crossed[transport.rank]
             sent = measured(transport, work)[1]
             told.append((sent, crossed[transport.rank] - before))
             transport.barrier()
         (control, control_crossed), (sent, between) = told
-        state = sum(buffer.nbytes for buffer in mode.step_end.optimizer.state.values())
-        held = state, mode.reducer.buffer.nbytes, mode.store.parameters.nbytes
+        state = sum(buffer.nbytes for buffer in mode.optimizer.state.values())
+        held = state, mode.gradient_buffer.nbytes, mode.parameters.nbytes
         between -= control_crossed
         return (
             between,
@@ -338,7 +329,7 @@ def test_gradients_are_decoded_and_masters_are_never_coded(name, hosts, more):
         before, began, batch = (
             whole.parameters.copy(),
             coded.parameters.copy(),
-            coded.replication.rows.batch(job.data, 0),
+            coded.replica.batch(job.data, 0),
         )
         found, wanted = coded.step(0, *batch), whole.step(0, *batch)
         assert (
@@ -346,7 +337,7 @@ def test_gradients_are_decoded_and_masters_are_never_coded(name, hosts, more):
             and abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm
         )
         coarser = 0
-        for start, stop, place in coded.replication.step_end.optimizer.pieces:
+        for start, stop, place in coded.replica.optimizer.pieces:
             mine = slice(place, place + stop - start)
             changes = coded.parameters[mine] - began[mine], (whole.parameters - before)[start:stop]
             assert np.abs(changes[0] - changes[1]).max() <= 1e-6

@@ -55,12 +55,12 @@ def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied,
             "replication.algorithm=ring",
         )
         trainer, source, _ = build(transport, configured(*SMALL, *settings))
-        mode, storage = trainer.replication, trainer.storage
-        told = measured(trainer.transport, lambda: mode.step_end.control.total(0, 0, 0, 0))[1]
-        batch = mode.rows.batch(source, 0)
+        mode, storage = trainer.replica, trainer.storage
+        told = measured(trainer.transport, lambda: mode.total(0, 0, 0, 0))[1]
+        batch = mode.batch(source, 0)
         trainer.step(0, *batch)
         sent = measured(trainer.transport, lambda: trainer.step(1, *batch))[1]
-        parts = mode.replica.chunks
+        parts = mode.chunks
         assert len(parts) == chunks and parts[0].start == 0 and parts[-1].stop == len(storage.units)
         assert all(before.stop == after.start for before, after in pairwise(parts))
         sizes = [
@@ -78,8 +78,8 @@ def test_each_chunk_is_gathered_once_a_pass_and_reduced_once(name, chunks, tied,
             max(map(sum, units)) if zero == 2 else sum(map(max, *units) if chunks > 1 else units[0])
         )
         assert {
-            mode.reducer.slots.flat.nbytes,
-            (mode.store if zero == 3 else mode.reducer).slots.flat.nbytes,
+            mode.gradient_slots.flat.nbytes,
+            (mode.parameter_slots if zero == 3 else mode.gradient_slots).flat.nbytes,
         } == {8 * (place + held)}
         return sent - told, 8 * (dp - 1) * (gathered + whole) / dp, 8 * held / dp
 

@@ -15,7 +15,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.weight_stashing import StageUpdate
+from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run.build import build
@@ -57,13 +57,13 @@ def layout(name, pp, micro_batches, *settings):
 
 def driven(trainer, source, steps, stop_at=None):
     """The outcomes of these steps as the loop of a run asks for them, up to one that says to stop."""
-    replication, outcomes = trainer.replication, {}
+    replica, outcomes = trainer.replica, {}
     for index in steps:
         own = None
-        for number in replication.step_end.steps(index, lambda: False):
+        for number in replica.steps(index, lambda: False):
             stop = number == stop_at and trainer.transport.rank == trainer.transport.size - 1
-            own = trainer.step(number, *replication.rows.batch(source, number), partial(bool, stop))
-        outcomes[index] = replication.step_end.outcome(index, own)._replace(comm_s=0.0, ended=None)
+            own = trainer.step(number, *replica.batch(source, number), partial(bool, stop))
+        outcomes[index] = replica.outcome(index, own)._replace(comm_s=0.0, extras={})
         if outcomes[index].stop:
             break
     return outcomes
@@ -78,7 +78,7 @@ def streamed(transport, settings, stop_at=None, folder=None, saved=None):
     assert replicas_equal(trainer)
     evaluated = trainer.evaluate(source)
     found = {}
-    for kept in trainer.replication.kept():
+    for kept in trainer.replica.state():
         found |= {
             (kept.name, entry.name): entry.view(kept.array).copy()
             for entry in trainer.storage.entries
@@ -107,12 +107,13 @@ def emulated(settings, ends):
         trainer, source, _ = build(
             transport, configured(*alone, "batch.micro_batches=1", "optimizer.clip=0")
         )
-        storage, replication = trainer.storage, trainer.replication
-        flat, gradients = replication.store.parameters, trainer.gradients
-        held = {kept.name: kept.array for kept in replication.kept()}
-        replication.step_end.finish = lambda mine: (replication.reducer.wait(), mine.loss)[
-            1
-        ]  # and update nothing
+        storage, replica = trainer.storage, trainer.replica
+        flat, gradients = replica.parameters, trainer.gradients
+        held = {kept.name: kept.array for kept in replica.state()}
+        replica.finish = lambda step, losses, weights, *rest: (
+            replica.wait(),
+            sum(w * float(loss) for w, loss in zip(weights, losses, strict=True)),
+        )[1]  # and update nothing
         bounds = np.cumsum([0, *cut(trainer.units, stages, "")])
         spans = [
             slice(storage.spans[a].start, storage.spans[b - 1].stop) for a, b in pairwise(bounds)
@@ -120,7 +121,7 @@ def emulated(settings, ends):
 
         def gradient(step, micro, weights):
             """What a micro-batch's rows in all replicas have of its step's mean loss, and each replica's gradient."""
-            _put(replication, weights)
+            _put(replica, weights)
             rows = [
                 [*mine][chunk.start : chunk.stop]
                 for replica in range(replicas)
@@ -128,7 +129,7 @@ def emulated(settings, ends):
                 for chunk in [share(len(mine), micro, m)]
             ]
             used, loss, made = sum(map(len, rows)) if every else size, 0.0, []
-            replication.rows.of_update = lambda chunk: used
+            replica.of_update = lambda chunk: used
             for mine in rows:
                 chunk = trainer.step(
                     0, *source.batch(config.run.seed, step, size, range(mine[0], mine[-1] + 1))
@@ -198,10 +199,10 @@ def emulated(settings, ends):
     return run_ranks(1, run)[0]
 
 
-def _put(replication, weights):
+def _put(replica, weights):
     """Compute with these from now on."""
-    replication.store.parameters[:] = weights
-    replication.restore({})  # rounds them, in half precision
+    replica.parameters[:] = weights
+    replica.restore({})  # rounds them, in half precision
 
 
 def assert_equal(ranks, truth, is_equal=np.array_equal):
@@ -235,7 +236,7 @@ def test_every_micro_batch_uses_the_parameters_of_its_forward(name, pp, m):
 @pytest.mark.parametrize("dp, pp", [(1, 3), (2, 2)])
 def test_the_async_control_message_delays_no_rank(dp, pp, monkeypatch):
     """Of a ring every round waits for the one before on each rank, which may wait for something else meanwhile."""
-    monkeypatch.setattr(StageUpdate, "poll", lambda self: None)
+    monkeypatch.setattr(PipeDream, "poll", lambda self: self.buckets.poll())
     settings = layout(
         "async", pp, pp, f"layout.dp={dp}", "replication.algorithm=ring", "optimizer.clip=0"
     )
@@ -284,7 +285,7 @@ def test_parameters_between_steps_are_those_of_an_empty_pipeline():
     def run(transport):
         trainer, source, _ = build(transport, configured(*settings))
         for index in range(2):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
         evaluated = trainer.evaluate(source)
         return evaluated, trainer.tensors()
 

@@ -164,17 +164,17 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
 def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
-        told, finish = [], trainer.replication.step_end.finish
+        told, finish = [], trainer.replica.finish
 
-        def spoilt(mine):
+        def spoilt(step, *rest):
             """On the middle stage of the first replica, when all micro-batches have gone back."""
-            if mine.number == 1 and transport.rank == 2:
+            if step == 1 and transport.rank == 2:
                 trainer.gradients[0] = np.nan
-            return finish(mine)
+            return finish(step, *rest)
 
-        trainer.replication.step_end.finish = spoilt
+        trainer.replica.finish = spoilt
         for index in range(3):
-            outcome = trainer.step(index, *trainer.replication.rows.batch(source, index))
+            outcome = trainer.step(index, *trainer.replica.batch(source, index))
             told.append((outcome.updated, outcome.nonfinite > 0))
         return told, replicas_equal(trainer)
 
@@ -192,7 +192,7 @@ def test_a_stage_boundary_sends_two_messages_per_micro_batch(name, monkeypatch):
 
     def step(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
 
     monkeypatch.setattr(ThreadTransport, "start_send", noted)
     run_ranks(stages, step)
@@ -218,7 +218,7 @@ def test_tensor_parallel_stages_send_whole_or_sharded_activations(rows_divided, 
     def step(transport):
         more = ["layout.tp=2", f"layout.sequence_parallel={str(rows_divided).lower()}"]
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", m, *more)))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
 
     monkeypatch.setattr(ThreadTransport, "start_send", noted)
     run_ranks(4, step)
@@ -239,7 +239,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
         before = getattr(Stage, method)
 
         def changed(self, *arguments):
-            rank = self._store._replica.grid.coords.pp
+            rank = self._replica.grid.coords.pp
             live[rank] += max(change, 0)
             most[rank] = max(most[rank], live[rank])
             found = before(self, *arguments)
@@ -253,7 +253,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(name, monkeypa
 
     def step(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, stages, name, m)))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
 
     run_ranks(stages, step)
     plan = plan_of(name, stages, m)
@@ -281,7 +281,7 @@ def test_a_stage_sends_and_holds_in_a_step_what_is_told_of_it(name, layers):
         trainer, source, _ = build(
             transport, configured(*SMALL, *deep, *layout(1, stages, name, m))
         )
-        batch = trainer.replication.rows.batch(source, 0)
+        batch = trainer.replica.batch(source, 0)
         trainer.step(0, *batch)
         assert 0 < trainer.pipe.peak_bytes <= trainer.arena.peak
         before = {name: tensor.copy() for name, tensor in trainer.tensors().items()}
@@ -315,14 +315,14 @@ def test_stages_are_measured_together_and_nothing_is_updated(ranks, settings):
 
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *settings, "model.tied=true"))
-        batch = trainer.replication.rows.batch(source, 0)
+        batch = trainer.replica.batch(source, 0)
         measured = measure(trainer, *batch, [1, 3])
         ending = end_s(trainer, *batch)
         return measured, ending, trainer.step(0, *batch).loss, replicas_equal(trainer)
 
     def alone(transport):
         trainer, source, _ = build(transport, configured(*SMALL, "model.tied=true"))
-        return trainer.step(0, *trainer.replication.rows.batch(source, 0)).loss
+        return trainer.step(0, *trainer.replica.batch(source, 0)).loss
 
     (loss,) = run_ranks(1, alone)
     found = run_ranks(ranks, run)
@@ -418,7 +418,7 @@ def test_default_micro_batches_are_two_per_stage_up_to_the_rows():
 def test_a_closed_trainer_leaves_no_window_and_waits_for_no_collector():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(1, 2, "1f1b", 4)))
-        trainer.step(0, *trainer.replication.rows.batch(source, 0))
+        trainer.step(0, *trainer.replica.batch(source, 0))
         trainer.evaluate(source)
         trainer.close()
         return len(transport.windows)

@@ -114,14 +114,14 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             Unit("second", AtOnce(way)),
         ]
         trainer = Trainer(transport, units, configured(*SMALL))
-        stage = Stage(units, trainer.replication, trainer.arena)
+        stage = Stage(units, trainer.replica, trainer.arena)
         x, dy = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
         found = []
         for backwards in (
             lambda: stage.backward(0, dy),
             lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
         ):
-            trainer.replication.step_end.begin(0)
+            trainer.replica.begin(0)
             stage.begin(1)
             stage.forward(0, x)
             found.append((backwards().copy(), trainer.gradients.copy()))
@@ -200,7 +200,7 @@ class Forgetful:
 @pytest.mark.parametrize("kind", (Stage, ForwardOnly))
 def test_a_stage_frees_an_input_that_no_layer_saves(kind):
     alive = []
-    idle = SimpleNamespace(store=SimpleNamespace(open=lambda unit, micro: {}), reducer=None)
+    idle = SimpleNamespace(open=lambda unit, micro: {})
     layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
     kind(layers, idle, Arena()).forward(0, np.zeros(3))
     assert alive[1] is False

@@ -58,7 +58,7 @@ def search_in(transport, settings, most=64, seconds=0.5):
 
 def stepped(transport, config):
     trainer, source, _ = build(transport, config)
-    trainer.step(0, *trainer.replication.rows.batch(source, 0))
+    trainer.step(0, *trainer.replica.batch(source, 0))
     return trainer.arena.peak, trainer.resolved
 
 

@@ -15,9 +15,9 @@ def held_and_sent(transport, config):
     trainer, source, _ = build(transport, config)
     for step in range(2):
         before = transport.traffic.nbytes
-        trainer.step(step, *trainer.replication.rows.batch(source, step))
-    trainer.replication.step_end.sync()
-    sent, held = transport.traffic.nbytes - before, trainer.replication.held_by_kind()
+        trainer.step(step, *trainer.replica.batch(source, step))
+    trainer.replica.sync()
+    sent, held = transport.traffic.nbytes - before, trainer.replica.held_by_kind()
     return sum(held.values()) - held["scratch"] + trainer.pipe.peak_bytes, sent
 
 

@@ -1,7 +1,6 @@
 """`mpitrain runs diff` names planted faults: the step, the unit and the tensor; and finds no others."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from mpitrain.layers.base import Gradient
 from mpitrain.machine.process import blas_threads_in_use
 from mpitrain.run import trainer as trainers
 from mpitrain.run.build import build
-from mpitrain.run.injection import Preceded
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report import diff
 from mpitrain.tools.report.diff import compare_bits, compare_numbers, start_of_replay, tolerance
@@ -40,24 +38,26 @@ MARKED = "run.stall_seconds=601"
 """A key that changes no bit, by which the runs with a fault are known."""
 
 
-def flipped(inner, context, step, tensor, element, bit):
-    """A replication that changes a bit of one rank's gradient in one step, before its reduction."""
-    units = {entry.unit for entry in context.storage.entries if entry.name == tensor}
-    now = 0
+def flipped(kind, step, tensor, element, bit):
+    """The class of replicas that change a bit of their gradient in one step, before its reduction."""
 
-    def begin(index):
-        nonlocal now
-        now = index + 1
+    class Flipped(kind):
+        now = 0
 
-    def ready(unit, is_last):
-        if is_last and now == step and unit in units:
-            for name, array in leaves(inner.reducer.gradients(unit)):
-                if tensor.endswith(f".{name}"):
-                    bits = array.reshape(-1).view(np.uint32)
-                    bits[element % array.size] ^= np.uint32(1 << bit)
+        def begin(self, index, *rest):
+            self.now = index + 1
+            super().begin(index, *rest)
 
-    step_end = Preceded(inner.step_end, "begin", begin)
-    return replace(inner, step_end=step_end, reducer=Preceded(inner.reducer, "ready", ready))
+        def ready(self, unit, is_last):
+            units = {entry.unit for entry in self.storage.entries if entry.name == tensor}
+            if is_last and self.now == step and unit in units:
+                for name, array in leaves(self.gradients(unit)):
+                    if tensor.endswith(f".{name}"):
+                        bits = array.reshape(-1).view(np.uint32)
+                        bits[element % array.size] ^= np.uint32(1 << bit)
+            super().ready(unit, is_last)
+
+    return Flipped
 
 
 def leaves(nested, before=""):
@@ -71,19 +71,17 @@ def leaves(nested, before=""):
 @pytest.fixture
 def planted(monkeypatch):
     """Returns a function that plants a fault in marked runs from now on."""
-    real = trainers.replication_for
+    real = trainers.class_of
 
     def plant(rank, *fault):
-        def replication_for(context):
-            made = real(context)
-            is_here = (
-                context.config.run.stall_seconds == 601 and context.grid.transport.rank == rank
-            )
-            return flipped(made, context, *fault) if is_here else made
+        def class_of(config, grid):
+            kind = real(config, grid)
+            is_here = config.run.stall_seconds == 601 and grid.transport.rank == rank
+            return flipped(kind, *fault) if is_here else kind
 
-        monkeypatch.setattr(trainers, "replication_for", replication_for)
+        monkeypatch.setattr(trainers, "class_of", class_of)
 
-    plant.undo = lambda: monkeypatch.setattr(trainers, "replication_for", real)
+    plant.undo = lambda: monkeypatch.setattr(trainers, "class_of", real)
     return plant
 
 

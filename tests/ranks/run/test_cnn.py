@@ -44,7 +44,7 @@ STEPS = 5
 def curve(transport, settings):
     """Losses, gradient norms, evaluation, and the counted and measured bytes of activations."""
     trainer, source, _ = build(transport, configured(*settings))
-    found = [trainer.step(n, *trainer.replication.rows.batch(source, n)) for n in range(STEPS)]
+    found = [trainer.step(n, *trainer.replica.batch(source, n)) for n in range(STEPS)]
     assert trainer.counted.peak == trainer.pipe.peak_bytes > 0
     facts = [(one.loss, one.grad_norm) for one in found]
     return np.array([*facts, trainer.evaluate(source)])
@@ -127,7 +127,7 @@ def test_a_cnn_reads_97_of_100_digits_on_two_ranks():
     def accuracy(transport):
         trainer, source, _ = build(transport, configured(*settings))
         for n in range(200):
-            trainer.step(n, *trainer.replication.rows.batch(source, n))
+            trainer.step(n, *trainer.replica.batch(source, n))
         return trainer.evaluate(source)[1]
 
     assert run_ranks(2, accuracy)[0] >= 0.97

@@ -26,14 +26,14 @@ def slept(monkeypatch, ranks, *settings):
 
     def train(transport):
         trainer, source, _ = build(transport, configured(*TINY, f"run.steps={STEPS}", *settings))
-        replication, losses = trainer.replication, []
+        replica, losses = trainer.replica, []
         for index in range(STEPS):
             own = None
-            for number in replication.step_end.steps(index, lambda: False):
+            for number in replica.steps(index, lambda: False):
                 here.now = transport.rank, number, trainer.share().start
-                own = trainer.step(number, *replication.rows.batch(source, number))
-            losses.append(replication.step_end.outcome(index, own).loss)
-        replication.step_end.sync()
+                own = trainer.step(number, *replica.batch(source, number))
+            losses.append(replica.outcome(index, own).loss)
+        replica.sync()
         return losses
 
     return run_ranks(ranks, train), dict(naps)

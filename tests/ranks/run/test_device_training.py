@@ -44,8 +44,8 @@ def curve(transport, folder, settings):
     again = build(transport, config, saved)
     assert replicas_equal(trainer) and again.step == STEPS
     parts = (
-        (trainer.parameters, *trainer.replication.step_end.optimizer.state.values()),
-        (again.trainer.parameters, *again.trainer.replication.step_end.optimizer.state.values()),
+        (trainer.parameters, *trainer.replica.optimizer.state.values()),
+        (again.trainer.parameters, *again.trainer.replica.optimizer.state.values()),
     )
     for one, other in zip(*parts, strict=True):
         assert np.array_equal(trainer.backend.to_host(one), trainer.backend.to_host(other)), (

@@ -7,8 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.errors import ConfigError, MpitrainError, TrainingError
-from mpitrain.parallel.replication.step_end import RecentLosses
-from mpitrain.parallel.replication.whole import ReplicaRows
+from mpitrain.parallel.replica import RecentLosses, Replica
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done, newest
 from mpitrain.run.checkpoint.snapshot import Snapshots
@@ -51,8 +50,8 @@ def test_a_restored_snapshot_is_the_checkpoint_of_its_step(ranks, settings, tmp_
 
     def state(trainer):
         trainer.sync_parameters()
-        scalars = trainer.replication.step_end.skips.scalars()
-        return scalars, [buffer.array[:].tobytes() for buffer in trainer.replication.kept()]
+        scalars = trainer.replica.skips.scalars()
+        return scalars, [buffer.array[:].tobytes() for buffer in trainer.replica.state()]
 
     def gone_back(transport, config):
         trainer, source, _ = build(transport, config)
@@ -69,7 +68,7 @@ def test_a_restored_snapshot_is_the_checkpoint_of_its_step(ranks, settings, tmp_
 
     def loaded(transport, config):
         trainer, source, _ = build(transport, config, newest(tmp_path))
-        skips = trainer.replication.step_end.skips
+        skips = trainer.replica.skips
         skips.restore({**skips.scalars(), "skipped_updates": skips.number + 2})
         restored = state(trainer)
         return restored, stepped(trainer, source, (6, 7)), state(trainer)
@@ -80,7 +79,7 @@ def test_a_restored_snapshot_is_the_checkpoint_of_its_step(ranks, settings, tmp_
     ):
         assert one[0] == other[0] and one[2] == other[2]
         for found, wanted in zip(one[1], other[1], strict=True):
-            assert found._replace(comm_s=0, ended=None) == wanted._replace(comm_s=0, ended=None)
+            assert found._replace(comm_s=0, extras={}) == wanted._replace(comm_s=0, extras={})
 
 
 SPIKY = [
@@ -95,13 +94,13 @@ BACK = [*SPIKY, "run.on_spike=back", "run.snapshot_every=5"]
 
 def planted(monkeypatch, targets):
     """Replace targets: {step, from 1: their value}."""
-    batch = ReplicaRows.batch
+    batch = Replica.batch
 
     def spoilt(rows, source, step, before=None):
         inputs, right = batch(rows, source, step, before)
         return inputs, np.full_like(right, targets[step + 1]) if step + 1 in targets else right
 
-    monkeypatch.setattr(ReplicaRows, "batch", spoilt)
+    monkeypatch.setattr(Replica, "batch", spoilt)
 
 
 def losses(tmp_path):

@@ -38,7 +38,7 @@ class StepProfile:
 
     def __init__(self, trainer):
         self.calls = {}
-        first, optimizer = trainer.units[0].layer, trainer.replication.step_end.optimizer
+        first, optimizer = trainer.units[0].layer, trainer.replica.optimizer
         backward_weight, update = first.backward_weight, optimizer.update
 
         def is_whole(*arguments):

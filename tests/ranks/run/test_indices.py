@@ -57,7 +57,7 @@ def refusal(ranks, source, *settings, call="step"):
         if call == "evaluate":
             trainer.evaluate(source)
         for index in range(3 if call == "step" else 0):
-            trainer.step(index, *trainer.replication.rows.batch(source, index))
+            trainer.step(index, *trainer.replica.batch(source, index))
 
     with pytest.raises((DataError, CommError)) as raised:
         run_ranks(ranks, go)
@@ -117,8 +117,7 @@ def test_integers_of_any_width_train_as_int64_do(ranks, settings, dtype):
     def losses(transport, source):
         trainer = build(transport, configured(*TINY, *settings), source=source).trainer
         return [
-            trainer.step(index, *trainer.replication.rows.batch(source, index)).loss
-            for index in range(3)
+            trainer.step(index, *trainer.replica.batch(source, index)).loss for index in range(3)
         ]
 
     assert run_ranks(ranks, losses, Tokens(dtype=dtype)) == run_ranks(ranks, losses, Tokens())
@@ -144,7 +143,7 @@ def said_to(changed, ranks, *settings):
     def go(transport):
         source = Tokens()
         trainer = build(transport, configured(*TINY, *settings), source=source).trainer
-        trainer.step(0, *changed(*trainer.replication.rows.batch(source, 0)))
+        trainer.step(0, *changed(*trainer.replica.batch(source, 0)))
 
     with pytest.raises((DataError, CommError)) as raised:
         run_ranks(ranks, go)

@@ -60,8 +60,8 @@ def begun(transport, config):
         return {}
     trainer.sync_parameters()
     arrays = trainer.tensors()
-    trainer.replication.step_end.begin(0)
-    computed = trainer.replication.store.open(0, 0)
+    trainer.replica.begin(0)
+    computed = trainer.replica.open(0, 0)
     if "tokens" in computed:  # A worker that averages has its own, too.
         assert np.array_equal(computed["tokens"], arrays["embedding.tokens"])
     return {one.name: (one.parameter, arrays[one.name]) for one in trainer.storage.tensors}
@@ -92,7 +92,7 @@ def test_each_rank_reads_the_elements_that_it_stores(tmp_path, monkeypatch, layo
     monkeypatch.setattr("mpitrain.formats.tensors.read_into", counted)
     ranks, settings = LAYOUTS[layout]
     config = configured(*TINY, f"run.init_from={folder}", *settings)
-    stored = run_ranks(ranks, lambda own: build(own, config).trainer.replication.kept())
+    stored = run_ranks(ranks, lambda own: build(own, config).trainer.replica.state())
     sizes = [sum(one.array.size for one in kept if one.name == "parameters") for kept in stored]
     # A shard may begin or end within a row of a tensor; padding counts as stored.
     slack = 4 * 40 * 8 if layout.startswith("ZeRO") else 0

@@ -26,7 +26,7 @@ from mpitrain.errors import MpitrainError, TrainingError
 from mpitrain.layers.base import backward
 from mpitrain.models.table import units_of
 from mpitrain.ops.device import device_for
-from mpitrain.parallel.replication.whole import ReplicaRows
+from mpitrain.parallel.replica import Replica
 from mpitrain.run import choices, loop, watchdog
 from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
@@ -261,17 +261,17 @@ class NotFinite:
     """Makes the losses of the steps in `steps`, counted from 1, NaN."""
 
     def __init__(self, monkeypatch, steps):
-        loss, step = ReplicaRows.loss, Trainer.step
+        loss, step = Replica.loss, Trainer.step
 
         def spoilt(rows, *rest):
             value, gradient = loss(rows, *rest)
             return np.nan if rows.counted in steps else value, gradient
 
         def counted(trainer, index, *rest):
-            trainer.replication.rows.counted = index + 1
+            trainer.replica.counted = index + 1
             return step(trainer, index, *rest)
 
-        monkeypatch.setattr(ReplicaRows, "loss", spoilt)
+        monkeypatch.setattr(Replica, "loss", spoilt)
         monkeypatch.setattr(Trainer, "step", counted)
 
 
@@ -383,13 +383,13 @@ def test_a_run_that_diverges_says_so_in_its_own_words_alone(mode, book):
 
 @pytest.mark.parametrize("settings", [(), ("layout.pp=3", "batch.micro_batches=3")])
 def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
-    loss = ReplicaRows.loss
+    loss = Replica.loss
 
     def spoilt(rows, *rest):
         value, gradient = loss(rows, *rest)
         return np.nan if rows._replica.grid.world.rank == 2 else value, gradient
 
-    monkeypatch.setattr(ReplicaRows, "loss", spoilt)
+    monkeypatch.setattr(Replica, "loss", spoilt)
     with pytest.raises(TrainingError) as failure:
         go(3, [*book, "batch.size=9", *settings])
     named = "it has the loss on rank 2 (localhost) in micro-batch 1."

@@ -89,7 +89,7 @@ def resaved(transport, config, path, folder):
     trainer = build(transport, config, path).trainer
     return publish(
         folder,
-        of_adapters(trainer.replication.kept()),
+        of_adapters(trainer.replica.state()),
         trainer.storage,
         transport,
         trainer.backend,

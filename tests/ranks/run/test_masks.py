@@ -213,7 +213,7 @@ def test_without_masks_every_step_counts_all_targets():
 
     def go(transport):
         trainer = build(transport, configured(*MASKED), source=Full()).trainer
-        return trainer.step(0, *trainer.replication.rows.batch(Full(), 0)).counted
+        return trainer.step(0, *trainer.replica.batch(Full(), 0)).counted
 
     assert run_ranks(2, go) == [1.0, 1.0]
 

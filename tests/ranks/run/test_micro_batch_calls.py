@@ -21,7 +21,7 @@ def calls_of_a_step(transport, micro_batches):
         "run": {"steps": 2},
     }
     job = build(transport, parse(keys))
-    rows = job.trainer.replication.rows.batch(job.data, 0)
+    rows = job.trainer.replica.batch(job.data, 0)
     job.trainer.step(0, *rows)
     calls = Counter()
 

@@ -13,7 +13,7 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops import bodies
 from mpitrain.parallel import modes
 from mpitrain.parallel.modes import MODES
-from mpitrain.parallel.replication.protocol import Replication
+from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline import schedules as pipeline_schedules
 from mpitrain.run import choices
 from mpitrain.run.build import build
@@ -92,37 +92,33 @@ def test_a_mode_holds_what_its_row_says_and_is_compared():
     assert {"toy", "toy-ring"} <= settings_by_mode().keys()
 
 
-class Former(Replication):
-    """A mode as plugins of version 0.1 wrote them: it overrides and calls methods of `Replication`."""
+class Counting(Replica):
+    """A mode that counts its calls of `open`."""
 
-    def __init__(self, replica):
-        made = MODES["all-reduce"].make(replica)
-        super().__init__(replica, made.step_end, made.rows)
-        self.opened = 0
+    opened = 0
 
     def open(self, unit, micro):
         self.opened += 1
         return super().open(unit, micro)
 
-    def finish(self, mine):
-        result = super().finish(mine)
-        assert self.gradient_buffer.any() and self.parameters.any()
-        return result._replace(lead=self.opened)
+    def finish(self, *arguments):
+        result = super().finish(*arguments)
+        return result._replace(extras={"opened": self.opened})
 
 
-def test_a_mode_that_subclasses_replication_runs_with_its_overrides():
-    MODES["former"] = MODES["toy"]._replace(make=Former)
+def test_a_mode_runs_with_its_overrides():
+    MODES["counting"] = Counting
     one, other = (
         run_ranks(2, stepped, configured(*TINY, f"replication.mode={mode}"))
-        for mode in ("all-reduce", "former")
+        for mode in ("all-reduce", "counting")
     )
-    assert [result._replace(lead=0) for result in other] == one
-    assert all(result.lead > 0 for result in other)
+    assert [result._replace(extras={}) for result in other] == one
+    assert all(result.extras["opened"] > 0 for result in other)
 
 
 def stepped(transport, config):
     job = build(transport, config)
-    result = job.trainer.step(0, *job.trainer.replication.rows.batch(job.data, 0))
+    result = job.trainer.step(0, *job.trainer.replica.batch(job.data, 0))
     return result._replace(comm_s=0.0)
 
 
@@ -151,7 +147,6 @@ from mpitrain.collectives.selection.algorithm import of_plan
 from mpitrain.collectives.selection.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mpitrain.data import SOURCES, SourceKind
 from mpitrain.models.table import MODELS, Model
-from mpitrain.parallel.modes import MODES
 from mpitrain.pipeline.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from mpitrain.pipeline.schedules import SCHEDULES, looped, of_chunks
 
@@ -209,7 +204,6 @@ SOURCES["nothing"] = SourceKind(lambda request: None, "tokens")
 MODELS["nothing"] = Model(lambda layers, keys, source: None, "tokens", "for tokens", split="width")
 MODELS["empty"] = MODELS["nothing"]._replace(build=lambda *given: [])
 MODELS["words"] = MODELS["nothing"]._replace(build=lambda *given: ["units"])
-MODES["nothing"] = MODES["all-reduce"]._replace(make=lambda replica: None, stages={})
 '''
 STAGES = ("layout.pp=3", "batch.micro_batches=4")
 BOUND = ("binds-another", "binds-nothing", "binds-words", "binds-in-part")
@@ -228,7 +222,6 @@ ORDERS = ("no-weights", "crossing", "backward-first", "one-less", "nothing", "wo
         ("model.kind=nothing",),
         ("model.kind=empty",),
         ("model.kind=words",),
-        ("replication.mode=nothing",),
     ],
     ids=" ".join,
 )
@@ -244,6 +237,11 @@ def test_a_wrong_row_is_one_error_before_the_first_step(settings, tmp_path):
     row = settings[0].partition("=")[2]
     for error in run_ranks(3, refused):
         assert error.agreed and f"{row} of the plugin {tmp_path / 'wrong.py'}" in error.law
+
+
+def test_a_mode_that_is_no_replica_is_refused():
+    with pytest.raises(ConfigError, match="a subclass of Replica, but that of 'nothing' is"):
+        MODES["nothing"] = lambda: None
 
 
 class Spoilt:
@@ -283,7 +281,7 @@ def test_rows_that_a_source_may_not_give_name_the_source(spoil, prefetch):
         job = build(transport, configured(*TINY, *names))
         source = Prefetched(job.data, prefetch, 9) if prefetch else job.data
         for read in (
-            lambda: job.trainer.replication.rows.batch(source, 0),
+            lambda: job.trainer.replica.batch(source, 0),
             lambda: job.trainer.evaluate(source),
         ):
             with pytest.raises(ConfigError, match="data source spoilt must return two arrays"):

@@ -20,11 +20,11 @@ def test_a_release_changes_no_bit_and_binds_nothing_again():
     def run(transport, config):
         source = source_of(config)
         trainer = build(transport, config, source=source).trainer
-        losses = [trainer.step(0, *trainer.replication.rows.batch(source, 0)).loss]
+        losses = [trainer.step(0, *trainer.replica.batch(source, 0)).loss]
         counted = [Counted(group) for group in (trainer.grid.world, trainer.grid.tp)]
         before = [(each.calls, each.now()[2]) for each in counted]
         for step in range(1, 4):
-            losses.append(trainer.step(step, *trainer.replication.rows.batch(source, step)).loss)
+            losses.append(trainer.step(step, *trainer.replica.batch(source, step)).loss)
         assert [(each.calls, each.now()[2]) for each in counted] == before
         assert trainer.arena.held == 0 or not config.memory.release_every
         return losses, trainer.evaluate(source), trainer.arena.released
@@ -50,8 +50,8 @@ def test_a_release_returns_the_slabs_of_an_evaluation():
         job = build(transport, configured(*LARGE, "memory.release_every=3"))
         trainer, data = job.trainer, job.data
         for step in range(2):
-            trainer.step(step, *trainer.replication.rows.batch(data, step))
-        steady, rows = trainer.arena.held, trainer.replication.rows.batch(data, 0)[0]
+            trainer.step(step, *trainer.replica.batch(data, step))
+        steady, rows = trainer.arena.held, trainer.replica.batch(data, 0)[0]
         trainer.logits(np.concatenate([rows, rows]))
         held, before, end = trainer.arena.held, [], trainer.arena.release
 
@@ -60,7 +60,7 @@ def test_a_release_returns_the_slabs_of_an_evaluation():
             return end()
 
         trainer.arena.release = noted
-        trainer.step(2, *trainer.replication.rows.batch(data, 2))
+        trainer.step(2, *trainer.replica.batch(data, 2))
         assert held > 1.3 * steady and trainer.arena.released == held
         return held, before[0] - resident()
 

@@ -65,26 +65,26 @@ def test_steps_repeat_their_launches_and_read_the_device_once(ranks, settings, m
 
     def run(transport):
         trainer, source, _ = build(transport, parse(with_settings({}, [*SETTINGS, *settings])))
-        mode, me, found, outcomes = trainer.replication, threading.get_ident(), [], []
-        right = mode.rows.loss
+        mode, me, found, outcomes = trainer.replica, threading.get_ident(), [], []
+        right = mode.loss
 
         def loss(logits, targets, scale):
             value, gradient = right(logits, targets, scale)
-            if index == 2 and mode.step_end.skips.scale.value > 1:
+            if index == 2 and mode.skips.scale.value > 1:
                 gradient[0, 0] = float("inf")
             return value, gradient
 
-        mode.rows.loss = loss
+        mode.loss = loss
         for index in range(5):
             engine.noted[me].clear()
             before = len(events)
-            outcomes.append(trainer.step(index, *mode.rows.batch(source, index)))
+            outcomes.append(trainer.step(index, *mode.batch(source, index)))
             found.append(
                 (list(engine.noted[me]), [what for thread, what in events[before:] if thread == me])
             )
         assert len({outcome.lr for outcome in outcomes}) == 5
         assert [outcome.updated for outcome in outcomes[2:]] == [
-            mode.step_end.skips.scale.value == 1,
+            mode.skips.scale.value == 1,
             True,
             True,
         ]
@@ -138,13 +138,13 @@ def test_async_workers_read_the_device_once_and_servers_never(update, monkeypatc
 
     def run(transport):
         trainer, source, _ = build(transport, config)
-        mode, me, computed = trainer.replication, threading.get_ident(), 0
+        mode, me, computed = trainer.replica, threading.get_ident(), 0
         before = reads.count(me)
         for index in range(steps):
-            for number in mode.step_end.steps(index, lambda: False):
-                trainer.step(number, *mode.rows.batch(source, number))
+            for number in mode.steps(index, lambda: False):
+                trainer.step(number, *mode.batch(source, number))
                 computed += 1
-            assert mode.step_end.outcome(index, None).updated
+            assert mode.outcome(index, None).updated
         trainer.sync_parameters()
         return reads.count(me) - before, computed
 

@@ -59,8 +59,8 @@ def test_a_nonfinite_gradient_ends_the_run_or_is_skipped_on_every_rank(
     real = Trainer.step
 
     def poisoned(trainer, index, inputs, targets, stop=False):
-        if index == 2 and trainer.replication.rows.share(6).stop == 6:
-            trainer.replication.store.open(0, 0)["tokens"][:] = np.nan  # until the next pull
+        if index == 2 and trainer.replica.share(6).stop == 6:
+            trainer.replica.open(0, 0)["tokens"][:] = np.nan  # until the next pull
         return real(trainer, index, inputs, targets, stop)
 
     monkeypatch.setattr(Trainer, "step", poisoned)

@@ -105,17 +105,17 @@ def of_1f1b():
         storage = Storage(units[transport.rank :][:1], "float32")
         weights = storage.weights(np.ones(storage.length, "float32"))
         gradients, _ = storage.gradients(np.zeros(storage.length, "float32"))
-        common = {"poll": lambda: None, "close": lambda *unit: None, "ready": lambda *unit: None}
-        replication = SimpleNamespace(
-            store=SimpleNamespace(open=lambda unit, micro: weights[unit], **common),
-            reducer=SimpleNamespace(gradients=lambda unit: gradients[unit], **common),
-            step_end=SimpleNamespace(**common),
-            replica=SimpleNamespace(first=0),
+        replica = SimpleNamespace(
+            open=lambda unit, micro: weights[unit],
+            gradients=lambda unit: gradients[unit],
+            ready=lambda *unit: None,
+            poll=lambda: None,
+            first=0,
         )
 
         def step():
             plan, chunks = plan_of("1f1b", 2, 4), [[unit] for unit in units]
-            pipe = Pipeline(plan, chunks, transport, replication, Arena(), "float32", layers.now)
+            pipe = Pipeline(plan, chunks, transport, replica, Arena(), "float32", layers.now)
             rows = [(0, 2 * micro, 2, True) for micro in range(4)]
             pipe.train(
                 rows, [shape] * 4, lambda micro: np.ones(shape, "float32"), lambda micro, y: y
@@ -140,7 +140,7 @@ def of_a_step(question):
 
     def calls(transport):
         job = build(transport, configured(*TINY_JOB, "replication.algorithm=ring"))
-        trainer, batch = job.trainer, job.trainer.replication.rows.batch(job.data, 0)
+        trainer, batch = job.trainer, job.trainer.replica.batch(job.data, 0)
         trainer.step(0, *batch)
         return calls_of(trainer.step, 1, *batch)
 

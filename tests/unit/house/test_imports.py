@@ -124,7 +124,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 TWO_MEANINGS = {
     # A section of the configuration has the name of the object that it configures.
-    **dict.fromkeys(("Checkpoint", "Device", "Model", "Optimizer", "Pipeline", "Replication"), 2),
+    **dict.fromkeys(("Checkpoint", "Device", "Model", "Optimizer", "Pipeline"), 2),
     "Run": 2,  # likewise
     "Plan": 2,  # of a collective and of a pipeline: plugins import both
     "Replicated": 2,  # for arrays, and for a module of PyTorch

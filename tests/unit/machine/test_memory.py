@@ -19,7 +19,7 @@ from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import device_for, ops_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, TensorWise
-from mpitrain.parallel.modes import MODES, STREAMS, is_synchronous, mode_of, servers_of
+from mpitrain.parallel.modes import MODES, STREAMS, ZERO, is_synchronous, mode_of, servers_of
 from mpitrain.pipeline.schedules import plan_of
 from mpitrain.run import build, memory
 from mpitrain.run.checkpoint.held import NeighbourCopies, units_of_all
@@ -116,7 +116,7 @@ def layouts():
     """{row of each mode, with its variants: the sections that choose it}."""
     found = {}
     for name, mode in MODES.items():
-        for stage in (0, *mode.stages):
+        for stage in (0, *(ZERO if name == "all-reduce" else ())):
             for setting in mode.variants.values() or [f"replication.zero={stage}"]:
                 sections = with_settings({"replication": {"mode": name}}, [setting])
                 found[f"{name} {setting}"] = sections
@@ -145,7 +145,7 @@ def check_held(ranks, sections, rounding=1e-12):
         if trainer.grid.axes.copies > 1 and is_synchronous(config):
             copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
             unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
-        held = sum(trainer.replication.held_by_kind().values())
+        held = sum(trainer.replica.held_by_kind().values())
         return held - trainer.grid.scratch_bytes - whole, whole, in_turns, unlike
 
     units = {"replication": {**sections.get("replication", {}), "bucket_mb": 1e-6}}  # are buckets

@@ -9,8 +9,7 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.bodies import TYPES, rounded
-from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.parallel.replication.step_end import DynamicLossScale
+from mpitrain.parallel.replica import DynamicLossScale, StepResult
 from tests.cases.packed import Packed
 from tests.cases.training import STEPS, step_of
 
@@ -110,13 +109,18 @@ def step(loss=1.0, updated=True):
 
 def test_the_loss_scale_doubles_and_halves_within_bounds():
     scale = DynamicLossScale()
-    told = [scale.after(step()).loss_scale for _ in range(200)]
+    told = [scale.after(step()).extras["loss_scale"] for _ in range(200)]
     assert set(told) == {2.0**16} and scale.value == 2**17
     for overflows in (1, 2, 3):
         outcome = scale.after(step(updated=False))
-        assert outcome.overflows == overflows and outcome.loss_scale == 2 * scale.value
+        assert (
+            outcome.extras["overflows"] == overflows
+            and outcome.extras["loss_scale"] == 2 * scale.value
+        )
     assert scale.value == 2**14
-    assert scale.after(step(loss=math.nan, updated=False)).overflows == 0, "that is on_nonfinite's"
+    assert scale.after(step(loss=math.nan, updated=False)).extras.get("overflows", 0) == 0, (
+        "that is on_nonfinite's"
+    )
     assert (scale.value, scale.overflows) == (2**14, 3)
     scale.after(step())
     other = DynamicLossScale()

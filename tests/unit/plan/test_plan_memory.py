@@ -17,7 +17,7 @@ from tests.training import MLP, TINY, configured
 def measured(transport, config):
     trainer, source, _ = build(transport, config)
     for index in range(2):
-        trainer.step(index, *trainer.replication.rows.batch(source, index))
+        trainer.step(index, *trainer.replica.batch(source, index))
     return trainer.grid.coords.pp, trainer.pipe.peak_bytes, trainer.parameter_count
 
 

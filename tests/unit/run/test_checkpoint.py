@@ -151,7 +151,7 @@ def test_the_watchdog_hears_of_each_block_that_a_load_reads(tmp_path, monkeypatc
     read_manifest_of = manifest.read_manifest(folder)
     manifest.verify(folder, read_manifest_of, 0, 1)
     assert len(heard) == sum(len(file.digests) for file in read_manifest_of.files.values())
-    kept = trainer.replication.kept()
+    kept = trainer.replica.state()
     axes = trainer.resolved.axes.sizes
     loading.fill(folder, read_manifest_of, kept, trainer.storage, trainer.backend, axes, 0)
     assert len(heard) > nbytes / (1 << 12) * 0.9
@@ -186,7 +186,7 @@ def test_the_watchdog_hears_of_each_file_and_block_that_a_disk_takes(
     for name in ("fsync", "fdatasync", "unlink"):
         monkeypatch.setattr(os, name, noted(getattr(os, name), name))
     room = saving.HostRoom(1 << 40, 0, 0) if is_copied else None
-    arguments = trainer.replication.kept(), trainer.storage, trainer.transport, trainer.backend
+    arguments = trainer.replica.state(), trainer.storage, trainer.transport, trainer.backend
     more = manifest_of(trainer, after(2)), 1, lambda step: False, room, 0, hear
     now["save"] = saved = saving.begin(tmp_path, *arguments, *more)
     if is_copied:
@@ -330,7 +330,7 @@ def test_what_the_system_does_not_let_one_read_is_not_damaged(tmp_path, monkeypa
     readers += [lambda: parameters(folder)] * (name not in (STATE, MANIFEST))
     if name != MANIFEST:
         axes = trainer.resolved.axes.sizes
-        state = trainer.replication.kept(), trainer.storage, trainer.backend, axes, 0
+        state = trainer.replica.state(), trainer.storage, trainer.backend, axes, 0
         readers.append(lambda: loading.fill(folder, checkpoint.manifest, *state))
     for reader in readers:
         with pytest.raises(

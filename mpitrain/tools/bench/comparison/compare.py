@@ -10,7 +10,7 @@ from statistics import fmean, mean, median
 from typing import Any, NamedTuple
 
 from mpitrain.config import Config
-from mpitrain.parallel.replication.protocol import StepResult
+from mpitrain.parallel.replica import StepResult
 from mpitrain.run.build import build
 from mpitrain.run.job import Job
 from mpitrain.run.watchdog import Watchdog
@@ -157,18 +157,20 @@ def _trained(
     """
     transport.barrier()
     block = TrainedBlock(time.perf_counter(), [], [], [])
-    trainer, replication = job.trainer, job.trainer.replication
+    trainer, replica = job.trainer, job.trainer.replica
     waited: dict[int, float] = {}
     for index in range(trainer.config.run.steps):
         watchdog.alive(f"step {index + 1} of {mode}")
         own = None
-        for number in replication.step_end.steps(index, lambda: False):
-            own = trainer.step(number, *replication.rows.batch(job.data, number))
+        for number in replica.steps(index, lambda: False):
+            own = trainer.step(number, *replica.batch(job.data, number))
             waited[number] = recorder.waited
-        outcome = replication.step_end.outcome(index, own)
+        outcome = replica.outcome(index, own)
         block.outcomes.append(outcome)
-        block.ends.append((outcome.ended or time.perf_counter()) - block.began)
-        block.waits.append(recorder.waited if outcome.ended is None else waited.pop(index))
+        block.ends.append((outcome.extras.get("ended") or time.perf_counter()) - block.began)
+        block.waits.append(
+            recorder.waited if outcome.extras.get("ended") is None else waited.pop(index)
+        )
         stepped(mode, outcome.loss)
     return block
 
@@ -183,7 +185,7 @@ def _measured(
     sent  bytes that this rank has sent in the block
     """
     trainer, outcomes = job.trainer, block.outcomes
-    memory = {**trainer.replication.held_by_kind(), "activations": trainer.arena.peak}
+    memory = {**trainer.replica.held_by_kind(), "activations": trainer.arena.peak}
     watchdog.alive(f"the evaluation of {mode}")
     evaluated = trainer.evaluate(job.data)
     assert evaluated is not None
@@ -205,8 +207,8 @@ def _measured(
         formula_bytes=formula_bytes,
         held_bytes=[sum(each.values()) - each["activations"] for each in memories],
         # Every rank has the same values of staleness and lead.
-        staleness=max(outcome.staleness for outcome in outcomes),
-        lead=max(outcome.lead for outcome in outcomes),
+        staleness=max(outcome.extras.get("staleness", 0) for outcome in outcomes),
+        lead=max(outcome.extras.get("lead", 0) for outcome in outcomes),
         val_loss=evaluated[0],
         curve=[
             (end, outcome.loss if math.isfinite(outcome.loss) else None)

@@ -19,21 +19,21 @@ from mpitrain.layers.flat import Bucket, Entry, Storage
 from mpitrain.models.table import form_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import TensorWise
-from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.mode import (
+from mpitrain.parallel.weight_stashing import PipeDream
+from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
+from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.run.job import Job
+from mpitrain.tools.plan.mode_traffic import (
     LETTERS,
+    RankFacts,
     Sample,
+    formula_of,
     of_partial_sums,
     of_replicas,
     sent_in_ring,
     sent_to_agree,
 )
-from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.weight_stashing import StageUpdate
-from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
-from mpitrain.pipeline.schedules import STREAMS
-from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport
 
 OF_TENSORS = "2 (t-1)/t of 4 L + 2 times B T C, and of 3 B T numbers"
@@ -73,7 +73,7 @@ def words_of(config: Config, workers: int) -> str:
     workers  number of ranks that compute gradients
     """
     tp, cp, pp, wire = config.layout.tp, config.layout.cp, config.layout.pp, config.replication.wire
-    formula = mode_of(config).traffic(config.replication)
+    formula = formula_of(config)
     if not _is_divided(config) and wire == "none":
         return formula.words if formula else ""
     has_replicas, zero = workers > tp * pp, config.replication.zero
@@ -113,13 +113,13 @@ def predicted(transport: Transport, job: Job) -> float | None:
         own = of_layout(job) if has_formula(config) or not _is_divided(config) else None
         everyone = transport.gather_text(own)
         return None if None in everyone else max(everyone)
-    formula = mode_of(config).traffic(config.replication)
+    formula = formula_of(config)
     if formula is None:
         return None
     inputs, targets = data.batch(config.run.seed, 0, config.batch.size, range(1))
     logits = targets.size * (data.classes if targets_of(data) == "classes" else 1)
     sample = Sample(inputs.nbytes, targets.nbytes, logits)
-    return formula.of(trainer.replication.replica, sample)
+    return formula.of(RankFacts.of(trainer), sample)
 
 
 def _is_divided(config: Config) -> bool:
@@ -171,17 +171,17 @@ def of_gradients(job: Job) -> float | None:
     """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
-    d, tp, replica = grid.axes.copies, grid.axes.tp, trainer.replication.replica
-    summed = of_partial_sums(replica)
-    moved = _compressed(job) if replica.wire.name != "none" else of_replicas(replica)
+    d, tp, replica = grid.axes.copies, grid.axes.tp, trainer.replica
+    facts = RankFacts.of(trainer)
+    summed = of_partial_sums(facts)
+    moved = _compressed(job) if replica.wire.name != "none" else of_replicas(facts)
     if moved is None:
         return None
-    end = trainer.replication.step_end
-    if not isinstance(end, StageUpdate):
+    if not isinstance(replica, PipeDream):
         return moved + summed
     # A stage sums the squares of its gradients over tp, and its ignored targets over dp.
     own = 8 * (sent_in_ring(grid.coords.tp, tp, 2) + sent_in_ring(grid.copies.rank, d, 1))
-    return config.batch.micro_batches // end.every * (moved + summed + own)
+    return config.batch.micro_batches // replica.every * (moved + summed + own)
 
 
 def _compressed(job: Job) -> float:
@@ -190,12 +190,10 @@ def _compressed(job: Job) -> float:
     """
     trainer = job.trainer
     grid, config = trainer.grid, trainer.config
-    storage, replica = trainer.storage, trainer.replication.replica
+    storage, replica = trainer.storage, trainer.replica
     rank, d = grid.copies.rank, grid.copies.size
     whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
-    reducer = trainer.replication.reducer
-    assert isinstance(reducer, Buckets)
-    coded = in_format(storage, reducer.buckets, replica.wire, rank, d)
+    coded = in_format(storage, replica.buckets.buckets, replica.wire, rank, d)
     dense = min(config.dense_steps, config.run.steps) / config.run.steps
     # A wire format always does an all-reduce, so ZeRO 1 adds an all-gather of the parameters.
     gathered = storage.length * replica.computed.itemsize * (d - 1) / d
@@ -216,12 +214,12 @@ def _between_stages(job: Job) -> int:
     elements = sent * config.model.context // config.layout.cp * config.model.width
     if config.layout.sequence_parallel:
         elements //= trainer.grid.axes.tp
-    return elements * trainer.replication.replica.computed.itemsize
+    return elements * trainer.replica.computed.itemsize
 
 
 def _within_layers(job: Job) -> int:
     trainer, rows = job.trainer, _micro_batch_rows(job)
-    grid, config, replica = trainer.grid, trainer.config, trainer.replication.replica
+    grid, config, replica = trainer.grid, trainer.config, trainer.replica
     tokens, width = config.model.context // config.layout.cp, config.model.width
     computed = replica.computed
     tp, ranks = grid.coords.tp, grid.axes.tp
@@ -247,7 +245,7 @@ def _within_layers(job: Job) -> int:
 def _within_rows(job: Job) -> int:
     """Return the bytes that this rank sends in the attention of context parallelism."""
     trainer, grid = job.trainer, job.trainer.grid
-    config, replica = trainer.config, trainer.replication.replica
+    config, replica = trainer.config, trainer.replica
     kinds = [unit.name.rpartition(".")[::2] for unit in trainer.units]
     layers, trained = (
         sum(_exchanges(config, block) for block, kind in some if kind == "attention")

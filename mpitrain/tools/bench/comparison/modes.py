@@ -11,7 +11,7 @@ from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError
 from mpitrain.optim import checked
 from mpitrain.parallel.grid import divisor
-from mpitrain.parallel.modes import MODES, servers_of
+from mpitrain.parallel.modes import MODES, ZERO, servers_of
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
 from mpitrain.run.job import axes, resolve_here
@@ -60,18 +60,17 @@ def settings_by_mode() -> dict[str, tuple[str, ...]]:
 
     A mode that is not itself an all-reduce algorithm sums by a ring, unless --set names another.
     """
-    sharded = {stage for mode in MODES.values() for stage in mode.stages}
     return {
         **{name: (f"replication.algorithm={name}",) for name in choices("allreduce")},
         **{
             f"zero{stage}{end}": (f"replication.zero={stage}", f"replication.shard={shard}", RING)
             for end, shard in (("", "all"), ("-host", "host"))
-            for stage in sorted(sharded)
+            for stage in sorted(ZERO)
         },
         **{
             name: (f"replication.mode={name}", RING)
             for name, mode in MODES.items()
-            if not mode.stages and not mode.variants
+            if name != "all-reduce" and not mode.variants
         },
         **{
             f"{name}-{end}": (f"replication.mode={name}", setting, RING)

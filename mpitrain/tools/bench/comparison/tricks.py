@@ -235,7 +235,7 @@ class Counting(Ours):
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
         before = self._traffic.nbytes
-        loss = super().step(index, *self.job.trainer.replication.rows.batch(self._source, index))
+        loss = super().step(index, *self.job.trainer.replica.batch(self._source, index))
         self.sent += self._traffic.nbytes - before
         self.steps += 1
         return loss
@@ -305,7 +305,7 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
     trainer = side.job.trainer
     side.end()
     # The update of a small model needs more of the arena than its activations do.
-    memory = {**trainer.replication.held_by_kind(), "activations": trainer.pipe.peak_bytes}
+    memory = {**trainer.replica.held_by_kind(), "activations": trainer.pipe.peak_bytes}
     measurements = memory, trainer.counted.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(measurements), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.

@@ -138,7 +138,7 @@ def recorded(transport: Transport, job: Job) -> list[Operands]:
     bodies = {name: noted(name, body) for name, body in vars(resolved.device.ops).items()}
     device = resolved.device._replace(ops=cast(Ops, SimpleNamespace(**bodies)))
     trainer = Trainer(transport, job.units, replace(resolved, device=device))
-    trainer.step(0, *trainer.replication.rows.batch(job.data, 0))
+    trainer.step(0, *trainer.replica.batch(job.data, 0))
     trainer.close()
     return products
 

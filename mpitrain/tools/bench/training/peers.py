@@ -8,7 +8,6 @@ from mpitrain.config import Config
 from mpitrain.errors import ConfigError
 from mpitrain.models.table import kinds
 from mpitrain.optim import RULES
-from mpitrain.parallel.modes import MODES
 from mpitrain.run.job import Job
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -45,7 +44,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
     values = config.flat()
     rules = {rule: row.torch.name for rule, row in RULES.items() if row.torch}
     wanted = [
-        ("replication.mode", [mode for mode, row in MODES.items() if row.stages]),
+        ("replication.mode", ["all-reduce"]),
         ("replication.zero", (0, 3)),
         ("model.kind", kinds(lambda row: row.has_peer)),
         ("optimizer.name", rules),

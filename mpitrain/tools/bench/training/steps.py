@@ -178,7 +178,7 @@ def _timed(
     times, losses, waits = [], [], []
     whose = side.job if isinstance(side, Ours) else job
     for index in indices if not isinstance(side, LookingOn) else ():
-        inputs, targets = whose.trainer.replication.rows.batch(job.data, index)
+        inputs, targets = whose.trainer.replica.batch(job.data, index)
         whose.trainer.transport.barrier()
         start = time.perf_counter()
         losses.append(side.step(index, inputs, targets))

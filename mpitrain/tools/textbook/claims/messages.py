@@ -85,16 +85,16 @@ STEPS = 30
 def slept(transport: Transport, config: Config) -> list[list[float]]:
     """Train; return the seconds that this rank slept in each of its steps, grouped by common step."""
     job = build(transport, config)
-    trainer, replication = job.trainer, job.trainer.replication
+    trainer, replica = job.trainer, job.trainer.replica
     late, start, seconds = delays(config.run.delay), trainer.share().start, list[list[float]]()
     for index in range(config.run.steps):
         own, sleeps = None, list[float]()
-        for number in replication.step_end.steps(index, lambda: False):
-            rows = replication.rows.batch(job.data, number)
+        for number in replica.steps(index, lambda: False):
+            rows = replica.batch(job.data, number)
             own = trainer.step(number, *rows)
             if len(rows[0]):
                 sleeps.append(delay_s(late, transport.rank, 0, number, start, 0, 0))
-        replication.step_end.outcome(index, own)
+        replica.outcome(index, own)
         seconds.append(sleeps)
     trainer.sync_parameters()
     job.close()

@@ -6,13 +6,12 @@ on a busy and on an idle machine. The last worker is slower than the others.
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.errors import Sentence
-from mpitrain.layers.flat import Piece
-from mpitrain.parallel.async_servers import AsyncServing, AsyncWork, WorkQueue
+from mpitrain.parallel.async_servers import AsyncServer, AsyncWorker, WorkQueue
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (
@@ -131,7 +130,7 @@ def record(setting: TopicSetting) -> Explanation:
             ),
             CountedFormula("updates", len(served), "steps x workers", STEPS * workers),
         ],
-        [SourceLines.of(source) for source in (AsyncWork, AsyncServing, WorkQueue)],
+        [SourceLines.of(source) for source in (AsyncWorker, AsyncServer, WorkQueue)],
         f"mpitrain launch -n {n} -- train --set replication.mode=server --set replication.update=async",
         ("tests/ranks/parallel/test_training.py",),
     )
@@ -172,24 +171,24 @@ def _run(transport: Transport, conductor: Conductor) -> _ServerResult:
     source, staleness = toy.SymbolSource(symbols), 0
     for step in range(STEPS):
         own = None
-        for number in trainer.replication.step_end.steps(step, lambda: False):
-            own = trainer.step(number, *trainer.replication.rows.batch(source, number))
+        for number in trainer.replica.steps(step, lambda: False):
+            own = trainer.step(number, *trainer.replica.batch(source, number))
             conductor.pushed(me)
-        staleness = max(staleness, trainer.replication.step_end.outcome(step, own).staleness)
+        staleness = max(staleness, trainer.replica.outcome(step, own).extras["staleness"])
     trainer.sync_parameters()
     return _ServerResult(served, staleness)
 
 
 def _watched(trainer: Trainer, read: Callable[[np.ndarray], str]) -> list[str]:
     """Return a list to which the server's parameters are appended after each update."""
-    store, contents = trainer.replication.store, list[str]()
-    update = store.update
+    replica, contents = trainer.replica, list[str]()
+    apply = replica.apply
 
-    def watched(apply: Callable[[Piece, Any, Any], None]) -> None:
-        update(apply)
+    def watched(scale: float, lr: float, step: int) -> None:
+        apply(scale, lr, step)
         contents.append(read(np.asarray(trainer.parameters)))
 
-    store.update = watched  # type: ignore[method-assign]
+    replica.apply = watched  # type: ignore[method-assign]
     return contents
 
 

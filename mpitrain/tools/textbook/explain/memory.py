@@ -12,8 +12,7 @@ import numpy as np
 from mpitrain.errors import Sentence
 from mpitrain.layers.base import Unit
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.parallel.replication.protocol import StepResult
-from mpitrain.parallel.replication.step_end import DynamicLossScale
+from mpitrain.parallel.replica import DynamicLossScale, StepResult
 from mpitrain.pipeline.stage import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
@@ -84,7 +83,7 @@ def _run(transport: Transport, way: str) -> list[_Pass]:
         Unit(f"unit{number}", _Inner(number, symbols, seen, made)) for number in range(len(UNITS))
     ]
     trainer = Trainer(transport, units, config, toy.SymbolLoss())
-    trainer.step(0, *trainer.replication.rows.batch(toy.SymbolSource(symbols), 0))
+    trainer.step(0, *trainer.replica.batch(toy.SymbolSource(symbols), 0))
     return passes
 
 

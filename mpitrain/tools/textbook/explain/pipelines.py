@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import Sentence
-from mpitrain.parallel.weight_stashing import pipedream
+from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline import schedules
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -212,7 +212,7 @@ def _run(transport: Transport, shown: ShownSchedule, schedule: str) -> _Stage:
     trainer = Trainer(transport, units, config, toy.SymbolLoss())
     source, nbytes = toy.SymbolSource(symbols), 0
     for step in range(shown.steps):
-        trainer.step(step, *trainer.replication.rows.batch(source, step))
+        trainer.step(step, *trainer.replica.batch(source, step))
         if step == shown.steps - 1:
             trainer.sync_parameters()
         nbytes += sum(size for _, size in trainer.pipe.channel.sent.values())
@@ -406,7 +406,7 @@ TOPICS = {
                 "Stage 0 has p versions, and its gradients are up to p-1 updates late.",
                 "Idle slots are only at the start and at the end of training.",
             ),
-            pipedream,
+            PipeDream,
             "2 (p-1) / (3m + 2 (p-1))",
             lambda p, m: 2 * (p - 1) / (3 * m + 2 * (p - 1)),
             steps=2,

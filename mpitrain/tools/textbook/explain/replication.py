@@ -11,22 +11,16 @@ import numpy as np
 
 from mpitrain.collectives.plans import ring
 from mpitrain.errors import Sentence
-from mpitrain.parallel.averaging import NeighbourAverage, PeriodicAverage, distances
+from mpitrain.parallel.averaging import Averaging, Gossip, LocalSGD, distances
 from mpitrain.parallel.buckets import Buckets
-from mpitrain.parallel.master import BroadcastAndUpdate, BroadcastParameters, MasterRows
-from mpitrain.parallel.mode import Sample
-from mpitrain.parallel.modes import mode_of
-from mpitrain.parallel.replication.step_end import weight_of
-from mpitrain.parallel.servers import PushAndPull, PushedGradients, ServedUpdate
-from mpitrain.parallel.zero import (
-    GatheredAfterUpdate,
-    GatheredOnUse,
-    ShardedGradients,
-    scattered_once,
-)
+from mpitrain.parallel.master import Master
+from mpitrain.parallel.replica import weight_of
+from mpitrain.parallel.servers import Server, Worker
+from mpitrain.parallel.zero import Zero1, Zero2, Zero3
 from mpitrain.pipeline.stage import Stage
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
+from mpitrain.tools.plan.mode_traffic import RankFacts, Sample, formula_of
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.collectives import SLOWED_BYTES
 from mpitrain.tools.textbook.explain.explanation import (
@@ -245,7 +239,7 @@ def _run(inner: ThreadTransport, shown: ShownMode, network: Network | None) -> _
         began = time.perf_counter()
         watch.clock = lambda began=began: time.perf_counter() - began  # type: ignore[misc]
         watch.step(step + 1)
-        batch = trainer.replication.rows.batch(source, step)
+        batch = trainer.replica.batch(source, step)
         watch.rows_arrived(batch[0])
         trainer.step(step, *batch)
         if step == shown.steps - 1 and not shown.messages:
@@ -253,7 +247,7 @@ def _run(inner: ThreadTransport, shown: ShownMode, network: Network | None) -> _
         watch.end()
         transport.barrier()
     nbytes = (transport.traffic.nbytes - sent) / shown.steps
-    stored = sum(trainer.replication.held_by_kind().values()) - trainer.grid.scratch_bytes
+    stored = sum(trainer.replica.held_by_kind().values()) - trainer.grid.scratch_bytes
     return _RankRun(watch.entries, nbytes, *_traffic(trainer), stored, trainer.storage.length)
 
 
@@ -293,7 +287,7 @@ def _of_time(slots: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, list
 
 
 def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormula]:
-    """Return the bytes that all ranks sent before each of four frames, as in `MasterRows`.
+    """Return the bytes that all ranks sent before each of four frames, as in `Master`.
 
     size  bytes of all parameters
     """
@@ -322,10 +316,10 @@ def _by_message(frames: Sequence[Frame], n: int, size: int) -> list[CountedFormu
 
 
 def _traffic(trainer: Trainer) -> tuple[str, float]:
-    formula = mode_of(trainer.config).traffic(trainer.config.replication)
+    formula = formula_of(trainer.config)
     assert formula is not None
     sample = Sample(8 * toy.VECTOR, 8, toy.VECTOR)
-    return formula.words, float(formula.of(trainer.replication.replica, sample) or 0)
+    return formula.words, float(formula.of(RankFacts.of(trainer), sample) or 0)
 
 
 def _frames(
@@ -398,36 +392,41 @@ class Watch:
         """Watch a trainer: its start is an event, and so are each update's begin and end."""
         self.trainer = trainer
         # A later call of `kept` would end messages in flight; the arrays stay the same.
-        self._buffers = {buffer.name: buffer for buffer in trainer.replication.kept()}
+        self._buffers = {buffer.name: buffer for buffer in trainer.replica.state()}
         self._first_bytes = trainer.transport.traffic.nbytes
-        store = trainer.replication.store
+        replica = trainer.replica
         if self._rows:
-            store.update(self._earlier)
+            optimizer: Any = replica.optimizer
+            optimizer.update = self._earlier
+            replica.apply(1.0, 0.0, 1)
+            del optimizer.update
         self._stored = self._read_parameters()
         self._note((0,), "start")
-        update = store.update
+        apply, updated = replica.apply, replica.updated
 
-        def watched(apply: Callable[[Piece, Any, Any], None]) -> None:
+        def watched(scale: float, lr: float, step: int) -> None:
             self._opened = {}
             self._read_gradients()
             self._note((self._step, SUMMED), Sentence("gradients complete"))
-            update(partial(self._applied, apply))
+            apply(scale, lr, step)
             self._note((self._step, UPDATED), Sentence("update"))
 
-        store.update = watched  # type: ignore[method-assign]
+        def passed_on(piece: Piece) -> None:
+            self._read_piece(piece, replica.owned[piece])
+            updated(piece)
 
-    def _earlier(self, piece: Piece, parameters: Any, mirror: Any) -> None:
+        replica.apply = watched  # type: ignore[method-assign]
+        replica.updated = passed_on  # type: ignore[method-assign]
+
+    def _earlier(self, piece: Piece, parameters: Any, *rest: Any) -> None:
         """Update the parameters as a step before the first one would have done."""
         parameters[...] = self._symbols.cell("v", parameters.size)
 
-    def _applied(
-        self, apply: Callable[[Piece, Any, Any], None], piece: Piece, parameters: Any, mirror: Any
-    ) -> None:
-        """Update a piece of the parameters, and read it.
+    def _read_piece(self, piece: Piece, parameters: Any) -> None:
+        """Read a piece of the parameters that has just been updated.
 
         Messages with other pieces may be on their way already, so only this one is read.
         """
-        apply(piece, parameters, mirror)
         own = self._placed(parameters, [piece._replace(offset=0)])
         pairs = zip(own, self._stored["parameters"], strict=True)
         stored = self._read_buffers()
@@ -533,12 +532,12 @@ class Watch:
 
     def _is_under_way(self, unit: int) -> bool:
         """Return whether the sum of the unit's gradient starts now, or has started."""
-        reducer: Any = self.trainer.replication.reducer
         if self.trainer.transport.size == 1:
             return False
-        buckets = getattr(reducer, "buckets", None)
-        if buckets is None:
-            return unit in self._ready and not type(reducer).__name__.startswith("Local")
+        replica = self.trainer.replica
+        buckets = replica.buckets.buckets
+        if not buckets:
+            return unit in self._ready and not isinstance(replica, Averaging)
         return any(unit in bucket.units and {*bucket.units} <= {*self._ready} for bucket in buckets)
 
     def _read(self, array: np.ndarray) -> tuple[str, ...]:
@@ -558,10 +557,9 @@ class Watch:
 
     def _read_gradients(self) -> None:
         """Read the gradients that this rank stores after their reduction."""
-        reducer: Any = self.trainer.replication.reducer
-        buffer = np.asarray(reducer.buffer)
-        shards = getattr(reducer, "shards", None)
-        pieces = shards.owned if shards else self._whole(buffer)
+        replica = self.trainer.replica
+        buffer = np.asarray(replica.gradient_buffer)
+        pieces = replica.shards.owned if isinstance(replica, Zero2) else self._whole(buffer)
         contents = self._placed(buffer, pieces)
         self._written = {
             unit: contents[unit * self._cells : (unit + 1) * self._cells]
@@ -638,7 +636,7 @@ TOPICS = {
                 "Gradients of parameters go up the same tree to rank 0, which updates.",
                 "Only rank 0 has optimizer state, and its links carry the most.",
             ),
-            (MasterRows, BroadcastParameters, BroadcastAndUpdate),
+            (Master,),
             # An input has VECTOR elements, a target one, and the gradients of logits VECTOR.
             lambda n, size: (
                 math.ceil(math.log2(n)) * size + (n - 1) * 8 * (toy.VECTOR + 1 + toy.VECTOR)
@@ -659,7 +657,7 @@ TOPICS = {
                 DIVIDED,
                 "It sends the new parameters to all workers: W S bytes through one link.",
             ),
-            (weight_of, PushedGradients, ServedUpdate, PushAndPull),
+            (weight_of, Worker, Server),
             lambda n, size: (n - 1) * size,
             servers=1,
         ),
@@ -674,7 +672,7 @@ TOPICS = {
                 "A rank has only the optimizer state of its shard, and updates only this shard.",
                 "An all-gather sends the updated shards to all ranks.",
             ),
-            (scattered_once, GatheredAfterUpdate),
+            (Zero1,),
             _of_ring,
             units=0,
             groups=WITH_STATE,
@@ -691,7 +689,7 @@ TOPICS = {
                 "Then the rank adds its chunk to its shard, and the next bucket uses the buffer.",
                 "An all-gather sends the updated shards to all ranks, as in stage 1.",
             ),
-            (ShardedGradients, GatheredAfterUpdate),
+            (Zero2, Zero1),
             _of_ring,
             units=2,
             is_split=True,
@@ -712,7 +710,7 @@ TOPICS = {
                 "A later unit uses the buffer again, so at most two units are unsharded at once.",
                 "After its backward, a reduce-scatter leaves each rank the sum of its shard.",
             ),
-            (GatheredOnUse, ShardedGradients),
+            (Zero3, Zero2),
             lambda n, size: (n - 1) / n * (3 * size - 2 * size / 3),
             units=3,
             is_split=True,
@@ -748,7 +746,7 @@ TOPICS = {
                 "After two steps an all-reduce averages the parameters of all workers.",
                 "Between averages no message is sent, but the workers drift apart.",
             ),
-            (PeriodicAverage,),
+            (LocalSGD,),
             lambda n, size: _of_ring(n, size) / 2,
             units=1,
             steps=2,
@@ -764,7 +762,7 @@ TOPICS = {
                 "The neighbour is at distance 1, 2, 4, ... in turn, so news reaches all in lg n steps.",
                 "At the end of the run an all-reduce takes the average of all workers.",
             ),
-            (NeighbourAverage, distances),
+            (Gossip, distances),
             lambda n, size: size + _of_ring(n, size) / 2,
             units=1,
             steps=2,

@@ -1,0 +1,858 @@
+"""One replica of the model on a rank: its rows, its flat buffers, and the end of a step (as DDP).
+
+`Replica` is also the mode `all-reduce`; every other mode is a subclass that overrides a few of its
+methods. The tables of modes are in modes.py.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpitrain import config
+from mpitrain.collectives.engine.arithmetic import Wire
+from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.group import Group
+from mpitrain.data import Source, read_rows
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Gradients, Loss, Weights
+from mpitrain.layers.flat import Bucket, Storage
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import copy_rows
+from mpitrain.ops.device import Device
+from mpitrain.optim import Optimizer
+from mpitrain.optim.state import StateBuffer
+from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
+from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.mode import Sizes
+from mpitrain.regions import Piece, moved, overlap
+from mpitrain.trace.recorder import UPDATE, ExposedTime
+
+
+class StepResult(NamedTuple):
+    """The result of a training step, equal on all ranks except for `comm_s` and `ended`.
+
+    With local SGD and gossip, loss and grad_norm are the worker's own until the end of a period.
+
+    loss        mean over the targets of the global batch that count
+    grad_norm   2-norm of the global gradient, before clipping
+    nonfinite   gradient elements that are infinite or NaN
+    lr          learning rate of the step
+    updated     whether the parameters were updated
+    stop        whether any rank has received a request to stop
+    comm_s      seconds of the step in which this rank was blocked on communication
+    counted     the targets that count, as a fraction of all targets of the update; the update is
+                skipped if it is 0
+    extras      what only some modes and precisions have:
+        lead        asynchronous servers: the largest number of steps by which a worker was ahead of
+                    the slowest worker when it began the step
+        staleness   asynchronous servers: the largest number of updates between a worker's pull of
+                    the parameters and the push of the gradient from them
+        loss_scale  float16: factor of this step's loss
+        overflows   float16: consecutive skipped steps, this one included, whose gradients
+                    overflowed under a finite loss
+        ended       asynchronous pipelines: this rank's `perf_counter` at the end of the step, which
+                    all ranks learn some steps later
+        is_spike    True: the update was skipped because of a spike of the loss, as run.on_spike
+    """
+
+    loss: float
+    grad_norm: float
+    nonfinite: int
+    lr: float
+    updated: bool
+    stop: bool
+    comm_s: float = 0.0
+    counted: float = 1.0
+    extras: Mapping[str, Any] = {}
+
+
+def weight_of(targets: int) -> float:
+    """Return 1 / targets, the weight of each target of an update in the mean loss.
+
+    This is the division of every average: the loss multiplies its gradient by this weight. Later
+    reductions only add. Afterwards `mean_of` corrects for targets that do not count, which no rank
+    knows alone. `Replicated` averages over ranks, so it passes the number of ranks.
+    """
+    return 1 / targets
+
+
+class Mean(NamedTuple):
+    """The loss and gradient of an update, as means over the targets that count.
+
+    loss     NaN if no target counts
+    norm     of the mean gradient, before clipping; NaN if no target counts
+    counted  the targets that count, as a fraction of all; exactly 1 if none is ignored
+    scale    factor of the summed gradient in the update: it divides and clips
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    scale: float
+
+
+def mean_of(
+    loss: float,
+    squares: float,
+    ignored: float,
+    targets: int,
+    loss_scale: float = 1.0,
+    clip: float = 0.0,
+) -> Mean:
+    """Correct the sums of an update, in which each target already has the weight `weight_of(targets)`.
+
+    The correction undoes the loss scale, divides by the fraction of targets that count, and clips.
+
+    squares  sum of squares of the summed gradient, which has the factor `loss_scale`
+    ignored  targets that do not count
+    clip     largest norm (as torch.nn.utils.clip_grad_norm_); 0: do not clip
+    """
+    counted = (targets - ignored) / targets if ignored else 1.0
+    if not counted:
+        return Mean(math.nan, math.nan, 0.0, 0.0)
+    norm = math.sqrt(squares) / loss_scale / counted if squares >= 0 else math.nan
+    clipping = clip / norm if 0 < clip < norm else 1.0
+    return Mean(loss / counted, norm, counted, clipping / loss_scale / counted)
+
+
+class LossScale:
+    """The constant loss scale 1, for dtypes with the range of float32."""
+
+    value = 1.0
+
+    def after(self, result: StepResult) -> StepResult:
+        """Adapt the scale to a step's result; add the extras `loss_scale` and `overflows`.
+
+        All ranks pass the same result, so all get the same scale.
+        """
+        return result
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue from the `numbers` of a checkpoint; without them, from the initial scale."""
+
+
+class DynamicLossScale(LossScale):
+    """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
+    halves after an overflow.
+
+    An overflow is a gradient that is not finite although the loss is finite. Its update is skipped,
+    and the run continues.
+
+    value      current factor of the loss
+    good       steps without an overflow since the last change of `value` or the last overflow
+    overflows  consecutive steps with an overflow
+    source     Micikevicius et al. 2018, Mixed Precision Training, ICLR, section 3.2
+    """
+
+    FIRST, LEAST, MOST, GOOD = 2.0**16, 1.0, 2.0**24, 200
+
+    def __init__(self) -> None:
+        self.value, self.good, self.overflows = self.FIRST, 0, 0
+
+    def after(self, result: StepResult) -> StepResult:
+        value = self.value
+        extras = {**result.extras, "loss_scale": value}
+        if not math.isfinite(result.loss) or result.extras.get("is_spike"):
+            return result._replace(extras=extras)
+        if result.updated:
+            self.good, self.overflows = self.good + 1, 0
+            if self.good == self.GOOD:
+                self.value, self.good = min(2 * value, self.MOST), 0
+        else:
+            self.value, self.good, self.overflows = (
+                max(value / 2, self.LEAST),
+                0,
+                self.overflows + 1,
+            )
+        return result._replace(extras={**extras, "overflows": self.overflows})
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "loss_scale": self.value,
+            "loss_scale_good": self.good,
+            "loss_scale_overflows": self.overflows,
+        }
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        self.value = numbers.get("loss_scale", self.FIRST)
+        self.good, self.overflows = (
+            int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
+        )
+
+
+def loss_scale_for(compute: str) -> LossScale:
+    return DynamicLossScale() if compute == "float16" else LossScale()
+
+
+class RecentLosses:
+    """The mean and the standard deviation of recent losses, weighted as the last WINDOW steps.
+
+    The weights of older losses decay exponentially. A spike is a loss more than `most` standard
+    deviations above the mean of at least LEAST losses. It does not count as a recent loss.
+    """
+
+    WINDOW, LEAST = 50, 10
+
+    def __init__(self, most: float):
+        self.most, self.count, self.mean, self.variance = most, 0, 0.0, 0.0
+
+    def accepts(self, loss: float) -> bool:
+        """Return whether a loss is finite and no spike, and count it if so.
+
+        All ranks must pass the same loss.
+        """
+        above = loss - self.mean
+        is_spike = above > 0 and above * above > self.most * self.most * self.variance
+        if not math.isfinite(loss) or (is_spike and self.count >= self.LEAST):
+            return False
+        self.count += 1
+        weight = 1 / min(self.count, self.WINDOW)
+        self.mean += weight * above
+        self.variance = (1 - weight) * (self.variance + weight * above * above)
+        return True
+
+    def numbers(self) -> dict[str, float]:
+        return {f"losses_{name}": getattr(self, name) for name in ("count", "mean", "variance")}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        self.count = int(numbers.get("losses_count", 0))
+        self.mean = numbers.get("losses_mean", 0.0)
+        self.variance = numbers.get("losses_variance", 0.0)
+
+
+class SkippedUpdates:
+    """The count of skipped updates, and what it depends on: the loss scale, and recent losses.
+
+    number   skipped updates so far; AdamW's step count leaves them out
+    accepts  (loss) -> whether it is finite and, unless run.on_spike is ignore, no spike
+    """
+
+    def __init__(self, compute: str, most: float = 0.0):
+        """most: run.spike; 0: there are no spikes"""
+        self.number, self.scale = 0, loss_scale_for(compute)
+        self._losses = RecentLosses(most) if most else None
+        self.accepts = self._losses.accepts if self._losses else math.isfinite
+
+    def conclude(self, result: StepResult) -> StepResult:
+        """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
+        self.number += not result.updated
+        return self.scale.after(result)
+
+    def scalars(self) -> dict[str, float]:
+        losses = self._losses.numbers() if self._losses else {}
+        return {"skipped_updates": self.number, **self.scale.numbers(), **losses}
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        self.number = int(scalars.get("skipped_updates", 0))
+        self.scale.restore(scalars)
+        if self._losses:
+            self._losses.restore(scalars)
+
+
+def whole(storage: Storage) -> list[Piece]:
+    """Return the one piece that is the whole flat buffer of trained tensors."""
+    return [Piece(0, storage.length, 0)]
+
+
+def spread(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return the view of each piece in a flat buffer of all elements: from its `start` on."""
+    return [flat[piece.start : piece.stop] for piece in pieces]
+
+
+def compact(flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """Return the view of each piece in its owner's buffer of pieces alone: from its `offset` on."""
+    return [flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
+
+
+class FrozenParameters:
+    """Parameters that are not trained: no gradient, no optimizer state, no messages.
+
+    flat  1-D, all of this rank or its shards concatenated, in the dtype with which layers compute.
+          In half precision there are no float32 masters.
+    """
+
+    def __init__(self, replica: "Replica", pieces: Sequence[Piece] | None = None):
+        """Allocate and initialise them; not collective.
+
+        pieces  this rank's shards of the flat buffer of frozen tensors; None: the whole buffer
+        """
+        self._device, self._arena = replica.device, replica.arena
+        self._layout = layout = replica.storage.frozen
+        self._pieces = [Piece(0, layout.length, 0)] if pieces is None else pieces
+        length = sum(piece.stop - piece.start for piece in self._pieces)
+        self.flat = replica.device.backend.zeros(length, replica.computed)
+        layout.initialize(self.flat, replica.run.seed, replica.device.backend, self._pieces)
+        self.loaded()
+
+    def loaded(self) -> None:
+        if self._device.mirror and not self._device.half and self.flat.size:
+            for numbers in self._numbers():
+                self._device.mirror(numbers, numbers, self._arena)
+
+    def _numbers(self) -> list[Any]:
+        """Return views of all tensors that are not in codes of 8 bits."""
+        numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
+        if len(numbers) == len(self._layout.entries):
+            return [self.flat]
+        views = []
+        for piece in self._pieces:
+            for entry in numbers:
+                if both := overlap(entry, piece):
+                    views.append(self.flat[moved(both, piece.offset - piece.start)])
+        return views
+
+    def state(self) -> list[StateBuffer]:
+        if not self._layout.entries:
+            return []
+        return [StateBuffer("parameters", self.flat, self._pieces, entries=self._layout.entries)]
+
+
+class Replica:
+    """A rank's replica of the model, with the update of its parameters (as torch's DDP with its
+    optimizer). This class is the mode `all-reduce`: each rank updates from the sum of all gradients.
+
+    The calls of one step, in their order:
+
+        begin
+        each micro-batch, unit by unit   forward: open
+        at the end of the model          loss
+        each micro-batch, unit by unit   backward: open, gradients, ready
+        finish
+
+    Between units, `poll`. In all calls `unit` is an index in this rank's list of units, `micro` the
+    index of a micro-batch, and `step` the number of a step from 0. After a step all replicas are
+    equal bit for bit, also with a lossy wire format.
+
+    A mode is a subclass. `MODES` (modes.py) has its name. It says what it needs by the attributes
+    and static methods in the first part of this class, and overrides methods of the second part.
+
+    help         phrase about the mode, for the help of its key
+    variants     {suffix of the mode's name in `mpitrain compare`: setting}; empty: no variants
+    is_sharded   whether `open` gathers the parameters of a unit from other ranks
+
+    parameters   1-D, of all trained tensors, in the storage's dtype; if the mode shards, this rank's
+                 pieces concatenated
+    mirror       1-D; in half precision the rounded parameters, with which layers compute; else None
+    gradient_buffer   1-D, as `parameters`
+    owned        {piece: its parameters}, for the pieces that this rank updates
+    mirrors      {piece: its mirror}, for those of these pieces whose update writes the mirror too
+    summed       {piece: its summed gradient}, for the same pieces, after `wait`
+    squared      views of the sum which this rank squares for the norm. No other rank squares the
+                 same element
+    members      the ranks whose gradients are summed
+    sharing      the groups over which elements of a tensor are divided, besides tp
+    frozen       the parameters that are not trained; None on a server, which has none
+    parameter_arrays, gradient_arrays   all arrays that were allocated for them
+    optimizer    updates the pieces of `owned`, which may be none
+    skips        the count of skipped updates, and the loss scale
+    exposed      the time that this rank has been blocked on communication in the current step
+    source       Li et al. 2020, PyTorch Distributed, VLDB 13(12)
+    """
+
+    help = "each rank updates from the sum of all gradients"
+    variants: Mapping[str, str] = {}
+    is_sharded = False
+
+    mirror: Any = None
+    sharing: Sequence[Group] = ()
+    frozen: FrozenParameters | None
+
+    # What the mode says of itself.
+
+    @staticmethod
+    def memory(sizes: Sizes) -> float:
+        """Return the bytes of parameters, gradients and optimizer state on a rank, as the mean over
+        the ranks; without scratch of reductions.
+        """
+        return sizes.replica
+
+    @staticmethod
+    def refusal(config: config.Config) -> ConfigError | None:
+        """Return the error about a key that the mode does not support, or None."""
+        return None
+
+    @staticmethod
+    def servers(settings: config.Replication) -> int:
+        """Return the number of the last ranks, which compute no rows."""
+        return 0
+
+    @staticmethod
+    def records(settings: config.Replication) -> Sequence[str]:
+        """Return the extras of a StepResult that metrics.jsonl has in this mode."""
+        return ()
+
+    @staticmethod
+    def exchange(settings: config.Replication) -> int:
+        """Return the steps between two exchanges of stop requests."""
+        return 1
+
+    @classmethod
+    def of_rank(cls, is_server: bool, settings: config.Replication) -> type["Replica"]:
+        """Return the class of a rank in this mode: servers and workers have different ones."""
+        return cls
+
+    # The construction; collective.
+
+    def __init__(
+        self,
+        grid: Grid,
+        storage: Storage,
+        device: Device,
+        arena: Arena,
+        loss: Loss,
+        settings: config.Replication,
+        optimizer: config.Optimizer,
+        batch: config.Batch,
+        run: config.Run,
+        wire: Wire,
+        compute: str,
+        source: str,
+        dense_steps: int = 0,
+        next_pause: Callable[[int], int] = lambda step: step + 1,
+        chunks: Sequence[range] = (),
+        first: int = 0,
+    ):
+        """Allocate all buffers and bind all reductions; collective.
+
+        storage      layout of this rank's tensors in a flat buffer
+        loss         the loss of this rank's logits
+        wire         wire format of the gradients
+        compute      precision.compute
+        source       data.source, for messages
+        dense_steps  first steps that reduce without the wire format
+        next_pause   (finished steps) -> the number of finished steps at the next checkpoint or
+                     evaluation, or at the end
+        chunks       with several model chunks on this stage: the units of each chunk, numbered as
+                     in `storage`; otherwise empty
+        first        the first unit of this rank with a backward: all units before are frozen
+        """
+        self.grid, self.storage, self.device, self.arena = grid, storage, device, arena
+        self.settings, self.run, self.wire, self.chunks, self.first = (
+            *(settings, run, wire, chunks, first),
+        )
+        self.size, self.micro_batches = batch.size, batch.micro_batches
+        self.dense_steps, self.next_pause = dense_steps, next_pause
+        self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers
+        self._loss, self._source, self._compute = loss, source, compute
+        self.exposed, self.recorder = ExposedTime(), grid.transport.recorder
+        self._exchanged_s = 0.0  # `begin` copies grid.exchanged_s to here
+        # Padding may contain non-finite numbers: blocks of wire formats include it.
+        self._is_spoiled = False
+        most = run.spike if run.on_spike != "ignore" else 0.0
+        self.skips = SkippedUpdates(compute, most)
+        self._control = np.zeros(5)
+        self.build(optimizer)
+
+    def build(self, optimizer: config.Optimizer) -> None:
+        """Allocate and bind what `__init__` has not yet; collective."""
+        grid, device, recorder = self.grid, self.device, self.recorder
+        self.cuts = self.cut()
+        self.make_parameters()
+        self.make_gradients()
+        self.optimizer = Optimizer(
+            optimizer,
+            self.storage,
+            list(self.summed),
+            device.ops,
+            device.backend,
+            self.arena,
+            grid.fact_sums(*self.sharing, grid.tp),
+        )
+        with recorder.called("the control message"):
+            self._sum_of_control = grid.world.bind(self._control)
+        self._gradients_name = recorder.name("the sums of gradients", self.members)
+        self._norm_name = recorder.name("the norm")
+        self._update_name = recorder.name("the parameters")
+
+    def make_parameters(self) -> None:
+        """Allocate and initialise the parameters; collective."""
+        storage, allocate = self.storage, self.grid.world.transport.allocate
+        self.parameters = self.used = allocate(storage.length, storage.dtype)
+        storage.initialize(self.parameters, self.run.seed, self.device.backend)
+        if self.device.mirror:
+            self.mirror = self.used = allocate(storage.length, self.computed)
+            self.device.mirror(self.parameters, self.mirror, self.arena)
+        self.frozen = FrozenParameters(self)
+        self._weights = storage.weights(self.used, self.frozen.flat)
+        self.parameter_arrays: list[Any] = [self.parameters, self.used, self.frozen.flat]
+        pieces = self.pieces()
+        self.owned = dict(zip(pieces, spread(self.parameters, pieces), strict=True))
+        self.mirrors: Mapping[Piece, Any] = (
+            {}
+            if self.mirror is None
+            else dict(zip(pieces, spread(self.mirror, pieces), strict=True))
+        )
+
+    def make_gradients(self) -> None:
+        """Allocate the gradients, and bind their sums; collective."""
+        storage, copies = self.storage, self.grid.copies
+        self.gradient_buffer = self.grid.world.transport.allocate(storage.length, storage.dtype)
+        self._gradients, self._leaves = storage.gradients(self.gradient_buffer)
+        self.gradient_arrays = [self.gradient_buffer]
+        self.members: Sequence[int] = copies.transport.members
+        pieces = self.pieces()
+        self.summed = dict(zip(pieces, spread(self.gradient_buffer, pieces), strict=True))
+        self.squared = spread(self.gradient_buffer, self.counted())
+        self.buckets = Buckets(
+            copies,
+            storage,
+            self.gradient_buffer,
+            self.cuts,
+            [
+                {unit for unit in (*bucket.units, *others) if unit >= self.first}
+                for bucket, others in users(storage, self.cuts).items()
+            ],
+            self.wire,
+            self.settings.overlap,
+            self.dense_steps,
+            self.bind,
+            tied_sums(
+                self.grid,
+                self.gradient_buffer,
+                [(span.holders, span.partial, span.start, span.stop) for span in storage.spans],
+            ),
+        )
+
+    def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
+        """Return the buckets, in the order of their reduction; empty: the gradients stay local.
+
+        The ranks of a tensor-parallel group agree on the bytes of a bucket. So a tensor that all of
+        them store is in the same bucket on each, and all sum it in the same order.
+
+        firsts  units at which a bucket must start
+        """
+        nbytes = best_bytes(self.storage, self.grid.copies, self.settings.bucket_mb)
+        return self.storage.buckets(max(self.grid.tp.transport.gather_text(nbytes)), firsts)
+
+    def bind(self, gradients: Any) -> Reduction:
+        """Bind the sum of a bucket that has no wire format."""
+        return self.grid.copies.bind(gradients)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return the pieces of the flat buffer that this rank updates."""
+        return whole(self.storage)
+
+    def counted(self) -> Sequence[Piece]:
+        """Return the pieces that this rank squares for the norm.
+
+        The replicas divide the squaring evenly: each element is squared on one rank.
+        """
+        rank, ranks = self.grid.copies.rank, self.grid.copies.size
+        shares = [
+            (start, share(stop - start, rank, ranks)) for start, stop, _ in self.counted_runs()
+        ]
+        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+
+    def counted_runs(self) -> list[Piece]:
+        """Return the runs of the flat buffer that no other rank of this replica squares."""
+        runs: list[Piece] = []
+        for span in self.storage.spans:
+            if not self.grid.counts(span.holders):
+                continue
+            if runs and runs[-1].stop == span.start:
+                runs[-1] = runs[-1]._replace(stop=span.stop)
+            else:
+                runs.append(Piece(span.start, span.stop, 0))
+        return runs
+
+    # The rows of a step.
+
+    def share(self, rows: int) -> range:
+        """Return this rank's rows of a batch of `rows` over all replicas; empty on a server."""
+        return share(rows, self.grid.coords.dp, self.grid.axes.dp)
+
+    def batch(
+        self, source: Source, step: int, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of this rank's rows of a step's global batch, on the host.
+
+        The first dim is the row; `before` is as in `Source.batch`. It raises ConfigError if a
+        plugin's source returns anything else.
+        """
+        rows = self.share(self.size)
+        return read_rows(
+            self._source, source, len(rows), lambda: self.read(source, step, rows, before)
+        )
+
+    def read(
+        self, source: Source, step: int, rows: range, before: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return source.batch(self.run.seed, step, self.size, rows, before)
+
+    def of_update(self, micro: int) -> int:
+        """Return the rows, over all ranks, of the update that micro-batch `micro` belongs to."""
+        return self.size
+
+    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
+        """Return the summed loss of a micro-batch, and `scale` times the gradient of its logits.
+
+        logits   (N, V); the gradient may overwrite them
+        targets  (N,)
+        returns  the unscaled sum over the N rows, a number or an array without dims; (N, V)
+        """
+        return self._loss.gradient(logits, targets, scale, self.arena)
+
+    # A step.
+
+    def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
+        """Yield the steps that this rank must compute until step `step` is finished.
+
+        The caller computes each step before it takes the next one. Here only `step`. Asynchronous
+        workers may compute several other steps first; servers compute none.
+
+        stop_requested  () -> whether this rank has received a request to stop. A rank that computes
+                        rows passes the same fact to `finish`.
+        """
+        return iter((step,))
+
+    def outcome(self, step: int, own: StepResult | None) -> StepResult:
+        """Return the result of a step that `steps` has finished; here that of `finish`.
+
+        own  what `finish` returned for the last step that this rank computed; None if it computed
+             none
+        """
+        assert own is not None
+        return own
+
+    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
+        """Begin a step: mark all gradients as empty.
+
+        ignored      this rank's ignored targets, by micro-batch
+        predictions  number of targets in one row
+        """
+        self._exchanged_s = self.grid.exchanged_s
+        if self._is_spoiled:
+            self.gradient_buffer.fill(0)
+            self._is_spoiled = False
+        for leaf in chain.from_iterable(self._leaves):
+            leaf.filled = False
+        self.buckets.begin(step)
+
+    def open(self, unit: int, micro: int) -> Weights:
+        """Return views of a unit's parameters for micro-batch `micro`, valid until the next `poll`.
+
+        The call waits for parameters that are being gathered.
+        """
+        return self._weights[unit]
+
+    def gradients(self, unit: int) -> Gradients:
+        """Return the leaves in which a unit's gradients of one micro-batch are summed."""
+        return self._gradients[unit]
+
+    def ready(self, unit: int, is_last: bool) -> None:
+        """Report a unit's gradient of one micro-batch as complete on this rank (as DDP's autograd
+        hook).
+
+        `is_last` marks the unit's last micro-batch of the step. Its reduction may then start, and
+        tensors that no layer has written in this step are set to zero. Otherwise the gradient of
+        the previous step would remain there.
+        """
+        if is_last:
+            for leaf in self._leaves[unit]:
+                if not leaf.filled:
+                    leaf.array.fill(0)
+            self.buckets.ready(unit)
+
+    def poll(self) -> None:
+        """Progress all messages in flight."""
+        self.buckets.poll()
+
+    def wait(self) -> None:
+        """Block until all gradients are summed; all units must have been reported as ready."""
+        self.buckets.wait()
+
+    def finish(
+        self,
+        step: int,
+        losses: Any = (),
+        weights: Sequence[float] = (),
+        lr: float = 0.0,
+        stop: bool = False,
+        ignored: int = 0,
+        targets: int = 1,
+    ) -> StepResult:
+        """Wait for the gradients, agree on the result, and update the parameters if it is finite;
+        collective.
+
+        The result is equal on all ranks, with the exceptions that `StepResult` states.
+
+        losses   summed losses of this rank's micro-batches, perhaps an array that the device still
+                 computes; empty if other ranks report the loss
+        weights  factor of each loss, as `weight_of`; empty: all factors are 1
+        stop     whether this rank has received a request to stop
+        ignored  targets of this rank's rows that do not count; 0 if other ranks report the loss
+        targets  number of all targets of the update, over all ranks
+        """
+        loss, squares, nonfinite = self.sum(losses, weights)
+        with self.exposed:
+            totals = self.agree(loss, squares, nonfinite, stop, ignored)
+        result, scale = self.result_of(totals, targets, lr)
+        if result.updated:
+            span = self.recorder.compute(self._update_name, UPDATE)
+            self.apply(scale, lr, step + 1 - self.skips.number)
+            self.recorder.end(span)
+        self._is_spoiled = not result.updated
+        return self.skips.conclude(result._replace(comm_s=self.exposed.take()))
+
+    def sum(self, losses: Any, weights: Sequence[float]) -> tuple[float, float, int]:
+        """Wait for the summed gradients. Exposed time includes the exchange of activations.
+
+        returns  this rank's loss, and the sum of squares and the non-finite elements of the
+                 gradients in `squared`
+        """
+        wait = self.recorder.wait(self._gradients_name)
+        with self.exposed:
+            self.wait()
+        self.recorder.go_on(wait)
+        self.exposed.seconds += self.grid.exchanged_s - self._exchanged_s
+        span = self.recorder.compute(self._norm_name)
+        facts = self.facts(losses, weights, self.squared)
+        self.recorder.end(span)
+        return facts
+
+    def facts(
+        self, losses: Any, weights: Sequence[float], gradients: Sequence[Any]
+    ) -> tuple[float, float, int]:
+        """Return a step's loss, and the gradients' sum of squares and non-finite elements.
+
+        These numbers are copied from the device in one read, the only blocking read of a step. The
+        host adds those of other ranks and decides about the update, so a skipped update launches no
+        kernel.
+
+        losses, weights  as in `finish`
+        gradients        flat arrays on the device, of any lengths
+        """
+        count = len(losses)
+        if not count and not gradients:
+            return 0.0, 0.0, 0
+        numbers = self.arena.take((count + 2 * len(gradients),), np.float64)
+        if count:
+            copy_rows(numbers[:count], losses)
+        for place, gradient in enumerate(gradients):
+            at = count + 2 * place
+            numbers[at : at + 2] = self.device.ops.gradient_facts(gradient, self.arena)
+        read = self.device.backend.to_host(numbers).tolist()
+        summands = zip(weights or [1.0] * count, read[:count], strict=False)
+        loss = sum(weight * loss for weight, loss in summands)
+        return loss, sum(read[count::2]), int(sum(read[count + 1 :: 2]))
+
+    def total(self, *numbers: float) -> list[float]:
+        """Return the sums of up to five numbers over all ranks: the control message; collective."""
+        self._control[:] = 0
+        self._control[: len(numbers)] = numbers
+        self._sum_of_control.run()
+        return self._control[: len(numbers)].tolist()
+
+    def agree(self, *numbers: float) -> Sequence[float]:
+        """Return the sums of some numbers over all ranks that make the same update.
+
+        numbers  loss, squares, non-finite elements, stop requests, ignored targets
+        """
+        return self.total(*numbers)
+
+    def result_of(
+        self, totals: Sequence[float], targets: int, lr: float
+    ) -> tuple[StepResult, float]:
+        """Return the result of a step, and the factor `scale` of the summed gradient in its update.
+
+        `updated` is true if loss and norm are finite, and the loss is no spike.
+
+        totals   as from `agree`
+        targets  as in `finish`
+        """
+        loss, squares, nonfinite, stop, ignored = totals
+        clip, loss_scale = self.optimizer.settings.clip, self.skips.scale.value
+        mean = mean_of(loss, squares, ignored, targets, loss_scale, clip)
+        accepts = self.skips.accepts(mean.loss)
+        is_finite = math.isfinite(mean.loss) and math.isfinite(mean.norm)
+        return StepResult(
+            mean.loss,
+            mean.norm,
+            int(nonfinite),
+            lr,
+            is_finite and accepts,
+            stop > 0,
+            counted=mean.counted,
+            extras={"is_spike": True} if is_finite and not accepts else {},
+        ), mean.scale
+
+    def apply(self, scale: float, lr: float, step: int) -> None:
+        """Update this rank's pieces from `scale` times their gradients.
+
+        step  number of this update, from 1; skipped updates do not count
+        """
+        owned, summed, delayed = self.owned, self.summed, self.buckets.delayed
+        self.optimizer.sum_facts(
+            lambda piece: (owned[piece], summed[piece]), scale, lr, step, delayed
+        )
+        for piece, parameters in owned.items():
+            mirror = self.mirrors.get(piece)
+            self.optimizer.update(
+                piece, parameters, summed[piece], scale, lr, step, delayed, mirror
+            )
+            self.updated(piece)
+
+    def updated(self, piece: Piece) -> None:
+        """Pass an updated piece on to the other ranks; here all of them update it themselves."""
+
+    # Between steps.
+
+    def sync(self) -> None:
+        """Make the parameters current on all ranks; collective."""
+
+    def loaded(self) -> None:
+        """Continue from new contents of `parameters`, which the caller has written; collective."""
+        if self.device.mirror:
+            self.device.mirror(self.parameters, self.mirror, self.arena)
+
+    def state(self) -> list[StateBuffer]:
+        """Return the state that checkpoints save. The caller must call `sync` first.
+
+        Loading a checkpoint writes into the arrays of this list.
+        """
+        return [*self.parameter_state(), *self.optimizer_state(), *self.buckets.state()]
+
+    def parameter_state(self) -> list[StateBuffer]:
+        """Return the parameters for checkpoints, current on all ranks; collective."""
+        assert self.frozen is not None
+        own = StateBuffer("parameters", self.parameters, whole(self.storage))
+        return [own, *self.frozen.state()]
+
+    def optimizer_state(self) -> list[StateBuffer]:
+        return self.optimizer.arrays() if self.optimizer.pieces else []
+
+    def restore(self, scalars: Mapping[str, float]) -> None:
+        """Continue from a checkpoint, whose arrays `state` already has; collective.
+
+        scalars  `skips.scalars()` of that checkpoint
+        """
+        self.skips.restore(scalars)
+        if self.frozen:
+            self.frozen.loaded()
+        self.loaded()
+
+    def held_by_kind(self) -> dict[str, int]:
+        """Return this rank's bytes of `parameters`, `gradients`, optimizer `state`, and `scratch`
+        of reductions.
+
+        Activations do not count. The caller must call `sync` first.
+        """
+        counted = set[int]()
+
+        def nbytes(arrays: Iterable[Any]) -> int:
+            new = {id(array): array.nbytes for array in arrays if id(array) not in counted}
+            counted.update(new)
+            return sum(new.values())
+
+        return {
+            "parameters": nbytes(self.parameter_arrays),
+            "gradients": nbytes(self.gradient_arrays),
+            "state": nbytes(buffer.array for buffer in self.state()),
+            "scratch": self.grid.scratch_bytes,
+        }

@@ -1,1 +1,0 @@
-"""The Replication protocol, the state that checkpoints save, and loss scaling."""
