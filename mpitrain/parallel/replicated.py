@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import is_file
-from mpitrain.config import Config, parse
+from mpitrain.config import KEPT_ON_HOST, Config, parse
 from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import GRAIN, FlatLayout
@@ -225,6 +225,7 @@ def agreed(
         tables = {"replication": own, "device": {"kind": all_facts[0].kind}}
         tables["precision"] = {"compute": "float64" if is_wide else "float32"}
         configs.append(parse(tables))
+        _check_wire(own["wire"], is_wide, all_facts[0].kind)
         return [shared, all_facts]
 
     (first, shapes), *everyone = from_all_ranks(transport, facts)
@@ -239,6 +240,20 @@ def agreed(
             if one != another:
                 raise _differing(one[0], TensorFacts(*one), TensorFacts(*another), rank)
     return [TensorFacts(*one) for one in shapes], configs[0]
+
+
+def _check_wire(wire: str, is_wide: bool, kind: str) -> None:
+    """Raise ConfigError if gradients of this dtype, on this kind of device, have no such wire format."""
+    if wire != "none" and is_wide:
+        raise ConfigError(
+            f"Wire formats carry float32, but a parameter is float64 with wire {wire}.",
+            "Pass wire='none', or parameters in float32.",
+        )
+    if wire.startswith(KEPT_ON_HOST) and kind == "cuda":
+        raise ConfigError(
+            f"Wire format {wire} keeps its residuals in host memory, but a parameter is on cuda.",
+            "Pass wire='fp16', 'bf16', 'int8' or 'none'.",
+        )
 
 
 def _differing(thing: str, first: object, other: object, rank: int) -> CommError:
