@@ -286,9 +286,27 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
 
 
+def _print_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if not is_asked:
+        return
+    click.echo(f"mpitrain, version {__version__}")
+    if context.params["verbose"]:
+        click.echo("\n".join(_loaded("doctor:versions")()))
+    context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="mpitrain")
-def commands() -> None:
+@click.option(
+    "-v", "--verbose", is_flag=True, is_eager=True, help="With --version: of all that it runs on."
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
+def commands(verbose: bool) -> None:
     """Train neural networks with nothing but message passing.
 
     \b

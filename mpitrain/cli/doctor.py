@@ -1,7 +1,9 @@
 """`mpitrain doctor`: prints the software and hardware of this machine, and warns of problems."""
 
 import json
+import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,33 @@ def write_document(outputs: Outputs, path: Path, document: dict[str, Any]) -> No
 
     with outputs.to(path):
         write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def versions() -> list[str]:
+    """Return a line for Python, each library that a report of a fault should name, and MPI."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from mpitrain.cli.launch.command import library
+    from mpitrain.errors import ConfigError
+
+    lines = [f"Python {platform.python_version()}"]
+    for name, packages in LIBRARIES.items():
+        found = []
+        for package in packages:
+            with suppress(PackageNotFoundError):
+                found.append(version(package))
+        lines.append(f"{name} {found[0] if found else 'none'}")
+    try:
+        lines.append(f"MPI {library().version}")
+    except ConfigError as error:
+        lines.append(f"MPI none: {error.law}")
+    return lines
+
+
+LIBRARIES = {
+    "NumPy": ["numpy"],
+    "mpi4py": ["mpi4py"],
+    "CuPy": ["cupy-cuda13x", "cupy-cuda12x", "cupy"],
+    "PyTorch": ["torch"],
+}
+"""{name: the packages that have it}."""

@@ -138,15 +138,16 @@ class Run(Section):
     out: str = ""
     """run directory; empty: runs/<date>-<n>"""
     init_from: str = ""
-    """folder with the initial parameters: a GPT-2 folder of HuggingFace, or the run directory of
-    another run. Keys of [model] that are not set come from it. A resumed run does not read it.
-    Empty: random parameters"""
+    """folder with the initial parameters: a folder of HuggingFace with a GPT-2, Llama, Mistral,
+    Qwen2 or BERT, or the run directory of another run. Keys of [model] that are not set come from
+    it. A resumed run does not read it. Empty: random parameters"""
     plugins: list[str] = []
     """Python files that add rows to the tables of modes, schedules and the like; every rank imports
     them before it checks the configuration. FILE, or FILE sha256:DIGEST"""
     watchers: list[str] = []
-    """watchers that rank 0 makes: FILE.py:CLASS, a class derived from mpitrain.Watcher, or the name
-    of a row that a plugin has added to WATCHERS. A resumed run does not take them over"""
+    """watchers that rank 0 makes: wandb, mlflow, FILE.py:CLASS, a class derived from
+    mpitrain.Watcher, or the name of a row that a plugin has added. A resumed run does not take them
+    over"""
     log_every: int = Field(10, ge=1)
     """steps between two lines in metrics.jsonl and on the screen"""
     eval_every: int | Literal["epoch"] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations  # help() prints signatures as they are writt
 import ast
 import inspect
 import math
+import re
 import threading
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -247,7 +248,8 @@ def _beside(path: Path, source: str) -> str:
 def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, Any]:
     """Return a copy of the tables with each `section.key=value` put in.
 
-    A value is parsed as TOML; if that fails, as a JSON object; if that fails, it is a string.
+    A value is parsed as TOML; if that fails, as a JSON object; if that fails, it is a string. The
+    strings of a list need no quotes: run.watchers=[wandb, mlflow], run.watchers=wandb.
     """
     merged = {
         name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
@@ -268,7 +270,26 @@ def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, A
                 f"Write a [{section}] table.",
             )
         table[key] = _toml_value(text.strip())
+        if isinstance(table[key], str) and f"{section}.{key}" in _lists_of_texts():
+            table[key] = _entries(table[key])
     return merged
+
+
+@cache
+def _lists_of_texts() -> set[str]:
+    return {
+        f"{section}.{name}"
+        for section, field in Config.model_fields.items()
+        for name, key in field.annotation.model_fields.items()  # type: ignore[union-attr]
+        if key.annotation == list[str]
+    }
+
+
+def _entries(text: str) -> Any:
+    """Return the entries of a list without quotes, [a, b], or of one without brackets; else the text."""
+    if match := re.fullmatch(r"\[([^\[\]'\"]*)\]", text):
+        return [entry.strip() for entry in match[1].split(",")]
+    return text if re.match(r"[\[\d'\"]", text) else [text]
 
 
 def _toml_value(text: str) -> Any:

@@ -86,13 +86,13 @@ SKIPPED = {
 
 
 class Progress(Watcher):
-    """A watcher that prints records; on a terminal, a bar shows loss, tokens/s and time left."""
+    """A watcher that prints a line for each record; on a terminal, a bar below shows the newest loss and the time left."""
 
     def __init__(self, say_last: Callable[[str], None] | None = None) -> None:
         """say_last  prints the last line of a stopped or failed run; None: standard output does"""
         self._say_last = say_last or partial(print, flush=True)
         self._has_bar = width() is not None
-        self._has_lines = not (self._has_bar and shows_output())
+        self._is_above_bar = self._has_bar and shows_output()
         self._bar: Any = None
         self._logged: list[dict[str, Any]] = []
 
@@ -150,12 +150,12 @@ class Progress(Watcher):
             more = (used + slow).replace("  ", ", ")
             text = f"loss {record['loss']:.3f}, {rate:,.0f} {unit}{more}"
             self._bar.set_postfix_str(text, refresh=False)
-        if self._has_lines or why:
-            self._bar.say(
-                f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
-                f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{used}  "
-                f"left {self._left(record['step'])}{why}{slow}"
-            )
+        # The bar has utilisation and time left, and a line above it fits 80 columns.
+        rest = "" if self._is_above_bar else f"{used}  left {self._left(record['step'])}"
+        self._bar.say(
+            f"step {record['step']:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+            f"lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  {rate:,.0f} {unit}{rest}{why}{slow}"
+        )
 
     def on_evaluation(self, record: dict[str, Any]) -> None:
         loss = record["val_loss"]

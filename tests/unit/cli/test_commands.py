@@ -33,6 +33,20 @@ def test_every_command_explains_itself(name):
     assert shown.exit_code == 0 and "Usage:" in shown.output
 
 
+def test_the_version_has_one_place_and_all_that_it_runs_on():
+    from mpitrain import __version__
+
+    shown = CliRunner().invoke(commands, ["--version", "-v"]).output.splitlines()
+    assert shown[0] == f"mpitrain, version {__version__}"
+    names = ["Python", "NumPy", "mpi4py", "CuPy", "PyTorch", "MPI"]
+    assert [line.split()[0] for line in shown[1:]] == names
+    assert (
+        f"version: {__version__}\n"
+        in (Path(train.__file__).parents[1] / "CITATION.cff").read_text()
+    )
+    assert CliRunner().invoke(commands, ["--version"]).output == f"{shown[0]}\n"
+
+
 NAMES = [
     '"q"',
     "'",

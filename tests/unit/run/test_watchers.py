@@ -2,14 +2,15 @@
 
 import math
 import struct
+import sys
 
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.errors import TrainingError
+from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.run.loop import train
 from mpitrain.run.tensorboard import crc32c
-from mpitrain.run.watcher import Watcher
+from mpitrain.run.watcher import Watcher, watchers_of
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TEXT, TINY, go, records
 
@@ -222,3 +223,52 @@ def test_event_files_follow_no_link(book, tmp_path):
     with pytest.raises(TrainingError, match="symbolic link"):
         go(1, [*book, "run.tensorboard=true"])
     assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+@pytest.mark.slow
+def test_wandb_has_the_numbers_of_a_run_in_its_offline_files(book, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    go(1, [*book, "run.watchers=wandb"])
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    data = file.read_bytes()
+    for name in (b"train/loss", b"validation/loss", b"optimizer.lr"):
+        assert name in data
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_numbers_of_a_run_in_its_files(book, monkeypatch, tmp_path):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    go(1, [*book, "run.watchers=[mlflow]"])
+    (losses,) = tmp_path.glob("mlruns/*/*/metrics/train/loss")
+    logged = [record for record in records(tmp_path) if "loss" in record]
+    assert [float(line.split()[1]) for line in losses.read_text().splitlines()] == [
+        record["loss"] for record in logged
+    ]
+    assert (losses.parents[2] / "params" / "optimizer.lr").exists()
+    (meta,) = tmp_path.glob("mlruns/*/*/meta.yaml")
+    assert "status: 3" in meta.read_text(), "finished"
+
+
+def test_a_watcher_without_its_package_is_refused_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install 'mpitrain\\[wandb\\]'"):
+        watchers_of(["wandb"])
+
+
+@pytest.mark.parametrize(
+    "text, entries",
+    [
+        ("wandb", ["wandb"]),
+        ("[wandb, own.py:Notes]", ["wandb", "own.py:Notes"]),
+        ('["a, b"]', ["a, b"]),
+        ("Once upon a time, there", ["Once upon a time, there"]),
+        ("[]", []),
+    ],
+)
+def test_the_texts_of_a_list_need_no_quotes_behind_set(text, entries):
+    assert with_settings({}, [f"run.watchers={text}"]) == {"run": {"watchers": entries}}
