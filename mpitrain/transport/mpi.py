@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from os import sched_yield
 from types import TracebackType
 from typing import Any, NoReturn
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError, PeerLost, say
+from mpitrain.errors import CommError, ConfigError, MpitrainError, PeerLost, say
 from mpitrain.machine import process
 from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
 from mpitrain.transport import ulfm
@@ -40,6 +41,7 @@ from mpitrain.transport.failures import (
     end_job,
     unlink_mapped,
 )
+from mpitrain.transport.library import family_of, named
 from mpitrain.transport.windows import Tenants, Windows, no_room
 
 TYPE_BLOCK = 1 << 20
@@ -55,6 +57,13 @@ REDUCED = (
 
 LEAST_TAG_BOUND = 32767
 """The largest tag that every MPI library allows."""
+
+LAUNCHED = {
+    "Open MPI": ("Open MPI",),
+    "MVAPICH": ("MPICH", "Intel MPI"),
+    "MPICH or Intel MPI": ("MPICH", "Intel MPI"),
+}
+"""{launcher, as of `process.launched`: families of libraries whose ranks it connects}."""
 
 SPIN = 5e-5
 """Seconds. A wait whose next pause is shorter only yields the processor; else it sleeps."""
@@ -85,14 +94,8 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
         process.silence_ucx()
-        if process.launched().launcher == "none":
-            _check_folder(mpi4py.rc)
-        if process.outlives_ranks():
-            mpi4py.rc.finalize = False  # After a loss MPI_Finalize may hang.
     with ulfm.watching_siblings():
-        from mpi4py import MPI
-
-        transport = _over(MPI.COMM_WORLD)
+        transport = _over(_started(mpi4py.rc).COMM_WORLD)
     if transport.hosts.index(transport.hosts[transport.rank]) == transport.rank:
         unlink_mapped(transport.size == 1)
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
@@ -100,20 +103,34 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     return transport
 
 
-def _check_folder(rc: Any) -> None:
-    """Raise ConfigError where Open MPI, started without a launcher, would crash in MPI_Init.
+def _started(rc: Any) -> Any:
+    """Return mpi4py's MPI, which runs; ConfigError where its start would crash or hang.
 
     rc  mpi4py.rc
     """
-    try:
-        process.check_temporary_folder()
-    except ConfigError as error:
-        rc.initialize, rc.finalize = False, True
+    if "mpi4py.MPI" not in sys.modules:
+        rc.initialize, rc.finalize = (
+            False,
+            not process.outlives_ranks(),
+        )  # After a loss it may hang.
+    with catch_warnings():
+        simplefilter("ignore", RuntimeWarning)  # The launcher's library is checked below.
         from mpi4py import MPI
 
-        if "Open MPI" in MPI.Get_library_version():
-            raise error.on_every_rank() from None
+    if not MPI.Is_initialized():
+        version, started = named(MPI.Get_library_version()), process.launched()
+        family = family_of(version)
+        if family and started.launcher in LAUNCHED and family not in LAUNCHED[started.launcher]:
+            _refuse(
+                started, f"its launcher is that of {started.launcher}, but mpi4py loads {version}"
+            )
+        if (family, started.launcher) == ("Open MPI", "none"):
+            try:
+                process.check_temporary_folder()
+            except ConfigError as error:
+                raise error.on_every_rank() from None
         MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+    return MPI
 
 
 @contextmanager
@@ -129,7 +146,11 @@ def ranks() -> Iterator[MpiTransport]:
     >>> with mpitrain.ranks() as transport:
     ...     mpitrain.Group(transport, "ring").all_reduce(array)
     """
-    transport = join_world()
+    try:
+        transport = join_world()
+    except MpitrainError as error:
+        say(error.named())
+        sys.exit(error.exit_code)
     with ending_together(transport):
         refuse_strangers()
         yield transport
@@ -156,20 +177,26 @@ def _over(comm: Any) -> MpiTransport:
 def refuse_strangers() -> None:
     """Raise ConfigError if a launcher started N processes, but each is rank 0 of 1 for MPI.
 
-    Such processes would all write the same files. Only the first one raises; the others exit.
+    Such processes would all write the same files.
     """
     from mpi4py import MPI
 
     started = process.launched()
-    if started.size == 1 or MPI.COMM_WORLD.size > 1:
-        return
+    if started.size > 1 and MPI.COMM_WORLD.size == 1:
+        _refuse(
+            started, f"{started.launcher} started it, but MPI tells each process that it is alone"
+        )
+
+
+def _refuse(started: process.Launched, law: str) -> NoReturn:
+    """Raise ConfigError in the first process of a launcher; the others exit with the same code."""
     if started.rank > 0:
         # No barrier joins these processes. The first exit may make the launcher end the process
         # that prints the error.
         time.sleep(1)
         sys.exit(ConfigError.exit_code)
     raise ConfigError(
-        f"{started.launcher} started {started.size} processes, but MPI tells each of them that it is alone.",
+        law,
         "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
     ).on_every_rank()
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mpitrain.cli.launch.command import library
 from mpitrain.tools.doctor.probes import PROBES
 from tests.processes import (
     PROGRAM,
@@ -456,6 +457,18 @@ def test_processes_that_are_each_alone_are_refused(tmp_path):
     code += "from mpitrain.cli import main; main(['doctor'])"  # without the seconds of the products
     warned = alone(0, sys.executable, "-c", code)
     assert warned.stdout.count("warning: Open MPI started 2 processes") == 1, warned
+
+
+def test_ranks_of_another_library_s_launcher_are_refused_before_mpi_starts(tmp_path):
+    by_mpich = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}
+    other = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    is_open = library().family == "Open MPI"
+    environment = {**os.environ, **(by_mpich if is_open else other)}
+    for program in ("with mpitrain.ranks(): pass", "mpitrain.connect()"):
+        code = f"import mpitrain\n{program}\nprint(1)"
+        done = run([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+        assert done.returncode and not done.stdout and "but mpi4py loads" in done.stderr, done
+        assert ("Traceback" in done.stderr) == ("ranks" not in program)
 
 
 def test_doctor_probes_ranks_that_share_the_cores_between_their_blas_threads(tmp_path):

