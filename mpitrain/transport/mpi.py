@@ -109,10 +109,8 @@ def _started(rc: Any) -> Any:
     rc  mpi4py.rc
     """
     if "mpi4py.MPI" not in sys.modules:
-        rc.initialize, rc.finalize = (
-            False,
-            not process.outlives_ranks(),
-        )  # After a loss it may hang.
+        rc.initialize = False
+        rc.finalize = not process.outlives_ranks()  # After a loss MPI_Finalize may hang.
     with catch_warnings():
         simplefilter("ignore", RuntimeWarning)  # The launcher's library is checked below.
         from mpi4py import MPI
@@ -121,9 +119,8 @@ def _started(rc: Any) -> Any:
         version, started = named(MPI.Get_library_version()), process.launched()
         family = family_of(version)
         if family and started.launcher in LAUNCHED and family not in LAUNCHED[started.launcher]:
-            _refuse(
-                started, f"its launcher is that of {started.launcher}, but mpi4py loads {version}"
-            )
+            by = f"The launcher of {started.launcher} started {started.size} processes"
+            _refuse(started, f"{by}, but mpi4py loads {version}.")
         if (family, started.launcher) == ("Open MPI", "none"):
             try:
                 process.check_temporary_folder()
@@ -183,9 +180,8 @@ def refuse_strangers() -> None:
 
     started = process.launched()
     if started.size > 1 and MPI.COMM_WORLD.size == 1:
-        _refuse(
-            started, f"{started.launcher} started it, but MPI tells each process that it is alone"
-        )
+        by = f"{started.launcher} started {started.size} processes"
+        _refuse(started, f"{by}, but MPI tells each of them that it is alone.")
 
 
 def _refuse(started: process.Launched, law: str) -> NoReturn:

@@ -94,7 +94,7 @@ def test_a_missing_launcher_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ConfigError, match="MPICH 5.0.2 from /opt/x/lib/libmpi.so.12, but its mpiexec"
+        ConfigError, match=r"MPICH 5.0.2 from /opt/x/lib/libmpi.so.12, but its mpiexec"
     ):
         launcher_of("MPICH 5.0.2", "/opt/x/lib/libmpi.so.12")
 
