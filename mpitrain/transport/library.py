@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.errors import ConfigError
+from mpitrain.machine import process
 
 PROMISES = {
     "MPICH_GPU_SUPPORT_ENABLED": "Cray MPICH",
@@ -193,7 +194,10 @@ def launcher_of(version: str, path: str = "") -> str:
     """
     family = FAMILIES[family_of(version)]
     beside = Path(path).resolve().parent
-    places = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
+    places = [
+        str(Path(sys.executable).parent),
+        *process.environment().get("PATH", "").split(os.pathsep),
+    ]
     if path:
         # Of Intel MPI, the library may lie in lib/release.
         places = [str(beside.parent / "bin"), str(beside.parent.parent / "bin"), *places]
