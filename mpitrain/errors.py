@@ -76,7 +76,7 @@ class Sentence(str):
 
 ONE = re.compile(
     r"(?<!rank )(?<!stage )(?<!step )(?<!worker )(?<![\w.,=-])"
-    r"(1 (?:other )?(?:chunk|element|layer|micro-batch|rank|row|stage|step|unit|update|worker))e?s\b"
+    r"(1 (?:other )?(?:chunk|element|layer|micro-batch|rank|row|stage|step|time|unit|update|worker))e?s\b"
 )
 """A number of one with a noun in the plural."""
 

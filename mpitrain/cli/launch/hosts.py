@@ -126,8 +126,8 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int]:
         # The variables of hosts and tasks are those of the first component alone.
         raise ConfigError(
             f"launch starts ranks on one component of a Slurm job, but this job has {parts} (#SBATCH hetjob).",
-            "Submit a job of one component: --nodes and --ntasks-per-node. Or start the ranks of all by srun: "
-            f"srun --het-group=0-{parts - 1} mpitrain train",
+            "Submit a job of one component: --nodes and --ntasks-per-node. Or start the ranks of all by "
+            f"`srun --mpi=pmix --het-group=0-{parts - 1} mpitrain train`; MPICH: --mpi=pmi2.",
         )
     hosts = _count(environ, "SLURM_JOB_NUM_NODES", 1)
     return _count(environ, "SLURM_NTASKS", hosts), hosts

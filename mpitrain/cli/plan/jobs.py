@@ -15,6 +15,7 @@ from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
     CP,
+    DATA,
     DEVICE,
     DP,
     PP,
@@ -41,7 +42,7 @@ LEAST_BLOCKS = 5
 
 
 def job_options(function: Callable) -> Callable:
-    for option in reversed((CONFIG_FILE, PRESET, SET, DP, CP, TP, PP, DEVICE)):
+    for option in reversed((CONFIG_FILE, PRESET, SET, DATA, DP, CP, TP, PP, DEVICE)):
         function = option(function)
     return function
 

@@ -18,7 +18,7 @@ from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.data import source_kind
-from mpitrain.errors import visible
+from mpitrain.errors import in_singular, visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import installed_mkl
 from mpitrain.parallel.modes import servers_of
@@ -104,7 +104,7 @@ class Progress(Watcher):
 
     def on_begin(self, config: Config, run_dir: Path, record: dict[str, Any]) -> None:
         c, m = config, config.model
-        network = f"{m.kind}, {m.layers} layers of width {m.width}"
+        network = in_singular(f"{m.kind}, {m.layers} layers of width {m.width}")
         frozen = f" ({record['frozen']:,} frozen)" if "frozen" in record else ""
         print(
             f"{status('began', str(run_dir))}{network}: {record['parameters']:,} parameters{frozen} on "

@@ -21,7 +21,7 @@ KEYS = "--set", f"data.source=text:{TEXT}", "--set", "run.eval_every=4"
 TRAIN = [*PROGRAM, "train", *TINY, *KEYS, "--out", "run"]
 STEPS = [f"step {step:>2}/12  loss " for step in range(1, 13)]
 SAID = [
-    "gpt, 1 layers of width 16: ",
+    "gpt, 1 layer of width 16: ",
     "972 tokens to train on, 108 held out ",
     *(*STEPS[:4], "step 4: validation loss "),
     *(*STEPS[4:8], "step 8: validation loss "),
