@@ -57,7 +57,7 @@ from mpitrain.run.job import (
     with_data_found,
     with_micro_batches,
 )
-from mpitrain.run.memory import StepCounts, check_memory
+from mpitrain.run.memory import Room, StepCounts, check_memory
 from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
 from mpitrain.run.run_dir import (
     check_meaning,
@@ -123,7 +123,7 @@ def build(
         name = "this data source" if source else job.config.data.source
         job = _fitted(replace(job, source=data), name, transport.rank == 0)
         models = _models(job, folder, transport.rank)
-        counts = _counted(transport, job)
+        counts = _counted(transport.rank, job, check_memory(transport, job))
         job = replace(job, facts=_facts(job, models, has_files=not source))
         return job
 
@@ -133,7 +133,8 @@ def build(
         on_all_ranks(transport, opened, FILES, lambda job: job.facts)
         if is_timed:
             job = _cut_by_time(transport, job)
-            counts = on_all_ranks(transport, lambda: _counted(transport, job))
+            room = check_memory(transport, job)
+            counts = on_all_ranks(transport, lambda: _counted(transport.rank, job, room))
         _prepare(transport, job.device)
     # Else the ranks agree on the data and on the units together.
     trainer = Trainer(
@@ -238,18 +239,17 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
     return config.changed({"run.steps": steps})
 
 
-def _counted(transport: Transport, job: Job) -> StepCounts:
-    """Count a step of this rank; ConfigError if its state or its activations do not fit in memory.
+def _counted(rank: int, job: Job, room: Room) -> StepCounts:
+    """Count a step of this rank; ConfigError if its activations do not fit in `room`.
 
     A job on the host counts nothing unless memory.limit_gb is set.
     """
-    room = check_memory(transport, job)
     if job.device.kernels is None and not job.config.memory.limit_gb:
         return StepCounts()
     from mpitrain.run.count.step import check_activations
 
     again = partial(with_micro_batches, job)
-    return check_activations(job, job.source, job.units, room, transport.rank, again)
+    return check_activations(job, job.source, job.units, room, rank, again)
 
 
 def open_data(transport: Transport, job: Job) -> Source:

@@ -257,8 +257,8 @@ def test_nothing_of_the_old_trainer_lives_on(settings, monkeypatch):
     trainers, alive = [], []
     init, pause = Trainer.__init__, Run.pause
 
-    def made(own, *arguments):
-        init(own, *arguments)
+    def made(own, *arguments, **named):
+        init(own, *arguments, **named)
         trainers.append(weakref.ref(own))
 
     def begun(run, stop):
