@@ -251,8 +251,6 @@ class Passage(threading.Thread):
 ABORTING = 15.0
 """Seconds in which a launcher must end after a rank has ended all of them."""
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STARTING = 10.0
-"""Seconds after which every rank of a user's program takes USR1: before, it would end one that starts."""
 
 
 class Requests(list[int]):
@@ -325,10 +323,10 @@ def run(
     ]
     process.stdout.close()
     process.stderr.close()
-    began, warned, passed, reached_run, has_ended = time.monotonic(), 0, 0, False, False
+    warned, passed, reached_run, has_ended = 0, 0, False, False
     while (code := process.poll()) is None:
         ends = [number for number in requests if is_ours or number != signal.SIGUSR1]
-        if len(requests) - len(ends) > warned and time.monotonic() > began + STARTING:
+        if len(requests) - len(ends) > warned:
             warned += 1
             process.send_signal(signal.SIGUSR1)  # The program itself says what this asks for.
         if len(ends) > passed:

@@ -92,8 +92,7 @@ def test_a_program_of_the_user_gets_each_usr1_and_ends_at_term(tmp_path):
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.01)"
     )
-    soon = "import mpitrain.cli.launch.supervise as supervise; supervise.STARTING = 1"
-    process = started(counts, training="False, False", prelude=soon)
+    process = started(counts, training="False, False")
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
         assert process.stdout.readline()
         process.send_signal(number)

@@ -81,7 +81,8 @@ def test_a_stopped_job_queues_itself_again_unless_it_is_cancelled(
         "scontrol": 'echo "$@" > requeued',
     }
     environment(tmp_path / ".venv", programs)
-    (tmp_path / "job.sbatch").write_text(written(shlex.split(words)))
+    text = written(shlex.split(words)).replace("SECONDS < 20", "SECONDS < 0")
+    (tmp_path / "job.sbatch").write_text(text)
     slurm = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "16"}
     nowhere, environ = subprocess.DEVNULL, {**NONE, **slurm}
     job = subprocess.Popen(["bash", "job.sbatch"], cwd=tmp_path, stdout=nowhere, env=environ)
@@ -127,7 +128,8 @@ def test_two_legs_of_a_program_without_progress_end_its_job(
     programs = {"mpitrain": LEG, "scontrol": "exit 1", "sbatch": "exit 1", "qsub": "exit 1"}
     environment(tmp_path / ".venv", programs)
     script = tmp_path / "mpitrain-7.sbatch"
-    script.write_text(written(shlex.split(f"{system} {options} -- {OWN} --epochs 3")))
+    text = written(shlex.split(f"{system} {options} -- {OWN} --epochs 3"))
+    script.write_text(text.replace("SECONDS < 20", "SECONDS < 0"))
     ids = dict.fromkeys(("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"), "7")
     for number, (is_warned, saved, code) in enumerate(legs, 1):
         facts = {"WARNED": "1" * is_warned, "SAVED": saved, "CODE": str(code)}
