@@ -36,7 +36,7 @@ def runs_on(cluster, job):
 def test_a_program_passes_five_time_limits_and_a_lost_node_as_if_there_were_none(cluster, tmp_path):
     program = PROGRAM.replace(STEP, SLOW).replace("20_000", "2_000")
     assert program.count("sleep") == 1
-    job = submitted(cluster, tmp_path / "cut", "0.1", program, "--time", "1", "--margin", "30")
+    job = submitted(cluster, tmp_path / "cut", "0.2", program, "--time", "1", "--margin", "30")
     for number in range(1, LIMITS + 1):
         cluster.until(lambda n=number: restarts(cluster, job) >= n, f"time limit {number}")
     runs_on(cluster, job)
@@ -46,6 +46,8 @@ def test_a_program_passes_five_time_limits_and_a_lost_node_as_if_there_were_none
     try:
         cluster.until(lambda: restarts(cluster, job) > LIMITS, "the lost node")
         (tmp_path / "cut/pause").write_text("0")
+        # On a crowded machine a leg of a minute passes before PyTorch is imported, and makes one step.
+        os.system(f"scontrol update jobid={job} timelimit=9")
         (ended,) = cluster.ended(job)
         assert ended[:2] == ("COMPLETED", "0") and ended[2] > LIMITS
     finally:
@@ -67,7 +69,7 @@ def test_a_program_passes_five_time_limits_and_a_lost_node_as_if_there_were_none
     [
         ("import sys; sys.exit(85)", ("FAILED", "1", 1), "is not queued again: twice in a row"),
         ("import sys; sys.exit(3)", ("FAILED", "3", 0), ""),
-        ("import time; time.sleep(600)", ("TIMEOUT", "0", 0), "did not exit with 85"),
+        ("import time; time.sleep(600)", ("TIMEOUT", "143", 0), "did not exit with 85"),
     ],
     ids=["exits with 85 at once", "fails", "never asks"],
 )
