@@ -38,8 +38,8 @@ def on_use(home: str) -> Callable[..., Any]:
 class Table(dict[Name, Row]):
     """A dict whose names cannot be assigned twice, so no plugin replaces a built-in row.
 
-    All rows have the type of the first one; if it is a class, they are subclasses of it. Readers look
-    a row up when they need it, and import no copy of the names.
+    All rows have the type of the first one; if it is a class, they have its base. Readers look a row
+    up when they need it, and import no copy of the names.
     """
 
     def __init__(self, *rows: Any, **named: Row):
@@ -55,8 +55,8 @@ class Table(dict[Name, Row]):
                 "Choose another name.",
             )
         first = next(iter(self.values()), row)
-        kind = first if isinstance(first, type) else type(first)
-        if isinstance(first, type) and not (isinstance(row, type) and issubclass(row, first)):
+        kind = first.__mro__[-2] if isinstance(first, type) else type(first)
+        if isinstance(first, type) and not (isinstance(row, type) and issubclass(row, kind)):
             raise ConfigError(
                 f"A row of this table is a subclass of {kind.__name__}, but that of {name!r} is "
                 f"{row!r:.60}.",

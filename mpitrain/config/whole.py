@@ -286,10 +286,12 @@ def _lists_of_texts() -> set[str]:
 
 
 def _entries(text: str) -> Any:
-    """Return the entries of a list without quotes, [a, b], or of one without brackets; else the text."""
+    """Return the entries of a list without quotes, [a, b] or a, b; else the text."""
     if match := re.fullmatch(r"\[([^\[\]'\"]*)\]", text):
         return [entry.strip() for entry in match[1].split(",")]
-    return text if re.match(r"[\[\d'\"]", text) else [text]
+    if re.match(r"[\[\d'\"]", text):
+        return text
+    return [entry.strip() for entry in text.split(",")]
 
 
 def _toml_value(text: str) -> Any:

@@ -120,9 +120,9 @@ def test_in_half_precision_the_base_has_no_masters(compute):
         trainer, source, _ = build(
             transport, configured(*EXACT, *settings, *lora(ALL), f"precision.compute={compute}")
         )
-        store = trainer.replica
+        replica = trainer.replica
         result = stepped(trainer, source, range(3))[-1]
-        masters = [k for k in store.kept() if k.name == "parameters" and not k.entries]
+        masters = [k for k in replica.state() if k.name == "parameters" and not k.entries]
         assert sum(k.array.size for k in masters) <= trainer.storage.length
         return result.loss
 
