@@ -80,6 +80,11 @@ class Browser:
             mobile=False,
         )
         self.call("Page.navigate", url=str(address))
+        self.settle(address)
+
+    def settle(self, address=""):
+        """Wait until the page that is being opened has been drawn."""
+        time.sleep(0.1)
         end = time.monotonic() + OPENS
         while self.value("document.readyState") != "complete":
             assert time.monotonic() < end, f"{address} is not open after {OPENS} s"
