@@ -190,7 +190,7 @@ def read_report(run: Path) -> "tuple[RunReport, list[str]]":
             more += what_each_did_last(timeline)
     else:
         more = ["It has no trace: run.trace, which is the default, keeps one."]
-    if breakdown:
+    if breakdown and timeline:
         sentences.append(table_title(breakdown, timeline))
     shown = visible(in_words([*sentences, *more])).splitlines()
     return RunReport(shown, records, timeline, breakdown), [*lines, *more]

@@ -234,23 +234,24 @@ def goodput_bar(runs: Mapping[str, RunReport]) -> Any:
         y_range=[*reversed(parts_of)],
         x_axis_label="% of the time since the first start",
     )
-    data = {"run": [*parts_of], "left": [0.0] * len(parts_of)}
+    left = [0.0] * len(parts_of)
     for part, colour in PARTS.items():
         seconds = [max(0.0, parts.get(part, 0.0)) for parts in parts_of.values()]
         shares = [
             100 * each / sum(max(0.0, other) for other in parts.values())
             for each, parts in zip(seconds, parts_of.values(), strict=True)
         ]
-        right = [start + share for start, share in zip(data["left"], shares, strict=True)]
+        right = [start + share for start, share in zip(left, shares, strict=True)]
         source = {
-            **data,
+            "run": [*parts_of],
+            "left": left,
             "right": right,
             "share": shares,
             "seconds": seconds,
             "part": [part] * len(right),
         }
         plot.hbar(y="run", left="left", right="right", height=0.7, color=colour, source=source)
-        data["left"] = right
+        left = right
     plot.add_tools(
         HoverTool(
             tooltips=[("", "@part"), ("share", "@share{0.0}%"), ("seconds", "@seconds{0,0.0}")]

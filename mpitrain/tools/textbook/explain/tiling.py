@@ -208,7 +208,6 @@ def record(setting: TopicSetting) -> Explanation:
         [_source(rung) for rung in RUNGS],
         "mpitrain bench transactions --dtype float32",
         ("tests/unit/textbook/test_ladder.py", "tests/unit/kernels/test_transactions.py"),
-        (len(RUNGS),),
         products=[
             (
                 Sentence(
