@@ -34,7 +34,7 @@ def whole_rows(trainer, prompt, count, sampling, seed=0):
     row, generator = [*prompt], np.random.default_rng(seed)
     for _ in range(count):
         ends = np.where(np.array([row]) == trainer.config.data.separator, DOCUMENT_END, 0)
-        logits = trainer.inference.infer(np.array([row], np.int64), without_ends(ends)[1])
+        logits = trainer.infer(np.array([row], np.int64), without_ends(ends)[1])
         row.append(draw(np.float64(logits[0, -1]), sampling, generator))
     return row[len(prompt) :]
 

@@ -12,9 +12,10 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
-from mpitrain.data import IGNORED, Source
-from mpitrain.errors import MpitrainError
-from mpitrain.layers.base import Loss, Unit
+from mpitrain.data import IGNORED, Source, read_rows, without_ends, without_padding
+from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.layers.base import Loss, Places, Unit
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES
 from mpitrain.ops.int8_rows import Coded
@@ -22,6 +23,7 @@ from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import class_of
 from mpitrain.parallel.replica import StepResult, weight_of
+from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_used,
@@ -31,7 +33,8 @@ from mpitrain.parallel.tensor.layer_factory import (
 )
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
-from mpitrain.run.inference import Indices, Inference, Reader
+from mpitrain.regions import moved, overlap
+from mpitrain.run.inference import Indices, Reader, Shape, evaluated_rows, places_of
 from mpitrain.run.job import FILES, Job, agree_on
 from mpitrain.run.memory import StepCounts
 from mpitrain.transport.agreement import on_all_ranks
@@ -205,18 +208,7 @@ class Trainer:
         takes = LOSSES[self.config.model.loss].takes if loss is None else None
         vocabulary, stored = getattr(model[0].layer, "vocab", 0), self.storage.dtype
         self._indices = Indices(self.transport, vocabulary, takes, stored)
-        self.inference = Inference(
-            resolved,
-            grid,
-            layers,
-            self._loss,
-            self.pipe,
-            self.replica,
-            self._indices,
-            decoded,
-            self.arena,
-            self.storage.dtype,
-        )
+        self._decoded = decoded
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -231,7 +223,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replica, self.inference  # They own arrays in windows.
+        del self.pipe, self.replica  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -313,13 +305,13 @@ class Trainer:
             if a prediction has no target. With several ranks the job is aborted.
         """
         where, indices = f"step {index + 1}", self._indices
-        inputs, targets, *marks = self.inference.cut(inputs, targets)
+        inputs, targets, *marks = self._cut(inputs, targets)
         inputs = indices.tokens(inputs, where)
         indices.rows(inputs, self.share(), where)
-        targets = indices.targets(targets, inputs.shape, self.inference.logits_shape, where)
+        targets = indices.targets(targets, inputs.shape, self._logits_shape, where)
         given, micro_batches = inputs.shape, self.config.batch.micro_batches
         rows = len(inputs)
-        inputs, targets = self.inference.own(inputs, 0), self.inference.own(targets, IGNORED)
+        inputs, targets = self._own_tokens(inputs, 0), self._own_tokens(targets, IGNORED)
         # A row has the tokens of all ranks that divide it, padding included.
         count, *lengths = inputs.shape
         shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
@@ -332,7 +324,7 @@ class Trainer:
 
         def rows_of(micro: int) -> Any:
             """Return the inputs of a micro-batch, in the memory of the backend."""
-            return self.inference.placed(inputs[shares[micro].start : shares[micro].stop])
+            return self.placed(inputs[shares[micro].start : shares[micro].stop])
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
@@ -350,7 +342,7 @@ class Trainer:
         replica.begin(index, ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, places = self.share().start, self.inference.places(shape, given, *marks)
+            start, places = self.share().start, self._places(shape, given, *marks)
             self.pipe.train(
                 [
                     (*(index, start + part.start, len(part), True), places and places.of(part))
@@ -414,11 +406,17 @@ class Trainer:
         array or None
             (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
-        return self.inference.logits(inputs)
+        logits = self.infer(*self._texts(inputs))
+        return (
+            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
+        )
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
-        return self.inference.placed(rows)
+        half = self.resolved.device.half
+        return self.backend.from_host(
+            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
+        )
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
@@ -444,15 +442,201 @@ class Trainer:
             On every rank, if no target of these rows counts.
         """
         self.sync_parameters()
-        return self.inference.evaluate(source, stop_requested)
+        # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
+        # the same number of batches. A rank without rows computes one row that does not count.
+        rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
+        together = replicas * max(
+            1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
+        )
+        totals = np.zeros(3)
+        for start in range(0, rows, together):
+            own_rows = share(min(together, rows - start), self.grid.coords.dp, replicas)
+            is_asked = stop_requested is not None and stop_requested()
+            numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
+            measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
+            does_count = bool(own_rows) and self.grid.reports_loss
+            *sums, stop = self.replica.total(*(measured if does_count else (0.0, 0, 0)), is_asked)
+            if stop:
+                return None
+            totals += sums
+        loss, right, count = totals.tolist()
+        if not count:
+            raise DataError(
+                f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
+                "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+            ).on_every_rank()
+        has_classes = self._indices.takes in ("classes", None)
+        return loss / count, right / count if has_classes else math.nan
 
     def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective."""
-        return self.inference.row_losses(inputs, targets)
+        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective.
+
+        With layout.cp each of these ranks sums the losses of its tokens.
+        """
+        self._check_causal(
+            "A choice has the probability of its tokens, each after the earlier ones"
+        )
+        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
+        targets = self._own_tokens(targets, IGNORED)
+        flat = self.backend.from_host(targets).reshape(-1)
+        losses, length = np.zeros(len(inputs)), targets.shape[1]
+        logits = self._own_logits(inputs)
+        if logits is None:
+            return losses
+        for place, some in sliced(logits, self.arena):
+            first = place.start or 0
+            stop = first + len(some)
+            # A slice may begin or end within a row.
+            for row in range(first // length, -(-stop // length)):
+                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+                part = some[moved(both, -first)]
+                losses[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
+        return losses
 
     def reader(self, sequences: int, room: int) -> Reader:
         """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
-        return self.inference.reader(sequences, room)
+        from mpitrain.pipeline.decoder import Decoder, can_decode
+
+        self._check_causal("Text is generated token by token")
+        chunks, layers = self._decoded
+        decoder = None
+        if can_decode(chunks):
+            decoder = Decoder(
+                self.resolved.plan.stage_of,
+                chunks,
+                self.grid.pp.transport,
+                self.replica,
+                self.arena,
+                self.resolved.device.half or self.storage.dtype,
+                layers.now,
+                self.placed,
+                sequences,
+                room,
+            )
+        return Reader(decoder, self.infer, self._row)
+
+    def _cut(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, targets without marks of document ends, `starts`, `types`.
+
+        starts  (B, T) int32, the index in the row where each token's document begins; None unless
+                rows are texts or data.attend is document
+        types   (B, T) int32, the token types; None unless rows are texts
+        """
+        if self.config.data.attend == "document" and targets.ndim == 2:
+            return inputs, *without_ends(targets), None
+        inputs, *marks = self._texts(inputs)
+        return inputs, targets, *marks
+
+    def _texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, and `starts` and `types` as of `_cut`."""
+        if self._indices.vocabulary and inputs.ndim == len(self._logits_shape(inputs.shape)):
+            return without_padding(inputs)
+        return inputs, None, None
+
+    def _places(
+        self, shape: Shape, given: Shape, starts: np.ndarray | None, types: np.ndarray | None = None
+    ) -> Places | None:
+        """Return the places of the tokens of rows.
+
+        shape, given   of the rows, (B, T), with and without padding
+        starts, types  from `_cut`
+        """
+        if starts is None and shape[1:] != given[1:] and not self._is_causal:
+            starts = np.zeros(given, np.int32)
+        return places_of(self._layers, shape, starts, self.placed, types)
+
+    def _own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
+        """Return this rank's tokens of rows (B, T), or of their targets.
+
+        fill  the value after the ends of rows, if their tokens do not divide among the ranks
+        """
+        share = self._layers.now.tokens
+        if share.ranks == 1:
+            return rows
+        missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
+        filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
+        return share.cut(filled)
+
+    def infer(
+        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
+    ) -> Any:
+        """Return the logits of all tokens, with this tensor-parallel rank's columns.
+
+        None except on the last stage.    starts, types: from `_cut`
+        """
+        logits = self._own_logits(inputs, starts, types)
+        if logits is None or not self._layers.context:
+            return logits
+        context, share = self._layers.context, self._layers.now.tokens
+        whole = all_tokens(computed(logits, self.arena), context, share, self.arena)
+        return whole[:, : inputs.shape[1]]
+
+    def _own_logits(
+        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
+    ) -> Any:
+        """Return the logits of this rank's tokens, with this tensor-parallel rank's columns.
+
+        None except on the last stage. If the ranks cannot divide the rows or their tokens, the
+        inputs are padded with zeros. The padding comes after all rows or to the right of them. The
+        causal mask hides it; without that mask it is a document of its own.
+        """
+        inputs = self._indices.tokens(inputs, "an input")
+        filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
+        filled[tuple(map(slice, inputs.shape))] = inputs
+        own = self._own_tokens(filled, 0)
+        places = self._places(filled.shape, inputs.shape, starts, types)
+        logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
+        if logits is None:
+            return None
+        lengths = self._own_tokens(inputs, 0).shape[: logits.ndim - 1]
+        if isinstance(logits, ChunkedLogits):
+            return logits.cut(lengths, self.arena)
+        return logits[tuple(map(slice, lengths))]
+
+    def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole logits for an input of this shape, without padding rows."""
+        ranks, (count, *lengths) = self._layers.now.tokens.ranks, self._layers.filled(shape)
+        *rows, columns = self.pipe.output_shape((count, *(each // ranks for each in lengths)))
+        rows[1:] = [each * ranks for each in rows[1:]]
+        return *map(min, rows, shape), self._layers.columns(columns)
+
+    def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
+        """Return of held-out rows the summed loss, and the correct and the counted predictions."""
+        inputs, targets = read_rows(
+            self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
+        )
+        inputs, targets, *marks = self._cut(inputs, targets)
+        targets = self._indices.targets(
+            targets, inputs.shape, self._logits_shape, "a held-out batch"
+        )
+        targets = self._own_tokens(targets, IGNORED)
+        counted = targets.size - self._indices.ignored(targets)
+        flat = self.backend.from_host(targets).reshape(-1)
+        logits = self._own_logits(inputs, *marks)
+        if logits is None:
+            return 0.0, 0, 0
+        total, right = 0.0, 0
+        for place, some in sliced(logits, self.arena):
+            right += int(self._loss.correct(some, flat[place], self.arena))
+            total += float(self._loss.value(some, flat[place], self.arena))
+        return total, right, counted
+
+    @property
+    def _is_causal(self) -> bool:
+        return "attention to later tokens" not in self._layers.made
+
+    def _check_causal(self, why: str) -> None:
+        if not self._is_causal:
+            raise ConfigError(
+                f"{why}, but attention of this model has no causal mask: tokens see later ones.",
+                "Use a model with the causal mask.",
+            ).on_every_rank()
+
+    def _row(self, logits: Any, token: int) -> np.ndarray:
+        """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
+        rows = computed(logits, self.arena)[:, token]
+        whole = self._layers.whole(rows, self.arena)
+        return np.asarray(self.backend.to_host(whole), np.float64)
 
 
 def parameter_count(units: Sequence[Unit]) -> int:

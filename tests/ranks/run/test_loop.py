@@ -32,7 +32,6 @@ from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
 from mpitrain.run.choices import parse
-from mpitrain.run.inference import Inference
 from mpitrain.run.loop import train
 from mpitrain.run.metrics import read_metrics
 from mpitrain.run.run_dir import checkpoint_of, noted_largest
@@ -133,9 +132,9 @@ def test_a_stop_on_one_rank_ends_the_evaluation_until_the_resume(
 ):
     settings = [*book, f"run.eval_every={every}"]
     batches = Counter()
-    losses = Inference._losses
+    losses = Trainer._losses
     monkeypatch.setattr(
-        Inference,
+        Trainer,
         "_losses",
         lambda own, *asked: (batches.update([own.grid.world.rank]), losses(own, *asked))[1],
     )

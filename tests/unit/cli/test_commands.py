@@ -217,8 +217,8 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
     monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
     trainer = trained("model.context=128", steps=1)
     widths = []
-    logits = trainer.inference.infer
-    trainer.inference.infer = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
+    logits = trainer.infer
+    trainer.infer = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
     narrow = list(islice(tokens(trainer, [10], 0.0, 0, 0), 150))
     assert sorted(set(widths)) == [16, 32, 64, 128]
     whole = np.zeros((1, 128), np.int64)
