@@ -242,9 +242,11 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
 def _counted(rank: int, job: Job, room: Room) -> StepCounts:
     """Count a step of this rank; ConfigError if its activations do not fit in `room`.
 
-    A job on the host counts nothing unless memory.limit_gb is set.
+    A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model:
+    counting also finds a layer that returns another output than it states.
     """
-    if job.device.kernels is None and not job.config.memory.limit_gb:
+    is_own = MODELS.is_added(job.config.model.kind)
+    if job.device.kernels is None and not job.config.memory.limit_gb and not is_own:
         return StepCounts()
     from mpitrain.run.count.step import check_activations
 
