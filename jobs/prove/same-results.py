@@ -268,6 +268,6 @@ def main(commit, *parts):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(*sys.argv[2:3], sys.argv[3:])
+        work(sys.argv[2], sys.argv[3:])
     else:
         sys.exit(main(*sys.argv[1:]))
