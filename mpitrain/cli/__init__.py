@@ -187,7 +187,7 @@ def explained(error: click.NoSuchOption, words: list[str]) -> click.UsageError:
     ending, spelt = ".", option.replace("_", "-")
     if spelt in meant:
         ending = f"; did you mean {' or '.join(meant[spelt])}?"
-    elif row := foreign(option):
+    elif row := foreign(option, is_command=not keys):
         key, _, its_value = row.ours.partition("`")[2].partition("`")[0].partition("=")
         if key in keys and row.ours.startswith("`"):
             rest = row.ours.partition("`")[2].partition("`")[2]

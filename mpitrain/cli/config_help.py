@@ -85,16 +85,26 @@ def write_keys(path: Path, config: Config) -> None:
             f"--write-config writes a new file, but {path} exists.", "Name another file."
         )
     values = config.flat()
-    lines = ["# mpitrain train --help-config explains all keys."]
+    if path.resolve().parent != Path.cwd():
+        raise ConfigError(
+            f"--write-config writes paths as they count from here, but {path} is in another folder.",
+            "Go to that folder first, or name a file of the current one.",
+        )
+    lines, tables = ["# mpitrain train --help-config explains all keys."], list[str]()
     chosen = [key for key in keys() if key.is_basic or values[key.name] != key.default]
     for section, group in groupby(chosen, lambda key: key.name.partition(".")[0]):
         lines += ["", f"[{section}]"]
         for key in group:
             law = f"{key.help}; {key.range}" if key.range else key.help
-            lines += TextWrapper(100, "# ", "# ", break_on_hyphens=False).wrap(law)
-            lines += [tomli_w.dumps({key.name.partition(".")[2]: values[key.name]}).strip()]
+            comment = TextWrapper(100, "# ", "# ", break_on_hyphens=False).wrap(law)
+            own = {key.name.partition(".")[2]: values[key.name]}
+            text = tomli_w.dumps(own).strip()
+            if text.startswith("["):  # TOML has a table behind the other keys of its section.
+                tables += ["", *comment, tomli_w.dumps({section: own}).strip()]
+            else:
+                lines += [*comment, text]
     try:
-        write_whole(path, "\n".join([*lines, ""]))
+        write_whole(path, "\n".join([*lines, *tables, ""]))
     except OSError as error:
         raise cannot_write(path, error) from None
     click.echo(f"written to {path}: mpitrain train {path}")

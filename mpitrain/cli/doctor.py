@@ -108,11 +108,11 @@ def versions() -> list[str]:
 
     lines = [f"Python {platform.python_version()}"]
     for name, packages in LIBRARIES.items():
-        found = []
+        installed = []
         for package in packages:
             with suppress(PackageNotFoundError):
-                found.append(version(package))
-        lines.append(f"{name} {found[0] if found else 'none'}")
+                installed.append(version(package))
+        lines.append(f"{name} {installed[0] if installed else 'none'}")
     try:
         lines.append(f"MPI {library().version}")
     except ConfigError as error:

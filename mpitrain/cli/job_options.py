@@ -117,7 +117,10 @@ SETTINGS = "MPITRAIN_SET"
 def _with_variable(
     context: click.Context, option: click.Parameter, settings: tuple[str, ...]
 ) -> tuple[str, ...]:
-    return (*shlex.split(os.environ.get(SETTINGS, "")), *settings)
+    try:
+        return (*shlex.split(os.environ.get(SETTINGS, "")), *settings)
+    except ValueError as error:
+        raise click.BadParameter(f"{os.environ[SETTINGS]}: {error}", param_hint=SETTINGS) from None
 
 
 SET = click.option(

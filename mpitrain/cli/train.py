@@ -116,8 +116,10 @@ def command(
     changed = changes(settings, **options)
     if config_to_write:
         from mpitrain.cli.config_help import write_keys
+        from mpitrain.machine.process import launched
 
-        write_keys(config_to_write, _configured(config_file, changed, resume or "no", preset))
+        if launched().rank == 0:
+            write_keys(config_to_write, _configured(config_file, changed, resume or "no", preset))
         return
     be_courtesy()
     configured = cache(lambda: _configured(config_file, changed, resume or "no", preset))

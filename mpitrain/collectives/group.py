@@ -434,10 +434,11 @@ def _bind_apart(
     agree(transport, operation, incoming, known, algorithm, compares=compares)
     is_overlap = overlap(outgoing, incoming)
     if any(transport.gather_text(is_overlap) if compares else [is_overlap]):
-        raise CommError(
+        error = CommError(
             f"rank {transport.rank}: {operation} needs two arrays that overlap on no rank.",
             "Receive into an array of its own.",
-        ).on_every_rank()
+        )
+        raise error.on_every_rank() if compares else error
     if outgoing.size % chunks or (outgoing.size, outgoing.dtype) != (incoming.size, incoming.dtype):
         raise CommError(
             f"rank {transport.rank}: {operation} needs two arrays alike that divide into {chunks} chunks, but they "

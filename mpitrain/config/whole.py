@@ -271,7 +271,9 @@ def with_settings(tables: Mapping[str, Any], settings: list[str]) -> dict[str, A
             )
         table[key] = _toml_value(text.strip())
         if isinstance(table[key], str) and f"{section}.{key}" in _lists_of_texts():
-            table[key] = _entries(table[key])
+            text = table[key]
+            is_prose = key == "sample_prompt" and not text.startswith("[")
+            table[key] = [text] if is_prose else _entries(text)
     return merged
 
 

@@ -59,6 +59,9 @@ class Linear:
     coded       as `Parameter.coded` of the weight
     joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     held        fields of `Parameter` that say which ranks hold the same tensors
+
+    A subclass that overrides `forward` or `backward_input` without the last argument overrides
+    `fusion`, too.
     """
 
     is_rowwise = True
@@ -221,6 +224,9 @@ class Norm:
     gain, bias  (width,)
     epsilon     added to the variance, or to the mean square
     held        fields of `Parameter` that say which ranks hold the same tensors
+
+    A subclass that overrides `forward` or `backward_input` without the last argument overrides
+    `fusion`, too.
     """
 
     output_is_free, fusion = False, Fusion(adds_to_input=True)

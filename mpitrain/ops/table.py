@@ -2,7 +2,7 @@
 
 An argument is a word before the arrow, under the name of its parameter. A result is a word after
 the arrow, or the name of an argument that the operation writes. Dims are products of one-letter
-sizes and of a number: `3HD`. The legend of the letters is in `table`.
+sizes and of a number: `3HD`. The legend of the letters is below.
 
     x:M,K          an array of shape (M, K)
     targets<V:M    integers from 0 to V - 1

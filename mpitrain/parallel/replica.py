@@ -433,9 +433,8 @@ class Replica:
         first        the first unit of this rank with a backward: all units before are frozen
         """
         self.grid, self.storage, self.device, self.arena = grid, storage, device, arena
-        self.settings, self.run, self.wire, self.chunks, self.first = (
-            *(settings, run, wire, chunks, first),
-        )
+        self.settings, self.run, self.wire = settings, run, wire
+        self.chunks, self.first = chunks, first
         self.size, self.micro_batches = batch.size, batch.micro_batches
         self.dense_steps, self.next_pause = dense_steps, next_pause
         self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers

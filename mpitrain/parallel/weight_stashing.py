@@ -108,7 +108,7 @@ class PipeDream(Replica):
         with recorder.called("the control message"):
             self._messages = [np.zeros(5) for _ in range(stages)]
             self._telling = [grid.world.bind(message) for message in self._messages]
-        self._told_name = recorder.name("what all are told", grid.world.transport.members)
+        self._control_name = recorder.name("what all are told", grid.world.transport.members)
         self._losses = self.device.backend.zeros(m, np.float64)
         self._parts_of_mean = [0.0] * m
         self._newest_result = StepResult(math.nan, math.nan, 0, 0.0, True, False)
@@ -295,7 +295,7 @@ class PipeDream(Replica):
 
     def _read_control_message(self) -> None:
         micro = self._unread.popleft()
-        wait = self.recorder.wait(self._told_name)
+        wait = self.recorder.wait(self._control_name)
         with self.exposed:
             self._telling[micro % self._stages].wait()
         self.recorder.go_on(wait)

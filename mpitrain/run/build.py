@@ -133,8 +133,9 @@ def build(
         on_all_ranks(transport, opened, FILES, lambda job: job.facts)
         if is_timed:
             job = _cut_by_time(transport, job)
-            room = check_memory(transport, job)
-            counts = on_all_ranks(transport, lambda: _counted(transport.rank, job, room))
+            counts = on_all_ranks(
+                transport, lambda: _counted(transport.rank, job, check_memory(transport, job))
+            )
         _prepare(transport, job.device)
     # Else the ranks agree on the data and on the units together.
     trainer = Trainer(
@@ -187,7 +188,8 @@ def _prepare(transport: Transport, device: Device) -> None:
     """Compile the kernels of the counted step, together with the other ranks of this host."""
     here = transport.hosts[transport.rank]
     beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
-    if (kernels := device.kernels) is not None and len(beside) > 1:
+    # The same on all ranks, also where a host has only one of them.
+    if (kernels := device.kernels) is not None and len({*transport.hosts}) < transport.size:
         turn = beside.index(transport.rank)
         on_all_ranks(transport, lambda: kernels.prepare(turn, len(beside)))
 

@@ -162,7 +162,14 @@ def agree_on(
         configs.append(config := configured())
         location = look(config)
         gpu, lacks = machine = machine_of(config)
-        jobs.append(job := resolve_here(config, hosts, machine))
+        try:
+            job = resolve_here(config, hosts, machine)
+        except ConfigError:
+            if config.device.kind != "auto" or not gpu.seen:
+                raise
+            # The others may see no GPU, and the kind is then cpu; else all resolve cuda below.
+            job = resolve_here(config.changed({"device.kind": "cpu"}), hosts, machine)
+        jobs.append(job)
         return [
             config.flat(),
             gpu,

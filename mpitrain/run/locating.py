@@ -118,14 +118,20 @@ def located(trainer: Trainer, repeat: Callable[[], Any]) -> str:
     losses = np.isfinite(trainer.loss_sums())
     loss = None if losses.all() else BadArray(int(np.argmin(losses)), "the loss", 0)
     everyone = transport.gather_text([trainer.grid.coords.pp, watch.first, loss])
-    found = {rank: (stage, BadArray(*bad)) for rank, (stage, bad, _) in enumerate(everyone) if bad}
-    found = found or {rank: (0, BadArray(*bad)) for rank, (*_, bad) in enumerate(everyone) if bad}
+    bad_arrays = {
+        rank: (stage, BadArray(*bad)) for rank, (stage, bad, _) in enumerate(everyone) if bad
+    }
+    bad_arrays = bad_arrays or {
+        rank: (0, BadArray(*bad)) for rank, (*_, bad) in enumerate(everyone) if bad
+    }
     # Ranks of one stage make the same calls. Reductions carry what is bad to those that find it later.
     earliest = {
-        stage: min(bad.call for other, bad in found.values() if other == stage)
-        for stage, _ in found.values()
+        stage: min(bad.call for other, bad in bad_arrays.values() if other == stage)
+        for stage, _ in bad_arrays.values()
     }
-    origins = {rank: bad for rank, (stage, bad) in found.items() if bad.call == earliest[stage]}
+    origins = {
+        rank: bad for rank, (stage, bad) in bad_arrays.items() if bad.call == earliest[stage]
+    }
     origins = {rank: bad for rank, bad in origins.items() if bad.is_stored} or origins
     if not origins:
         return "; repeated, no rank computes such an array: suspect memory and devices, or sums that overflow"

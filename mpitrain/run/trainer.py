@@ -167,8 +167,10 @@ class Trainer:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
             whole = layers_for(ops, grid.tp, layout, **settings)
-            freeze = self.config.model.freeze
-            again = cut_in_chunks(units, whole, stage_of, self.config.pipeline.partition, freeze)
+            config = self.config
+            again = cut_in_chunks(
+                units, whole, stage_of, config.pipeline.partition, config.model.freeze, config.lora
+            )
             decoded = again.chunks, whole
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
@@ -309,7 +311,7 @@ class Trainer:
         inputs = indices.tokens(inputs, where)
         indices.rows(inputs, self.share(), where)
         targets = indices.targets(targets, inputs.shape, self._logits_shape, where)
-        given, micro_batches = inputs.shape, self.config.batch.micro_batches
+        unpadded, micro_batches = inputs.shape, self.config.batch.micro_batches
         rows = len(inputs)
         inputs, targets = self._own_tokens(inputs, 0), self._own_tokens(targets, IGNORED)
         # A row has the tokens of all ranks that divide it, padding included.
@@ -342,7 +344,7 @@ class Trainer:
         replica.begin(index, ignored, predictions)
         if rows:  # A parameter server has no rows.
             self._straggle(index)
-            start, places = self.share().start, self._places(shape, given, *marks)
+            start, places = self.share().start, self._places(shape, unpadded, *marks)
             self.pipe.train(
                 [
                     (*(index, start + part.start, len(part), True), places and places.of(part))
@@ -534,15 +536,19 @@ class Trainer:
         return inputs, None, None
 
     def _places(
-        self, shape: Shape, given: Shape, starts: np.ndarray | None, types: np.ndarray | None = None
+        self,
+        shape: Shape,
+        unpadded: Shape,
+        starts: np.ndarray | None,
+        types: np.ndarray | None = None,
     ) -> Places | None:
         """Return the places of the tokens of rows.
 
-        shape, given   of the rows, (B, T), with and without padding
+        shape, unpadded   of the rows, (B, T), with and without padding
         starts, types  from `_cut`
         """
-        if starts is None and shape[1:] != given[1:] and not self._is_causal:
-            starts = np.zeros(given, np.int32)
+        if starts is None and shape[1:] != unpadded[1:] and not self._is_causal:
+            starts = np.zeros(unpadded, np.int32)
         return places_of(self._layers, shape, starts, self.placed, types)
 
     def _own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:

@@ -138,7 +138,7 @@ class Mlflow(Watcher):
             self._mlflow.log_text(text, f"samples/{record['step']}.txt")
 
     def on_end(self, record: dict[str, Any]) -> None:
-        self._end("FINISHED" if record["event"] == "end" else "KILLED")
+        self._end({"end": "FINISHED", "stopped": "KILLED"}.get(record["event"], "FAILED"))
 
     def close(self) -> None:
         self._end("FAILED")

@@ -32,12 +32,12 @@ def on_all_ranks(
     """
     results: list[Result] = []
 
-    def found() -> dict[str, Any]:
+    def facts_of_result() -> dict[str, Any]:
         results.append(function())
         return facts(results[0])
 
     try:
-        check_same(subject, from_all_ranks(transport, found), transport.hosts)
+        check_same(subject, from_all_ranks(transport, facts_of_result), transport.hosts)
         return results[0]
     finally:
         results.clear()  # The traceback of an error must not keep a result alive.

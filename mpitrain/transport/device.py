@@ -157,7 +157,7 @@ class DeviceTransport:
         return (self._recv_any if on_device(array) else self.host.start_recv_any)(array, tag)
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
-        """Send an array in device memory, as `start_send`; the next three methods likewise."""
+        """Send an array in device memory, as `start_send`; the next two methods likewise."""
         raise NotImplementedError
 
     def _recv(self, array: Any, source: int, tag: int) -> Request:

@@ -82,6 +82,11 @@ def _check_readable(file: str) -> None:
             f"Every rank runs the file {file}, but you may not read it.",
             f"Ask its owner, or type: chmod u+r {shlex.quote(file)}",
         )
+    if os.path.isdir(file) and not os.path.exists(os.path.join(file, "__main__.py")):
+        raise ConfigError(
+            f"Every rank runs the file {file}, but it is a folder without __main__.py.",
+            "Name the file in it.",
+        )
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -107,7 +112,13 @@ def _unknown(name: str) -> Program:
     if os.sep in name:
         raise ConfigError(
             f"Ranks run Python programs by the Python of this environment, but {name} "
-            + ("is another program." if os.path.exists(name) else "is missing."),
+            + (
+                "is a folder."
+                if os.path.isdir(name)
+                else "is another program."
+                if os.path.exists(name)
+                else "is missing."
+            ),
             "Name a Python file, as own.py or python own.py.",
         )
     raise click.UsageError(

@@ -352,7 +352,7 @@ def run(
 
         tidy(Path(words.run))
     killed = words.killed.first()
-    if "--with-ft" in line and words.end in ("ended", "stopped"):
+    if is_training and "--with-ft" in line and words.end in ("ended", "stopped"):
         killed, code = None, STOPPED if words.end == "stopped" else 0  # The others went on.
     if killed and passed < 2 and (words.began or not passed):
         text = str(killed)

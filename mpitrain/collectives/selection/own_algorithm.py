@@ -9,6 +9,7 @@ such a file, or a plugin's row. Its plans are simulated.
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
@@ -129,11 +130,13 @@ def answer(path: str, code: bytes, ranks: int, count: int) -> list[Plan]:
     own.__file__ = path
     sys.modules[own.__name__] = own  # A dataclass looks for its module there.
     try:
-        exec(compile(code, path, "exec"), own.__dict__)
-        plan = checked.function_of(own, "all_reduce", "(rank, ranks, count)")
-        every = [
-            checked.steps_of(plan(rank, ranks, count), rank, ranks, count) for rank in range(ranks)
-        ]
+        with redirect_stdout(sys.stderr):  # Standard output is the command's.
+            exec(compile(code, path, "exec"), own.__dict__)
+            plan = checked.function_of(own, "all_reduce", "(rank, ranks, count)")
+            every = [
+                checked.steps_of(plan(rank, ranks, count), rank, ranks, count)
+                for rank in range(ranks)
+            ]
     except (Exception, SystemExit) as error:
         wrong = checked.reason_of(error, path)
         raise _wrong(path, ranks, count, wrong).on_every_rank() from None

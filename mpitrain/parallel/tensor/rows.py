@@ -42,7 +42,6 @@ class ReplicatedRows(WholeRows):
     `reduction` and `summed`, which add the ranks' partial sums and return this rank's rows of the
     output. `entered` returns the shape of that input with all rows, and `left` the
     shape of this rank's rows of the output.
-
     """
 
     def __init__(self, group: Group):

@@ -103,9 +103,9 @@ class CompleteState(NamedTuple):
 
 def newest(held: Sequence[Held], transport: Transport) -> CompleteState | None:
     """Return the complete state of the highest step, the ranks' own before copies; collective."""
-    told = [[one._replace(units={}), [*one.units]] for one in held]
+    regions = [[one._replace(units={}), [*one.units]] for one in held]
     states: dict[tuple[int, str, str], CompleteState] = {}
-    for rank, own in enumerate(transport.gather_text(told)):
+    for rank, own in enumerate(transport.gather_text(regions)):
         for listed, names in own:
             facts = Held(*listed)
             facts = facts._replace(done=Done(*facts.done))
@@ -137,16 +137,16 @@ def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> Non
             }
     arrays = [array for _, array in giving.values()]
     everyone = trainer.transport.gather_text([entry for entry, _ in giving.values()])
-    given = defaultdict[tuple[str, str], list[tuple[int, HeldRegion]]](list)
+    holders = defaultdict[tuple[str, str], list[tuple[int, HeldRegion]]](list)
     for rank, entries in enumerate(everyone):
         for region in holdings({"kept": entries, "tensors": []}):
-            given[region.name, region.part.tensor].append((rank, region))
+            holders[region.name, region.part.tensor].append((rank, region))
     trainer.sync_parameters()
     kept = trainer.replica.state()
     wanted = defaultdict[tuple[str, str], list[HeldRegion]](list)
     for region in holdings(described(trainer.storage, kept)):
         wanted[region.name, region.part.tensor].append(region)
-    for key, sources in given.items():
+    for key, sources in holders.items():
         own = [(region, np.zeros(region.part.length, region.dtype)) for region in wanted[key]]
         for rank, source in sources:
             values = np.empty(source.part.length, source.dtype)

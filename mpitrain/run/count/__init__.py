@@ -1,1 +1,1 @@
-"""The activations and FLOPs of a step, counted before it runs; only jobs that are checked import this."""
+"""The activations and FLOPs of a step, counted before it runs; imported only where a step is counted."""

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.models.table import check_model
 from mpitrain.run.build import build
+from mpitrain.run.rules import check_each, of_model
 from mpitrain.transport.threads import run_ranks
 from tests.training import assert_alike, configured, stepped, trained
 
@@ -90,4 +90,4 @@ def test_the_simulator_trains_as_the_host():
 
 def test_a_ring_is_refused():
     with pytest.raises(ConfigError, match=r"of a bert see each other(.|\n)*cp_mode to ulysses"):
-        check_model(configured(*BERT, "layout.cp=2", "layout.cp_mode=ring"))
+        check_each(of_model(configured(*BERT, "layout.cp=2", "layout.cp_mode=ring")))

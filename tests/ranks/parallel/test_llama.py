@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.models.table import check_model
 from mpitrain.run.build import build
+from mpitrain.run.rules import check_each, of_model
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.run import test_documents
 from tests.ranks.run.test_documents import CUT, Alone, Packed
@@ -208,7 +208,7 @@ def test_packed_documents_train_as_in_rows_of_their_own():
 )
 def test_a_shape_that_cannot_be_is_refused(settings, law):
     with pytest.raises(ConfigError, match=law):
-        check_model(configured(*LLAMA, *settings))
+        check_each(of_model(configured(*LLAMA, *settings)))
 
 
 def test_heads_that_a_folder_fixes_are_no_way_out():
@@ -218,10 +218,10 @@ def test_heads_that_a_folder_fixes_are_no_way_out():
     begun = config.model_copy(update={"run": config.run.model_copy(update={"init_from": "a"})})
     for one, more in ((config, "; or of a new model model.kv_heads to 4."), (begun, ".")):
         with pytest.raises(ConfigError) as raised:
-            check_model(one)
+            check_each(of_model(one))
         assert raised.value.way_out == (
             "Set layout.tp to 1 or 2; or for as many ranks layout.tp to 2 and layout.pp to 2, "
             f"or layout.tp to 2, layout.cp to 2 and layout.cp_mode to ring{more}"
         )
     for settings in (["layout.pp=2"], ["layout.cp=2", "layout.cp_mode=ring"]):
-        check_model(configured(*LLAMA, "layout.tp=2", *settings))
+        check_each(of_model(configured(*LLAMA, "layout.tp=2", *settings)))
