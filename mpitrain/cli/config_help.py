@@ -11,6 +11,7 @@ import click
 import tomli_w
 
 from mpitrain.config import Config, ConfigKey
+from mpitrain.config.whole import PATHS
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write, write_whole
 from mpitrain.hints import foreign
@@ -85,13 +86,18 @@ def write_keys(path: Path, config: Config) -> None:
             f"--write-config writes a new file, but {path} exists.", "Name another file."
         )
     values = config.flat()
-    if path.resolve().parent != Path.cwd():
-        raise ConfigError(
-            f"--write-config writes paths as they count from here, but {path} is in another folder.",
-            "Go to that folder first, or name a file of the current one.",
-        )
     lines, tables = ["# mpitrain train --help-config explains all keys."], list[str]()
     chosen = [key for key in keys() if key.is_basic or values[key.name] != key.default]
+    moved = [
+        key.name
+        for key in chosen
+        if (*key.name.split("."),) in PATHS and {*str(values[key.name])} & {*":/."}
+    ]
+    if moved and path.resolve().parent != Path.cwd():
+        raise ConfigError(
+            f"Paths in a configuration file count from its folder, but {path} is not beside those of {', '.join(moved)}.",
+            "Go to that folder first, or name a file of the current one.",
+        )
     for section, group in groupby(chosen, lambda key: key.name.partition(".")[0]):
         lines += ["", f"[{section}]"]
         for key in group:
