@@ -99,6 +99,7 @@ def test_a_terminal_shows_the_bar_and_ctrl_c_is_answered(columns, tmp_path):
     begin = shown.index(next(line for line in shown if line.startswith("step 4: ")))
     kinds = (
         r"step \d+: validation loss [\d.]+ nats, [\d.]+ bits per byte, accuracy [\d.]+%(;[a-z ]*\d*)?",
+        r"step +\d+/1000000  loss [\d.]+  lr [\d.e-]+  grad norm .*",
         r" [a-z ]*\d+",  # of "; the best was after step 24", in a narrow terminal
         rf" +0%\|.{{,{columns - 6}}}",
         "mpitrain launch: asked to stop; .*",

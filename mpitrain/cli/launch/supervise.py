@@ -32,6 +32,7 @@ from mpitrain.cli.terminal.output import (
     is_one_terminal,
 )
 from mpitrain.cli.terminal.stop_requests import StatusFilter
+from mpitrain.files import remove
 from mpitrain.trace.startup import folder_of
 
 RULE = b"-" * 74
@@ -311,6 +312,8 @@ def run(
         stderr=subprocess.PIPE,
     )
     assert process.stdout and process.stderr
+    with suppress(OSError):
+        remove(folder_of(process.pid))  # of an earlier launcher with the same number
     if process.stdin:
         threading.Thread(target=_forward, args=(process.stdin, last_line), daemon=True).start()
     server = f"[{socket.gethostname()}:{process.pid:05d}]".encode()

@@ -386,7 +386,7 @@ def test_a_loss_that_is_not_finite_names_its_rank(settings, book, monkeypatch):
 
     def spoilt(rows, *rest):
         value, gradient = loss(rows, *rest)
-        return np.nan if rows._replica.grid.world.rank == 2 else value, gradient
+        return np.nan if rows.grid.world.rank == 2 else value, gradient
 
     monkeypatch.setattr(Replica, "loss", spoilt)
     with pytest.raises(TrainingError) as failure:

@@ -261,14 +261,14 @@ def test_a_watcher_without_its_package_is_refused_with_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text, entries",
+    "key, text, entries",
     [
-        ("wandb", ["wandb"]),
-        ("[wandb, own.py:Notes]", ["wandb", "own.py:Notes"]),
-        ('["a, b"]', ["a, b"]),
-        ("Once upon a time, there", ["Once upon a time, there"]),
-        ("[]", []),
+        ("watchers", "wandb", ["wandb"]),
+        ("watchers", "[wandb, own.py:Notes]", ["wandb", "own.py:Notes"]),
+        ("watchers", '["a, b"]', ["a, b"]),
+        ("sample_prompt", "Once upon a time, there", ["Once upon a time, there"]),
+        ("watchers", "[]", []),
     ],
 )
-def test_the_texts_of_a_list_need_no_quotes_behind_set(text, entries):
-    assert with_settings({}, [f"run.watchers={text}"]) == {"run": {"watchers": entries}}
+def test_the_texts_of_a_list_need_no_quotes_behind_set(key, text, entries):
+    assert with_settings({}, [f"run.{key}={text}"]) == {"run": {key: entries}}
