@@ -167,7 +167,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, zero):
         assert frozen.flat.size == length // shards > 0
         assert all(
             array.size <= trainer.storage.length or array.dtype == frozen.flat.dtype
-            for array in trainer.replica.arrays
+            for array in trainer.replica.parameter_arrays
         )
         stepped(trainer, source, range(2))
         assert np.array_equal(flat, trainer.backend.to_host(frozen.flat))

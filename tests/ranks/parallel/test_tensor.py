@@ -104,7 +104,7 @@ def rounded(transport, config, steps=STEPS):
     """
     source = source_of(config)
     trainer = build(transport, config, source=source).trainer
-    buckets, dp, n = (trainer.replica, trainer.grid.copies.transport, trainer.grid.axes.dp)
+    buckets, dp, n = (trainer.replica.buckets, trainer.grid.copies.transport, trainer.grid.axes.dp)
     of_one, of_largest = ROUNDED[config.replication.wire]
     start, total = buckets._mover.start, np.empty(len(trainer.gradients))
 
