@@ -56,7 +56,7 @@ def test_a_reduction_lies_between_units_and_the_computation_never_waits(monkeypa
 
     def run(transport):
         trainer, source, _ = build(transport, parse(with_settings({}, SETTINGS)))
-        buckets = trainer.replica
+        buckets = trainer.replica.buckets
         for step in range(2):
             batch = source.batch(0, step, 4, trainer.share())
             transport.barrier()

@@ -124,7 +124,9 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             trainer.replica.begin(0)
             stage.begin(1)
             stage.forward(0, x)
-            found.append((backwards().copy(), trainer.gradients.copy()))
+            dx = backwards().copy()
+            trainer.replica.wait()
+            found.append((dx, trainer.gradients.copy()))
         return way, *found
 
     ((way, fused, halves),) = run_ranks(1, run)

@@ -23,6 +23,7 @@ CNN = [
     "optimizer.lr=0.01",
     "optimizer.warmup=2",
     "replication.bucket_mb=0.004",
+    "memory.limit_gb=1e6",  # a job with a limit counts its step
 ]
 EXACT = [*CNN, "precision.compute=float64"]
 LAYOUTS = {
