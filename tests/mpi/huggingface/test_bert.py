@@ -133,7 +133,7 @@ def test_a_step_in_every_layout_equals_that_of_transformers(layout, given):
 
 def twenty_steps(transport, *settings):
     """20 batches, losses and gradient norms of their steps, and the final tensors."""
-    trainer, source, _ = build(transport, configured(*settings))
+    trainer, source, _ = build(transport, configured(*settings, "memory.limit_gb=1e6"))
     batches = [source.batch(0, step, 12, range(12)) for step in range(20)]
     results = stepped(trainer, source, range(20))
     assert trainer.counted.peak == trainer.pipe.peak_bytes
