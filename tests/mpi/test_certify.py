@@ -59,7 +59,9 @@ def test_a_stopped_certificate_prints_and_keeps_the_verdicts_so_far(measurement,
         process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert printed.startswith("gone") and len(printed.splitlines()) == 4, printed
+    speeds = [line.split(":")[0] for line in printed.splitlines() if ": least " in line]
+    assert speeds == (["matrix products", "memory"] if measurement == "a training run" else [])
+    assert printed.startswith("gone") and len(printed.splitlines()) == 4 + len(speeds), printed
     found = json.loads((tmp_path / "c.json").read_text())
     assert [node["passes"] for node in found["nodes"]] == [None, False]
     assert not [*tmp_path.glob("mpitrain-certify-*")]

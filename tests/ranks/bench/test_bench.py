@@ -32,7 +32,7 @@ from mpitrain.tools.bench.collectives.sweep import (
     sizes,
     starting_line,
 )
-from mpitrain.transport import threads
+from mpitrain.transport import native
 from mpitrain.transport.native import native_all_reduce
 from mpitrain.transport.threads import run_ranks
 
@@ -147,8 +147,8 @@ def test_mpi_s_own_is_measured_and_checked_beside_every_collective_of_ours(monke
     can_sum = {operation: bool(rows(operation, "bfloat16")) for operation in peers}
     assert can_sum == dict.fromkeys(peers, True) | {"reduce": False, "reduce-scatter": False}
     assert not rows("sendrecv")
-    right = threads.collected
-    monkeypatch.setattr(threads, "collected", lambda *words: right(*words) + (words[2] == 0))
+    right = native._collected
+    monkeypatch.setattr(native, "_collected", lambda *words: right(*words) + (words[2] == 0))
     for operation in peers:
         parts = 3 if operation == "reduce-scatter" else 1
         assert all(row.wrong == row.count // parts for row in rows(operation)), operation

@@ -26,7 +26,6 @@ def tried(ranks, names, *settings):
     return {each.name: each for each in run_ranks(ranks, one)[0]}
 
 
-@pytest.mark.counted
 @pytest.mark.parametrize("ranks, layout", [(1, []), (2, []), (2, ["layout.tp=2"]), (3, [])])
 def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     names = [name for name in TRICKS if name != "compiled passes"]
@@ -40,7 +39,6 @@ def test_bytes_with_and_without_each_trick_are_the_counted_ones(ranks, layout):
     assert found["prefetch"].smaller == 1 and found["prefetch"].is_used
 
 
-@pytest.mark.counted
 def test_bytes_are_the_counted_ones_where_the_update_needs_more_than_the_activations():
     (found,) = tried(2, ["recomputation"], *TINY, "batch.micro_batches=4", "batch.size=8").values()
     assert checks([found])[0] == (2, 2)

@@ -1,5 +1,6 @@
 """One job with and without each trick (a setting that may save time or memory), measured in turns."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ from mpitrain.models.table import MODELS
 from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
+from mpitrain.run.count.step import check_activations
 from mpitrain.run.job import Job
+from mpitrain.run.memory import Room, StepCounts
 from mpitrain.run.rules import of_model
 from mpitrain.tools.bench.comparison.formulas import predicted
 from mpitrain.tools.bench.training.steps import Ours, alternate, shown
@@ -278,6 +281,8 @@ def try_all(
                 raise
             yield tried._replace(reason=error.law)
             continue
+        for each in (job, other):
+            _count(transport, each)
         sides = [Counting(transport, each, name) for each in (job, other)]
         yield _tried(transport, tried, sides, blocks, steps)
         other.close()
@@ -286,6 +291,20 @@ def try_all(
 def _changed(transport: Transport, job: Job, changes: list[str]) -> Config:
     tables = job.trainer.config.model_dump()
     return on_all_ranks(transport, lambda: parse(with_settings(tables, changes)))
+
+
+def _count(transport: Transport, job: Job) -> None:
+    """Count a step of a job that `build` did not count: it counts only what it checks. Collective."""
+    trainer, unlimited = job.trainer, Room(sys.maxsize, 0, (), "")
+
+    def counted() -> StepCounts:
+        if trainer.counted != StepCounts():
+            return trainer.counted
+        return check_activations(
+            job, job.source, job.units, unlimited, transport.rank, lambda micro_batches: None
+        )
+
+    trainer.counted = on_all_ranks(transport, counted)
 
 
 def _tried(
