@@ -98,6 +98,36 @@ def test_cached_batches_write_the_texts_of_whole_windows(layout):
         assert found == truth and live == 0
 
 
+@pytest.mark.parametrize("layout", ["one rank", "tp 2", "tp 2, sequence parallel", "ring of 2"])
+def test_text_is_written_with_the_trained_adapters(layout):
+    """Layouts whose rows are divided generate with layers of their own, which need the adapters, too."""
+    ranks, settings = LAYOUTS[layout]
+    lora = ["lora.rank=2", "optimizer.lr=0.3", "optimizer.warmup=0"]
+
+    def tuned(transport, more):
+        trainer, source, _ = build(transport, parse(with_settings({}, [*EXACT, *lora, *more])))
+        for step in range(3):
+            trainer.step(step, *trainer.replica.batch(source, step))
+        return trainer
+
+    def truth(transport, more):
+        trainer = tuned(transport, more)
+        return [whole_windows(trainer, prompt, COUNT, Sampling(0.0)) for prompt in PROMPTS]
+
+    def write(transport, more):
+        drawn = texts(tuned(transport, more), PROMPTS, Sampling(0.0), 0, COUNT)
+        return every_text(drawn, len(PROMPTS))
+
+    (whole,) = run_ranks(1, truth, [])
+    assert all(text == whole for text in run_ranks(ranks, write, settings))
+    assert whole != run_ranks(1, alone_greedy)[0], "the adapters must change the text"
+
+
+def alone_greedy(transport):
+    trainer = exact(transport, [])
+    return [whole_windows(trainer, prompt, COUNT, Sampling(0.0)) for prompt in PROMPTS]
+
+
 def of_documents(transport, settings, separator):
     """Texts by the cache, and on one rank as training sees them; and the text after a separator."""
     own = ["data.attend=document", f"data.separator={separator}", "model.context=64", *settings]
