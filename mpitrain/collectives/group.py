@@ -8,6 +8,7 @@ checks and allocates nothing.
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
 from mpitrain.collectives.direct import give_up_shared, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
 from mpitrain.collectives.engine.executor import Execution, Reduction, agree, mover, unfit
+from mpitrain.collectives.routes import ROUTES, TAGS, Routes
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
@@ -89,6 +91,8 @@ class Group:
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
         self._exchanges = ActivationPool(self.arena)
+        self._counts: dict[int, tuple[np.ndarray, Reduction]] = {}
+        self._route_tags: deque[int] = deque()
         self.scratch_bytes = 0
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
@@ -182,6 +186,27 @@ class Group:
             lambda: bind_all_to_all(self.transport, outgoing, incoming, compares=self.compares),
         )
 
+    def routes(self, counts: np.ndarray) -> Routes:
+        """Tell all ranks how many rows this rank sends to each; `Routes.bind` then sends them.
+
+        counts  (n, k) int64: the rows of the k parts that go to each of the n ranks
+        """
+        n, k = counts.shape
+        if k not in self._counts:
+            everyone = np.empty((n, n, k), np.int64)
+            self._counts[k] = everyone, self.bind_all_gather(everyone)
+        everyone, gather = self._counts[k]
+        everyone[self.rank] = counts
+        gather.run()
+        if not self._route_tags:
+            self._route_tags.extend(self.transport.claim_tag() for _ in range(TAGS))
+        algorithm = self.algorithm if self.algorithm in ROUTES else "auto"
+        return Routes(self.transport, everyone.copy(), algorithm, self._next_route_tag)
+
+    def _next_route_tag(self) -> int:
+        self._route_tags.rotate(-1)
+        return self._route_tags[-1]
+
     def bind_shift(
         self, outgoing: np.ndarray, incoming: np.ndarray, distance: int = 1
     ) -> Reduction:
@@ -257,6 +282,40 @@ class Group:
     def all_gather(self, array: np.ndarray) -> None:
         """All-gather the chunks of `array`: `bind_all_gather`, then one run."""
         self.bind_all_gather(array).run()
+
+    def all_to_all(self, rows: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Send rows to each rank, as many as `counts` says, as MPI_Alltoallv.
+
+        rows: (sum of counts, ...), first those for rank 0. Returns the received rows, first those of
+        rank 0, and the number that each rank sent, (n,) int64. The dims after the first are the same
+        on all ranks.
+        """
+        mine, fits = [int(count) for count in counts], unfit(rows) is None and rows.ndim > 0
+        is_right = fits and len(mine) == self.size and min(mine) >= 0 and sum(mine) == len(rows)
+        facts = [None if is_right else f"counts {mine} for an array of shape {np.shape(rows)}"]
+        width = list(rows.shape[1:]) if fits else None
+        array = rows[:0] if fits else rows
+        agreed = agree(
+            self.transport,
+            "all-to-all",
+            array,
+            ROUTES,
+            "pairwise",
+            facts,
+            self.compares,
+            width=width,
+        )
+        for rank, (wrong,) in enumerate(agreed.owns):
+            if wrong:
+                raise CommError(
+                    f"rank {self.rank}: all-to-all needs a count for each of {self.size} ranks, none below 0, and as "
+                    f"many rows as their sum, but rank {rank} passed {wrong}.",
+                    "Pass the rows of rank 0 first, then those of rank 1 and so on, without gaps.",
+                ).on_every_rank()
+        routes = self.routes(np.array(mine, np.int64)[:, None])
+        received = np.empty_like(rows, shape=(routes.received, *rows.shape[1:]))
+        self._noted("all-to-all", rows, lambda: routes.bind(rows, received)).run()
+        return received, routes.counts[:, self.rank, 0].copy()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:
         """Broadcast the root's array: `bind_broadcast`, then one run."""

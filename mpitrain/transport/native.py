@@ -154,18 +154,28 @@ def _check(host: MpiTransport, array: Any) -> None:
 
 
 def bind_native(
-    transport: Transport, operation: str, array: np.ndarray, other: np.ndarray
+    transport: Transport,
+    operation: str,
+    array: np.ndarray,
+    other: np.ndarray,
+    counts: Sequence[int] = (),
 ) -> Callable[[], None]:
     """Return a function that runs one of the MPI library's other blocking collectives.
     Collective: binding, and every run.
 
-    operation  a name in NATIVE_OPERATIONS
+    operation  a name in NATIVE_OPERATIONS; any, with counts
     array      in host memory; its length is a multiple of the number of ranks
     other      for an all-to-all: the array to send, as long as `array`. For a reduce-scatter: receives
                this rank's chunk of the sum. Other operations ignore it
+    counts     of an all-to-all of unequal counts: the elements of `other` for each rank, whose run
+               tells the counts first (MPI_Alltoall, MPI_Alltoallv); empty: parts are equal
     raises     CommError on every rank, if one call of the library cannot take so many elements
     """
     host = _host(transport)
+    if counts and isinstance(host, ThreadTransport):
+        return lambda: _of_counts(
+            array, host.meet("native counts", (counts, other.copy())), host.rank
+        )
     if isinstance(host, ThreadTransport):
         brings = other if operation == "all-to-all" else array
         receives = other if operation == "reduce-scatter" else array
@@ -180,6 +190,17 @@ def bind_native(
             f"array has {array.size}.",
             "Lower --max-bytes, or leave out algorithm native.",
         ).on_every_rank()
+    lock = host.job.lock
+    if counts:
+        _, unit = host.message(array[:1])
+        mine, theirs = np.array(counts, np.int32), np.empty(host.size, np.int32)
+
+        def run_counts() -> None:
+            with lock, host.guard(f"MPI's own {operation}"):
+                host.comm.Alltoall(mine, theirs)
+                host.comm.Alltoallv([other, mine, unit], [array, theirs, unit])
+
+        return run_counts
     in_place, add, is_root = host.MPI.IN_PLACE, host.MPI.SUM, host.rank == 0
     _, unit = host.message(array[:1])
     count = array.size // host.size
@@ -191,7 +212,7 @@ def bind_native(
         "all-gather": ("Allgather", (in_place, parts)),
         "all-to-all": ("Alltoall", (others, parts)),
     }[operation]
-    call, lock = getattr(host.comm, name), host.job.lock
+    call = getattr(host.comm, name)
     guard = host.guard(f"MPI's own {operation}")
     if operation in ("broadcast", "reduce"):
         guard.awaits = ()  # Some ranks may leave these before others enter.
@@ -201,6 +222,17 @@ def bind_native(
             call(*arguments)
 
     return run
+
+
+def _of_counts(
+    array: np.ndarray, brought: Sequence[tuple[Sequence[int], np.ndarray]], rank: int
+) -> None:
+    """Write to `array` the parts for this rank of (counts, array) of each rank."""
+    start = 0
+    for counts, sent in brought:
+        first, count = sum(counts[:rank]), counts[rank]
+        array[start : start + count] = sent[first : first + count]
+        start += count
 
 
 def _collected(operation: str, brought: Sequence[Any], rank: int) -> np.ndarray:

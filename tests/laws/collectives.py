@@ -16,6 +16,7 @@ from mpitrain.collectives.group import (
     topology_of,
 )
 from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.collectives.routes import ROUTES, route_bytes
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.collectives.selection.cost_model import choose
 from mpitrain.collectives.selection.table import choices
@@ -38,6 +39,11 @@ def everyone(size: int, count: int, dtype="float64") -> np.ndarray:
 def small(rank: int, count: int, dtype="float64") -> np.ndarray:
     """As `coded`, with whole numbers whose sum over 8 ranks every type holds exactly, bfloat16 (up to 256) included."""
     return (rank + 1 + np.arange(count) % 13).astype(dtype)
+
+
+def marked(source: int, to: int, count: int, dtype="float64") -> np.ndarray:
+    """(count, 3): rows that one rank sends to another, by both and their position; exact in every dtype."""
+    return ((31 * source + 17 * to + np.arange(3 * count)) % 251).astype(dtype).reshape(-1, 3)
 
 
 def measured(transport, call) -> tuple[int, int]:
@@ -255,6 +261,64 @@ class CollectiveLaws:
                 ]
                 assert np.array_equal(incoming, np.concatenate(right)), (algorithm, length)
                 assert np.array_equal(outgoing, coded(rank, n * length))
+
+    def law_an_all_to_all_of_unequal_counts_brings_every_row_and_takes_it_back(self, transport):
+        """Bytes are those of the formula, for equal counts, none, all to one rank, primes, and a huge skew."""
+        n, rank = transport.size, transport.rank
+        skewed = 1 + 40_000 * (np.arange(n * n).reshape(n, n) == n - 1)
+        cases = {
+            "equal": np.full((n, n), 3),
+            "none": np.zeros((n, n), int),
+            "all to one": np.outer(np.arange(n) + 5, np.arange(n) == n - 1),
+            "primes": np.array([2, 0, 7, 13, 1, 31, 11])[
+                np.add.outer(np.arange(n), 2 * np.arange(n)) % 7
+            ],
+            "skewed": skewed,
+        }
+        for algorithm, (number, (case, counts)) in product(ROUTES, enumerate(cases.items())):
+            dtype = DTYPES[number]
+            group, mine = Group(transport, algorithm), counts[rank]
+            rows = np.concatenate([marked(rank, to, counts[rank, to], dtype) for to in range(n)])
+            right = np.concatenate([marked(p, rank, counts[p, rank], dtype) for p in range(n)])
+            routes = group.routes(np.stack([mine - mine // 2, mine // 2], axis=1))
+            assert np.array_equal(routes.counts.sum(axis=2), counts)
+            there, back = np.zeros_like(right), np.zeros_like(rows)
+            ways = routes.bind(rows, there), routes.bind(there, back, is_return=True)
+            chosen, row_bytes = ways[0].algorithm, rows.itemsize * 3
+            for way, moved in zip(ways, (counts, counts.T), strict=True):
+                sent = measured(transport, way.run)[1]
+                assert sent == route_bytes(rank, transport.hosts, moved, row_bytes, chosen), case
+            assert np.array_equal(there, right) and np.array_equal(back, rows), (algorithm, case)
+            received, numbers = group.all_to_all(rows, mine)
+            assert np.array_equal(received, right), (algorithm, case)
+            assert np.array_equal(numbers, counts[:, rank])
+
+    def law_all_to_alls_of_unequal_counts_may_be_under_way_together(self, transport):
+        n, rank = transport.size, transport.rank
+        group, counts = Group(transport), np.add.outer(np.arange(n), np.arange(n)) % 3 * 500
+        routes, bound = group.routes(counts[rank][:, None]), []
+        for number in range(3):
+            rows = np.concatenate([marked(rank + number, to, counts[rank, to]) for to in range(n)])
+            bound.append((routes.bind(rows, there := np.zeros((routes.received, 3))), rows, there))
+        for way, _, _ in bound:
+            way.start()
+        open_ones = [way for way, _, _ in bound][:: -1 if rank % 2 else 1]
+        while open_ones:
+            open_ones = [way for way in open_ones if not way.poll()]
+        for number, (_, _, there) in enumerate(bound):
+            right = [marked(p + number, rank, counts[p, rank]) for p in range(n)]
+            assert np.array_equal(there, np.concatenate(right))
+
+    def law_counts_that_do_not_fit_their_rows_are_refused_on_every_rank(self, transport):
+        n, group = transport.size, Group(transport)
+        is_last = transport.rank == n - 1
+        for wrong in ([1] * (n + 1), [2] + [1] * (n - 1), [-1] + [2] * (n - 1)):
+            counts = wrong if is_last else [1] * n
+            text = raises_comm_error(lambda c=counts: group.all_to_all(np.ones((n, 3)), c))
+            assert f"rank {n - 1} passed counts" in text, text
+        if n > 1:
+            rows = np.ones((n, 4 if is_last else 3))
+            assert "needs one width" in raises_comm_error(lambda: group.all_to_all(rows, [1] * n))
 
     def law_every_operation_moves_every_dtype(self, transport):
         n, rank, count = transport.size, transport.rank, 1001

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import parse_wire
-from mpitrain.collectives.group import bind, bind_all_to_all
+from mpitrain.collectives.group import Group, bind, bind_all_to_all
 from mpitrain.collectives.selection import table as algorithm_table
 from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import on_device
@@ -214,6 +214,10 @@ class DeviceLaws:
         assert np.array_equal(
             backend.to_host(incoming), np.repeat(10.0 * np.arange(n) + transport.rank, PIECE + 1)
         )
+        counts = [PIECE + 1 if rank == 0 else 0 for rank in range(n)]
+        received, _ = Group(transport).all_to_all(outgoing[: PIECE + 1], counts)
+        mine = 10.0 * np.arange(n if transport.rank == 0 else 0)
+        assert np.array_equal(backend.to_host(received), np.repeat(mine, PIECE + 1))
 
     def law_host_arrays_go_straight_on(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)

@@ -34,6 +34,14 @@ def bound(transport, peer):
     reduction.run()
 
 
+def routed(transport, peer):
+    routes = Group(transport).routes(np.full((transport.size, 1), 1 << 12))
+    array = np.ones(routes.sent)
+    transport.barrier()
+    yield
+    routes.bind(array, np.empty_like(array)).run()
+
+
 def native(operation):
     def run(transport, peer):
         call = bind_native(transport, operation, np.ones(64), np.ones(64))
@@ -68,6 +76,7 @@ CALLS = {
     "broadcast": native("broadcast"),
     "all-to-all": native("all-to-all"),
     "ring": bound,
+    "routes": routed,
 }
 """The calls by name: (transport, rank of the peer that has died).
 
@@ -84,7 +93,7 @@ def begin(call, transport, peer):
     return lambda: next(found, None)
 
 
-GENERATORS = (bound, CALLS["broadcast"], CALLS["all-to-all"])
+GENERATORS = (bound, routed, CALLS["broadcast"], CALLS["all-to-all"])
 
 
 LOSSES = (((1,), ()), ((2,), (0,)), ((3,), ()))

@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.collectives import compression
 from mpitrain.collectives.engine import executor
-from mpitrain.collectives.group import bind
+from mpitrain.collectives.group import Group, bind
 from mpitrain.collectives.plans import steps as plan_steps
 from mpitrain.collectives.selection.table import choices
 from mpitrain.transport.threads import run_ranks
@@ -101,6 +101,10 @@ def test_coded_sums_in_many_lanes_obey(name, sizes, monkeypatch):
         run_ranks(n, getattr(LossyLaws(), name))
 
 
+ROUTED = "law_an_all_to_all_of_unequal_counts_brings_every_row_and_takes_it_back"
+TOGETHER = "law_all_to_alls_of_unequal_counts_may_be_under_way_together"
+
+
 class TwoLevelLaws(CollectiveLaws):
     """The algorithm that asks where ranks are."""
 
@@ -108,7 +112,7 @@ class TwoLevelLaws(CollectiveLaws):
 
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "abab", "aaabb", "abcabc", "aaaaabbc"])
-@pytest.mark.parametrize("name", ALL_REDUCE_LAWS)
+@pytest.mark.parametrize("name", [*ALL_REDUCE_LAWS, ROUTED, TOGETHER])
 def test_ranks_on_several_hosts_obey(name, hosts):
     run_ranks(len(hosts), getattr(TwoLevelLaws(), name), hosts=hosts)
 
@@ -146,6 +150,22 @@ def test_messages_between_hosts_are_cut_and_obey(name, longest, monkeypatch):
 
 class AcrossHosts(CollectiveLaws):
     """Every rank on a host of its own."""
+
+
+def test_relays_send_one_message_to_each_other_host():
+    """8 ranks on 2 hosts: between hosts 1 message in place of 4, of the same bytes."""
+    hosts, rows = "aaaabbbb", np.ones((8, 3))
+
+    def messages(transport):
+        routes = Group(transport, algorithm).routes(np.ones((8, 1), np.int64))
+        return measured(transport, routes.bind(rows, np.empty_like(rows)).run)
+
+    algorithm = "pairwise"
+    assert run_ranks(8, messages, hosts=hosts) == [(7, 7 * 24)] * 8
+    algorithm = (
+        "hierarchical"  # 3 to its host, 1 to a relay with 4 rows, 3 of 4 such rows that it relays
+    )
+    assert run_ranks(8, messages, hosts=hosts) == [(3 + 1 + 3, (3 + 4 + 3) * 24)] * 8
 
 
 def test_between_hosts_no_message_is_longer_than_the_limit():

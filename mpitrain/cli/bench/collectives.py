@@ -115,6 +115,15 @@ WIRE = click.option(
 )
 
 
+COUNTS = click.option(
+    "--counts",
+    type=click.Choice(("equal", "skewed")),
+    default="equal",
+    show_default=True,
+    help="Elements for each rank. skewed: half as many as for the rank before; each run tells the counts first.",
+)
+
+
 def collective(name: str, operation: str, is_hidden: bool = False) -> click.Command:
     @click.command(
         name,
@@ -124,12 +133,14 @@ def collective(name: str, operation: str, is_hidden: bool = False) -> click.Comm
     )
     @COLLECTIVE
     def measure(**options: Any) -> None:
+        measured = "all-to-all-skewed" if options.get("counts") == "skewed" else operation
         level = "multiple" if "mpitrain" in options["algorithm"].split(",") else "serialized"
         with mpi_session(kind=lambda: options["device"], thread_level=level) as transport:
-            wrong = measure_collective(transport, operation, options)
+            wrong = measure_collective(transport, measured, options)
         exit_with(wrong)
 
-    return WIRE(measure) if operation == "allreduce" else measure
+    more = {"allreduce": WIRE, "all-to-all": COUNTS}.get(operation)
+    return more(measure) if more else measure
 
 
 def measure_collective(transport: Any, operation: str, options: dict[str, Any]) -> int:

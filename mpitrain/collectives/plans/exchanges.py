@@ -1,14 +1,16 @@
 """Plans without a ring: trees, stars, pairwise exchanges, recursive halving and doubling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from mpitrain.collectives.plans import ring
 from mpitrain.collectives.plans.steps import (
+    DEPTH,
     Plan,
     Step,
     Transfer,
     at_once,
+    bounds,
     chunk_bounds,
     relabel,
     reverse,
@@ -173,10 +175,34 @@ def all_to_all(rank: int, n: int, count: int) -> Plan:
     Chunk q of the array of rank p becomes chunk p of the array of rank q.
     """
     chunks = chunk_bounds(count, n)
+    return _by_distance(rank, chunks, chunks)
+
+
+def all_to_all_of(rank: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
+    """Plan an all-to-all of unequal counts in n - 1 steps and a copy (as MPI_Alltoallv).
+
+    A part without elements is no message. A long part delays no other: DEPTH steps are in flight.
+
+    sent, received  the elements that this rank sends to each rank, and receives from each. The parts
+                    stand in the order of ranks, without gaps
+    """
+    steps = _by_distance(rank, bounds(sent), bounds(received)).steps
+
+    def some(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(t for t in transfers if t.start < t.stop)
+
+    return Plan(tuple(Step(some(step.sends), some(step.receives)) for step in steps), DEPTH)
+
+
+def _by_distance(
+    rank: int, sent: Sequence[tuple[int, int]], received: Sequence[tuple[int, int]]
+) -> Plan:
+    """Plan that step s sends part rank + s to that rank, and receives part rank - s; step 0 copies."""
+    n = len(sent)
     ahead, behind = ([(rank + sign * step) % n for step in range(n)] for sign in (1, -1))
     return Plan(
         tuple(
-            Step((Transfer(to, *chunks[to]),), (Transfer(source, *chunks[source]),))
+            Step((Transfer(to, *sent[to]),), (Transfer(source, *received[source]),))
             for to, source in zip(ahead, behind, strict=True)
         )
     )

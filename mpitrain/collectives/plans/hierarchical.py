@@ -1,4 +1,5 @@
-"""Two-level all-reduce: the ranks of a host reduce first, so that little crosses between hosts.
+"""Two levels: an all-reduce within hosts first, so that little crosses between them; and an all-to-all
+whose ranks send one message to each other host.
 
 Each host's array is cut into columns, one per owner rank. The owners of a column, one on each
 host, form a ring. Hosts may have different numbers of ranks; the smallest one sets the number of
@@ -11,6 +12,14 @@ columns.
     2. between hosts       column x: ring 0, 2       column y: ring 1, 3       (all-reduce)
     3. within hosts        A  0 --x--> 1             B  2 --x--> 3, 4
        (all-gather)        A  1 --y--> 0             B  3 --y--> 2, 4
+
+In the all-to-all a rank sends all that it has for the ranks of another host to one of them, its
+relay, which spreads it within that host. So 8 ranks on each of h hosts send h - 1 messages between
+hosts in place of 8 (h - 1), and as many bytes.
+
+    1. within hosts        A  0 <----> 1             B  2 <----> 3, 4
+    2. to the relays       A  0 <----> B 2           A  1 <----> B 3            B  4 -----> A 0
+    3. from the relays     A  0 <----> 1             B  2, 3 --> 2, 3, 4
 """
 
 from collections import Counter
@@ -21,6 +30,7 @@ from mpitrain.collectives.plans.steps import (
     Plan,
     Step,
     Transfer,
+    bounds,
     chunk_bounds,
     relabel,
     reverse,
@@ -83,3 +93,73 @@ def segments_of(hosts: Sequence[str], count: int) -> int:
     """Return the number of segments of each chunk in the ring between hosts (step 2 above)."""
     ranks = Counter(hosts)
     return segments(len(ranks), count // min(ranks.values()))
+
+
+def all_to_all(
+    rank: int, hosts: Sequence[str], counts: Sequence[Sequence[int]]
+) -> tuple[Plan, Plan, Plan, int]:
+    """Return three plans that a rank runs in turn, and the number of elements between 2 and 3.
+
+    Plan 1 goes from the outgoing to the incoming array, plan 2 from the outgoing to a middle array of
+    so many elements, and plan 3 from there to the incoming array.
+
+    counts   counts[p][q] elements go from rank p to rank q, in the order of ranks and without gaps
+    traffic  all that leaves a rank, and once more what it relays to other ranks of its host
+    """
+    by_host: dict[str, list[int]] = {}
+    for peer, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(peer)
+    local, n = by_host[hosts[rank]], len(hosts)
+    out = bounds(counts[rank])
+    into = bounds([counts[peer][rank] for peer in range(n)])
+
+    def relay(source: int, host: str) -> int:
+        ranks = by_host[host]
+        return ranks[by_host[hosts[source]].index(source) % len(ranks)]
+
+    def made(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(t for t in transfers if t.start < t.stop)
+
+    direct = Step(
+        made([Transfer(to, *out[to]) for to in local]),
+        made([Transfer(source, *into[source]) for source in local]),
+    )
+    # A relay has the parts of its sources in the order of ranks, each in the order of destinations.
+    sources = [s for s in range(n) if s not in local and relay(s, hosts[rank]) == rank]
+    pairs = [(source, to) for source in sources for to in local]
+    middle = dict(zip(pairs, bounds([counts[s][to] for s, to in pairs]), strict=True))
+
+    def runs(ranks: list[int]) -> list[tuple[int, int]]:
+        """Return the first and last of each run of ranks with following numbers: they lie side by side."""
+        firsts = [r for r in ranks if r - 1 not in ranks]
+        return [*zip(firsts, [r for r in ranks if r + 1 not in ranks], strict=True)]
+
+    between = Step(
+        made(
+            [
+                Transfer(relay(rank, host), out[first][0], out[last][1])
+                for host, ranks in by_host.items()
+                if host != hosts[rank]
+                for first, last in runs(ranks)
+            ]
+        ),
+        made(
+            [
+                Transfer(source, middle[source, first][0], middle[source, last][1])
+                for source in sources
+                for first, last in runs(local)
+            ]
+        ),
+    )
+    spread = Step(
+        made([Transfer(to, *middle[source, to]) for source, to in pairs]),
+        made(
+            [
+                Transfer(relay(source, hosts[rank]), *into[source])
+                for source in range(n)
+                if source not in local
+            ]
+        ),
+    )
+    length = sum(counts[s][to] for s, to in pairs)
+    return Plan((direct,)), Plan((between,)), Plan((spread,)), length

@@ -5,7 +5,7 @@ A plan is a pure function of (rank, n, count): it needs no transport and no arra
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 
@@ -67,6 +67,11 @@ def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the n chunks of a whole array of `count` elements."""
     return pieces(0, count, n)
+
+
+def bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of parts of these lengths that follow each other."""
+    return [*pairwise(accumulate(counts, initial=0))]
 
 
 def segments(n: int, count: int) -> int:

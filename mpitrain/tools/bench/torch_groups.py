@@ -1,6 +1,6 @@
 """PyTorch's process groups, one for each backend, and its collectives as rows of the benchmark."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,9 +41,17 @@ def _by_tcp(transport: Transport) -> dict[str, Any]:
 
 
 def bind(
-    backend: str, operation: str, transport: Transport, array: Any, other: Any
+    backend: str,
+    operation: str,
+    transport: Transport,
+    array: Any,
+    other: Any,
+    counts: Sequence[int] = (),
 ) -> Callable[[], None]:
-    """Return a function that runs PyTorch's collective on these arrays, as `Buffers` have them. Collective."""
+    """Return a function that runs PyTorch's collective on these arrays, as `Buffers` have them. Collective.
+
+    counts  as in `bind_native`
+    """
     group, rank, last = process_group(transport, backend), transport.rank, transport.size - 1
     whole, second = tensor_of(array), tensor_of(other)
     own = whole[slice(*chunk_bounds(len(whole), transport.size)[rank])]
@@ -55,7 +63,7 @@ def bind(
         "reduce": partial(dist.reduce, whole, 0),
         "all-to-all": partial(dist.all_to_all_single, whole, second),
     }
-    call = calls.get(operation)
+    call = partial(_all_to_all_of, whole, second, counts) if counts else calls.get(operation)
 
     def run() -> None:
         if call:
@@ -68,6 +76,19 @@ def bind(
             torch.cuda.synchronize()
 
     return run
+
+
+def _all_to_all_of(
+    whole: torch.Tensor, second: torch.Tensor, counts: Sequence[int], group: Any
+) -> None:
+    """Tell the counts, then send the parts, as a program with experts does."""
+    mine = torch.tensor(counts, device=whole.device)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    received = theirs.tolist()
+    dist.all_to_all_single(
+        whole[: sum(received)], second[: sum(counts)], received, [*counts], group=group
+    )
 
 
 def tensor_of(array: Any) -> torch.Tensor:

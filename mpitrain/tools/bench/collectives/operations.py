@@ -4,7 +4,7 @@ Collectives of MPI itself and of PyTorch are bound to the same arrays, and check
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ import numpy as np
 from mpitrain.collectives.compression import bind_lossy
 from mpitrain.collectives.engine.arithmetic import Arithmetic, Wire
 from mpitrain.collectives.engine.executor import Reduction
-from mpitrain.collectives.group import bind_algorithm, bind_all_to_all, bind_plan
-from mpitrain.collectives.plans.steps import chunk_bounds
+from mpitrain.collectives.group import Group, bind_algorithm, bind_all_to_all, bind_plan
+from mpitrain.collectives.plans.steps import bounds, chunk_bounds
+from mpitrain.collectives.routes import ROUTES
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES, choices
-from mpitrain.errors import CommError, MpitrainError
+from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.transport.base import Transport
 from mpitrain.transport.native import NATIVE_OPERATIONS as NATIVE
 from mpitrain.transport.native import bind_native
@@ -116,6 +117,38 @@ def _transposed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     )
 
 
+SKEWED = "all-to-all-skewed"
+"""The all-to-all of `--counts skewed`, in rows and files."""
+
+
+def skewed(n: int, count: int) -> list[int]:
+    """Return the elements that each rank sends to ranks 0, 1 ...: each gets half as many as the one before.
+
+    Rank 0 receives `count` from all ranks together.
+    """
+    return [count // n >> rank for rank in range(n)]
+
+
+def _bind_skewed(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
+    """Return a collective whose run tells the counts first, as each layer with experts does."""
+    group, counts = Group(transport, way.algorithm), skewed(transport.size, buffers.array.size)
+    told = np.array(counts)[:, None]
+    received = buffers.array[: transport.size * counts[transport.rank]]
+    arrays = buffers.other[: sum(counts)], received
+
+    def run() -> None:
+        group.routes(told).bind(*arrays).run()
+
+    return ForeignCollective(run, group.routes(told).bind(*arrays).algorithm)
+
+
+def _landed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
+    n, counts = transport.size, skewed(transport.size, count)
+    part = slice(*bounds(counts)[transport.rank])
+    received = n * counts[transport.rank]
+    return slice(received), np.concatenate([filled(rank, count)[part] for rank in range(n)])
+
+
 def _echoed(transport: Transport, count: int) -> tuple[slice, np.ndarray]:
     is_last = transport.rank == transport.size - 1
     return slice(None), filled(0 if is_last else transport.rank, count)
@@ -154,6 +187,9 @@ OPERATIONS = {
         _transposed,
         lambda n: (n - 1) / n,
         other=lambda n, count: count,
+    ),
+    SKEWED: BenchedCollective(
+        _bind_skewed, _landed, lambda n: (n - 1) / n, other=lambda n, count: count
     ),
     "sendrecv": BenchedCollective(
         lambda transport, buffers, way: bind_plan(
@@ -197,6 +233,8 @@ class ForeignCollective(NamedTuple):
 
 def names(operation: str) -> tuple[str, ...]:
     """Return the names of all algorithms: ours, and "native" if MPI has the collective."""
+    if operation == SKEWED:
+        return (*ROUTES, "auto", "native")
     return (*choices(operation), "native") if operation in NATIVE else choices(operation)
 
 
@@ -207,21 +245,31 @@ def operation_of(operation: str, algorithm: str) -> BenchedCollective:
     Their reduce-scatter puts its result in the second array: there `is_in_other` is True.
     """
     ours = OPERATIONS[operation]
-    if algorithm not in TORCH and (operation not in NATIVE or algorithm != "native"):
+    has_native = operation in (*NATIVE, SKEWED)
+    if algorithm not in TORCH and not (has_native and algorithm == "native"):
         return ours
 
     def bind(transport: Transport, buffers: Buffers, way: ReductionOptions) -> Any:
         if algorithm == "native":
-            run = bind_native(transport, operation, buffers.array, buffers.other)
+            run = bind_native(
+                transport, operation, *buffers, _counts(operation, transport, buffers)
+            )
         else:
             from mpitrain.tools.bench import torch_groups
 
-            run = torch_groups.bind(algorithm, operation, transport, *buffers)
+            run = torch_groups.bind(
+                algorithm, operation, transport, *buffers, _counts(operation, transport, buffers)
+            )
         return ForeignCollective(run, algorithm)
 
     if operation != "reduce-scatter":
         return ours._replace(bind=bind)
     return ours._replace(bind=bind, other=lambda n, count: count // n, is_in_other=True)
+
+
+def _counts(operation: str, transport: Transport, buffers: Buffers) -> Sequence[int]:
+    """Return the elements that a rank sends to each rank of an all-to-all of unequal counts, else none."""
+    return skewed(transport.size, buffers.array.size) if operation == SKEWED else ()
 
 
 def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
@@ -231,7 +279,12 @@ def refusals(operation: str, situation: Topology) -> dict[str, MpitrainError]:
         for name, algorithm in TABLES.get(operation, {}).items()
         if (refusal := algorithm.refusal(situation))
     }
-    if operation in NATIVE:
+    hosts = situation.hosts
+    if operation == SKEWED and not 1 < len(set(hosts)) < len(hosts):
+        errors["hierarchical"] = ConfigError(
+            "algorithm hierarchical needs several hosts, one of them with several ranks."
+        )
+    if operation in (*NATIVE, SKEWED):
         refusal = ALL_REDUCE["native"].refusal(situation) if operation in REDUCING else None
         if situation.is_on_device:
             refusal = CommError(

@@ -19,6 +19,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.machine.backend import Backend, on_device
 from mpitrain.ops.device import device_for
 from mpitrain.tools.bench.collectives.operations import (
+    SKEWED,
     BenchedCollective,
     Buffers,
     ReductionOptions,
@@ -298,7 +299,8 @@ class Sweep:
         result = backend.to_host(other if operation.is_in_other else array[case.part])
         median, nbytes = float(np.median(slowest)), count * dtype.itemsize
         predicted = np.nan
-        is_modelled = chosen in choices(request.operation)  # MPI's own all-reduce is modelled, too
+        # MPI's own all-reduce is modelled, too; an all-to-all only of equal counts.
+        is_modelled = request.operation != SKEWED and chosen in choices(request.operation)
         if is_modelled and is_exact and request.device == "cpu":
             size = count, dtype.itemsize, where
             predicted = 1e6 * predict(
