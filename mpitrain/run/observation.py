@@ -147,7 +147,7 @@ def ask(
     missing, folder = set(ranks), run_dir / TRACE
     write_whole(folder / ASK, question.model_dump_json())
     try:
-        while missing and time.monotonic() < until:
+        while missing:
             meanwhile()
             for rank in sorted(missing):
                 answer = read_model(folder / ANSWER.format(rank), Answer)
@@ -159,6 +159,8 @@ def ask(
                 for rank, state in answer.processes.items()
                 if state in (STOPPED, GONE) and rank.isdecimal()
             }
+            if time.monotonic() > until:  # Also a late rank has looked once, and knows its clock.
+                break
             time.sleep(PAUSE)
     finally:
         with suppress(OSError):

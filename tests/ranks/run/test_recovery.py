@@ -3,6 +3,7 @@
 import gc
 import shutil
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -144,14 +145,18 @@ def test_a_rank_may_die_while_the_others_recover(settings, tmp_path, monkeypatch
 
 
 def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monkeypatch):
-    step, index = Trainer.step, 3
+    step, index, ended = Trainer.step, 3, threading.Barrier(3, timeout=SECONDS)
 
     def last(run, number, *batch):
         outcome = step(run, number, *batch)
-        if number == index and run.transport.size == 3 and run.transport.rank < 2:
+        if number == index and run.transport.size == 3:
+            ended.wait()
             if run.transport.rank == 1:
                 raise Gone
-            raise PeerLost("This rank has not heard that the step has ended.")
+            if run.transport.rank == 0:
+                while not run.transport.world.lost:
+                    time.sleep(0.001)
+                raise PeerLost("This rank has not heard that the step has ended.")
         return outcome
 
     monkeypatch.setattr(Trainer, "step", last)

@@ -1,5 +1,6 @@
 """Judgements of a stall: one rank prints, a moving job is judged again, a warning counts once."""
 
+import re
 import sys
 import time
 
@@ -16,7 +17,7 @@ from mpitrain.run.watchdog import StallReport
 from mpitrain.tools.report.text import what_happens_now
 from mpitrain.trace.recorder import Recorder
 from mpitrain.trace.timeline import trace_file
-from tests.processes import run
+from tests.processes import SECONDS, run
 
 STALL = 5.0
 
@@ -59,9 +60,8 @@ def test_one_rank_prints_the_report_and_the_others_end(job, capfd):
 @pytest.mark.parametrize("skew", [-1000.0, 1000.0])
 def test_a_wrong_clock_of_a_host_changes_no_finding(skew, job, capfd):
     assert job(6.0, 6.5, skew=skew)[0].verdict(time.time() - STALL).verdict == "ends"
-    assert "rank 1 on node has not moved for " + "6 s" in capfd.readouterr().err.replace(
-        "7 s", "6 s"
-    )
+    (seconds,) = re.findall(r"rank 1 on node has not moved for (\d+) s", capfd.readouterr().err)
+    assert 6 <= int(seconds) < SECONDS
 
 
 def test_a_job_that_moves_is_judged_again_when_its_rank_may_stall(job, capfd):
