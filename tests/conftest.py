@@ -110,6 +110,14 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             return "mpi" if nodeid.startswith("tests/mpi/") else nodeid
 
+        def mark_test_complete(self, node, item_index, duration=0):
+            # It counts what is left of all that it has assigned, after each of thousands of tests.
+            super().mark_test_complete(node, item_index, duration)
+            assigned = self.assigned_work[node]
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(assigned[scope].values()):
+                del assigned[scope]
+
     return OneAfterAnother(config, log)
 
 

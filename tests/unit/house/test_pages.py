@@ -41,6 +41,10 @@ every_page = pytest.mark.parametrize(
 def test_the_picture_of_the_house_shows_every_floor_from_the_roof_down():
     engine, tools = (re.findall(r"^ (\w+)  +\w", picture, re.M) for picture in pictures())
     assert ([*reversed(engine)], [*reversed(tools)]) == (ENGINE, [*TOOLS, "learn", "cli"])
+    section = HOUSE.read_text().partition("## Seven boxes")[2].partition("\n## ")[0]
+    boxes = re.findall(r"^\| (\w+) \|", section, re.M)[1:]
+    below = re.findall(r"^ -+ (\w+)$", "".join(pictures()), re.M)
+    assert boxes == [below[-1], *below[:-1]] and len(boxes) == 7
 
 
 def pictures():
