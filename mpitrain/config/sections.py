@@ -16,6 +16,7 @@ from pydantic import (
     PrivateAttr,
     ValidationInfo,
     field_validator,
+    model_validator,
     model_serializer,
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -377,13 +378,18 @@ class Lora(Section):
 
     dropout: float = Field(0.0, ge=0, lt=1)
     """rate of dropout of the input of the adapters; the model has model.dropout"""
-    base: Literal["", "int8"] = ""
-    """storage of the frozen weights of linear layers, but for the head. int8: codes of 8 bits, with
-    a scale for each output, which layers decode for each product. Empty: as layers compute"""
     init_from: str = ""
     """adapters to start from: a folder of HuggingFace's peft, or the run directory of a run with
     adapters. Empty: A is random and B is 0. If run.init_from names such a folder, the adapters
     start from there, on the model that they were trained on"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, keys: Any) -> Any:
+        """Leave out lora.base, if it is empty: runs were saved with it."""
+        if isinstance(keys, dict) and keys.get("base") == "":
+            return {key: value for key, value in keys.items() if key != "base"}
+        return keys
 
     @field_validator("targets", mode="before")
     @classmethod

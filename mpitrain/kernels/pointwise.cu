@@ -1,5 +1,5 @@
-// Element by element over n contiguous elements: activations, sums, a bias to every row, weights of 8 bits.
-// Launch, but for add_bias and dequantize: grid (any), block (256); n >= 0 may be anything, and arrays need no alignment.
+// Element by element over n contiguous elements: activations, sums, a bias to every row.
+// Launch, but for add_bias: grid (any), block (256); n >= 0 may be anything, and arrays need no alignment.
 #include "activation.cuh"
 #include "flat.cuh"
 
@@ -56,24 +56,6 @@ extern "C" __global__ void __launch_bounds__(128) add_bias(
             if (residual) ys[j] = plus(ys[j], rs[j]);
         }
         store_run(y + at, c, C, vector, ys);
-    }
-}
-
-// y[m, c] = (q[m, c] - 128) scale[m]: a weight of 8 bits as numbers.    q, y: (M, C) row-major; scale: (M,)
-// One warp a row. Launch: grid (ceil(M / 4)), block (128).
-extern "C" __global__ void __launch_bounds__(128) dequantize(
-    int M, int C, const unsigned char* __restrict__ q, const Sum* __restrict__ scale, Element* __restrict__ y) {
-    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= M) return;
-    const long long at = (long long)row * C;
-    const bool from_runs = in_runs<WIDE>(q, C), to_runs = in_runs<WIDE>(y, C);
-    const Sum own = scale[row];
-    for (int c = WIDE * lane; c < C; c += 32 * WIDE) {
-        Sum ys[WIDE];
-        load_run(q + at, c, C, from_runs, ys);
-#pragma unroll
-        for (int j = 0; j < WIDE; ++j) ys[j] = (ys[j] - Sum(128)) * own;
-        store_run(y + at, c, C, to_runs, ys);
     }
 }
 

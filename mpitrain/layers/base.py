@@ -66,8 +66,6 @@ class Parameter(NamedTuple):
                added before replicas reduce
     is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
                are equal
-    coded      bytes of an element of the flat buffer, for a frozen weight that is stored in codes of
-               8 bits (ops/int8_rows.py); 0: it is stored as numbers
     role       "embedding" or "head": a table that optimizers for hidden matrices leave out; empty:
                any other tensor
     """
@@ -82,7 +80,6 @@ class Parameter(NamedTuple):
     partial: bool = False
     is_copy: bool = False
     role: str = ""
-    coded: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:

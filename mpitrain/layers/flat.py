@@ -29,7 +29,6 @@ import numpy as np
 
 from mpitrain.layers.base import Gradient, Gradients, Parameter, Unit, Weights, parameters_of
 from mpitrain.machine.backend import Backend
-from mpitrain.ops import int8_rows
 from mpitrain.regions import Piece, moved, overlap
 
 GRAIN = 32  # tensors start at multiples of this number of elements
@@ -47,30 +46,12 @@ class Entry(NamedTuple):
 
     @property
     def stop(self) -> int:
-        shape, coded = self.parameter.local_shape, self.parameter.coded
         # NumPy's product would wrap at 64 bits.
-        if coded:
-            rows, columns = shape
-            return self.start + int8_rows.length(rows, columns, coded)
-        return self.start + math.prod(shape)
+        return self.start + math.prod(self.parameter.local_shape)
 
     def view(self, flat: Any) -> Any:
-        """Return this tensor's view of a flat buffer, in its own shape. Weights of 8 bits are a
-        `Coded`.
-        """
-        own = flat[self.start : self.stop]
-        if self.parameter.coded:
-            rows, columns = self.parameter.local_shape
-            return int8_rows.view(own, rows, columns)
-        return own.reshape(self.parameter.local_shape)
-
-    def encoded(self, whole: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return this rank's region of a whole tensor in codes of 8 bits, as the 1-D elements of a
-        flat buffer of this dtype (ops/int8_rows.py).
-        """
-        largest = np.broadcast_to(np.abs(whole).max(1, keepdims=True), whole.shape)
-        own = self.parameter.part_of
-        return int8_rows.encoded(own(whole), own(largest)[:, 0], dtype)
+        """Return this tensor's view of a flat buffer, in its own shape."""
+        return flat[self.start : self.stop].reshape(self.parameter.local_shape)
 
     def write(
         self, values: np.ndarray, flat: Any, backend: Backend, pieces: Sequence[Piece]
@@ -183,14 +164,8 @@ class FlatLayout:
             parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)
-            values = (
-                entry.encoded(whole, flat.dtype)
-                if parameter.coded
-                else parameter.part_of(whole)
-                .astype(self.dtype)
-                .astype(flat.dtype, copy=False)
-                .reshape(-1)
-            )
+            values = parameter.part_of(whole).astype(self.dtype).astype(flat.dtype, copy=False)
+            values = values.reshape(-1)
             everything = [Piece(0, self.length, 0)]
             entry.write(values, flat, backend, everything if pieces is None else pieces)
 

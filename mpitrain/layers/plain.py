@@ -40,7 +40,6 @@ from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
-from mpitrain.ops.int8_rows import Coded
 from mpitrain.ops.seen import Seen
 from mpitrain.tables import Table
 
@@ -56,7 +55,6 @@ class Linear:
     activation  None, "gelu" (tanh form) or "relu"
     role        of the weight, as `Parameter.role`; only the loss reads the output of a "head"
     low_rank    the adapters of the weight, if it has any
-    coded       as `Parameter.coded` of the weight
     joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
     held        fields of `Parameter` that say which ranks hold the same tensors
 
@@ -81,7 +79,6 @@ class Linear:
         self.activation, self.role, self.held = activation, role, held
         self.low_rank: LowRank | None = None
         self.joined: Mapping[str, range] = {}
-        self.coded = 0
         self.output_is_free = activation is None
         self.product, self.product_backward_input = {
             None: (ops.logits if role == "head" else ops.linear, ops.linear_backward_input),
@@ -95,9 +92,7 @@ class Linear:
 
     def _base(self) -> list[Parameter]:
         shape = self.outputs, self.inputs
-        weight = Parameter(
-            "weight", shape, self.draw, decayed=True, role=self.role, coded=self.coded, **self.held
-        )
+        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role, **self.held)
         bias = Parameter("bias", (self.outputs,), zeros, decayed=False, **self.held)
         return [weight, bias] if self.bias else [weight]
 
@@ -130,8 +125,6 @@ class Linear:
             rows = flat_rows(residual)
             y, saved = self._multiply(w, flat_rows(x), w.get("bias"), arena, residual=rows)
             return y.reshape(residual.shape), saved
-        if self.coded:
-            w = self._with_numbers(w, x, arena)
         y, saved = (
             self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
             if self.low_rank
@@ -146,26 +139,15 @@ class Linear:
             return self.forward(w, x, arena)[1]
         return self._state(w, flat_rows(x), w.get("bias"), arena)
 
-    def _with_numbers(self, w: Weights, like: Any, arena: Arena) -> Weights:
-        """Return the weights, with the 8-bit weight decoded to the dtype of `like`."""
-        coded: Coded = w["weight"]
-        numbers = arena.take(coded.codes.shape, like.dtype)
-        self.ops.dequantize(coded.codes, coded.scales, numbers, arena)
-        return {**w, "weight": numbers}
-
     def _multiply(
         self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
-        if self.coded:
-            w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, bias, arena, out, residual)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
     def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
-        if self.coded:
-            w = self._with_numbers(w, x, arena)
         if self.low_rank:
             return self.low_rank.state(w, x, bias, arena)
         return state_of(self.ops, x, w["weight"], bias, arena)
@@ -177,8 +159,6 @@ class Linear:
 
         dy and saved are those of `forward`: they include an activation.
         """
-        if self.coded:
-            w = self._with_numbers(w, dy, arena)
         if self.low_rank:
             return self.low_rank.backward_input(w, dy, saved, arena, *out)
         return self.product_backward_input(dy, w["weight"], saved, arena, *out)
@@ -193,8 +173,6 @@ class Linear:
         if slope is None:
             dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
         else:
-            if self.coded:
-                w = self._with_numbers(w, dy, arena)
             dx, pending = self.ops.gelu_linear_backward_input(
                 flat_rows(dy), w["weight"], saved, slope, arena
             )
@@ -620,8 +598,6 @@ class Plain:
         The section [memory]: which activations the layers save.
     seed : int
         As run.seed, for layers that draw random numbers.
-    itemsize : int
-        Bytes of a number that layers compute with.
 
     Attributes
     ----------
@@ -636,16 +612,11 @@ class Plain:
     """As of `Norm`, for the tensors that layout.tp does not split."""
 
     def __init__(
-        self,
-        ops: Ops,
-        keys: Model | None = None,
-        memory: Memory | None = None,
-        seed: int = 0,
-        itemsize: int = 4,
+        self, ops: Ops, keys: Model | None = None, memory: Memory | None = None, seed: int = 0
     ):
         self.ops, self.now = ops, Now()
         self.keys, self.memory = keys or Model(), memory or Memory()
-        self.seed, self.itemsize = seed, itemsize
+        self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0

@@ -133,15 +133,13 @@ def _linear_layers(layer: Any, name: str) -> Iterator[tuple[str, Linear]]:
 
 
 def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers: Plain) -> Any:
-    """Return the layer with adapters for the chosen targets that it contains. With lora.base int8,
-    the weights of all its linear layers are stored in 8 bits.
-    """
+    """Return the layer with adapters for the chosen targets that it contains."""
     own_targets = [
         target for target in chosen if target.layer == name or target.layer.startswith(f"{name}.")
     ]
-    if not (own_targets or lora.base):
+    if not own_targets:
         return layer
-    if isinstance(layer, ChunkedHead) and own_targets:
+    if isinstance(layer, ChunkedHead):
         raise ConfigError(
             f"The head of lora.targets multiplies all rows at once, but memory.logit_chunks is {layer.count}.",
             "Set memory.logit_chunks to 1, or leave lm_head out of lora.targets.",
@@ -160,9 +158,6 @@ def _adapted(layer: Any, name: str, chosen: Sequence[Target], lora: Lora, layers
     if not isinstance(layer, Linear):
         return layer
     adapted = copy(layer)
-    adapted.coded = layers.itemsize if lora.base and layer.role != "head" else 0
-    if not own_targets:
-        return adapted
     adapted.low_rank = LowRank(
         layer.ops,
         layer.parameters(),

@@ -292,20 +292,7 @@ class FrozenParameters:
 
     def loaded(self) -> None:
         if self._device.mirror and not self._device.half and self.flat.size:
-            for numbers in self._numbers():
-                self._device.mirror(numbers, numbers, self._arena)
-
-    def _numbers(self) -> list[Any]:
-        """Return views of all tensors that are not in codes of 8 bits."""
-        numbers = [entry for entry in self._layout.entries if not entry.parameter.coded]
-        if len(numbers) == len(self._layout.entries):
-            return [self.flat]
-        views = []
-        for piece in self._pieces:
-            for entry in numbers:
-                if both := overlap(entry, piece):
-                    views.append(self.flat[moved(both, piece.offset - piece.start)])
-        return views
+            self._device.mirror(self.flat, self.flat, self._arena)
 
     def state(self) -> list[StateBuffer]:
         if not self._layout.entries:

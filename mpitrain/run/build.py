@@ -292,10 +292,8 @@ def unit_times(job: Job, wanted: Sequence[int] | None = None) -> Iterator[UnitTi
     config, device, axes = job.config, job.device, job.axes
     backend, batch = device.backend, config.batch
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
-    itemsize, layout = device.itemsize(config.precision.stored), {"tp": 1}
-    layers = described(
-        device.ops, config.layout.model_copy(update=layout), keys=config.model, itemsize=itemsize
-    )
+    alone = config.layout.model_copy(update={"tp": 1})
+    layers = described(device.ops, alone, keys=config.model)
     layers.now.set(0, 0, rows, True)
     every, again = (
         freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze),

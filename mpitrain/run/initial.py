@@ -175,7 +175,6 @@ def fill(
     returns  the names of the tensors that stay as they are, because the folder may lack them
     """
     folder, tensors, drawn = initial.folder, initial.tensors, list[str]()
-    kept = _filled_with_codes(folder, tensors, kept, backend)
     for held in holdings(described(storage, kept)):
         if PARAMETERS not in (held.name, kept[held.number].like):
             continue
@@ -191,28 +190,6 @@ def fill(
         _check_finite(folder, name, values)
         put(kept[held.number].array, held, values, backend)
     return drawn
-
-
-def _filled_with_codes(
-    folder: Path, tensors: Mapping[str, AnyTensor], kept: Sequence[StateBuffer], backend: Backend
-) -> list[StateBuffer]:
-    """Fill the weights of 8 bits, and return the buffers with the other tensors."""
-    remaining = []
-    for buffer in kept:
-        coded = [entry for entry in buffer.entries if entry.parameter.coded]
-        for entry in coded:
-            stored = tensors.get(entry.name)
-            shape = entry.parameter.shape
-            if stored is None or stored.shape != shape:
-                raise _unfit(folder, entry.name, shape, stored)
-            whole = read_whole(stored)
-            _check_finite(folder, entry.name, whole)
-            values = entry.encoded(whole, buffer.array.dtype)
-            entry.write(values, buffer.array, backend, buffer.pieces)
-        others = [entry for entry in buffer.entries if not entry.parameter.coded]
-        if others or not coded:
-            remaining.append(buffer._replace(entries=others))
-    return remaining
 
 
 def _unfit(

@@ -133,8 +133,7 @@ def frozen_sizes(estimate: Sizes, job: Job) -> Sizes:
     raises    ConfigError as `freeze`
     """
     config, axes, chunks = job.config, job.axes, len(job.plan.stage_of)
-    itemsize = job.device.itemsize(config.precision.stored)
-    layers = described(job.device.ops, config.layout, itemsize=itemsize)
+    layers = described(job.device.ops, config.layout)
     units = freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze)
     storage = Storage(units, config.precision.stored, axes.copies)
     length, frozen = storage.length, storage.frozen.length

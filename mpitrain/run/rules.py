@@ -98,18 +98,6 @@ def between_keys(config: Config) -> Iterator[Rule]:
             f"Set lora.rank, or leave lora.{key} out.",
         )
     yield (
-        lora.base and not (lora.rank and config.run.init_from),
-        "lora.base stores the model of run.init_from under adapters, but lora.rank is "
-        f"{lora.rank} and run.init_from is {config.run.init_from!r}.",
-        "Set both, or leave lora.base out.",
-    )
-    yield (
-        lora.base and config.replication.gather != "none",
-        f"replication.gather {config.replication.gather} rounds gathered numbers, but lora.base is {lora.base}, "
-        "which has codes.",
-        "Set replication.gather to none, or leave lora.base out.",
-    )
-    yield (
         memory.logit_chunks > 1 and config.replication.mode == "master",
         f"In mode master rank 0 computes the loss of all logits, but memory.logit_chunks is {memory.logit_chunks}.",
         "Set memory.logit_chunks to 1, or replication.mode to all-reduce.",

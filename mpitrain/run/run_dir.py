@@ -99,7 +99,6 @@ FIXED = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
-    "lora.base",
     "optimizer.name",
     "optimizer.groups",
     *OF_DATA,

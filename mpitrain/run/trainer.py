@@ -18,7 +18,6 @@ from mpitrain.layers.base import Loss, Places, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES
-from mpitrain.ops.int8_rows import Coded
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import class_of
@@ -136,7 +135,7 @@ class Trainer:
         """Make the units, their storage, the replica and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, stage_of = resolved.device.ops, resolved.plan.stage_of
-        settings = settings_of(self.config, resolved.device)
+        settings = settings_of(self.config)
         self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp, **settings)
 
         def assigned() -> Chunks:
@@ -255,11 +254,7 @@ class Trainer:
                 tensor: Any = weights
                 for key in parameter.name.split("."):
                     tensor = tensor[key]
-                arrays[unit.full_name(parameter)] = (
-                    Coded(*map(self.backend.to_host, tensor)).numbers()
-                    if parameter.coded
-                    else self.backend.to_host(tensor).copy()
-                )
+                arrays[unit.full_name(parameter)] = self.backend.to_host(tensor).copy()
         return {entry.name: arrays[entry.name] for entry in self.storage.tensors}
 
     def share(self) -> range:

@@ -178,16 +178,6 @@ def check_weighted_sums(
     assert_close(over, truth, dtype, "a sum over its second")
 
 
-def check_dequantize(kernels: Kernels, m: int, n: int, dtype: str, shifted: bool = False) -> None:
-    """A weight of 8 bits as numbers: every code, rounded once."""
-    q = np.arange(m * n, dtype=np.uint8).reshape(m, n)
-    scale = stored(numbers(1, m), "float64" if dtype == "float64" else "float32", shifted)
-    out, truth = stored(np.zeros((m, n)), dtype, shifted), np.empty((m, n))
-    bodies.cuda(kernels).dequantize(q, scale, out, Arena())
-    reference.dequantize(q, values(scale), truth, None)
-    assert_close(out, truth, dtype, "a weight of 8 bits")
-
-
 def check_column_sums(
     kernels: Kernels, m: int, n: int, accumulate: bool, dtype: str = "float32"
 ) -> None:
@@ -511,11 +501,6 @@ def linears() -> Iterator[Callable]:
             yield partial(
                 check_sums, m=5, n=n, dtype=dtype, shifted=dtype == "bfloat16" and n == 37
             )
-    for m, n in ((1, 1), (0, 3), (33, 31), (9, 128), (3, 300)):
-        yield partial(check_dequantize, m=m, n=n, dtype="float32", shifted=n == 128)
-    for dtype in ("float64", "float16", "bfloat16"):
-        for n in (37, 264):
-            yield partial(check_dequantize, m=5, n=n, dtype=dtype)
     for n in (0, 1, 1031):
         yield partial(check_weighted_sums, n=n)
     for dtype in ("float64", "float16", "bfloat16"):

@@ -211,13 +211,6 @@ def add_bias(kernels, x, b, out, arena, residual=None):
     )
 
 
-def dequantize(kernels, q, scale, out, arena):
-    rows, columns = out.shape
-    by_rows(
-        kernels, "dequantize", (rows, columns, q, scale, out), KINDS[out.dtype].macros, fresh="y"
-    )
-
-
 def swiglu(kernels, x, arena):
     rows, width = len(x), x.shape[1] // 2
     y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros

@@ -51,12 +51,6 @@ def add_bias(x, b, out, arena, residual=None):
             y[...] = sums
 
 
-def dequantize(q, scale, out, arena):
-    for rows in row_blocks(out):
-        np.subtract(q[rows], 128, out=out[rows], dtype=out.dtype)
-        out[rows] *= scale[rows, None]
-
-
 def logits(x, w, b, arena):
     return linear(x, w, b, arena)
 

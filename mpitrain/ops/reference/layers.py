@@ -41,15 +41,6 @@ def add_bias(x, b, out, arena, residual=None):
     out[...] = plus(x if b is None else x + b, residual)
 
 
-@operation("q%:N,K scale:N out:N,K|0 -> out", "out")
-def dequantize(q, scale, out, arena):
-    """Write (q - 128) times the scale of each row to out: a weight of 8 bits as numbers.
-
-    q: (N, K) uint8; scale: (N,); out: (N, K)
-    """
-    out[...] = (q.astype(scale.dtype) - 128) * scale[:, None]
-
-
 @operation("x:M,K w:N,K b:N -> y:M,N saved", "y", products="MNK")
 def linear(x, w, b, arena, out=None, residual=None):
     """Return (y, saved) with y = x w^T + b + residual.

@@ -15,7 +15,6 @@ from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
-from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses
 from mpitrain.parallel.tensor.linear import (
@@ -41,7 +40,7 @@ class LayerFactory(Plain):
 
     context   the context-parallel group, which divides the tokens of each row; None: no other rank
     is_ring   whether layout.cp_mode is ring
-    settings  keys, memory, seed and itemsize, as of `Plain`
+    settings  keys, memory and seed, as of `Plain`
     """
 
     def __init__(
@@ -180,15 +179,9 @@ def layers_for(
     return ShardedLayerFactory(ops, rows, context, is_ring, **settings)
 
 
-def settings_of(config: Config, device: Device) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return what the layers of a job compute with: the settings of its `LayerFactory`."""
-    itemsize = device.itemsize(config.precision.stored)
-    return {
-        "keys": config.model,
-        "memory": config.memory,
-        "seed": config.run.seed,
-        "itemsize": itemsize,
-    }
+    return {"keys": config.model, "memory": config.memory, "seed": config.run.seed}
 
 
 def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:

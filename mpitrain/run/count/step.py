@@ -123,7 +123,7 @@ class Body:
         )
         ops = counted(_leasing(device), self.count)
         own_context = context if axes.cp > 1 else None
-        settings = settings_of(config, device)
+        settings = settings_of(config)
         self.layers = layers_for(ops, group, config.layout, own_context, **settings)
 
     def endpoint(self, rank: int, ranks: int) -> Any:

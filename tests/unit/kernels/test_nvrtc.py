@@ -79,7 +79,7 @@ WIDE = {
     "layer_norm_backward_wide lion maximum_into momentum nesterov row_argmax row_exponentials "
     "row_maximum sgd sum_parts total weighted_sum write_chosen",
     "st": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert cross_entropy "
-    "cross_entropy_split decode_fp16 decode_int8 dequantize embedding embedding_backward_positions embedding_backward_table "
+    "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
     "encode_fp16 gemm_combine layer_norm layer_norm_backward "
     "layer_norm_backward_wide lion maximum_into momentum nesterov sgd weighted_sum",
 }

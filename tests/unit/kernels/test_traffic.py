@@ -163,7 +163,6 @@ def pointwise(kernels: Kernels, dtype: str) -> None:
     ops.add_bias(
         ones(dtype, 9, 40), ones(dtype, 40), ones(dtype, 9, 40), Arena(), ones(dtype, 9, 40)
     )
-    ops.dequantize(ones("uint8", 9, 40), ones("float32", 9), ones(dtype, 9, 40), Arena())
 
 
 def wires(kernels: Kernels, dtype: str) -> None:
