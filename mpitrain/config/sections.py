@@ -16,8 +16,8 @@ from pydantic import (
     PrivateAttr,
     ValidationInfo,
     field_validator,
-    model_validator,
     model_serializer,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.seen import first_keys
 
@@ -293,19 +293,76 @@ def fusion_of(layer: Any) -> Fusion:
     return getattr(layer, "fusion", Fusion())
 
 
+def flat_rows(x: Any) -> Any:
+    """Return (..., C) reshaped to (rows, C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class WholeRows:
-    """The rows of activations between layers: this rank has all of them.
+    """What a layer asks of the ranks that divide it (layout.tp): here one rank has all of it.
 
-    Inside a layer it has all rows, too. With sequence parallelism it has a part of them between
-    layers (`SequenceSharded` in parallel/tensor/rows.py).
+    Then there is nothing to sum or to gather. `ReplicatedRows` and `SequenceSharded` in
+    parallel/tensor/rows.py have the same methods for a group of ranks.
 
-    partial  whether each rank computes only a summand of the gradient of a replicated norm: False,
-             since every rank has all rows
-    context  T of every sequence, for `sequences`; a single sequence may be shorter
+    rank, ranks  of the group
+    holders      as `Parameter.holders`, of tensors that all ranks hold
+    partial      whether each rank computes only a summand of the gradient of a replicated norm:
+                 False, since every rank has all rows
     """
 
-    partial = False
-    context = 1
+    holders, partial = "", False
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        self.rank, self.ranks = rank, ranks
+
+    def share(self, count: int) -> range:
+        """Return this rank's run of `count` things; the runs of the ranks may differ by one."""
+        return range(self.rank * count // self.ranks, (self.rank + 1) * count // self.ranks)
+
+    def run(self, count: int, what: str) -> range:
+        """Return this rank's run of `count` things, which the ranks share equally.
+
+        what    plural of the things for the message, such as "heads"
+        raises  ConfigError if `count` does not divide by the number of ranks
+        """
+        if count % self.ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks share the {what} of a layer, but {count} do not divide by {self.ranks}.",
+                f"Nearest that do: {multiples_near(count, self.ranks)}.",
+            )
+        return self.share(count)
+
+    def summed(
+        self,
+        product: Callable[..., tuple[Any, Any]],
+        shape: Sequence[int],
+        dtype: Any,
+        arena: Arena,
+        *,
+        bias: Any = None,
+        residual: Any = None,
+        add_bias: Callable[..., None] | None = None,
+        beside: Callable[[Any], None] = lambda state: None,
+    ) -> tuple[Any, Any]:
+        """Return the sum of the ranks' products, plus bias and residual, and the state of the product.
+
+        product   (out, bias, residual) -> (rows, state): writes this rank's summand (rows, C) to
+                  `out`, plus bias and residual if they are not None
+        shape     of the sum, (..., C) with all rows
+        add_bias  the operation that adds bias and residual after a sum of several ranks
+        beside    takes the state, and computes while the ranks sum
+        """
+        y, state = product(None, bias, None if residual is None else flat_rows(residual))
+        beside(state)
+        return y.reshape(shape), state
+
+    def gathered(self, own: Any, arena: Arena) -> Any:
+        """Return all columns (..., K) from those of this rank, (..., K / n)."""
+        return own
+
+    def columns_of(self, whole: Any, arena: Arena) -> Any:
+        """Return this rank's columns (..., K / n) of all, (..., K)."""
+        return whole
 
     def whole(self, x: Any) -> Any:
         """Return all rows of x, the input of a layer."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Loss, Parameter, Weights
+from mpitrain.layers.base import Gradients, Loss, Parameter, Weights, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows, on_device
 from mpitrain.ops import Ops
@@ -47,13 +47,13 @@ class ChunkedHead:
 
     def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
         """Return logits that are not computed yet, and the shape of x."""
-        rows = self.gathered(x)
+        rows = flat_rows(self.head.rows.whole(x))
         shape = self.output_shape(x.shape)
         return ChunkedLogits(self, w["weight"], w.get("bias"), rows, shape), x.shape
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of x, which the loss has computed, and those of weight and bias."""
-        return self.summed(dy.sums, arena).reshape(saved), {"weight": dy.dw, "bias": dy.db}
+        return dy.dx.reshape(saved), {"weight": dy.dw, "bias": dy.db}
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         for name in dw:
@@ -62,18 +62,6 @@ class ChunkedHead:
                 self.head.ops.add(target.array, found, target.array, arena)
             else:
                 target.array[...] = found
-
-    def gathered(self, x: Any) -> Any:
-        return x.reshape(-1, x.shape[-1])
-
-    def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[Any, Any]:
-        """Return a buffer for the gradient of x, and the array (M, C) in the buffer to write to."""
-        dx = arena.take(logits.rows.shape, logits.rows.dtype)
-        return dx, dx
-
-    def summed(self, sums: Any, arena: Arena) -> Any:
-        """Return the gradient of x from the buffer that `sums` returned."""
-        return sums
 
 
 class ChunkedLogits:
@@ -126,12 +114,12 @@ class ChunkedLogits:
 class ChunkedGradient:
     """The backward of `ChunkedLogits`: gradients of x, W and b in place of one of the logits.
 
-    sums  the buffer of the gradient of x, which the head sums over ranks
-    dw    (V, C): the gradient of the weight
-    db    (V,): the gradient of the bias, or None
+    dx  the gradient of x, which the ranks of layout.tp have summed
+    dw  (V, C): the gradient of the weight
+    db  (V,): the gradient of the bias, or None
     """
 
-    sums: Any
+    dx: Any
     dw: Any
     db: Any
 
@@ -153,20 +141,27 @@ class ChunkedLoss:
 
     def gradient(self, logits: Any, targets: Any, scale: float, arena: Arena) -> tuple[Any, Any]:
         """Return the summed loss, and the gradient as a `ChunkedGradient`."""
-        head, ops, total = logits.layer, self._ops, None
-        sums, dx = head.sums(logits, arena)
-        stored = "float64" if dx.dtype == "float64" else "float32"
+        head, ops, dtype = logits.layer.head, self._ops, logits.rows.dtype
+        stored = "float64" if dtype == "float64" else "float32"
         dw = arena.take(logits.weight.shape, stored)
         db = None if logits.bias is None else arena.take(logits.bias.shape, stored)
-        for rows, y, saved in logits.slices(arena):
-            value, dy = self._gradient(y, targets[rows], scale, arena)
-            _, pending = ops.linear_backward_input(dy, logits.weight, saved, arena, dx[rows])
-            ops.linear_backward_weight(pending, dw, total is not None, arena)
-            if db is not None:
-                ops.linear_backward_bias(pending, db, total is not None, arena)
-            total = value if total is None else self._plus(total, value, arena)
-            del y, saved, dy, pending  # the next slice uses the same buffers
-        return total, ChunkedGradient(sums, dw, db)
+
+        def product(dx: Any, *terms: None) -> tuple[Any, Any]:
+            """Write this rank's summand of the gradient of x, slice by slice; return the loss, too."""
+            total, dx = None, arena.take(logits.rows.shape, dtype) if dx is None else dx
+            for rows, y, saved in logits.slices(arena):
+                value, dy = self._gradient(y, targets[rows], scale, arena)
+                _, pending = ops.linear_backward_input(dy, logits.weight, saved, arena, dx[rows])
+                ops.linear_backward_weight(pending, dw, total is not None, arena)
+                if db is not None:
+                    ops.linear_backward_bias(pending, db, total is not None, arena)
+                total = value if total is None else self._plus(total, value, arena)
+                del y, saved, dy, pending  # the next slice uses the same buffers
+            return dx, total
+
+        shape = *logits.shape[:-1], head.inputs
+        dx, total = head.rows.summed(product, shape, dtype, arena)
+        return total, ChunkedGradient(dx, dw, db)
 
     def _plus(self, total: Any, value: Any, arena: Arena) -> Any:
         """Return the sum of two numbers, or of two arrays without dims on a device."""

@@ -1,7 +1,7 @@
-"""The layers of one rank, and their factory, with which models are built.
+"""The layers of a rank, and their factory, with which models are built.
 
-A tensor-parallel factory has the same constructors with the same arguments. B batch, T tokens, C
-channels, H heads, V vocabulary.
+Each is one class for any number of tensor-parallel ranks: `rows` knows the ranks. B batch, T tokens,
+C channels, H heads, V vocabulary.
 """
 
 from __future__ import annotations  # help() then prints signatures as they are written here
@@ -30,6 +30,7 @@ from mpitrain.layers.base import (
     Parameter,
     Weights,
     WholeRows,
+    flat_rows,
 )
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual
@@ -43,20 +44,29 @@ from mpitrain.ops import Ops
 from mpitrain.ops.seen import Seen
 from mpitrain.tables import Table
 
-ALONE: Mapping[str, Any] = {}
-"""The fields `holders` and `partial` of a `Parameter` that no other rank of a replica holds."""
+NOT_JOINED: Mapping[str, range] = {}
+
+
+def held_by_all(parameter: Parameter, rows: WholeRows) -> Parameter:
+    """Return the description of a tensor that every rank holds and uses for its own rows."""
+    return parameter._replace(holders=rows.holders, partial=rows.partial)
 
 
 class Linear:
     """A linear layer with optional activation, activation(x weight^T + bias), over the last dim.
 
-    weight      (outputs, inputs)
-    bias        (outputs,), absent if `bias` is False
-    activation  None, "gelu" (tanh form) or "relu"
-    role        of the weight, as `Parameter.role`; only the loss reads the output of a "head"
-    low_rank    the adapters of the weight, if it has any
-    joined      {name: rows of the whole weight}: the outputs that are joined in one tensor
-    held        fields of `Parameter` that say which ranks hold the same tensors
+    The ranks of layout.tp divide its outputs or its inputs, or each of them computes all of it from
+    its own rows (parallel/tensor/linear.py has a drawing). On one rank all three are the same.
+
+    inputs, outputs  of the whole weight (outputs, inputs); as attributes, those of this rank
+    activation       None, "gelu" (tanh form) or "relu"
+    bias             whether there is a bias, (outputs,)
+    split            what the ranks divide: "outputs", "inputs", or "" for nothing
+    runs             this rank's outputs or inputs: runs of rows or of columns of the whole weight
+    rows             the rows between layers, and the ranks
+    role             of the weight, as `Parameter.role`; only the loss reads the output of a "head"
+    joined           {name: rows of the whole weight}: outputs that are joined in one tensor
+    low_rank         the adapters of the weight, if it has any
 
     A subclass that overrides `forward` or `backward_input` without the last argument overrides
     `fusion`, too.
@@ -72,40 +82,74 @@ class Linear:
         draw: Draw,
         activation: str | None = None,
         bias: bool = True,
-        held: Mapping[str, Any] = ALONE,
+        split: str = "",
+        runs: Sequence[range] = (),
+        rows: WholeRows = ALL_ROWS,
         role: str = "",
+        joined: Mapping[str, range] = NOT_JOINED,
     ):
-        self.inputs, self.outputs, self.draw, self.bias, self.ops = inputs, outputs, draw, bias, ops
-        self.activation, self.role, self.held = activation, role, held
+        own = sum(map(len, runs))
+        self.shape, self.split, self._runs, self.rows = (outputs, inputs), split, runs, rows
+        self.inputs = own if split == "inputs" else inputs
+        self.outputs = own if split == "outputs" else outputs
+        self.draw, self.bias, self.ops, self.role, self.joined = draw, bias, ops, role, joined
         self.low_rank: LowRank | None = None
-        self.joined: Mapping[str, range] = {}
         self.output_is_free = activation is None
+        # A sum over the ranks comes before the activation, which is an operation of its own then.
+        self.activation, self._after = (
+            (None, activation) if split == "inputs" else (activation, None)
+        )
         self.product, self.product_backward_input = {
-            None: (ops.logits if role == "head" else ops.linear, ops.linear_backward_input),
+            None: (ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
-        }[activation]
+        }[self.activation]
+        if role == "head" and split == "outputs":
+            self.product = ops.logits
+        self._activate, self._activate_backward = {
+            None: (None, None),
+            "gelu": (ops.gelu, ops.gelu_backward),
+            "relu": (ops.relu, ops.relu_backward),
+        }[self._after]
 
     def parameters(self) -> list[Parameter]:
         """Return the weight, the bias if there is one, and the adapters."""
-        return [*self._base(), *(self.low_rank.parameters if self.low_rank else ())]
+        outputs, _ = self.shape
+        weight = Parameter("weight", self.shape, self.draw, decayed=True, role=self.role)
+        bias = Parameter("bias", (outputs,), zeros, decayed=False)
+        if self.split == "outputs":
+            weight, bias = self._of_runs(weight, 0), self._of_runs(bias, 0)
+        elif self.split == "inputs":
+            weight, bias = self._of_runs(weight, 1), bias._replace(holders=self.rows.holders)
+        else:
+            weight, bias = (held_by_all(p, self.rows) for p in (weight, bias))
+        base = [weight, bias] if self.bias else [weight]
+        return [*base, *(self.low_rank.parameters if self.low_rank else ())]
 
-    def _base(self) -> list[Parameter]:
-        shape = self.outputs, self.inputs
-        weight = Parameter("weight", shape, self.draw, decayed=True, role=self.role, **self.held)
-        bias = Parameter("bias", (self.outputs,), zeros, decayed=False, **self.held)
-        return [weight, bias] if self.bias else [weight]
+    def _of_runs(self, parameter: Parameter, dim: int) -> Parameter:
+        """Return the description of this rank's runs along a dim."""
+        if sum(map(len, self._runs)) == parameter.shape[dim]:
+            return parameter
+        whole = [slice(0, length) for length in parameter.shape]
+        slices = [
+            (*whole[:dim], slice(run.start, run.stop), *whole[dim + 1 :]) for run in self._runs
+        ]
+        return parameter._replace(slices=tuple(slices))
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the output for an input of this shape."""
-        return (*shape[:-1], self.outputs)
+        if self.split == "outputs":
+            entered = *self.rows.entered(shape)[:-1], self.outputs
+            return self.rows.as_sequences(entered) if self.role == "head" else entered
+        own = *shape[:-1], self.outputs
+        return self.rows.left(own) if self.split == "inputs" else own
 
     @property
     def fusion(self) -> Fusion:
         """Without an activation, the layer adds a residual, and takes the GELU before it."""
-        if self.activation:
+        if self.split == "outputs" or self.activation:
             return self._cut()
-        return Fusion(adds_to_output=True, takes_gelu=not self.low_rank)
+        return Fusion(adds_to_output=not self._after, takes_gelu=not self.low_rank)
 
     def _cut(self) -> Fusion:
         """Return the cut of this layer's GELU, if it has one and no adapters."""
@@ -121,23 +165,50 @@ class Linear:
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
         """Return the output for x, plus the residual, and the state for `backward_input`."""
-        if residual is not None:
-            rows = flat_rows(residual)
-            y, saved = self._multiply(w, flat_rows(x), w.get("bias"), arena, residual=rows)
-            return y.reshape(residual.shape), saved
-        y, saved = (
-            self.low_rank.activated(w, flat_rows(x), w.get("bias"), arena)
-            if self.low_rank
-            else self.product(flat_rows(x), w["weight"], w.get("bias"), arena)
-        )
-        return y.reshape(*x.shape[:-1], self.outputs), saved
+        if self.split == "outputs":
+            return self._outputs(w, x, arena)
+
+        def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
+            return self._multiply(w, flat_rows(x), bias, arena, out, residual)
+
+        bias, shape = w.get("bias"), (*x.shape[:-1], self.outputs)
+        if self.split == "inputs":
+            y, saved = self.rows.summed(
+                *(product, shape, x.dtype, arena),
+                bias=bias,
+                residual=residual,
+                add_bias=self.ops.add_bias,
+            )
+            if self._activate is None:
+                return y, saved
+            y, slope = self._activate(y, arena)
+            return y, (saved, slope)
+        if self.activation:
+            y, saved = self._activated(w, flat_rows(x), arena)
+        else:
+            y, saved = product(None, bias, None if residual is None else flat_rows(residual))
+        return y.reshape(shape), saved
+
+    def _outputs(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        """Return this rank's outputs, for all rows of x, and the state for `backward_input`."""
+        whole = self.rows.whole(x)
+        y, saved = self._activated(w, flat_rows(whole), arena)
+        y = y.reshape(*whole.shape[:-1], self.outputs)
+        return self.rows.sequences(y) if self.role == "head" else y, self.rows.kept(saved, x)
+
+    def _activated(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+        if self.low_rank:
+            return self.low_rank.activated(w, x, w.get("bias"), arena)
+        return self.product(x, w["weight"], w.get("bias"), arena)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
-        # Without an activation the backward needs no output, so there is no product.
-        if self.activation:
+        # Without an activation the backward needs no output, so there is no product and no sum.
+        if self.activation or self._after:
             return self.forward(w, x, arena)[1]
-        return self._state(w, flat_rows(x), w.get("bias"), arena)
+        if self.split == "outputs":
+            return self.rows.kept(self._state(w, self.rows.whole(x), arena), x)
+        return self._state(w, x, arena)
 
     def _multiply(
         self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
@@ -147,21 +218,11 @@ class Linear:
             return self.low_rank.multiply(w, x, bias, arena, out, residual)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
-    def _state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
+    def _state(self, w: Weights, x: Any, arena: Arena) -> Any:
+        bias = None if self.split == "inputs" else w.get("bias")
         if self.low_rank:
-            return self.low_rank.state(w, x, bias, arena)
-        return state_of(self.ops, x, w["weight"], bias, arena)
-
-    def _multiply_backward(
-        self, w: Weights, dy: Any, saved: Any, arena: Arena, *out: Any
-    ) -> tuple[Any, Any]:
-        """Return the gradient of the input (rows, inputs), and the state for `backward_weight`.
-
-        dy and saved are those of `forward`: they include an activation.
-        """
-        if self.low_rank:
-            return self.low_rank.backward_input(w, dy, saved, arena, *out)
-        return self.product_backward_input(dy, w["weight"], saved, arena, *out)
+            return self.low_rank.state(w, flat_rows(x), bias, arena)
+        return state_of(self.ops, flat_rows(x), w["weight"], bias, arena)
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
@@ -170,6 +231,13 @@ class Linear:
 
         slope  the derivative of the GELU at z, where the input is gelu(z): returns dz; None: dx
         """
+        if self.split == "outputs":
+            return self._sum_of_inputs(w, dy, saved, arena)
+        if self._activate_backward:
+            saved, own_slope = saved
+            dy = self._activate_backward(dy, own_slope, arena)
+        if self.split == "inputs":
+            dy = self.rows.whole(dy)
         if slope is None:
             dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
         else:
@@ -177,6 +245,41 @@ class Linear:
                 flat_rows(dy), w["weight"], saved, slope, arena
             )
         return dx.reshape(*dy.shape[:-1], self.inputs), pending
+
+    def backward(
+        self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
+    ) -> Any:
+        """Return the gradient of the input; a sum over the ranks overlaps with the weight half."""
+        if self.split == "outputs":
+            return self._sum_of_inputs(
+                w, dy, saved, arena, beside=lambda pending: self.backward_weight(pending, dw, arena)
+            )[0]
+        dx, pending = self.backward_input(w, dy, saved, arena, slope)
+        del saved
+        self.backward_weight(pending, dw, arena)
+        return dx
+
+    def _sum_of_inputs(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, **beside: Any
+    ) -> tuple[Any, Any]:
+        """Return the sum of the ranks' gradients of the input, and the state for `backward_weight`."""
+        saved = self.rows.regained(saved)
+
+        def product(out: Any, *terms: None) -> tuple[Any, Any]:
+            return self._multiply_backward(w, flat_rows(dy), saved, arena, out)
+
+        return self.rows.summed(product, (*dy.shape[:-1], self.inputs), dy.dtype, arena, **beside)
+
+    def _multiply_backward(
+        self, w: Weights, dy: Any, saved: Any, arena: Arena, out: Any = None
+    ) -> tuple[Any, Any]:
+        """Return the gradient of the input (rows, inputs), and the state for `backward_weight`.
+
+        dy and saved are those of `_activated`: they include an activation.
+        """
+        if self.low_rank:
+            return self.low_rank.backward_input(w, dy, saved, arena, out)
+        return self.product_backward_input(dy, w["weight"], saved, arena, out)
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""
@@ -201,7 +304,7 @@ class Norm:
 
     gain, bias  (width,)
     epsilon     added to the variance, or to the mean square
-    held        fields of `Parameter` that say which ranks hold the same tensors
+    rows        the rows between layers, and the ranks, which all hold gain and bias
 
     A subclass that overrides `forward` or `backward_input` without the last argument overrides
     `fusion`, too.
@@ -216,9 +319,9 @@ class Norm:
         width: int,
         epsilon: float = 1e-5,
         has_mean: bool = True,
-        held: Mapping[str, Any] = ALONE,
+        rows: WholeRows = ALL_ROWS,
     ):
-        self.width, self.epsilon, self.has_mean, self.held = width, epsilon, has_mean, held
+        self.width, self.epsilon, self.has_mean, self.rows = width, epsilon, has_mean, rows
         self.product, self.product_backward_input, self.product_backward_weight = (
             (ops.layer_norm, ops.layer_norm_backward_input, ops.layer_norm_backward_weight)
             if has_mean
@@ -226,9 +329,9 @@ class Norm:
         )
 
     def parameters(self):
-        gain = Parameter("gain", (self.width,), ones, decayed=False, **self.held)
-        bias = Parameter("bias", (self.width,), zeros, decayed=False, **self.held)
-        return [gain, bias] if self.has_mean else [gain]
+        gain = Parameter("gain", (self.width,), ones, decayed=False)
+        bias = Parameter("bias", (self.width,), zeros, decayed=False)
+        return [held_by_all(p, self.rows) for p in ([gain, bias] if self.has_mean else [gain])]
 
     def output_shape(self, shape):
         return shape
@@ -337,9 +440,13 @@ class Lookups(NamedTuple):
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
+    The ranks of layout.tp divide the token table (parallel/tensor/vocabulary.py has a drawing). Each
+    has all positions and types; only rank 0 adds these, but every rank computes their gradient.
+
     now        of the layer factory; `now.places` has the positions and types of tokens
     has_table  whether the vectors of positions, a second table, are added
     types      number of token types, whose vectors are a third table; 0: there are none
+    rows       the rows between layers, and the ranks
     """
 
     output_is_free = False
@@ -354,32 +461,58 @@ class Embedding:
         now: Now | None = None,
         has_table: bool = True,
         types: int = 0,
+        rows: WholeRows = ALL_ROWS,
     ):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
-        self.now, self.has_table, self.types = now or Now(), has_table, types
+        self.now, self.has_table, self.types, self.rows = now or Now(), has_table, types, rows
+        self._entries = rows.share(vocab)
 
     def parameters(self):
         lengths = {"tokens": self.vocab} | ({"positions": self.context} if self.has_table else {})
         lengths |= {"types": self.types} if self.types else {}
-        return [
+        tokens, *others = (
             Parameter(name, (length, self.width), self.draw, True, role="embedding")
             for name, length in lengths.items()
-        ]
+        )
+        if len(self._entries) < self.vocab:
+            rows = slice(self._entries.start, self._entries.stop), slice(0, self.width)
+            tokens = tokens._replace(slices=(rows,))
+        return [tokens, *(p._replace(holders=self.rows.holders) for p in others)]
 
     def output_shape(self, shape):
-        return (*shape, self.width)
+        return self.rows.left((*shape, self.width))
 
     def forward(self, w, x, arena):
-        rows = self._rows_of_tables(x, arena)
-        positions = None if "positions" in rows else w.get("positions")
-        y, saved = self.ops.embedding(x, w["tokens"], positions, arena)
-        return y, Lookups(saved, self._looked_up(w, rows, y, arena))
+        if self.rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
+            raise ConfigError(
+                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
+                f"but these {x.shape[0]} have {x.shape[1]}.",
+                "Pass one at a time, or longer ones.",
+            )
+        tables = self._rows_of_tables(x, arena)
+        return self._sum(w, x, tables, None if "positions" in tables else w.get("positions"), arena)
 
     def forward_next(self, w, x, past, arena):
-        y, _ = self.ops.embedding(x, w["tokens"], None, arena)
-        if self.has_table:
-            self._looked_up(w, {"positions": past.positions}, y, arena)
-        return y
+        tables = {"positions": past.positions} if self.has_table else {}
+        return self._sum(w, x, tables, None, arena)[0]
+
+    def _sum(self, w, x, tables, positions, arena):
+        """Return the vectors of tokens and of the rows of other tables, and the lookups' states.
+
+        positions  the table of positions from 0, or None
+        """
+        is_first = self.rows.rank == 0
+
+        def looked_up(out, *terms):
+            out = None if out is None else out.reshape(*x.shape, self.width)
+            y, saved = self.ops.embedding(
+                x, w["tokens"], positions if is_first else None, arena, self._entries.start, out
+            )
+            others = self._looked_up(w, tables, y if is_first else None, arena)
+            return y, Lookups(saved, others)
+
+        shape = *x.shape, self.width
+        return self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
 
     def _rows_of_tables(self, x, arena):
         """Return {table: the row of each token, (B, T)} of the tables to look up beside the tokens'."""
@@ -403,7 +536,7 @@ class Embedding:
         return states
 
     def backward_input(self, w, dy, saved, arena):
-        return None, (dy, saved)
+        return None, (self.rows.sequences(self.rows.whole(dy)), saved)
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
@@ -582,10 +715,10 @@ LOSSES: Table[str, LossKind] = Table(
 
 
 class Plain:
-    """The layer factory of one rank (as torch.nn): its layers are not split over ranks.
+    """The layer factory of a rank (as torch.nn): `rows` divides its layers over the ranks of layout.tp.
 
-    With layout.tp above 1 a `Trainer` passes a factory with the same constructors, for split
-    layers. Linear layers map (..., inputs) to (..., outputs). `draw` makes the weight, of shape
+    By default there is one rank. A number that the ranks cannot divide is a ConfigError of its
+    constructor. Linear layers map (..., inputs) to (..., outputs). `draw` makes the weight, of shape
     (outputs, inputs); biases are 0 at first.
 
     Parameters
@@ -598,6 +731,8 @@ class Plain:
         The section [memory]: which activations the layers save.
     seed : int
         As run.seed, for layers that draw random numbers.
+    rows : WholeRows
+        The rows between layers, and the ranks that divide them.
 
     Attributes
     ----------
@@ -605,33 +740,28 @@ class Plain:
         The step and rows that the layers compute; for layers that draw random numbers.
     """
 
-    _embedding: type[Embedding] = Embedding
-    _column: type[Linear] = Linear
-    _row: type[Linear] = Linear
-    _held = ALONE
-    """As of `Norm`, for the tensors that layout.tp does not split."""
-
     def __init__(
-        self, ops: Ops, keys: Model | None = None, memory: Memory | None = None, seed: int = 0
+        self,
+        ops: Ops,
+        keys: Model | None = None,
+        memory: Memory | None = None,
+        seed: int = 0,
+        rows: WholeRows = ALL_ROWS,
     ):
-        self.ops, self.now = ops, Now()
+        self.ops, self.now, self.rows = ops, Now(), rows
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
 
-    @property
-    def _source(self) -> Any:
-        """The first argument of the layers' classes."""
-        return self.ops
-
     def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
 
         Rows are samples, or the tokens of sequences. It is a range, but with layout.cp.
         """
-        return self.now.numbers(math.prod(shape[:-1]))
+        own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
+        return self.now.numbers(every)[self.rows.rank * own % max(1, every) :][:own]
 
     def embedding(
         self, vocab: int, context: int, width: int, positions: bool = True, types: int = 0
@@ -640,17 +770,18 @@ class Plain:
 
         All tables are drawn with deviation 0.02. types: number of token types.
         """
-        return self._embedding(
-            self._source, vocab, context, width, normal(0.02), self.now, positions, types
+        self.made.add("embedding")
+        return Embedding(
+            self.ops, vocab, context, width, normal(0.02), self.now, positions, types, self.rows
         )
 
     def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
-        return Norm(self.ops, width, epsilon, True, self._held)
+        return Norm(self.ops, width, epsilon, True, self.rows)
 
     def rms_norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
-        return Norm(self.ops, width, epsilon, False, self._held)
+        return Norm(self.ops, width, epsilon, False, self.rows)
 
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
@@ -674,15 +805,20 @@ class Plain:
         noun   what is counted, for the error if layout.tp does not divide a count
         names  of the outputs, which adapters may then cover one by one
         """
-        joined = self._joined(inputs, counts, each, draw, noun, bias)
-        ends = pairwise([0, *accumulate(count * each for count in counts)])
-        joined.joined = {name: range(*run) for name, run in zip(names, ends, strict=False)}
-        return joined
-
-    def _joined(
-        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str, bias: bool
-    ) -> Linear:
-        return Linear(self.ops, inputs, sum(counts) * each, draw, None, bias)
+        whole = [
+            range(*run) for run in pairwise([0, *accumulate(count * each for count in counts)])
+        ]
+        own = [self.rows.run(count, noun) for count in counts]
+        runs = [
+            range(output.start + run.start * each, output.start + run.stop * each)
+            for output, run in zip(whole, own, strict=True)
+        ]
+        joined = dict(zip(names, whole, strict=False))
+        outputs = sum(counts) * each
+        return Linear(
+            *(self.ops, inputs, outputs, draw, None, bias, "outputs", runs, self.rows),
+            joined=joined,
+        )
 
     def qkv(
         self, width: int, heads: int, draw: Draw, kv_heads: int | None = None, bias: bool = True
@@ -718,12 +854,8 @@ class Plain:
             )
         self.made.add("dropout")
         self._dropouts += 1
-        own = self._own_columns(columns)
+        own = self.rows.run(columns, "outputs")
         return Dropout(self, rate, self._dropouts, own.start, columns)
-
-    def _own_columns(self, columns: int) -> range:
-        """Return this rank's columns of an output of `column_linear`."""
-        return range(columns)
 
     def dropped(self, layer: Layer, rate: float, columns: int = 0) -> Layer:
         """Return a layer with dropout of its output; the layer itself if the rate is 0."""
@@ -769,7 +901,12 @@ class Plain:
 
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
         """Return attention of this rank's heads, of so many; the arguments are those of `Attention`."""
-        return Attention(self.ops, heads, kv_heads, *rest)
+        run, own = self._own_heads(heads, kv_heads)
+        return Attention(self.ops, len(run), len(own), *rest, self.rows, run.start, heads)
+
+    def _own_heads(self, heads: int, kv_heads: int) -> tuple[range, range]:
+        """Return this rank's heads of queries, and those of keys and values."""
+        return self.rows.run(heads, "heads"), self.rows.run(kv_heads, "key and value heads")
 
     def column_linear(
         self,
@@ -780,7 +917,8 @@ class Plain:
         bias: bool = True,
     ) -> Linear:
         """Return a linear layer; layout.tp splits its outputs. activation: gelu, relu or None."""
-        return self._column(self._source, inputs, outputs, draw, activation, bias)
+        runs = [self.rows.run(outputs, "outputs")]
+        return Linear(self.ops, inputs, outputs, draw, activation, bias, "outputs", runs, self.rows)
 
     def row_linear(
         self,
@@ -789,15 +927,19 @@ class Plain:
         draw: Draw,
         activation: str | None = None,
         bias: bool = True,
+        role: str = "",
     ) -> Linear:
-        """Return a linear layer; layout.tp splits its inputs."""
-        return self._row(self._source, inputs, outputs, draw, activation, bias)
+        """Return a linear layer; layout.tp splits its inputs. role: "head" for the last of a model."""
+        runs = [self.rows.run(inputs, "inputs")]
+        return Linear(
+            self.ops, inputs, outputs, draw, activation, bias, "inputs", runs, self.rows, role
+        )
 
     def linear(
-        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None
+        self, inputs: int, outputs: int, draw: Draw, activation: str | None = None, role: str = ""
     ) -> Linear:
-        """Return a linear layer that layout.tp does not split."""
-        return Linear(self.ops, inputs, outputs, draw, activation, True, self._held)
+        """Return a linear layer that layout.tp does not split; role as of `row_linear`."""
+        return Linear(self.ops, inputs, outputs, draw, activation, rows=self.rows, role=role)
 
     def conv(
         self, inputs: int, outputs: int, kernel: int, draw: Draw, activation: str | None = None
@@ -830,9 +972,15 @@ class Plain:
         return Flatten()
 
     def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
-        """Return a linear layer, from rows (..., width) to logits (..., vocab)."""
+        """Return a linear layer, from rows (..., width) to logits of this rank's vocabulary."""
+        if vocab < self.rows.ranks:
+            raise ConfigError(
+                f"{self.rows.ranks} ranks share a vocabulary, but it has {vocab} entries.",
+                f"Set layout.tp to at most {vocab}.",
+            )
         self.made.add("head")
-        head = Linear(self.ops, width, vocab, draw, bias=bias, role="head")
+        runs = [self.rows.share(vocab)]
+        head = Linear(self.ops, width, vocab, draw, None, bias, "outputs", runs, self.rows, "head")
         chunks = self.memory.logit_chunks
         return ChunkedHead(head, chunks) if chunks > 1 else head
 
@@ -847,8 +995,3 @@ def divided(whole: int, count: int, law: str) -> int:
         near = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - count))
         raise ConfigError(f"{count} {law}.", f"Nearest that does: {near}.")
     return whole // count
-
-
-def flat_rows(x):
-    """Return (..., C) reshaped to (rows, C)."""
-    return x.reshape(-1, x.shape[-1])

@@ -52,8 +52,7 @@ def mlp(
         columns = 0 if i % 2 else outputs
         units.append(Unit(f"hidden.{i}", layers.dropped(layer, dropout, columns)))
     last = layers.row_linear if len(hidden) % 2 else layers.linear
-    head = last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5))
-    head.role = "head"
+    head = last(widths[-1], classes, normal((2 / widths[-1]) ** 0.5), role="head")
     return [*units, Unit("head", head)]
 
 

@@ -27,7 +27,7 @@ from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.mode import Sizes
-from mpitrain.regions import Piece, moved, overlap
+from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE, ExposedTime
 
 

@@ -91,7 +91,7 @@ def cut_in_chunks(
             "Pass the units, or a function that returns them.",
         )
     model = freeze(adapted(made, lora, layers), frozen)
-    check_units(model, layers.rows)
+    check_units(model, layers)
     check_saved(layers)
     chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
     return Chunks(

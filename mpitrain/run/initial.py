@@ -16,7 +16,7 @@ from mpitrain.formats import peft
 from mpitrain.formats.architecture import HEAD
 from mpitrain.formats.folder import Initial, refusing, sha256
 from mpitrain.formats.table import format_of
-from mpitrain.formats.tensors import AnyTensor, StoredTensor, is_copy, read_whole
+from mpitrain.formats.tensors import AnyTensor, StoredTensor, is_copy
 from mpitrain.layers.base import Rectangle, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import Backend

@@ -61,7 +61,7 @@ class GroupedAttention:
     output_is_free = False
 
     def __init__(self, layers, width, heads, kv_heads):
-        self.inner, n = layers.attention(width, heads), layers.rows.group.size
+        self.inner, n = layers.attention(width, heads), layers.rows.ranks
         self.rows, self.each = layers.rows, width // heads
         self.heads, self.kv_heads = heads // n, kv_heads // n
 

@@ -24,12 +24,11 @@ from typing import Any
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Gradients, TokenShare, Weights
+from mpitrain.layers.base import Gradients, TokenShare, Weights, WholeRows
 from mpitrain.layers.plain import Attention
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.seen import Seen
-from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 Pairs = Iterable[tuple[Any, Any]]
 """Parts of a buffer of messages, each with the part of an activation that it carries."""
@@ -48,7 +47,7 @@ class Ulysses:
 
     output_is_free = True
 
-    def __init__(self, inner: Any, heads: int, kv_heads: int, rows: ReplicatedRows, context: Group):
+    def __init__(self, inner: Any, heads: int, kv_heads: int, rows: WholeRows, context: Group):
         self._inner, self._rows, self._context = inner, rows, context
         self._counts = heads, kv_heads, kv_heads
 

@@ -1,58 +1,39 @@
 """Layer factories: constructors of a model's layers, for one rank or a tensor-parallel group."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from mpitrain.collectives.group import Group
-from mpitrain.config import Config, Layout
+from mpitrain.config import Config, Layout, Model
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Layer, Loss, TokenShare, Unit
+from mpitrain.layers.base import ALL_ROWS, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses
-from mpitrain.parallel.tensor.linear import (
-    Column,
-    ColumnParallelLinear,
-    Head,
-    RowParallelLinear,
-    own_run,
-)
 from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded
-from mpitrain.parallel.tensor.vocabulary import (
-    ChunkedParallelHead,
-    VocabParallelCrossEntropy,
-    VocabParallelEmbedding,
-)
+from mpitrain.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+
+NO_KEYS = Model()
 
 
 class LayerFactory(Plain):
-    """The layer factory of a single rank; its layers are the plain ones.
-
-    Its `rows` have a group of one rank, so that a model that names `ColumnParallelLinear` also runs
-    on one rank.
+    """The layer factory that a `Trainer` passes to a model: that of `rows`, with context parallelism.
 
     context   the context-parallel group, which divides the tokens of each row; None: no other rank
     is_ring   whether layout.cp_mode is ring
-    settings  keys, memory and seed, as of `Plain`
+    settings  rows, keys, memory and seed, as of `Plain`
     """
 
+    _split: VocabParallelCrossEntropy | None = None
+
     def __init__(
-        self,
-        ops: Ops,
-        rows: ReplicatedRows,
-        context: Group | None = None,
-        is_ring: bool = False,
-        **settings: Any,
+        self, ops: Ops, context: Group | None = None, is_ring: bool = False, **settings: Any
     ):
         super().__init__(ops, **settings)
-        self.rows, self.context = rows, context
+        self.context = context
         if context:
             self.now.tokens = TokenShare(context.rank, context.size, is_ring)
 
@@ -66,19 +47,17 @@ class LayerFactory(Plain):
 
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
         """Return attention of this rank's heads; with `ulysses` context-parallel ranks divide these."""
-        rows, context = self.rows, self.context
-        run = own_run(rows.group, heads, "heads")
-        own = own_run(rows.group, kv_heads, "key and value heads")
-        if context and self.now.tokens.is_ring:
-            arguments = len(run), len(own), *rest, rows, run.start, heads
+        if not (context := self.context):
+            return super()._heads(heads, kv_heads, *rest)
+        run, own = self._own_heads(heads, kv_heads)
+        if self.now.tokens.is_ring:
+            arguments = len(run), len(own), *rest, self.rows, run.start, heads
             return RingAttention(context, self.ops, *arguments)
-        if context:
-            part = own_run(context, len(run), "heads")
-            run = run[part.start : part.stop]
-            own = own_run(context, len(own), "key and value heads")
-            rows = ReplicatedRows(rows.group)
-        arguments = len(run), len(own), *rest, rows, run.start, heads
-        return Attention(self.ops, *arguments)
+        among = WholeRows(context.rank, context.size)
+        part = among.run(len(run), "heads")
+        run = run[part.start : part.stop]
+        own = among.run(len(own), "key and value heads")
+        return Attention(self.ops, len(run), len(own), *rest, ALL_ROWS, run.start, heads)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
@@ -91,72 +70,25 @@ class LayerFactory(Plain):
             sequences, own = self.rows.filled((sequences, own + 1))
         return sequences, ranks * own
 
-    def whole(self, logits: Any, arena: Arena) -> Any:
-        """Return all columns of the last layer's output, on every rank."""
-        return logits
-
-    def columns(self, own: int) -> int:
-        """Return the number of columns that `whole` returns, for this rank's number of columns."""
-        return own
-
-
-class ShardedLayerFactory(LayerFactory):
-    """The layer factory of a tensor-parallel group: the constructors of `Plain`, for sharded layers.
-
-    The number of heads, and the width between a column- and a row-parallel layer, must divide by the
-    number of ranks. The size of the vocabulary need not.
-
-    raises  ConfigError, in each constructor, for a number that does not divide by the ranks
-    """
-
-    _embedding, _column, _row = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
-    _split: VocabParallelCrossEntropy | None = None
-
-    @property
-    def _source(self) -> Any:
-        return self
-
-    @property
-    def _held(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {"holders": "tp", "partial": self.rows.partial}
-
-    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
-        own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
-        return self.now.numbers(every)[self.rows.group.rank * own % max(1, every) :][:own]
-
-    def _joined(
-        self, inputs: int, counts: Sequence[int], each: int, draw: Draw, noun: str, bias: bool
-    ) -> Column:
-        first, runs = 0, []
-        for count in counts:
-            run = own_run(self.rows.group, count, noun)
-            runs.append(range(first + run.start * each, first + run.stop * each))
-            first += count * each
-        return Column(self, runs, inputs, first, draw, None, bias)
-
-    def _own_columns(self, columns: int) -> range:
-        return own_run(self.rows.group, columns, "outputs")
-
     def head(self, width: int, vocab: int, draw: Draw, bias: bool = False) -> Layer:
         """Return the head of this rank's vocabulary; `loss` and `whole` then expect its logits."""
-        self.made.add("head")
-        group, chunks = self.rows.group, self.memory.logit_chunks
-        if vocab < group.size:
-            raise ConfigError(
-                f"{group.size} ranks share a vocabulary, but it has {vocab} entries.",
-                f"Set layout.tp to at most {vocab}.",
+        head = super().head(width, vocab, draw, bias)
+        if isinstance(self.rows, ReplicatedRows):
+            self._split = VocabParallelCrossEntropy(
+                self.ops, self.rows, vocab, self.keys.label_smoothing
             )
-        self._split = VocabParallelCrossEntropy(self, vocab, self.keys.label_smoothing)
-        head = Head(self, [share(vocab, group.rank, group.size)], width, vocab, draw, bias)
-        return ChunkedParallelHead(head, chunks, self.rows) if chunks > 1 else head
+        return head
 
     def loss(self) -> Loss:
+        """Return the loss of model.loss. On one rank it is one operation, without a sum in between."""
         return self._split or super().loss()
 
     def whole(self, logits: Any, arena: Arena) -> Any:
+        """Return all columns of the last layer's output, on every rank."""
         return self._split.whole(logits, arena) if self._split else logits
 
     def columns(self, own: int) -> int:
+        """Return the number of columns that `whole` returns, for this rank's number of columns."""
         return self._split.vocab if self._split else own
 
 
@@ -171,12 +103,15 @@ def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
 ) -> LayerFactory:
     """Return the layer factory of a tensor-parallel group.    context, settings: as of `LayerFactory`"""
-    is_ring = layout.cp_mode == "ring"
-    if group.size == 1:
-        return LayerFactory(ops, ReplicatedRows(group), context, is_ring, **settings)
-    is_divided = layout.sequence_parallel
-    rows = SequenceSharded(group, layout.keep_gathered) if is_divided else ReplicatedRows(group)
-    return ShardedLayerFactory(ops, rows, context, is_ring, **settings)
+    is_ring, rows = layout.cp_mode == "ring", ALL_ROWS
+    if group.size > 1:
+        tokens = settings.get("keys", NO_KEYS).context // layout.cp
+        rows = (
+            SequenceSharded(group, layout.keep_gathered, tokens)
+            if layout.sequence_parallel
+            else ReplicatedRows(group)
+        )
+    return LayerFactory(ops, context, is_ring, rows=rows, **settings)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -243,23 +178,23 @@ def check_used(layers: Plain, config: Config) -> None:
             )
 
 
-def check_units(units: Sequence[Unit], rows: ReplicatedRows) -> None:
+def check_units(units: Sequence[Unit], layers: Plain) -> None:
     """Check that a trainer can train these units together.
 
     The loss overwrites the last output, so the last layer's backward must not need it. With several
     tensor-parallel ranks each tensor must be sharded or replicated. With sequence-parallel rows one
     unit must be an embedding, which splits the rows.
 
-    rows    of the layer factory
+    layers  the factory, after the model has been built with it
     raises  ConfigError
     """
-    ranks, last = rows.group.size, units[-1]
+    ranks, last = layers.rows.ranks, units[-1]
     if not last.layer.output_is_free:
         raise ConfigError(
             f"The loss writes its gradient over the last output, but {last.name} needs that for its backward.",
             "End with a layer that has no activation, such as `head` or `linear`.",
         )
-    if not rows.context:
+    if layers.rows.partial and "embedding" not in layers.made:
         raise ConfigError(
             "With layout.sequence_parallel an embedding leaves each rank its own rows, but no unit is one.",
             "Begin with `embedding` of the set of layers, or set layout.sequence_parallel to false.",

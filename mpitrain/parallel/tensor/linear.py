@@ -32,103 +32,16 @@ B batch, T tokens, C channels, n ranks of the group.
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from mpitrain.collectives.activations import ActivationBuffer
-from mpitrain.collectives.group import Group
-from mpitrain.errors import ConfigError, multiples_near
-from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights
-from mpitrain.layers.initial import Draw, zeros
-from mpitrain.layers.plain import Linear, flat_rows
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Fusion, Weights, WholeRows
+from mpitrain.layers.initial import Draw
+from mpitrain.layers.plain import Linear, Plain
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
-from mpitrain.ops import Ops
-from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.rows import ReplicatedRows
 
 
-class Layers(Protocol):
-    """The part of a layer factory that sharded layers need."""
-
-    ops: Ops
-    rows: ReplicatedRows
-
-
-class Column(Linear):
-    """The base of column-parallel layers: activation(x W^T + b), with some outputs on each rank.
-
-    runs  this rank's outputs: runs of rows of the whole weight
-    """
-
-    is_rowwise = True  # is not inherited: `forward` is overridden
-
-    def __init__(
-        self,
-        layers: Layers,
-        runs: Sequence[range],
-        inputs: int,
-        outputs: int,
-        draw: Draw,
-        activation: str | None = None,
-        bias: bool = True,
-        role: str = "",
-    ):
-        own = sum(map(len, runs))
-        super().__init__(layers.ops, inputs, own, draw, activation, bias, role=role)
-        self._rows, self._runs, self._whole = layers.rows, runs, outputs
-
-    @property
-    def fusion(self) -> Fusion:
-        return self._cut()
-
-    def _base(self) -> list[Parameter]:
-        parameters = []
-        for p in super()._base():
-            rest = p.shape[1:]
-            slices = tuple(
-                (slice(run.start, run.stop), *(slice(0, length) for length in rest))
-                for run in self._runs
-            )
-            parameters.append(p._replace(shape=(self._whole, *rest), slices=slices))
-        return parameters
-
-    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*self._rows.entered(shape)[:-1], self.outputs)
-
-    def forward(  # type: ignore[override]  # no residual: see `fusion`
-        self, w: Weights, x: Any, arena: Arena
-    ) -> tuple[Any, Any]:
-        y, saved = super().forward(w, self._rows.whole(x), arena)
-        return y, self._rows.kept(saved, x)
-
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        if self.activation:
-            return self.forward(w, x, arena)[1]
-        return self._rows.kept(super().saved_again(w, self._rows.whole(x), arena), x)
-
-    def backward_input(  # type: ignore[override]  # no slope: see `fusion`
-        self, w: Weights, dy: Any, saved: Any, arena: Arena
-    ) -> tuple[Any, Any]:
-        lease, pending = self._summands(w, dy, saved, arena)
-        self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena), pending
-
-    def backward(self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena) -> Any:
-        """Return the gradient of the input; its reduction overlaps with the weight half."""
-        lease, pending = self._summands(w, dy, saved, arena)
-        with self._rows.group.beside(self._rows.reduction(lease)):
-            self.backward_weight(pending, dw, arena)
-        return self._rows.summed(lease, arena)
-
-    def _summands(self, w: Any, dy: Any, saved: Any, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        """Return a lease with this rank's summand of x's gradient, and `pending` of `backward_weight`."""
-        saved = self._rows.regained(saved)
-        lease = self._rows.lease((*dy.shape[:-1], self.inputs), dy.dtype)
-        _, pending = self._multiply_backward(w, flat_rows(dy), saved, arena, flat_rows(lease.array))
-        return lease, pending
-
-
-class ColumnParallelLinear(Column):
+class ColumnParallelLinear(Linear):
     """A linear layer with its outputs split over the ranks of layout.tp (as Megatron's).
 
     Rank r stores the r-th run of outputs / n rows of the weight. Every rank has all of x (...,
@@ -159,7 +72,7 @@ class ColumnParallelLinear(Column):
 
     def __init__(
         self,
-        layers: Layers,
+        layers: Plain,
         inputs: int,
         outputs: int,
         draw: Draw,
@@ -168,14 +81,9 @@ class ColumnParallelLinear(Column):
         *,
         gather_output: bool = False,
     ):
+        runs = [layers.rows.run(outputs, "outputs")]
         super().__init__(
-            layers,
-            [own_run(layers.rows.group, outputs, "outputs")],
-            inputs,
-            outputs,
-            draw,
-            activation,
-            bias,
+            layers.ops, inputs, outputs, draw, activation, bias, "outputs", runs, layers.rows
         )
         _check_rows(layers.rows, gather_output, "gather_output=True returns")
         self._gathers = gather_output
@@ -183,21 +91,22 @@ class ColumnParallelLinear(Column):
 
     @property
     def fusion(self) -> Fusion:
-        return Fusion() if self._gathers else self._cut()
+        return Fusion() if self._gathers else super().fusion
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*self._rows.entered(shape)[:-1], self._whole if self._gathers else self.outputs)
+        own = super().output_shape(shape)
+        return (*own[:-1], self.shape[0]) if self._gathers else own
 
     def forward(  # type: ignore[override]  # no residual: see `fusion`
         self, w: Weights, x: Any, arena: Arena
     ) -> tuple[Any, Any]:
         y, saved = super().forward(w, x, arena)
-        return _gathered(self._rows.group, y, arena) if self._gathers else y, saved
+        return self.rows.gathered(y, arena) if self._gathers else y, saved
 
-    def _summands(self, w, dy, saved, arena):
-        return super()._summands(
-            w, _own(self._rows.group, dy, arena) if self._gathers else dy, saved, arena
-        )
+    def _sum_of_inputs(self, w: Any, dy: Any, saved: Any, arena: Arena, **beside: Any) -> Any:
+        if self._gathers:
+            dy = self.rows.columns_of(dy, arena)
+        return super()._sum_of_inputs(w, dy, saved, arena, **beside)
 
 
 class RowParallelLinear(Linear):
@@ -224,7 +133,7 @@ class RowParallelLinear(Linear):
 
     def __init__(
         self,
-        layers: Layers,
+        layers: Plain,
         inputs: int,
         outputs: int,
         draw: Draw,
@@ -234,139 +143,37 @@ class RowParallelLinear(Linear):
         input_is_parallel: bool = True,
     ):
         _check_rows(layers.rows, not input_is_parallel, "input_is_parallel=False takes")
-        self._run = own_run(layers.rows.group, inputs, "inputs")
-        super().__init__(layers.ops, len(self._run), outputs, draw, bias=False)
-        self._rows, self._whole = layers.rows, inputs
-        self._has_bias, self._is_parallel = bias, input_is_parallel
-        self.output_is_free = activation is None
-        self._activation = {
-            None: None,
-            "gelu": (layers.ops.gelu, layers.ops.gelu_backward),
-            "relu": (layers.ops.relu, layers.ops.relu_backward),
-        }[activation]
-
-    def _base(self) -> list[Parameter]:
-        (weight,) = super()._base()
-        columns = (slice(0, self.outputs), slice(self._run.start, self._run.stop))
-        weight = weight._replace(shape=(self.outputs, self._whole), slices=(columns,))
-        bias = Parameter("bias", (self.outputs,), zeros, decayed=False, holders="tp")
-        return [weight, bias] if self._has_bias else [weight]
-
-    def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return self._rows.left((*shape[:-1], self.outputs))
+        runs = [layers.rows.run(inputs, "inputs")]
+        super().__init__(
+            layers.ops, inputs, outputs, draw, activation, bias, "inputs", runs, layers.rows
+        )
+        self._is_parallel = input_is_parallel
 
     @property
     def fusion(self) -> Fusion:
-        takes_gelu = self._is_parallel and not self.low_rank
-        return Fusion(adds_to_output=self.output_is_free, takes_gelu=takes_gelu)
+        return super().fusion._replace(takes_gelu=self._is_parallel and not self.low_rank)
 
     def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
-        if not self._is_parallel:
-            x = _own(self._rows.group, x, arena)
-        lease = self._rows.lease((*x.shape[:-1], self.outputs), x.dtype)
-        _, saved = self._multiply(w, flat_rows(x), None, arena, flat_rows(lease.array))
-        self._rows.reduction(lease).run()
-        if self._has_bias or residual is not None:
-            sums, y = self._rows.ends(lease, arena)
-            self.ops.add_bias(sums, w.get("bias"), y, arena, residual)
-        else:
-            y = self._rows.summed(lease, arena)
-        slope = None
-        if self._activation:
-            y, slope = self._activation[0](y, arena)
-        return y, (saved, slope)
+        return super().forward(w, self._own(x, arena), arena, residual)
 
     def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        # Without an activation the backward needs no output, so there is no all-reduce.
-        if self._activation:
-            return self.forward(w, x, arena)[1]
-        if not self._is_parallel:
-            x = _own(self._rows.group, x, arena)
-        return self._state(w, flat_rows(x), None, arena), None
+        # Only `forward` takes x with all columns.
+        return super().saved_again(w, x if self._after else self._own(x, arena), arena)
+
+    def _own(self, x: Any, arena: Arena) -> Any:
+        return x if self._is_parallel else self.rows.columns_of(x, arena)
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
-        saved, own_slope = saved
-        if self._activation:
-            dy = self._activation[1](dy, own_slope, arena)
-        dy = self._rows.whole(dy)
         dx, pending = super().backward_input(w, dy, saved, arena, slope)
-        return dx if self._is_parallel else _gathered(self._rows.group, dx, arena), pending
-
-    def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
-        super().backward_weight(pending, dw, arena)
-        if "bias" in dw:
-            self.ops.linear_backward_bias(pending, dw["bias"].array, dw["bias"].claim(), arena)
+        return dx if self._is_parallel else self.rows.gathered(dx, arena), pending
 
 
-class Head(Column):
-    """The output head: a column-parallel linear layer.
-
-    Returns logits of shape (B, T, columns of this rank), also if the input is sequence-parallel.
-    """
-
-    is_rowwise = True  # is not inherited: `forward` is overridden
-
-    def __init__(
-        self,
-        layers: Layers,
-        runs: Sequence[range],
-        width: int,
-        vocab: int,
-        draw: Draw,
-        bias: bool = False,
-    ):
-        super().__init__(layers, runs, width, vocab, draw, bias=bias, role="head")
-
-    def output_shape(self, shape):
-        return self._rows.as_sequences(super().output_shape(shape))
-
-    def forward(self, w, x, arena):  # type: ignore[override]  # no residual: see `fusion`
-        y, saved = super().forward(w, x, arena)
-        return self._rows.sequences(y), saved
-
-
-def own_run(group: Group, count: int, what: str) -> range:
-    """Return the numbers of this rank's things, of `count` things that the ranks share equally.
-
-    what    plural of the things for the message, such as "heads"
-    raises  ConfigError if `count` does not divide by the number of ranks
-    """
-    n = group.size
-    if count % n:
-        raise ConfigError(
-            f"{n} ranks share the {what} of a layer, but {count} do not divide by {n}.",
-            f"Nearest that do: {multiples_near(count, n)}.",
-        )
-    return share(count, group.rank, n)
-
-
-def _check_rows(rows: ReplicatedRows, needs_all: bool, what: str) -> None:
+def _check_rows(rows: WholeRows, needs_all: bool, what: str) -> None:
     """Raise ConfigError if a layer needs all columns of all rows, but rows are sequence-parallel."""
     if needs_all and rows.partial:
         raise ConfigError(
             f"With layout.sequence_parallel each rank has rows of its own between layers, but {what} all columns.",
             "Leave the argument out, or set layout.sequence_parallel to false.",
         )
-
-
-def _gathered(group: Group, own: Any, arena: Arena) -> Any:
-    """All-gather the columns of an array (..., K / n) to (..., K)."""
-    rows, width = flat_rows(own).shape
-    lease = group.exchange((group.size, rows, width), own.dtype)
-    copy_rows(lease.array[group.rank], flat_rows(own))
-    lease.bound_all_gather().run()
-    whole = arena.take((*own.shape[:-1], group.size * width), own.dtype)
-    for rank in range(group.size):
-        columns = slice(rank * width, (rank + 1) * width)
-        copy_rows(flat_rows(whole)[:, columns], lease.array[rank])
-    return whole
-
-
-def _own(group: Group, whole: Any, arena: Arena) -> Any:
-    """Return this rank's K / n columns of an array (..., K)."""
-    columns = share(whole.shape[-1], group.rank, group.size)
-    own = arena.take((*whole.shape[:-1], len(columns)), whole.dtype)
-    copy_rows(flat_rows(own), flat_rows(whole)[:, columns.start : columns.stop])
-    return own

@@ -21,7 +21,7 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.layers.base import WholeRows
+from mpitrain.layers.base import WholeRows, flat_rows
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
@@ -38,18 +38,16 @@ from mpitrain.machine.backend import copy_rows
 class ReplicatedRows(WholeRows):
     """Replicated activations: every rank has all rows, and an all-reduce sums each output.
 
-    A layer begins with `whole`, which returns all rows of its input. It ends with `lease`,
-    `reduction` and `summed`, which add the ranks' partial sums and return this rank's rows of the
-    output. `entered` returns the shape of that input with all rows, and `left` the
-    shape of this rank's rows of the output.
+    A layer begins with `whole`, which returns all rows of its input. It ends with `summed`, which
+    adds the ranks' partial sums and returns this rank's rows of the output. `entered` returns the
+    shape of that input with all rows, and `left` the shape of this rank's rows of the output.
     """
 
-    def __init__(self, group: Group):
-        self.group = group
+    holders = "tp"
 
-    def lease(self, shape: Sequence[int], dtype: Any) -> ActivationBuffer:
-        """Lease the buffer to which this rank writes its partial sum."""
-        return self.group.exchange(shape, dtype)
+    def __init__(self, group: Group):
+        super().__init__(group.rank, group.size)
+        self.group = group
 
     def reduction(self, lease: ActivationBuffer) -> Reduction:
         """Return the reduction of the ranks' partial sums in the leased buffer."""
@@ -59,12 +57,48 @@ class ReplicatedRows(WholeRows):
         """Return the finished sum, and a buffer for the output, perhaps the same array."""
         return lease.array, lease.array
 
-    def summed(self, lease: ActivationBuffer, arena: Arena) -> Any:
-        """Return the finished sum in an output buffer."""
+    def summed(
+        self,
+        product: Callable[..., tuple[Any, Any]],
+        shape: Sequence[int],
+        dtype: Any,
+        arena: Arena,
+        *,
+        bias: Any = None,
+        residual: Any = None,
+        add_bias: Callable[..., None] | None = None,
+        beside: Callable[[Any], None] | None = None,
+    ) -> tuple[Any, Any]:
+        lease = self.group.exchange(shape, dtype)
+        _, state = product(flat_rows(lease.array), None, None)
+        if beside is None:
+            self.reduction(lease).run()
+        else:
+            with self.group.beside(self.reduction(lease)):
+                beside(state)
         sums, y = self.ends(lease, arena)
-        if y is not sums:
+        if add_bias and (bias is not None or residual is not None):
+            add_bias(sums, bias, y, arena, residual)
+        elif y is not sums:
             copy_rows(y, sums)
-        return y
+        return y, state
+
+    def gathered(self, own: Any, arena: Arena) -> Any:
+        rows, width = flat_rows(own).shape
+        lease = self.group.exchange((self.ranks, rows, width), own.dtype)
+        copy_rows(lease.array[self.rank], flat_rows(own))
+        lease.bound_all_gather().run()
+        whole = arena.take((*own.shape[:-1], self.ranks * width), own.dtype)
+        for rank in range(self.ranks):
+            columns = slice(rank * width, (rank + 1) * width)
+            copy_rows(flat_rows(whole)[:, columns], lease.array[rank])
+        return whole
+
+    def columns_of(self, whole: Any, arena: Arena) -> Any:
+        columns = self.share(whole.shape[-1])
+        own = arena.take((*whole.shape[:-1], len(columns)), whole.dtype)
+        copy_rows(flat_rows(own), flat_rows(whole)[:, columns.start : columns.stop])
+        return own
 
 
 @dataclass
@@ -86,10 +120,14 @@ class SequenceSharded(ReplicatedRows):
 
     partial = True
 
-    def __init__(self, group: Group, keep_gathered: bool):
-        """keep_gathered: save all rows of a layer's input for backward, not only this rank's rows."""
+    def __init__(self, group: Group, keep_gathered: bool, context: int):
+        """Bind the rows to the group that divides them.
+
+        keep_gathered  save all rows of a layer's input for backward, not only this rank's rows
+        context        T of every sequence, for `sequences`; a single sequence may be shorter
+        """
         super().__init__(group)
-        self._keeps, self.context = keep_gathered, 0  # VocabParallelEmbedding sets `context`
+        self._keeps, self.context = keep_gathered, context
         self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> Reduction:

@@ -20,95 +20,10 @@ source  Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 
 from typing import Any
 
-from mpitrain.collectives.activations import ActivationBuffer
-from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Now
-from mpitrain.layers.chunked_logits import ChunkedHead, ChunkedLogits
-from mpitrain.layers.plain import Embedding, Lookups, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
-from mpitrain.parallel.grid import share
-from mpitrain.parallel.tensor.linear import Layers
+from mpitrain.ops import Ops
 from mpitrain.parallel.tensor.rows import ReplicatedRows
-
-
-class VocabParallelEmbedding(Embedding):
-    """A vocabulary-parallel embedding, tokens (B, T) -> (B, T, C).
-
-    Each rank has its rows of the token table, and all positions and token types. Only rank 0 adds
-    these, but every rank computes their whole gradient.
-    """
-
-    def __init__(
-        self,
-        layers: Layers,
-        vocab: int,
-        context: int,
-        width: int,
-        draw: Any,
-        now: Now | None = None,
-        has_table: bool = True,
-        types: int = 0,
-    ):
-        super().__init__(layers.ops, vocab, context, width, draw, now, has_table, types)
-        self._rows = layers.rows
-        self._rows.context = context // self.now.tokens.ranks
-        self._entries = share(vocab, self._rows.group.rank, self._rows.group.size)
-
-    def parameters(self):
-        tokens, *positions = super().parameters()
-        rows = (slice(self._entries.start, self._entries.stop), slice(0, self.width))
-        return [tokens._replace(slices=(rows,)), *(p._replace(holders="tp") for p in positions)]
-
-    def output_shape(self, shape):
-        return self._rows.left(super().output_shape(shape))
-
-    def forward(self, w, x, arena):
-        if self._rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
-            raise ConfigError(
-                f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
-                f"but these {x.shape[0]} have {x.shape[1]}.",
-                "Pass one at a time, or longer ones.",
-            )
-        lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        rows, is_first = self._rows_of_tables(x, arena), not self._rows.group.rank
-        positions = w.get("positions") if is_first and "positions" not in rows else None
-        _, saved = self.ops.embedding(
-            x, w["tokens"], positions, arena, self._entries.start, lease.array
-        )
-        others = self._looked_up(w, rows, lease.array if is_first else None, arena)
-        self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena), Lookups(saved, others)
-
-    def forward_next(self, w, x, past, arena):
-        lease = self._rows.lease((*x.shape, self.width), w["tokens"].dtype)
-        self.ops.embedding(x, w["tokens"], None, arena, self._entries.start, lease.array)
-        if self.has_table and not self._rows.group.rank:
-            self._looked_up(w, {"positions": past.positions}, lease.array, arena)
-        self._rows.reduction(lease).run()
-        return self._rows.summed(lease, arena)
-
-    def backward_input(self, w, dy, saved, arena):
-        return None, (self._rows.sequences(self._rows.whole(dy)), saved)
-
-
-class ChunkedParallelHead(ChunkedHead):
-    """A `ChunkedHead` of this rank's columns; one reduction sums the gradients of x of all rows."""
-
-    def __init__(self, head: Any, count: int, rows: ReplicatedRows):
-        super().__init__(head, count)
-        self._rows = rows
-
-    def gathered(self, x: Any) -> Any:
-        return flat_rows(self._rows.whole(x))
-
-    def sums(self, logits: ChunkedLogits, arena: Arena) -> tuple[ActivationBuffer, Any]:
-        lease = self._rows.lease((*logits.shape[:-1], self.head.inputs), logits.rows.dtype)
-        return lease, flat_rows(lease.array)
-
-    def summed(self, sums: ActivationBuffer, arena: Arena) -> Any:
-        self._rows.reduction(sums).run()
-        return self._rows.summed(sums, arena)
 
 
 class VocabParallelCrossEntropy:
@@ -121,9 +36,9 @@ class VocabParallelCrossEntropy:
     smoothing  of the targets in training
     """
 
-    def __init__(self, layers: Layers, vocab: int, smoothing: float):
-        self._ops, self._group, self.vocab = layers.ops, layers.rows.group, vocab
-        self._first = share(vocab, self._group.rank, self._group.size).start
+    def __init__(self, ops: Ops, rows: ReplicatedRows, vocab: int, smoothing: float):
+        self._ops, self._group, self.vocab = ops, rows.group, vocab
+        self._first = rows.share(vocab).start
         self._smoothed = (smoothing, smoothing / vocab) if smoothing else ()
 
     def gradient(

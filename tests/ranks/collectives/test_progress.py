@@ -69,8 +69,8 @@ def test_a_column_layers_sum_overlaps_its_weight_half():
                     time.sleep(1e-3)
                 found.append(bool(np.all(leased[-1].array == 3)))
 
-        lease = layers.rows.lease
-        layers.rows.lease = lambda *shape: (leased.append(lease(*shape)), leased[-1])[1]
+        lease = group.exchange
+        group.exchange = lambda *shape: (leased.append(lease(*shape)), leased[-1])[1]
         layer, w = (
             Patient(layers, 5, 2, normal(1), bias=False),
             {"weight": np.full((1, 5), 1.0 + transport.rank)},

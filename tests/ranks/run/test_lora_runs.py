@@ -22,7 +22,6 @@ from mpitrain.run.run_dir import CHECKPOINTS, configuration
 from mpitrain.transport.threads import run_ranks
 from tests.saving import manifest, publish
 from tests.training import TINY, configured
-from tests.training import stepped as steps_of
 
 FLAT = [*TINY, "run.steps=4", "run.eval_every=-1", "checkpoint.every=2", "optimizer.lr=0.05"]
 FLAT += ["precision.compute=float64"]

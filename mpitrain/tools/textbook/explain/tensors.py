@@ -163,14 +163,21 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
     partial: list[np.ndarray] = []
-    reduction = layers.rows.reduction
+    exchange = group.exchange
 
-    def seen(lease: ActivationBuffer) -> Any:
-        """Copy this rank's summand before it is added to others."""
-        partial.append(lease.array.copy())
-        return reduction(lease)
+    def seen(*like: Any) -> ActivationBuffer:
+        """Lease a buffer whose all-reduce first copies this rank's summand."""
+        lease = exchange(*like)
+        bound = lease.bound_all_reduce
 
-    layers.rows.reduction = seen  # type: ignore[method-assign]
+        def copied(*arguments: Any) -> Any:
+            partial.append(lease.array.copy())
+            return bound(*arguments)
+
+        lease.bound_all_reduce = copied  # type: ignore[method-assign]
+        return lease
+
+    group.exchange = seen  # type: ignore[method-assign]
     count = FEATURES[transport.size]
     layer = shown.make(layers, count)
     (weight,) = layer.parameters()
@@ -215,11 +222,12 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
         note("backward: some columns of dx on each rank", dx=_cells(dx[:, own], own, "d"))
     sent = transport.traffic.nbytes - before
     note("backward: dx", dx=_cells(dx, x_at, "d"))
-    return _RankCells(frames, _bytes_of_the_pair(layers, count, arena))
+    group.exchange = exchange  # type: ignore[method-assign]
+    return _RankCells(frames, _bytes_of_the_pair(layers, group, count, arena))
 
 
-def _bytes_of_the_pair(layers: LayerFactory, count: int, arena: Arena) -> int:
-    traffic = layers.rows.group.transport.traffic
+def _bytes_of_the_pair(layers: LayerFactory, group: Group, count: int, arena: Arena) -> int:
+    traffic = group.transport.traffic
     pair = [
         make(layers, count, count, _drawn, bias=False)
         for make in (ColumnParallelLinear, RowParallelLinear)
