@@ -39,7 +39,7 @@ class Sleeping:
     def output_shape(self, shape):
         return shape
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         time.sleep(self._seconds)
         y = arena.take(x.shape, x.dtype)
         y[...] = x

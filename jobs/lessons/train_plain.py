@@ -15,7 +15,7 @@ import numpy as np
 
 import mpitrain
 from mpitrain.data import open_source
-from mpitrain.layers.base import backward
+from mpitrain.layers.base import Now, backward
 from mpitrain.layers.flat import Storage
 from mpitrain.ops.device import device_for
 from mpitrain.optim import Optimizer, learning_rate
@@ -93,9 +93,9 @@ class Replica:
         for micro, (x, y) in enumerate(
             zip(np.split(inputs, count), np.split(targets, count), strict=True)
         ):
-            saved = []
+            saved, now = [], Now(number, 0, len(x), True)
             for unit, weights in zip(self.units, self.weights, strict=True):
-                x, activations = unit.layer.forward(weights, x, self.arena)
+                x, activations = unit.layer.forward(weights, x, now, self.arena)
                 saved.append(activations)
             logits = x.reshape(y.size, -1)
             value, gradient = self.loss.gradient(logits, y.reshape(-1), weight, self.arena)

@@ -97,12 +97,14 @@ class Slowed:
         Slowed.spans.append((start, time.perf_counter()))
         return result
 
-    def forward(self, w: Any, x: Any, arena: Any) -> tuple[Any, Any]:
-        y, saved = self._slowly(len(x) * self._third, self._layer.forward, w, x, arena)
+    def forward(self, w: Any, x: Any, now: Any, arena: Any) -> tuple[Any, Any]:
+        y, saved = self._slowly(len(x) * self._third, self._layer.forward, w, x, now, arena)
         return y, (saved, len(x))
 
-    def saved_again(self, w: Any, x: Any, arena: Any) -> Any:
-        return self._slowly(len(x) * self._again, saved_again, self._layer, w, x, arena), len(x)
+    def saved_again(self, w: Any, x: Any, now: Any, arena: Any) -> Any:
+        return self._slowly(len(x) * self._again, saved_again, self._layer, w, x, now, arena), len(
+            x
+        )
 
     def backward_input(self, w: Any, dy: Any, saved: Any, arena: Any) -> tuple[Any, Any]:
         saved, rows = saved

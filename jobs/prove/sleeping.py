@@ -45,7 +45,7 @@ class Sleeping:
         time.sleep(max(0.0, start + fixed + each * rows - time.perf_counter()))
         self._slept.append((start, time.perf_counter()))
 
-    def forward(self, w: Any, x: Any, arena: Any) -> tuple[Any, Any]:
+    def forward(self, w: Any, x: Any, now: Any, arena: Any) -> tuple[Any, Any]:
         y = arena.take((len(x), self._width), np.float32)
         self._sleep(0, len(x), y)
         return y, x

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.base import Gradients, Now, Parameter, Weights
 from mpitrain.layers.dropout import Drawing, Dropout
 from mpitrain.layers.initial import uniform, zeros
 from mpitrain.layers.recomputed import input_of, state_of, with_input
@@ -60,14 +60,14 @@ class InputDropout:
     """
 
     def __init__(self, layers: Drawing, rate: float, number: int):
-        self.ops, self.now, self.seed = layers.ops, layers.now, layers.seed
+        self.ops, self.seed, self.tokens = layers.ops, layers.seed, layers.tokens
         self._rate, self._number = rate, number
 
-    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
-        return self.now.numbers(shape[0])
+    def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray:
+        return now.numbers(shape[0], self.tokens)
 
     def of(self, weight: Parameter) -> Callable[..., Any]:
-        """Return the dropout before adapters of this weight: (x, arena, out) -> result.
+        """Return the dropout before adapters of this weight: (x, now, arena, out) -> result.
 
         x    (rows, columns of the input on this rank)
         out  receives the result, and may be x; in an evaluation the result is x
@@ -75,8 +75,8 @@ class InputDropout:
         columns = weight.slices[0][1] if weight.slices else slice(0, weight.shape[1])
         drop = Dropout(self, self._rate, self._number, columns.start, weight.shape[1])
 
-        def dropped(x: Any, arena: Arena, out: Any = None) -> Any:
-            return drop.dropped(x, arena, None, out) if self.now.trains else x
+        def dropped(x: Any, now: Now, arena: Arena, out: Any = None) -> Any:
+            return drop.dropped(x, now, arena, None, out) if now.trains else x
 
         return dropped
 
@@ -107,7 +107,7 @@ class LowRank:
         """
         self._ops, self._scale = ops, scale
         weight = next(p for p in base if p.name == "weight")
-        self._dropped = dropout.of(weight) if dropout else lambda x, arena, out=None: x
+        self._dropped = dropout.of(weight) if dropout else lambda x, now, arena, out=None: x
         self.adapters = [Adapter(name, local(weight, rows)) for name, rows in regions.items()]
         self.parameters = [
             p for name, rows in regions.items() for p in described(weight, name, rows, rank)
@@ -119,16 +119,23 @@ class LowRank:
             "relu": (ops.relu, ops.relu_backward),
         }[activation]
 
-    def activated(self, w: Weights, x: Any, bias: Any, arena: Arena) -> tuple[Any, Any]:
+    def activated(self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena) -> tuple[Any, Any]:
         """Return (y, saved) of `multiply`, with the activation of the layer."""
-        y, saved = self.multiply(w, x, bias, arena)
+        y, saved = self.multiply(w, x, now, bias, arena)
         if self._activate is None:
             return y, saved
         y, slope = self._activate(y, arena)
         return y, (saved, slope)
 
     def multiply(
-        self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
+        self,
+        w: Weights,
+        x: Any,
+        now: Now,
+        bias: Any,
+        arena: Arena,
+        out: Any = None,
+        residual: Any = None,
     ) -> tuple[Any, Any]:
         """Return (y, saved), without an activation: y = x W^T + bias + adapters + residual.
 
@@ -136,7 +143,7 @@ class LowRank:
         y, residual  (M, N)
         """
         own, delta, states = self._ops, residual, []
-        dropped = self._dropped(x, arena)
+        dropped = self._dropped(x, now, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)
             h, first = self._inner(dropped, a, arena)
@@ -152,16 +159,16 @@ class LowRank:
         if residual is not None and not self.adapters[0].is_whole:
             own.add(delta, residual, delta, arena)
         y, saved = own.linear(x, w["weight"], bias, arena, out, delta)
-        return y, (saved, states)
+        return y, (saved, states, now)
 
-    def state(self, w: Weights, x: Any, bias: Any, arena: Arena) -> Any:
+    def state(self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena) -> Any:
         """Return `saved` of `multiply`, without computing y."""
-        states, dropped = [], self._dropped(x, arena)
+        states, dropped = [], self._dropped(x, now, arena)
         for adapter in self.adapters:
             a, b = _pair(w, adapter)
             h, first = self._inner(dropped, a, arena)
             states.append((with_input(first, None), state_of(self._ops, h, b, None, arena)))
-        return state_of(self._ops, x, w["weight"], bias, arena), states
+        return state_of(self._ops, x, w["weight"], bias, arena), states, now
 
     def _inner(self, x: Any, a: Any, arena: Arena) -> tuple[Any, Any]:
         """Return s x A^T, (M, r), and the state of the product.
@@ -184,8 +191,8 @@ class LowRank:
         if self._activate_backward:
             saved, slope = saved
             dy = self._activate_backward(dy, slope, arena)
-        saved, states = saved
-        x = self._dropped(input_of(saved), arena)
+        saved, states, now = saved
+        x = self._dropped(input_of(saved), now, arena)
         dx, base = own.linear_backward_input(dy, w["weight"], saved, arena, out)
         pending = []
         for adapter, (first, second) in zip(self.adapters, states, strict=True):
@@ -198,7 +205,7 @@ class LowRank:
             dh, outer = own.linear_backward_input(some, b, second, arena)
             own.weighted_sum(dh, self._scale, None, 0.0, dh, arena)
             more, inner = own.linear_backward_input(dh, a, with_input(first, x), arena)
-            own.add(dx, self._dropped(more, arena, more), dx, arena)
+            own.add(dx, self._dropped(more, now, arena, more), dx, arena)
             pending.append((inner, outer))
         return dx, (base, pending)
 

@@ -1,6 +1,6 @@
 """The Layer protocol: descriptions of parameters, one forward, and two halves of backward.
 
-    y, saved    = layer.forward(w, x, arena)
+    y, saved    = layer.forward(w, x, now, arena)
     dx, pending = layer.backward_input(w, dy, saved, arena)
     layer.backward_weight(pending, dw, arena)
 
@@ -34,7 +34,6 @@ overwrite arrays that only `saved` refers to. `saved` and `pending` are each use
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -175,7 +174,7 @@ class Layer(Protocol):
         tuple of int
         """
 
-    def forward(self, w: Weights, x: np.ndarray, arena: Arena) -> tuple[np.ndarray, Any]:
+    def forward(self, w: Weights, x: np.ndarray, now: Now, arena: Arena) -> tuple[np.ndarray, Any]:
         """Compute the output.
 
         Parameters
@@ -184,6 +183,8 @@ class Layer(Protocol):
             Views of this layer's parameters, by name.
         x : ndarray
             The input, which stays unchanged.
+        now : Now
+            The micro-batch; what a backward needs of it is a part of `saved`.
         arena : Arena
             Allocates y and scratch.
 
@@ -263,7 +264,7 @@ def backward(
 class GeluCut(NamedTuple):
     """How a layer y = gelu(z) leaves the backward of its GELU to the next layer.
 
-    forward  (w, x, arena) -> (y, saved, slope), called in place of the layer's own forward; slope is
+    forward  (w, x, now, arena) -> (y, saved, slope), called in place of the layer's own forward; slope is
              the derivative of the GELU at z, an argument of the next layer's backward
     bare     a layer with the same weights and output z, whose backward takes dz and `saved`
     """
@@ -275,7 +276,7 @@ class GeluCut(NamedTuple):
 class Fusion(NamedTuple):
     """The fused calls that a layer offers. Each has one more argument, after the arena.
 
-    adds_to_output  forward(w, x, arena, residual): y includes the residual in its sum
+    adds_to_output  forward(w, x, now, arena, residual): y includes the residual in its sum
     adds_to_input   backward_input(w, dy, saved, arena, residual): dx includes it; `backward` alike
     takes_gelu      backward_input(w, dy, saved, arena, slope), of a layer with input x = gelu(z):
                     returns dz in place of dx, and may write over the slope; `backward` alike
@@ -368,7 +369,7 @@ class WholeRows:
         """Return all rows of x, the input of a layer."""
         return x
 
-    def kept(self, saved: Any, x: Any) -> Any:
+    def kept(self, saved: Any, x: Any, now: Now) -> Any:
         """Return the state to save for backward.
 
         saved  state of a product, with all rows of its input
@@ -379,10 +380,6 @@ class WholeRows:
     def regained(self, saved: Any) -> Any:
         """Return the state with all rows of the input, from a state that `kept` returned."""
         return saved
-
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Return a context for forward passes that are repeated just before their backward."""
-        return nullcontext()
 
     def sequences(self, x: Any) -> Any:
         """Reshape all rows (..., C) to (B, T, C)."""
@@ -489,6 +486,9 @@ class TokenShare(NamedTuple):
         return found
 
 
+ALL_TOKENS = TokenShare()
+
+
 class Places(NamedTuple):
     """The places of some rows' tokens, in the memory of the layers (as position_ids of transformers).
 
@@ -515,18 +515,18 @@ class Places(NamedTuple):
         return Places(starts, positions, own, types, firsts)
 
 
-class Now:
-    """The micro-batch that a rank computes now. A pipeline sets it before each instruction.
+class Now(NamedTuple):
+    """The micro-batch that a forward computes.
 
-    Both halves of backward see the values of their forward. So a dropout layer can draw its mask
-    again from (seed, step, row number, layer number); the mask is the same in every layout.
+    A dropout layer saves it, and draws its mask again from (seed, step, row number, layer number);
+    the mask is the same in every layout.
 
-    step       of training, from 0
-    row        number of the first row within the global batch of the step
-    rows       number of rows in the micro-batch
-    trains     False in an evaluation and for logits, with step and row 0
-    places     of the tokens of these rows; None: each row is one document, all of it on this rank
-    tokens     which tokens of every row this rank has
+    step      of training, from 0
+    row       number of the first row within the global batch of the step
+    rows      number of rows in the micro-batch
+    trains    False in an evaluation and for logits, with step and row 0
+    places    of the tokens of these rows; None: each row is one document, all of it on this rank
+    is_again  whether this forward is computed again, just before its backward
     """
 
     step: int
@@ -534,36 +534,26 @@ class Now:
     rows: int
     trains: bool
     places: Places | None = None
-    tokens: TokenShare = TokenShare()
+    is_again: bool = False
 
-    def set(
-        self, step: int, row: int, rows: int, trains: bool, places: Places | None = None
-    ) -> None:
-        self.step, self.row, self.rows, self.trains = step, row, rows, trains
-        self.places = places
-
-    def numbers(self, count: int) -> range | np.ndarray:
+    def numbers(self, count: int, share: TokenShare = ALL_TOKENS) -> range | np.ndarray:
         """Return the numbers of the rows of an activation within the global batch, a range without
         context parallelism.
 
         count  rows of the activation on all tensor-parallel ranks: `rows` samples, or the tokens
                that this rank has of each of `rows` sequences
+        share  which tokens of every row this rank has
         """
-        each, share = count // max(1, self.rows), self.tokens
+        each = count // max(1, self.rows)
         if share.ranks == 1:
             return range(self.row * each, self.row * each + count)
         whole = each * share.ranks
         rows = np.arange(self.row, self.row + self.rows)
         return (rows[:, None] * whole + share.of(whole)).reshape(-1)
 
-    def __getattr__(self, name: str) -> Any:
-        """Refuse values that have not been set."""
-        if name not in Now.__annotations__:
-            raise AttributeError(name)
-        raise ConfigError(
-            f"A layer reads `now.{name}` of its layer factory, but no pipeline has set it.",
-            "Pass the trainer a function that makes the units, or call `now.set` first.",
-        )
+
+READING = Now(0, 0, 1, False)
+"""Of new tokens over a key-value cache."""
 
 
 class Loss(Protocol):

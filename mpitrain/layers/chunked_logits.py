@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Loss, Parameter, Weights, flat_rows
+from mpitrain.layers.base import Gradients, Loss, Now, Parameter, Weights, flat_rows
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows, on_device
 from mpitrain.ops import Ops
@@ -45,7 +45,7 @@ class ChunkedHead:
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.head.output_shape(shape)
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         """Return logits that are not computed yet, and the shape of x."""
         rows = flat_rows(self.head.rows.whole(x))
         shape = self.output_shape(x.shape)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Fusion, Gradients, Parameter, Weights, backward, fusion_of
+from mpitrain.layers.base import Fusion, Gradients, Now, Parameter, Weights, backward, fusion_of
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.layers.recomputed import saved_again
 from mpitrain.machine.arena import Arena
@@ -82,23 +82,29 @@ class Sequential:
             shape = child.output_shape(shape)
         return shape
 
-    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+    def forward(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
+    ) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`.
 
         residual is added to the output if the last child offers this. The state is a list of the
         children's states. If a child leaves its GELU to the next one, the slope of this GELU comes
         after its state.
         """
-        x, saved = self._before_last(w, x, arena)
+        x, saved = self._before_last(w, x, now, arena)
         forward, own = self.children[self._last].forward, w.get(self._last, NOTHING)
-        x, state = forward(own, x, arena) if residual is None else forward(own, x, arena, residual)
+        x, state = (
+            forward(own, x, now, arena)
+            if residual is None
+            else forward(own, x, now, arena, residual)
+        )
         return x, [*saved, state]
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
-        x, saved = self._before_last(w, x, arena)
+        x, saved = self._before_last(w, x, now, arena)
         last = self.children[self._last]
-        return [*saved, saved_again(last, w.get(self._last, NOTHING), x, arena)]
+        return [*saved, saved_again(last, w.get(self._last, NOTHING), x, now, arena)]
 
     def inner_layers(self) -> list[Any]:
         """Return the children."""
@@ -113,11 +119,11 @@ class Sequential:
             x = forward_next(child, w.get(name, NOTHING), x, past, arena, *fused)
         return x
 
-    def _before_last(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, list[Any]]:
+    def _before_last(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, list[Any]]:
         """Return the input of the last child, and the states of the children before it."""
         saved: list[Any] = []
         for name, child, cut in self._forwards:
-            x, *state = (cut or child.forward)(w.get(name, NOTHING), x, arena)
+            x, *state = (cut or child.forward)(w.get(name, NOTHING), x, now, arena)
             saved += state
         return x, saved
 
@@ -184,11 +190,11 @@ class Residual:
         """Return the shape of the input."""
         return shape
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         """Return the output for x, and the state for `backward_input`."""
         if self._fusion.adds_to_output:
-            return self.inner.forward(w, x, arena, x)
-        y, saved = self.inner.forward(w, x, arena)
+            return self.inner.forward(w, x, now, arena, x)
+        y, saved = self.inner.forward(w, x, now, arena)
         return self._plus(x, y, arena), saved
 
     def inner_layers(self) -> list[Any]:
@@ -207,9 +213,9 @@ class Residual:
         self.add(y, x, total, arena)
         return total
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
-        return saved_again(self.inner, w, x, arena)
+        return saved_again(self.inner, w, x, now, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`."""

@@ -18,6 +18,7 @@ from mpitrain.layers.base import (
     Layer,
     Now,
     Parameter,
+    TokenShare,
     Weights,
     backward,
     fusion_of,
@@ -33,10 +34,10 @@ class Drawing(Protocol):
     """The part of a layer factory that layers with random bits need."""
 
     ops: Ops
-    now: Now
     seed: int
+    tokens: TokenShare
 
-    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray: ...
+    def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray: ...
 
 
 class Dropout:
@@ -63,14 +64,14 @@ class Dropout:
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        return self.dropped(x, arena) if self.layers.now.trains else x, None
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
+        return self.dropped(x, now, arena) if now.trains else x, now
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        return None
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
+        return now
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        return self.dropped(dy, arena), None
+        return self.dropped(dy, saved, arena), None
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Do nothing: there are no parameters."""
@@ -79,29 +80,28 @@ class Dropout:
     def key(self) -> Key:
         return Key(self.layers.seed, self.number)
 
-    def dropped(self, x: Any, arena: Arena, residual: Any = None, out: Any = None) -> Any:
+    def dropped(self, x: Any, now: Now, arena: Arena, residual: Any = None, out: Any = None) -> Any:
         """Return x after dropout, plus the residual.
 
         out  receives the result, and may be x; None: a new buffer
         """
-        width, numbers = x.shape[-1], self.layers.row_numbers(x.shape)
+        width, numbers = x.shape[-1], self.layers.row_numbers(x.shape, now)
         if not isinstance(numbers, range) and out is None:
             out = arena.take(x.shape, x.dtype)
         x, shape = x.reshape(-1, width), x.shape
         more = [None if one is None else one.reshape(-1, width) for one in (residual, out)]
         if isinstance(numbers, range):
-            return self._drawn(numbers.start, x, arena, *more).reshape(shape)
+            return self._drawn(numbers.start, x, now, arena, *more).reshape(shape)
         for run in runs_in(numbers) if len(numbers) else ():
             arrays = [None if one is None else one[run] for one in more]
-            self._drawn(int(numbers[run.start]), x[run], arena, *arrays)
+            self._drawn(int(numbers[run.start]), x[run], now, arena, *arrays)
         return out
 
-    def _drawn(self, first: int, x: Any, arena: Arena, *more: Any) -> Any:
+    def _drawn(self, first: int, x: Any, now: Now, arena: Arena, *more: Any) -> Any:
         """Return x after dropout, of rows with numbers from `first` on; `more` as of the operation."""
         columns = self.columns or x.shape[-1]
         at = first * columns + self.column
-        key, step = self.key, self.layers.now.step
-        return self.layers.ops.dropout(x, key, step, at, columns, self.rate, arena, *more)
+        return self.layers.ops.dropout(x, self.key, now.step, at, columns, self.rate, arena, *more)
 
 
 def runs_in(numbers: np.ndarray) -> Iterator[slice]:
@@ -134,21 +134,25 @@ class Dropped:
     def forward_next(self, w: Weights, x: Any, past: Past, arena: Arena, *fused: Any) -> Any:
         return forward_next(self.inner, w, x, past, arena, *fused)
 
-    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+    def forward(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
+    ) -> tuple[Any, Any]:
         forward: Any = self.inner.forward
-        if not self.drop.layers.now.trains:
-            return forward(w, x, arena, *(() if residual is None else (residual,)))
-        y, saved = forward(w, x, arena)
-        return self.drop.dropped(y, arena, residual, y if self.output_is_free else None), saved
+        if not now.trains:
+            return forward(w, x, now, arena, *(() if residual is None else (residual,)))
+        y, saved = forward(w, x, now, arena)
+        out = y if self.output_is_free else None
+        return self.drop.dropped(y, now, arena, residual, out), (saved, now)
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        return saved_again(self.inner, w, x, arena)
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
+        return saved_again(self.inner, w, x, now, arena), now
 
     def backward_input(
         self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
     ) -> tuple[Any, Any]:
         half: Any = self.inner.backward_input
-        dy = self.drop.dropped(dy, arena)
+        saved, now = saved
+        dy = self.drop.dropped(dy, now, arena)
         return half(w, dy, saved, arena, *(() if slope is None else (slope,)))
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -157,4 +161,5 @@ class Dropped:
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
-        return backward(self.inner, w, self.drop.dropped(dy, arena), saved, dw, arena, slope)
+        saved, now = saved
+        return backward(self.inner, w, self.drop.dropped(dy, now, arena), saved, dw, arena, slope)

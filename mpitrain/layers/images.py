@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Parameter, Weights
+from mpitrain.layers.base import Gradients, Now, Parameter, Weights
 from mpitrain.layers.initial import Draw, zeros
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
@@ -47,7 +47,7 @@ class Conv:
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*shape[:-1], self.outputs)
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         y, saved = self.ops.conv2d(x, w["weight"], w["bias"], self.kernel, arena)
         if self.activation is None:
             return y, (saved, None)
@@ -80,8 +80,8 @@ class PixelConv(Conv):
         images, _, rows, columns = shape
         return images, rows, columns, self.outputs
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        return super().forward(w, x.transpose(0, 2, 3, 1), arena)
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
+        return super().forward(w, x.transpose(0, 2, 3, 1), now, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         return None, self._before_activation(dy, saved, arena)[1]
@@ -104,7 +104,7 @@ class MaxPool:
         images, rows, columns, channels = shape
         return images, rows // self.size, columns // self.size, channels
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         return self.ops.max_pool(x, self.size, arena)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, None]:
@@ -125,7 +125,7 @@ class Flatten:
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return shape[0], math.prod(shape[1:])
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         return x.reshape(self.output_shape(x.shape)), x.shape
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, None]:

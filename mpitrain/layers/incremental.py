@@ -14,7 +14,7 @@ from __future__ import annotations  # help() then prints signatures as they are 
 
 from typing import Any
 
-from mpitrain.layers.base import Weights
+from mpitrain.layers.base import READING, Weights
 from mpitrain.machine.arena import Arena
 
 
@@ -89,7 +89,7 @@ def forward_next(layer: Any, w: Weights, x: Any, past: Past, arena: Arena, *fuse
     offer = getattr(layer, "forward_next", None)
     if offer:
         return offer(w, x, past, arena, *fused)
-    return layer.forward(w, x, arena, *fused)[0]
+    return layer.forward(w, x, READING, arena, *fused)[0]
 
 
 def is_rowwise(layer: Any) -> bool:

@@ -21,6 +21,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.layers.adapted import LowRank
 from mpitrain.layers.base import (
     ALL_ROWS,
+    ALL_TOKENS,
     Fusion,
     GeluCut,
     Gradients,
@@ -28,6 +29,7 @@ from mpitrain.layers.base import (
     Loss,
     Now,
     Parameter,
+    TokenShare,
     Weights,
     WholeRows,
     flat_rows,
@@ -96,9 +98,8 @@ class Linear:
         self.low_rank: LowRank | None = None
         self.output_is_free = activation is None
         # A sum over the ranks comes before the activation, which is an operation of its own then.
-        self.activation, self._after = (
-            (None, activation) if split == "inputs" else (activation, None)
-        )
+        self.activation = None if split == "inputs" else activation
+        self._after = activation if split == "inputs" else None
         self.product, self.product_backward_input = {
             None: (ops.linear, ops.linear_backward_input),
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
@@ -159,17 +160,19 @@ class Linear:
         bare.product_backward_input = self.ops.linear_backward_input
         return Fusion(gelu_cut=GeluCut(self._forward_cut, bare))
 
-    def _forward_cut(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any, Any]:
-        y, (saved, slope) = self.forward(w, x, arena)
+    def _forward_cut(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any, Any]:
+        y, (saved, slope) = self.forward(w, x, now, arena)
         return y, saved, slope
 
-    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
+    def forward(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
+    ) -> tuple[Any, Any]:
         """Return the output for x, plus the residual, and the state for `backward_input`."""
         if self.split == "outputs":
-            return self._outputs(w, x, arena)
+            return self._outputs(w, x, now, arena)
 
         def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
-            return self._multiply(w, flat_rows(x), bias, arena, out, residual)
+            return self._multiply(w, flat_rows(x), now, bias, arena, out, residual)
 
         bias, shape = w.get("bias"), (*x.shape[:-1], self.outputs)
         if self.split == "inputs":
@@ -184,44 +187,51 @@ class Linear:
             y, slope = self._activate(y, arena)
             return y, (saved, slope)
         if self.activation:
-            y, saved = self._activated(w, flat_rows(x), arena)
+            y, saved = self._activated(w, flat_rows(x), now, arena)
         else:
             y, saved = product(None, bias, None if residual is None else flat_rows(residual))
         return y.reshape(shape), saved
 
-    def _outputs(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def _outputs(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         """Return this rank's outputs, for all rows of x, and the state for `backward_input`."""
         whole = self.rows.whole(x)
-        y, saved = self._activated(w, flat_rows(whole), arena)
+        y, saved = self._activated(w, flat_rows(whole), now, arena)
         y = y.reshape(*whole.shape[:-1], self.outputs)
-        return self.rows.sequences(y) if self.role == "head" else y, self.rows.kept(saved, x)
+        return self.rows.sequences(y) if self.role == "head" else y, self.rows.kept(saved, x, now)
 
-    def _activated(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def _activated(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         if self.low_rank:
-            return self.low_rank.activated(w, x, w.get("bias"), arena)
+            return self.low_rank.activated(w, x, now, w.get("bias"), arena)
         return self.product(x, w["weight"], w.get("bias"), arena)
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
         # Without an activation the backward needs no output, so there is no product and no sum.
         if self.activation or self._after:
-            return self.forward(w, x, arena)[1]
+            return self.forward(w, x, now, arena)[1]
         if self.split == "outputs":
-            return self.rows.kept(self._state(w, self.rows.whole(x), arena), x)
-        return self._state(w, x, arena)
+            return self.rows.kept(self._state(w, self.rows.whole(x), now, arena), x, now)
+        return self._state(w, x, now, arena)
 
     def _multiply(
-        self, w: Weights, x: Any, bias: Any, arena: Arena, out: Any = None, residual: Any = None
+        self,
+        w: Weights,
+        x: Any,
+        now: Now,
+        bias: Any,
+        arena: Arena,
+        out: Any = None,
+        residual: Any = None,
     ) -> tuple[Any, Any]:
         """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
         if self.low_rank:
-            return self.low_rank.multiply(w, x, bias, arena, out, residual)
+            return self.low_rank.multiply(w, x, now, bias, arena, out, residual)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
-    def _state(self, w: Weights, x: Any, arena: Arena) -> Any:
+    def _state(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         bias = None if self.split == "inputs" else w.get("bias")
         if self.low_rank:
-            return self.low_rank.state(w, flat_rows(x), bias, arena)
+            return self.low_rank.state(w, flat_rows(x), now, bias, arena)
         return state_of(self.ops, flat_rows(x), w["weight"], bias, arena)
 
     def backward_input(
@@ -336,7 +346,7 @@ class Norm:
     def output_shape(self, shape):
         return shape
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         weights = (w["gain"], w["bias"]) if self.has_mean else (w["gain"],)
         y, saved = self.product(flat_rows(x), *weights, self.epsilon, arena)
         return y.reshape(x.shape), saved
@@ -376,7 +386,7 @@ class Activation:
     def output_shape(self, shape):
         return (*shape[:-1], shape[-1] // self.share)
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         y, saved = self.product(flat_rows(x), arena)
         return y.reshape(self.output_shape(x.shape)), saved
 
@@ -415,7 +425,7 @@ class FirstToken:
     def output_shape(self, shape):
         return (shape[0], shape[-1])
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         y = arena.take(self.output_shape(x.shape), x.dtype)
         copy_rows(y, x[:, 0])
         return y, x.shape
@@ -443,7 +453,6 @@ class Embedding:
     The ranks of layout.tp divide the token table (parallel/tensor/vocabulary.py has a drawing). Each
     has all positions and types; only rank 0 adds these, but every rank computes their gradient.
 
-    now        of the layer factory; `now.places` has the positions and types of tokens
     has_table  whether the vectors of positions, a second table, are added
     types      number of token types, whose vectors are a third table; 0: there are none
     rows       the rows between layers, and the ranks
@@ -458,13 +467,12 @@ class Embedding:
         context: int,
         width: int,
         draw: Draw,
-        now: Now | None = None,
         has_table: bool = True,
         types: int = 0,
         rows: WholeRows = ALL_ROWS,
     ):
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
-        self.now, self.has_table, self.types, self.rows = now or Now(), has_table, types, rows
+        self.has_table, self.types, self.rows = has_table, types, rows
         self._entries = rows.share(vocab)
 
     def parameters(self):
@@ -482,14 +490,14 @@ class Embedding:
     def output_shape(self, shape):
         return self.rows.left((*shape, self.width))
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         if self.rows.as_sequences((*x.shape, self.width))[:2] != x.shape:
             raise ConfigError(
                 f"With layout.sequence_parallel several sequences have model.context {self.context} tokens each, "
                 f"but these {x.shape[0]} have {x.shape[1]}.",
                 "Pass one at a time, or longer ones.",
             )
-        tables = self._rows_of_tables(x, arena)
+        tables = self._rows_of_tables(x, now.places, arena)
         return self._sum(w, x, tables, None if "positions" in tables else w.get("positions"), arena)
 
     def forward_next(self, w, x, past, arena):
@@ -514,9 +522,9 @@ class Embedding:
         shape = *x.shape, self.width
         return self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
 
-    def _rows_of_tables(self, x, arena):
+    def _rows_of_tables(self, x, places, arena):
         """Return {table: the row of each token, (B, T)} of the tables to look up beside the tokens'."""
-        places, rows = self.now.places, {}
+        rows = {}
         if places is not None and self.has_table:
             rows["positions"] = places.own
         if self.types and places is not None and places.types is not None:
@@ -568,7 +576,6 @@ class Attention:
     heads     number of query heads on this rank, H
     kv_heads  number of key and value heads on this rank, G
     drop      dropout of the probabilities, or None
-    now       of the layer factory; a query sees no key of another document of `now.places`
     rotary    how queries and keys are turned by their positions, or None
     causal    whether a query sees no later key
     window    the most keys that a query sees, the last up to its own; 0: there is no window
@@ -585,7 +592,6 @@ class Attention:
         heads: int,
         kv_heads: int | None = None,
         drop: Dropout | None = None,
-        now: Now | None = None,
         rotary: Rotary | None = None,
         causal: bool = True,
         window: int = 0,
@@ -594,7 +600,7 @@ class Attention:
         every: int = 0,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
-        self.drop, self.now, self.rotary, self.causal = drop, now or Now(), rotary, causal
+        self.drop, self.rotary, self.causal = drop, rotary, causal
         self.window, self.rows = window, rows
         self.first, self.every = first, every or heads
 
@@ -608,20 +614,21 @@ class Attention:
         """Return the columns of the queries, H D, for the shape of x."""
         return shape[-1] // (self.heads + 2 * self.kv_heads) * self.heads
 
-    def forward(self, w, x, arena):
-        x, places = self.rows.sequences(x), self.now.places
+    def forward(self, w, x, now, arena):
+        x, places = self.rows.sequences(x), now.places
         width = self._width(x.shape)
         if self.rotary:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
         offset = 0 if self.causal else x.shape[1] - 1
         seen = Seen(places and places.starts, offset, self.window, closed=not self.causal)
-        if self.drop and self.drop.layers.now.trains:
-            now = self.drop.layers.now
+        if self.drop and now.trains:
             first, drop = now.row * self.every + self.first, self.drop
             mask = drop.key, now.step, first, self.every, drop.rate
-            return self.ops.attention_dropout(q, kv, self.heads, *mask, arena, seen)
-        return self.ops.attention(q, kv, self.heads, arena, seen)
+            y, saved = self.ops.attention_dropout(q, kv, self.heads, *mask, arena, seen)
+        else:
+            y, saved = self.ops.attention(q, kv, self.heads, arena, seen)
+        return y, (saved, places)
 
     def forward_next(self, w, x, past, arena):
         width = self._width(x.shape)
@@ -635,12 +642,12 @@ class Attention:
 
     def backward_input(self, w, dy, saved, arena):
         ops, dy, width = self.ops, self.rows.sequences(dy), dy.shape[-1]
+        saved, places = saved
         backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
         columns = width // self.heads * (self.heads + 2 * self.kv_heads)
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
         if self.rotary:
-            places = self.now.places
             self._turned(dx, -1, places and places.positions, arena, dx)
         return dx, None
 
@@ -733,11 +740,8 @@ class Plain:
         As run.seed, for layers that draw random numbers.
     rows : WholeRows
         The rows between layers, and the ranks that divide them.
-
-    Attributes
-    ----------
-    now : Now
-        The step and rows that the layers compute; for layers that draw random numbers.
+    tokens : TokenShare
+        Which tokens of every row this rank has.
     """
 
     def __init__(
@@ -747,21 +751,22 @@ class Plain:
         memory: Memory | None = None,
         seed: int = 0,
         rows: WholeRows = ALL_ROWS,
+        tokens: TokenShare = ALL_TOKENS,
     ):
-        self.ops, self.now, self.rows = ops, Now(), rows
+        self.ops, self.rows, self.tokens = ops, rows, tokens
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
 
-    def row_numbers(self, shape: Sequence[int]) -> range | np.ndarray:
+    def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
 
         Rows are samples, or the tokens of sequences. It is a range, but with layout.cp.
         """
         own, every = (math.prod(rows[:-1]) for rows in (shape, self.rows.entered(shape)))
-        return self.now.numbers(every)[self.rows.rank * own % max(1, every) :][:own]
+        return now.numbers(every, self.tokens)[self.rows.rank * own % max(1, every) :][:own]
 
     def embedding(
         self, vocab: int, context: int, width: int, positions: bool = True, types: int = 0
@@ -771,9 +776,7 @@ class Plain:
         All tables are drawn with deviation 0.02. types: number of token types.
         """
         self.made.add("embedding")
-        return Embedding(
-            self.ops, vocab, context, width, normal(0.02), self.now, positions, types, self.rows
-        )
+        return Embedding(self.ops, vocab, context, width, normal(0.02), positions, types, self.rows)
 
     def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
@@ -896,13 +899,14 @@ class Plain:
             self.made.add("a window")
         self.windows.add(window)
         drop = self.dropout(dropout) if dropout else None
-        attention = self._heads(heads, shared, drop, self.now, rotary, causal, window)
+        attention = self._heads(heads, shared, drop, rotary, causal, window)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:
         """Return attention of this rank's heads, of so many; the arguments are those of `Attention`."""
         run, own = self._own_heads(heads, kv_heads)
-        return Attention(self.ops, len(run), len(own), *rest, self.rows, run.start, heads)
+        arguments = len(run), len(own), *rest, self.rows, run.start, heads
+        return Attention(self.ops, *arguments)
 
     def _own_heads(self, heads: int, kv_heads: int) -> tuple[range, range]:
         """Return this rank's heads of queries, and those of keys and values."""

@@ -1,7 +1,7 @@
 """Recomputation of activations (gradient checkpointing, Chen et al. 2016, arXiv:1604.06174).
 
-A recomputed layer saves only its input. The input half of its backward first computes the other
-activations again. A layer with a method `saved_again(w, x, arena) -> saved` skips work that only
+A recomputed layer saves only its input, and the micro-batch. The input half of its backward first computes the other
+activations again. A layer with a method `saved_again(w, x, now, arena) -> saved` skips work that only
 its output needs: a linear layer its product, a row-parallel layer its all-reduce.
 
 memory.recompute  saved for the backward     computed again in the backward
@@ -13,24 +13,20 @@ N                 the input of each N units  the forward of N units, but for the
 
 from __future__ import annotations  # help() then prints signatures as they are written here
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpitrain.layers.base import Gradients, Parameter, Unit, Weights, backward, forward_only
+from mpitrain.layers.base import Gradients, Now, Parameter, Unit, Weights, backward, forward_only
 from mpitrain.layers.incremental import Past, forward_next
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 
-Context = Callable[[], AbstractContextManager[Any]]
-"""() -> a context for a forward that is computed again: `recomputing` of a layer factory."""
 
-
-def saved_again(layer: Any, w: Weights, x: Any, arena: Arena) -> Any:
+def saved_again(layer: Any, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
     """Return the state that a layer's forward saves, by its own `saved_again` if it has one."""
     offer = getattr(layer, "saved_again", None)
-    return offer(w, x, arena) if offer else layer.forward(w, x, arena)[1]
+    return offer(w, x, now, arena) if offer else layer.forward(w, x, now, arena)[1]
 
 
 def state_of(ops: Ops, x: Any, weight: Any, bias: Any, arena: Arena) -> Any:
@@ -58,12 +54,11 @@ def with_input(saved: Any, x: Any) -> Any:
 class Recomputed:
     """A layer that saves only its input (as torch.utils.checkpoint).
 
-    inner        the layer; its outputs and gradients stay the same, bit for bit
-    recomputing  the context of a forward that is computed again
+    inner  the layer; its outputs and gradients stay the same, bit for bit
     """
 
-    def __init__(self, inner: Any, recomputing: Context = nullcontext):
-        self.inner, self._recomputing = inner, recomputing
+    def __init__(self, inner: Any):
+        self.inner = inner
         self.output_is_free = inner.output_is_free
 
     def parameters(self) -> list[Parameter]:
@@ -72,8 +67,8 @@ class Recomputed:
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.inner.output_shape(shape)
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
-        return self.inner.forward(w, x, arena)[0], x
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
+        return self.inner.forward(w, x, now, arena)[0], (x, now)
 
     def inner_layers(self) -> list[Any]:
         return [self.inner]
@@ -92,21 +87,19 @@ class Recomputed:
         saved = self._again(w, saved, arena)
         return backward(self.inner, w, dy, saved, dw, arena)
 
-    def _again(self, w: Weights, x: Any, arena: Arena) -> Any:
-        with self._recomputing():
-            return saved_again(self.inner, w, x, arena)
+    def _again(self, w: Weights, saved: Any, arena: Arena) -> Any:
+        x, now = saved
+        return saved_again(self.inner, w, x, now._replace(is_again=True), arena)
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Consecutive units of a model chunk whose activations are computed again together.
 
-    size         number of units
-    recomputing  the context of a forward that is computed again
+    size  number of units
     """
 
     size: int
-    recomputing: Context
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +114,7 @@ def segment_of(unit: Unit) -> Segment | None:
     return unit.segment if isinstance(unit, SegmentUnit) else None
 
 
-def with_recomputation(
-    chunks: Sequence[Sequence[Unit]], size: int, recomputing: Context
-) -> list[list[Unit]]:
+def with_recomputation(chunks: Sequence[Sequence[Unit]], size: int) -> list[list[Unit]]:
     """Return the chunks of a model with `size` units in each recomputed segment.
 
     A layer that takes tokens, and the model's last unit, save all activations. Units that run no
@@ -144,11 +135,11 @@ def with_recomputation(
         again = [index for index, unit in enumerate(chunk) if is_recomputed(unit)] if size else []
         for first in range(0, len(again), max(1, size)):
             indices = again[first : first + size]
-            segment = Segment(len(indices), recomputing)
+            segment = Segment(len(indices))
             for index in indices:
                 unit = chunk[index]
                 chunk[index] = (
-                    replace(unit, layer=Recomputed(unit.layer, recomputing))
+                    replace(unit, layer=Recomputed(unit.layer))
                     if len(indices) == 1
                     else SegmentUnit(
                         unit.name, unit.layer, unit.tied, unit.held, unit.frozen, segment

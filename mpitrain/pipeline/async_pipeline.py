@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from mpitrain.layers.base import Now
 from mpitrain.parallel.replica import Replica
 from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
@@ -22,7 +23,7 @@ from mpitrain.pipeline.instructions import (
     Skip,
     training_program,
 )
-from mpitrain.pipeline.pipeline import Pipeline, Rows, Shape, shape_in
+from mpitrain.pipeline.pipeline import Pipeline, Shape, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
 from mpitrain.pipeline.stage import Stage
 
@@ -117,8 +118,11 @@ class AsyncPipeline(Pipeline):
 
     def __init__(self, plan: Any, chunks: Any, transport: Any, replica: Any, *rest: Any):
         super().__init__(plan, chunks, transport, replica, *rest)
-        self._stashed, self._micro_batches = replica, plan.micro_batches
+        self._stashed = replica
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
+        self._rows = dict[int, Now]()  # of the micro-batches of two steps
+        for stage in self.stages.values():
+            stage.begin(0, self._rows)
         self._steps = 0  # counts the steps since the pipeline was empty
 
     def _stage(self, units: Any, replica: Any, *rest: Any) -> Stage:
@@ -126,7 +130,7 @@ class AsyncPipeline(Pipeline):
 
     def train(
         self,
-        rows: Sequence[Rows],
+        rows: Sequence[Now],
         shapes: Sequence[Shape],
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
@@ -163,7 +167,7 @@ class AsyncPipeline(Pipeline):
         """Execute a program of `Pieces`, with its micro-batch numbers moved to the current step."""
         m = self._micro_batches
         execute(
-            self._announced(self._turning(moved(program, self._steps * m, 2 * m)), self._rows),
+            self._turning(moved(program, self._steps * m, 2 * m)),
             self.stages,
             len(self._chunks),
             first,
@@ -184,7 +188,7 @@ class AsyncPipeline(Pipeline):
         """
         for instruction in program:
             if isinstance(instruction, BackwardInput | Backward | Skip) and self._stashed.turn():
-                self.stages[instruction.chunk].begin(self._stashed.every)
+                self.stages[instruction.chunk].begin(self._stashed.every, self._rows)
             yield instruction
             if isinstance(instruction, Skip):
                 self._stashed.turned()

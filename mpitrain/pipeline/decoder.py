@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import Now, Unit, Weights
+from mpitrain.layers.base import Unit, Weights
 from mpitrain.layers.incremental import FixedArena, Past, forward_next, is_incremental, is_rowwise
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replica import Replica
@@ -72,7 +72,6 @@ class Decoder:
         replica: Replica,
         arena: Arena,
         dtype: Any,
-        now: Now,
         placed: Callable[[np.ndarray], Any],
         sequences: int,
         room: int,
@@ -83,13 +82,12 @@ class Decoder:
         chunks     the units of each chunk of the model; `is_incremental` is true of every layer
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
-        now        of the layer factory that made the units
         placed     copies an array of integers to the device
         sequences  number of sequences
         room       largest number of tokens in a window
         """
         here = transport.rank
-        self._now, self._placed = now, placed
+        self._placed = placed
         self._chunks, self._past = chunks, Past(sequences, room, arena)
         self._channel = Channel(transport, arena, dtype)
         self._program = with_messages(forward_alone(stage_of))[here]

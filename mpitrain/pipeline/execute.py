@@ -50,6 +50,7 @@ def execute(
         return held.pop(message) if message in held else channel.finish_receive(message)
 
     for instruction in instructions:
+        channel.micro = instruction.micro
         match instruction:
             case Forward(chunk, micro):
                 if chunk == 0:
@@ -90,8 +91,11 @@ class Channel:
     suffices, because sender and receiver process the micro-batches of a chunk in ascending order.
     Both sides know a message's shape in advance, so no header is sent.
 
-    sent  {"activation" or "gradient": (messages, bytes)} in the current step
+    sent   {"activation" or "gradient": (messages, bytes)} in the current step
+    micro  the micro-batch of the running instruction
     """
+
+    micro = 0
 
     def __init__(self, transport: Transport, arena: Arena, dtype: Any):
         """Connect a stage to the other stages of its pipeline.

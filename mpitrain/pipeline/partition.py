@@ -13,7 +13,7 @@ import numpy as np
 
 from mpitrain.config import Lora
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit, are_units, forward_only, freeze, parameters_of
+from mpitrain.layers.base import Now, Unit, are_units, forward_only, freeze, parameters_of
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.machine.arena import Arena
@@ -94,9 +94,7 @@ def cut_in_chunks(
     check_units(model, layers)
     check_saved(layers)
     chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
-    return Chunks(
-        model, with_recomputation(chunks, layers.memory.segment, layers.rows.recomputing), tied
-    )
+    return Chunks(model, with_recomputation(chunks, layers.memory.segment), tied)
 
 
 def balanced(
@@ -282,6 +280,7 @@ def unit_seconds(
     wanted    indices of the units to measure; the others yield None
     """
     draw, frozen = np.random.default_rng(0), forward_only(units)
+    now = Now(0, 0, len(x), True)
 
     def drawn(shape: tuple[int, ...], size: float) -> Any:
         return backend.from_host((size * draw.standard_normal(shape, np.float32)).astype(computed))
@@ -304,7 +303,7 @@ def unit_seconds(
                 leaf.filled = False
             backend.synchronize()
             start = clock()
-            y, saved = unit.layer.forward(weights, x, arena)
+            y, saved = unit.layer.forward(weights, x, now, arena)
             dy = end(y) if end else drawn_dy
             if index >= frozen:
                 _, pending = unit.layer.backward_input(weights, dy, saved, arena)

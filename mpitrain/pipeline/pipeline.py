@@ -1,6 +1,6 @@
 """`Pipeline`, the pipeline runtime of one rank: its stages, and its programs to train and to infer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -20,8 +20,6 @@ from mpitrain.pipeline.stage import ForwardOnly, Stage
 from mpitrain.transport.base import Transport
 
 Shape = tuple[int, ...]
-Rows = tuple[int, int, int, bool] | tuple[int, int, int, bool, Places | None]
-"""The arguments of `Now.set` for a micro-batch."""
 
 
 class Pipeline:
@@ -32,7 +30,6 @@ class Pipeline:
     stages       {chunk: Stage} of this rank, in ascending order
     input_shape  (chunk, shape of the model's input) -> shape of the chunk's input
     channel      to the other stages
-    now          the step and rows of the running instruction, as layers read them
     peak_bytes   peak of activation memory on this rank in the last step, without the update
     lowest       the first chunk with a backward: all chunks before are frozen
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
@@ -46,21 +43,18 @@ class Pipeline:
         replica: Replica,
         arena: Arena,
         dtype: Any,
-        now: Now,
     ):
         """Build this rank's stages and programs.
 
         chunks     the units of each chunk of the model
         transport  of the pipeline's stages; its ranks are the stages
         dtype      of the messages between stages
-        now        of the layer factory that made the units
         """
         here, self._last = transport.rank, plan.stage_of[-1]
         self._transport, self._chunks = transport, chunks
         self._arena, self.channel = arena, Channel(transport, arena, dtype)
-        channel, self.peak_bytes = self.channel, 0
+        channel, self.peak_bytes, self._micro_batches = self.channel, 0, plan.micro_batches
         self.lowest = lowest_chunk(chunks)
-        self.now, self._rows = now, dict[int, Rows]()
 
         def poll() -> None:
             replica.poll()
@@ -88,49 +82,33 @@ class Pipeline:
 
     def train(
         self,
-        rows: Sequence[Rows],
+        rows: Sequence[Now],
         shapes: Sequence[Shape],
         first: Callable[[int], Any],
         loss: Callable[[int, Any], Any],
     ) -> None:
         """Run the forwards and backwards of one step.
 
-        rows    the arguments of `Now.set` in each micro-batch
+        rows    of each micro-batch
         shapes  shape of the model's input in each micro-batch
         first   (micro-batch) -> that input; called only on the stage of the first chunk
         loss    (micro-batch, output of the model) -> the gradient of that output; called only on
                 the stage of the last chunk
         """
         for stage in self.stages.values():
-            stage.begin(len(shapes))
+            stage.begin(len(rows), dict(enumerate(rows)))
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
-        self._rows = dict(enumerate(rows))
         arena, before = self._arena, self._arena.peak
         arena.peak = arena.live
         execute(
-            self._announced(self._program, self._rows),
-            self.stages,
-            len(self._chunks),
-            first,
-            loss,
-            self.channel,
-            self.lowest,
+            self._program, self.stages, len(self._chunks), first, loss, self.channel, self.lowest
         )
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
 
-    def _announced(
-        self, program: Iterable[Instruction], rows: Mapping[int, Rows]
-    ) -> Iterator[Instruction]:
-        """Yield the program; before each instruction, set `now` to the rows of its micro-batch."""
-        for instruction in program:
-            self.now.set(*rows[instruction.micro])
-            yield instruction
-
     @property
     def micro(self) -> int:
-        """The micro-batch of the running instruction of `train`."""
-        now = self.now.row, self.now.rows
-        return next(micro for micro, rows in self._rows.items() if rows[1:3] == now)
+        """The micro-batch of the running instruction of `train`, as the step numbers it."""
+        return self.channel.micro % self._micro_batches
 
     def drain(self) -> None:
         """Finish the micro-batches that `train` left in flight; in this class there are none."""
@@ -142,12 +120,14 @@ class Pipeline:
 
         shape      of the model's input
         first      () -> that input; called only on the stage of the first chunk
-        places  of the tokens of these rows, for `Now.set`
+        places  of the tokens of these rows
         """
         outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
+        for stage in self._infer_stages.values():
+            stage.begin(0, {0: Now(0, 0, shape[0], False, places)})
         execute(
-            self._announced(self._infer_program, {0: (0, 0, shape[0], False, places)}),
+            self._infer_program,
             self._infer_stages,
             len(self._chunks),
             lambda micro: first(),

@@ -1,10 +1,10 @@
 """`Stage` computes one chunk of the model on its rank, and saves activations for each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Layer, Unit, backward
+from mpitrain.layers.base import Layer, Now, Unit, backward
 from mpitrain.layers.recomputed import Segment, saved_again, segment_of
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.replica import Replica
@@ -66,6 +66,7 @@ class Stage:
         # Both map a micro-batch to a list with the saved activations of each unit.
         self._saved: dict[int, list[Any]] = {}
         self._pending: dict[int, list[Any]] = {}
+        self._rows: Mapping[int, Now] = {}
         self._left = 0
 
     def replace_layers(self, replaced: Callable[[Any, str], Any]) -> None:
@@ -81,20 +82,24 @@ class Stage:
             (index, *each) for index, each in enumerate(self._layers) if each[0] >= self._lowest
         ][::-1]
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a step of this many micro-batches; the last one's backward completes the gradients."""
-        self._left = micro_batches
+    def begin(self, micro_batches: int, rows: Mapping[int, Now]) -> None:
+        """Begin a step of this many micro-batches; the last one's backward completes the gradients.
+
+        rows  of each micro-batch, which layers read in a forward
+        """
+        self._left, self._rows = micro_batches, rows
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
         replica, save, arena = self._replica, self._saving(micro), self._arena
+        now = self._rows[micro]
         begin, poll, end, names = self._pass
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
             if segment and self._begins_segment(index):
-                save(x)
+                save((x, now))
             span = begin(names[number], FORWARD, number, micro)
-            y, saved = layer.forward(replica.open(number, micro), x, arena)
+            y, saved = layer.forward(replica.open(number, micro), x, now, arena)
             if self._unseen:
                 check_output(self._unseen[index], layer, x, y)
             x = y
@@ -117,14 +122,14 @@ class Stage:
         """
         if index + 1 < len(self._layers) and self._segments[index + 1] is segment:
             return
-        replica, x = self._replica, saved.pop()
-        with segment.recomputing():
-            for number, layer in self._layers[index + 1 - segment.size : index]:
-                x, state = layer.forward(replica.open(number, micro), x, self._arena)
-                saved.append(state)
-                self._poll()
-            number, layer = self._layers[index]
-            saved.append(saved_again(layer, replica.open(number, micro), x, self._arena))
+        replica, (x, now) = self._replica, saved.pop()
+        now = now._replace(is_again=True)
+        for number, layer in self._layers[index + 1 - segment.size : index]:
+            x, state = layer.forward(replica.open(number, micro), x, now, self._arena)
+            saved.append(state)
+            self._poll()
+        number, layer = self._layers[index]
+        saved.append(saved_again(layer, replica.open(number, micro), x, now, self._arena))
 
     def _saving(self, micro: int) -> Callable[[Any], object]:
         saved = self._saved[micro] = []

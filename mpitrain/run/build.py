@@ -294,12 +294,8 @@ def unit_times(job: Job, wanted: Sequence[int] | None = None) -> Iterator[UnitTi
     rows = max(1, batch.size // (axes.dp * batch.micro_batches))
     alone = config.layout.model_copy(update={"tp": 1})
     layers = described(device.ops, alone, keys=config.model)
-    layers.now.set(0, 0, rows, True)
-    every, again = (
-        freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze),
-        layers.rows.recomputing,
-    )
-    (units,) = with_recomputation([every], min(1, config.memory.segment), again)
+    every = freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze)
+    (units,) = with_recomputation([every], min(1, config.memory.segment))
     computed = device.half or config.precision.stored
     inputs, targets = zeros(job.source, rows, config.precision.stored)
     right = backend.from_host(targets.reshape(-1))

@@ -34,13 +34,13 @@ def places_of(
 ) -> Places | None:
     """Return the places of the tokens of some rows.
 
-    layers  the factory of the model's layers; this rank has the tokens of its `now`
+    layers  the factory of the model's layers; this rank has its `tokens`
     shape   (B, T) of the rows
     starts  from `Trainer`; padding to the right is a document of its own
     placed  copies an array to the backend's memory
     types   of tokens, from `Trainer`, in the shape of `starts`
     """
-    share = layers.now.tokens
+    share = layers.tokens
     if starts is None:
         if share.ranks == 1:
             return None
@@ -63,7 +63,7 @@ def _firsts(
     layers: Plain, starts: np.ndarray, windows: Iterable[int], placed: Callable[[np.ndarray], Any]
 ) -> dict[int, list[Any]]:
     """Return `Places.firsts` for these windows: empty without a ring."""
-    share = layers.now.tokens
+    share = layers.tokens
     return {
         window: [placed(each) for each in share.firsts(starts, window)]
         for window in windows

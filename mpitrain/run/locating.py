@@ -56,10 +56,10 @@ class WatchedLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def forward(self, w: Any, x: Any, arena: Any) -> Any:
+    def forward(self, w: Any, x: Any, now: Any, arena: Any) -> Any:
         self._watch.calls += 1
         was_bad = self._watch.is_bad(x)
-        y, saved = self._layer.forward(w, x, arena)
+        y, saved = self._layer.forward(w, x, now, arena)
         if not was_bad and self._watch.is_bad(y):
             stored = [name for name, array in _leaves(w) if self._watch.is_bad(array)]
             if stored:

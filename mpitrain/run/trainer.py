@@ -14,7 +14,7 @@ from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import IGNORED, Source, read_rows, without_ends, without_padding
 from mpitrain.errors import ConfigError, DataError, MpitrainError
-from mpitrain.layers.base import Loss, Places, Unit
+from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES
@@ -135,15 +135,15 @@ class Trainer:
         """Make the units, their storage, the replica and the pipeline; collective."""
         resolved, grid = self.resolved, self.grid
         ops, stage_of = resolved.device.ops, resolved.plan.stage_of
-        settings = settings_of(self.config)
-        self._layers = layers = layers_for(ops, grid.tp, self.config.layout, grid.cp, **settings)
 
         def assigned() -> Chunks:
             if opened:
                 self.resolved = opened()
                 self.config = self.resolved.config
-                layers.keys = self.config.model
             config = self.config
+            self._layers = layers = layers_for(
+                ops, grid.tp, config.layout, grid.cp, **settings_of(config)
+            )
             cut = cut_in_chunks(
                 units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )
@@ -160,17 +160,17 @@ class Trainer:
             return cut
 
         cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.resolved.facts)
-        model, chunks, tied = cut
-        decoded: tuple[Sequence[Sequence[Unit]], LayerFactory] = (chunks, layers)
+        (model, chunks, tied), layers = cut, self._layers
+        self._decoded = chunks
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(ops, grid.tp, layout, **settings)
+            whole = layers_for(ops, grid.tp, layout, **settings_of(self.config))
             config = self.config
             again = cut_in_chunks(
                 units, whole, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )
-            decoded = again.chunks, whole
+            self._decoded = again.chunks
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
@@ -204,12 +204,11 @@ class Trainer:
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
-            resolved.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype, layers.now
+            resolved.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
         )
         takes = LOSSES[self.config.model.loss].takes if loss is None else None
         vocabulary, stored = getattr(model[0].layer, "vocab", 0), self.storage.dtype
         self._indices = Indices(self.transport, vocabulary, takes, stored)
-        self._decoded = decoded
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
@@ -311,8 +310,8 @@ class Trainer:
         inputs, targets = self._own_tokens(inputs, 0), self._own_tokens(targets, IGNORED)
         # A row has the tokens of all ranks that divide it, padding included.
         count, *lengths = inputs.shape
-        shape = count, *(length * self._layers.now.tokens.ranks for length in lengths)
-        predictions = math.prod(targets.shape[1:]) * self._layers.now.tokens.ranks
+        shape = count, *(length * self._layers.tokens.ranks for length in lengths)
+        predictions = math.prod(targets.shape[1:]) * self._layers.tokens.ranks
         replica, of_update = self.replica, self.replica.of_update
         weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
         loss_scale = replica.skips.scale.value
@@ -342,7 +341,7 @@ class Trainer:
             start, places = self.share().start, self._places(shape, unpadded, *marks)
             self.pipe.train(
                 [
-                    (*(index, start + part.start, len(part), True), places and places.of(part))
+                    Now(index, start + part.start, len(part), True, places and places.of(part))
                     for part in shares
                 ],
                 [(len(part), *inputs.shape[1:]) for part in shares],
@@ -495,7 +494,7 @@ class Trainer:
         from mpitrain.pipeline.decoder import Decoder, can_decode
 
         self._check_causal("Text is generated token by token")
-        chunks, layers = self._decoded
+        chunks = self._decoded
         decoder = None
         if can_decode(chunks):
             decoder = Decoder(
@@ -505,7 +504,6 @@ class Trainer:
                 self.replica,
                 self.arena,
                 self.resolved.device.half or self.storage.dtype,
-                layers.now,
                 self.placed,
                 sequences,
                 room,
@@ -551,7 +549,7 @@ class Trainer:
 
         fill  the value after the ends of rows, if their tokens do not divide among the ranks
         """
-        share = self._layers.now.tokens
+        share = self._layers.tokens
         if share.ranks == 1:
             return rows
         missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
@@ -568,7 +566,7 @@ class Trainer:
         logits = self._own_logits(inputs, starts, types)
         if logits is None or not self._layers.context:
             return logits
-        context, share = self._layers.context, self._layers.now.tokens
+        context, share = self._layers.context, self._layers.tokens
         whole = all_tokens(computed(logits, self.arena), context, share, self.arena)
         return whole[:, : inputs.shape[1]]
 
@@ -596,7 +594,7 @@ class Trainer:
 
     def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole logits for an input of this shape, without padding rows."""
-        ranks, (count, *lengths) = self._layers.now.tokens.ranks, self._layers.filled(shape)
+        ranks, (count, *lengths) = self._layers.tokens.ranks, self._layers.filled(shape)
         *rows, columns = self.pipe.output_shape((count, *(each // ranks for each in lengths)))
         rows[1:] = [each * ranks for each in rows[1:]]
         return *map(min, rows, shape), self._layers.columns(columns)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.layers.base import GeluCut, Unit, backward, fusion_of
+from mpitrain.layers.base import GeluCut, Now, Unit, backward, fusion_of
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
 from mpitrain.layers.plain import GeluErf, Plain, Rotary, Tanh
@@ -19,6 +19,7 @@ from tests.unit.placing import place
 GPT = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
 WIDTH = 6
 STEP = 1e-5
+NOW = Now(1, 0, 2, True)
 
 
 class Watched:
@@ -40,19 +41,19 @@ class Watched:
     def parameters(self):
         return self.inner.parameters()
 
-    def forward(self, w, x, arena, *fused):
-        (y, saved), seen = self._forward(self.inner.forward, w, x, arena, *fused)
+    def forward(self, w, x, now, arena, *fused):
+        (y, saved), seen = self._forward(self.inner.forward, w, x, now, arena, *fused)
         return y, (saved, seen)
 
-    def _forward_cut(self, w, x, arena):
+    def _forward_cut(self, w, x, now, arena):
         forward = fusion_of(self.inner).gelu_cut.forward
-        (y, saved, slope), seen = self._forward(forward, w, x, arena)
+        (y, saved, slope), seen = self._forward(forward, w, x, now, arena)
         return y, (saved, seen), slope
 
-    def _forward(self, forward, w, x, arena, *fused):
+    def _forward(self, forward, w, x, now, arena, *fused):
         """The results of a forward, and the arrays that must stay: (array, its numbers, its name)."""
         seen = [(x, self._host(x), "x"), *((r, self._host(r), "residual") for r in fused)]
-        found = forward(w, x, arena, *fused)
+        found = forward(w, x, now, arena, *fused)
         self._check(seen, "it had gone forward")
         y = found[0]
         return found, seen + ([] if self.output_is_free else [(y, self._host(y), "y")])
@@ -89,8 +90,8 @@ class Unfused:
     def parameters(self):
         return self.inner.parameters()
 
-    def forward(self, w, x, arena):
-        return self.inner.forward(w, x, arena)
+    def forward(self, w, x, now, arena):
+        return self.inner.forward(w, x, now, arena)
 
     def backward_input(self, w, dy, saved, arena):
         return self.inner.backward_input(w, dy, saved, arena)
@@ -134,8 +135,8 @@ class Pictured:
     def output_shape(self, shape):
         return shape
 
-    def forward(self, w, x, arena):
-        y, saved = self.inner.forward(w, x.reshape(*x.shape[:-1], 2, WIDTH // 2), arena)
+    def forward(self, w, x, now, arena):
+        y, saved = self.inner.forward(w, x.reshape(*x.shape[:-1], 2, WIDTH // 2), now, arena)
         return y.reshape(x.shape), (saved, y.shape)
 
     def backward_input(self, w, dy, saved, arena):
@@ -151,7 +152,6 @@ def kinds(plain) -> dict[str, Any]:
     """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
 
     factory = getattr(plain, "_plain", plain)
-    factory.now.set(1, 0, 2, True)
 
     def linear(activation=None):
         return plain.linear(WIDTH, WIDTH, draw, activation)
@@ -243,7 +243,7 @@ class LayerLaws:
                     weights, gradients, _, slots = placed(layer, backend)
                     arena = backend.arena()
                     _, saved = layer.forward(
-                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena
+                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), NOW, arena
                     )
                     dy = backend.from_host(numbers(4, 2, 5, WIDTH))
                     dx = _noted(lambda: way(layer, weights, dy, saved, gradients, arena), name)  # noqa: B023
@@ -274,7 +274,7 @@ class LayerLaws:
                             node = node[step]
                         del node[last]
                     arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
-                    _, saved = layer.forward(weights, x, arena)
+                    _, saved = layer.forward(weights, x, NOW, arena)
                     dy = backend.from_host(numbers(4, 2, 5, WIDTH))
                     dx = way(layer, weights, dy, saved, gradients, arena)
                     assert [not slot.filled for slot in slots.values()] == [
@@ -301,7 +301,7 @@ class LayerLaws:
         tokens = np.random.default_rng(0).integers(GPT["vocab"], size=(3, GPT["context"] + 1))
         x = backend.from_host(tokens[:, :-1])
         for unit, (weights, *_) in zip(units, bound, strict=True):
-            x, kept = unit.layer.forward(weights, x, arena)
+            x, kept = unit.layer.forward(weights, x, NOW, arena)
             saved.append(kept)
         targets = backend.from_host(tokens[:, 1:]).reshape(-1)
         _, dy = plain.ops.cross_entropy(
@@ -320,7 +320,7 @@ class LayerLaws:
                     weights, gradients, _, slots = placed(layer, backend)
                     arena, dy = backend.arena(), backend.from_host(numbers(4, 2, 5, WIDTH))
                     y, saved = layer.forward(
-                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), arena
+                        weights, backend.from_host(numbers(3, 2, 5, WIDTH)), NOW, arena
                     )
                     if spoil and layer.output_is_free:
                         y.fill(np.nan)
@@ -344,7 +344,7 @@ class LayerLaws:
                 for depth, layer in enumerate((kind, constructors.residual(kind))):
                     weights, gradients, _, slots = placed(layer, backend)
                     arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
-                    y, saved = layer.forward(weights, x, arena)
+                    y, saved = layer.forward(weights, x, NOW, arena)
                     y, dy = backend.to_host(y).copy(), backend.from_host(numbers(4, 2, 5, WIDTH))
                     dx = _both_halves(layer, weights, dy, saved, gradients, arena)
                     arrays = (dx, *(slot.array for slot in slots.values()))
@@ -362,8 +362,8 @@ class LayerLaws:
                     for way in (_both_halves, backward):
                         weights, gradients, _, slots = placed(layer, backend)
                         arena, x = backend.arena(), backend.from_host(numbers(3, 2, 5, WIDTH))
-                        y, saved = layer.forward(weights, x, arena)
-                        assert layer is inner or saved is x, name
+                        y, saved = layer.forward(weights, x, NOW, arena)
+                        assert layer is inner or saved[0] is x, name
                         y, dy = (
                             backend.to_host(y).copy(),
                             backend.from_host(numbers(4, 2, 5, WIDTH)),
@@ -402,9 +402,11 @@ def _assert_gradient(layer, backend: Backend):
     arena = backend.arena()
 
     def value(x):
-        return np.vdot(dy, backend.to_host(layer.forward(weights, backend.from_host(x), arena)[0]))
+        return np.vdot(
+            dy, backend.to_host(layer.forward(weights, backend.from_host(x), NOW, arena)[0])
+        )
 
-    _, saved = layer.forward(weights, backend.from_host(x), arena)
+    _, saved = layer.forward(weights, backend.from_host(x), NOW, arena)
     dx = backend.to_host(
         _both_halves(layer, weights, backend.from_host(dy), saved, gradients, arena)
     )

@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from mpitrain.layers.base import Gradient
+from mpitrain.layers.base import READING, Gradient
 
 
 def place(units, seed, dtype):
@@ -35,7 +35,7 @@ def run(units, weights, gradients, x, loss, arena):
     """One forward and backward; `loss` maps the output to (value, its gradient). Returns the value."""
     saved = []
     for unit in units:
-        x, kept = unit.layer.forward(weights[unit.name], x, arena)
+        x, kept = unit.layer.forward(weights[unit.name], x, READING, arena)
         saved.append(kept)
     value, dy = loss(x)
     for unit in reversed(units):

@@ -24,7 +24,7 @@ from typing import Any
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Gradients, TokenShare, Weights, WholeRows
+from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights, WholeRows
 from mpitrain.layers.plain import Attention
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
@@ -62,10 +62,10 @@ class Ulysses:
         """Return the columns of queries, keys and values, of `columns` together."""
         return [columns * count // sum(self._counts) for count in self._counts]
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         x = self._rows.sequences(x)
         y, saved = self._inner.forward(
-            w, self._to_heads(x, self._widths(x.shape[-1]), arena), arena
+            w, self._to_heads(x, self._widths(x.shape[-1]), arena), now, arena
         )
         return self._to_tokens(y, [y.shape[-1] * self._context.size], arena), saved
 
@@ -130,7 +130,7 @@ class RingAttention(Attention):
 
     def __init__(self, context: Group, *arguments: Any):
         super().__init__(*arguments)
-        self._context = context
+        self._context, self._share = context, TokenShare(context.rank, context.size, True)
         if self.drop:
             raise ConfigError(
                 "With layout.cp_mode ring no rank has whole rows of probabilities, but attention has dropout "
@@ -143,15 +143,15 @@ class RingAttention(Attention):
                 "Set layout.cp_mode to ulysses.",
             )
 
-    def forward(self, w: Weights, x: Any, arena: Arena) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
         x = self.rows.sequences(x)
         if self.rotary:
-            x = self._turned(x, 1, self.now.places and self.now.places.own, arena)
+            x = self._turned(x, 1, now.places and now.places.own, arena)
         width = self._width(x.shape)
         q, kv = (_contiguous(part, arena) for part in (x[..., :width], x[..., width:]))
         del x
         here, joined = self._lease(kv, kv), None
-        for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
+        for step, ahead, queries, keys, seen in self._steps(kv.shape[1], now.places):
             own = (here.array if step else kv)[:, keys]
             with self._shifted((here, ahead)) as (there,):
                 if queries.start < queries.stop:
@@ -159,13 +159,13 @@ class RingAttention(Attention):
                         q[:, queries], own, self.heads, arena, seen, joined
                     )
             here = there
-        return y, (q, kv, joined)
+        return y, (q, kv, joined, now.places)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        q, kv, joined = saved
+        q, kv, joined, places = saved
         dy = self.rows.sequences(dy)
         here, sums, last = self._lease(kv, kv), None, 0
-        for step, ahead, queries, keys, seen in self._steps(kv.shape[1]):
+        for step, ahead, queries, keys, seen in self._steps(kv.shape[1], places):
             part, dkv = arena.take(q.shape, q.dtype), self._lease(kv)
             part.fill(0)
             dkv.array.fill(0)
@@ -196,16 +196,18 @@ class RingAttention(Attention):
             self.ops.add(own.array, arrived.array, own.array, arena)
         copy_rows(dx[..., width:], own.array)
         if self.rotary:
-            self._turned(dx, -1, self.now.places and self.now.places.own, arena, dx)
+            self._turned(dx, -1, places and places.own, arena, dx)
         return dx, None
 
-    def _steps(self, own: int) -> Iterator[tuple[int, int, slice, slice, Seen]]:
+    def _steps(
+        self, own: int, places: Places | None
+    ) -> Iterator[tuple[int, int, slice, slice, Seen]]:
         """Yield each step, the ranks ahead of which the next step needs these keys and values, or 0,
         the queries and keys of this step, and what these see of those.
 
         own  number of tokens that each rank has
         """
-        places, ranks, share = self.now.places, self._context.size, self.now.tokens
+        ranks, share = self._context.size, self._share
         firsts = places and places.firsts.get(self.window)
         steps = share.steps(ranks * own, self.window)
         for step, after in zip_longest(steps, steps[1:]):

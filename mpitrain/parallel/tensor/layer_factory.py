@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, Layout, Model
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import ALL_ROWS, Layer, Loss, TokenShare, Unit, WholeRows
+from mpitrain.layers.base import ALL_ROWS, ALL_TOKENS, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
 from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
@@ -23,25 +23,20 @@ class LayerFactory(Plain):
     """The layer factory that a `Trainer` passes to a model: that of `rows`, with context parallelism.
 
     context   the context-parallel group, which divides the tokens of each row; None: no other rank
-    is_ring   whether layout.cp_mode is ring
-    settings  rows, keys, memory and seed, as of `Plain`
+    settings  rows, tokens, keys, memory and seed, as of `Plain`
     """
 
     _split: VocabParallelCrossEntropy | None = None
 
-    def __init__(
-        self, ops: Ops, context: Group | None = None, is_ring: bool = False, **settings: Any
-    ):
+    def __init__(self, ops: Ops, context: Group | None = None, **settings: Any):
         super().__init__(ops, **settings)
         self.context = context
-        if context:
-            self.now.tokens = TokenShare(context.rank, context.size, is_ring)
 
     def attention(
         self, width: int, heads: int, kv_heads: int | None = None, *rest: Any, **more: Any
     ) -> Layer:
         inner, context = super().attention(width, heads, kv_heads, *rest, **more), self.context
-        if not context or self.now.tokens.is_ring:
+        if not context or self.tokens.is_ring:
             return inner
         return Ulysses(inner, heads, heads if kv_heads is None else kv_heads, self.rows, context)
 
@@ -50,20 +45,21 @@ class LayerFactory(Plain):
         if not (context := self.context):
             return super()._heads(heads, kv_heads, *rest)
         run, own = self._own_heads(heads, kv_heads)
-        if self.now.tokens.is_ring:
+        if self.tokens.is_ring:
             arguments = len(run), len(own), *rest, self.rows, run.start, heads
             return RingAttention(context, self.ops, *arguments)
         among = WholeRows(context.rank, context.size)
         part = among.run(len(run), "heads")
         run = run[part.start : part.stop]
         own = among.run(len(own), "key and value heads")
-        return Attention(self.ops, len(run), len(own), *rest, ALL_ROWS, run.start, heads)
+        arguments = len(run), len(own), *rest, ALL_ROWS, run.start, heads
+        return Attention(self.ops, *arguments)
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""
         if not self.context:
             return self.rows.filled(shape)
-        ranks, chunks, (sequences, tokens) = self.context.size, self.now.tokens.chunks, shape
+        ranks, chunks, (sequences, tokens) = self.context.size, self.tokens.chunks, shape
         each = chunks // ranks  # chunks of a rank
         sequences, own = self.rows.filled((sequences, -(-tokens // chunks) * each))
         if own % each:  # The next multiple of an odd number of tensor-parallel ranks is even.
@@ -103,7 +99,7 @@ def layers_for(
     ops: Ops, group: Group, layout: Layout, context: Group | None = None, **settings: Any
 ) -> LayerFactory:
     """Return the layer factory of a tensor-parallel group.    context, settings: as of `LayerFactory`"""
-    is_ring, rows = layout.cp_mode == "ring", ALL_ROWS
+    rows, share = ALL_ROWS, ALL_TOKENS
     if group.size > 1:
         tokens = settings.get("keys", NO_KEYS).context // layout.cp
         rows = (
@@ -111,7 +107,9 @@ def layers_for(
             if layout.sequence_parallel
             else ReplicatedRows(group)
         )
-    return LayerFactory(ops, context, is_ring, rows=rows, **settings)
+    if context:
+        share = TokenShare(context.rank, context.size, layout.cp_mode == "ring")
+    return LayerFactory(ops, context, rows=rows, tokens=share, **settings)
 
 
 def settings_of(config: Config) -> dict[str, Any]:

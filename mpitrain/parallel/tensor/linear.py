@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Fusion, Weights, WholeRows
+from mpitrain.layers.base import Fusion, Now, Weights, WholeRows
 from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Linear, Plain
 from mpitrain.machine.arena import Arena
@@ -98,9 +98,9 @@ class ColumnParallelLinear(Linear):
         return (*own[:-1], self.shape[0]) if self._gathers else own
 
     def forward(  # type: ignore[override]  # no residual: see `fusion`
-        self, w: Weights, x: Any, arena: Arena
+        self, w: Weights, x: Any, now: Now, arena: Arena
     ) -> tuple[Any, Any]:
-        y, saved = super().forward(w, x, arena)
+        y, saved = super().forward(w, x, now, arena)
         return self.rows.gathered(y, arena) if self._gathers else y, saved
 
     def _sum_of_inputs(self, w: Any, dy: Any, saved: Any, arena: Arena, **beside: Any) -> Any:
@@ -153,12 +153,14 @@ class RowParallelLinear(Linear):
     def fusion(self) -> Fusion:
         return super().fusion._replace(takes_gelu=self._is_parallel and not self.low_rank)
 
-    def forward(self, w: Weights, x: Any, arena: Arena, residual: Any = None) -> tuple[Any, Any]:
-        return super().forward(w, self._own(x, arena), arena, residual)
+    def forward(
+        self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
+    ) -> tuple[Any, Any]:
+        return super().forward(w, self._own(x, arena), now, arena, residual)
 
-    def saved_again(self, w: Weights, x: Any, arena: Arena) -> Any:
+    def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         # Only `forward` takes x with all columns.
-        return super().saved_again(w, x if self._after else self._own(x, arena), arena)
+        return super().saved_again(w, x if self._after else self._own(x, arena), now, arena)
 
     def _own(self, x: Any, arena: Arena) -> Any:
         return x if self._is_parallel else self.rows.columns_of(x, arena)

@@ -21,15 +21,14 @@ source  Shoeybi et al. 2019, arXiv:1909.08053; SequenceSharded: Korthikanti et a
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
-from mpitrain.layers.base import WholeRows, flat_rows
+from mpitrain.layers.base import Now, WholeRows, flat_rows
 from mpitrain.layers.recomputed import input_of, with_input
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
@@ -128,7 +127,6 @@ class SequenceSharded(ReplicatedRows):
         """
         super().__init__(group)
         self._keeps, self.context = keep_gathered, context
-        self._recomputes = False
 
     def reduction(self, lease: ActivationBuffer) -> Reduction:
         return lease.bound_reduce_scatter()
@@ -144,25 +142,16 @@ class SequenceSharded(ReplicatedRows):
         lease.bound_all_gather().run()
         return lease.array
 
-    def kept(self, saved: Any, x: Any) -> Any:
+    def kept(self, saved: Any, x: Any, now: Now) -> Any:
         if self._keeps:
             return saved
-        return with_input(saved, AllRows(input_of(saved)) if self._recomputes else x)
+        return with_input(saved, AllRows(input_of(saved)) if now.is_again else x)
 
     def regained(self, saved: Any) -> Any:
         if self._keeps:
             return saved
         x = input_of(saved)
         return with_input(saved, x.array if isinstance(x, AllRows) else self.whole(x))
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Save all rows of inputs within the context, so that the backward need not gather them again."""
-        self._recomputes = True
-        try:
-            yield
-        finally:
-            self._recomputes = False
 
     def sequences(self, x: Any) -> Any:
         return x.reshape(self.as_sequences(x.shape))

@@ -19,7 +19,7 @@ from mpitrain.collectives.group import Group
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError, gigabytes
-from mpitrain.layers.base import Gradients, Loss, Weights
+from mpitrain.layers.base import Gradients, Loss, Now, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
@@ -237,7 +237,7 @@ class Counter:
         every = [share(len(rows), n, plan.micro_batches) for n in range(plan.micro_batches)]
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
-        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed, body.layers.now)
+        pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed)
         inputs, targets = zeros(self.source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
@@ -248,13 +248,13 @@ class Counter:
         shape, is_text = (len(rows), *inputs.shape[1:]), self.source.form == "texts"
         is_cut = config.data.attend == "document" or is_text
         starts = np.zeros(shape, np.int32) if is_cut else None
-        share_of_tokens, types = body.layers.now.tokens, starts if is_text else None
+        share_of_tokens, types = body.layers.tokens, starts if is_text else None
         places = places_of(body.layers, shape, starts, body.placed, types)
         inputs, targets = (share_of_tokens.cut(one) for one in (inputs, targets))
         before = replace(body.count)
         pipe.train(
             [
-                (0, rows.start + part.start, len(part), True, places and places.of(part))
+                Now(0, rows.start + part.start, len(part), True, places and places.of(part))
                 for part in shares
             ],
             [(len(part), *inputs.shape[1:]) for part in shares],

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.layers.base import Now
 from mpitrain.parallel.replica import weight_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
@@ -120,7 +121,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     for step in range(1 + REPEATS):
         replica.begin(step)
         for chunk in reversed([*trainer.pipe.stages]):
-            trainer.pipe.stages[chunk].begin(1)
+            trainer.pipe.stages[chunk].begin(1, _rows(inputs))
             _there_and_back(trainer, chunk, inputs, targets)
         trainer.backend.synchronize()
         trainer.transport.barrier()
@@ -133,7 +134,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
 
 def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
     """Return the fields of a chunk's Cost on this rank, then the spread of its times."""
-    trainer.pipe.stages[chunk].begin(2 + REPEATS)
+    trainer.pipe.stages[chunk].begin(2 + REPEATS, _rows(inputs))
     kept = _kept(trainer, chunk, inputs, targets)
     times = [_there_and_back(trainer, chunk, inputs, targets) for _ in range(1 + REPEATS)][1:]
     passes = [*map(sum, times)]
@@ -217,8 +218,11 @@ def _there_and_back(
     return forward, backward_input, backward_weight
 
 
+def _rows(inputs: np.ndarray) -> dict[int, Now]:
+    return {0: Now(0, 0, len(inputs), True)}
+
+
 def _input(trainer: Trainer, chunk: int, inputs: np.ndarray) -> Any:
-    trainer.pipe.now.set(0, 0, len(inputs), True)
     if chunk == 0:
         return trainer.placed(inputs)
     return _drawn(trainer, trainer.pipe.input_shape(chunk, inputs.shape))

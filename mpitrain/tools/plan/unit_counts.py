@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mpitrain.data import zeros
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Now, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.parallel.tensor.layer_factory import loss_for
 from mpitrain.pipeline.pipeline import input_shape, own
@@ -61,8 +61,9 @@ class UnitCounter(Silent):
     begun    bytes on the rank when the first forward begins: those of its input
     """
 
-    def __init__(self, body: Body, units: Sequence[Unit], replica: CountedReplica):
+    def __init__(self, body: Body, units: Sequence[Unit], replica: CountedReplica, rows: Now):
         super().__init__()
+        self._rows = {0: rows}
         self._body, self._units, self._replica = body, units, replica
         self._lowest = replica.first
         self._peaks: list[dict[int, int]] = [dict.fromkeys(PHASES, 0) for _ in units]
@@ -83,7 +84,7 @@ class UnitCounter(Silent):
 
         # No variable may refer to a gradient as well: its buffer would return later.
         def gradient() -> Any:
-            stage.begin(1)
+            stage.begin(1, self._rows)
             return self._gradient(self._forward(stage, x), targets)
 
         if self._lowest == len(self._units):
@@ -114,6 +115,7 @@ class UnitCounter(Silent):
         arena, replica = self._body.arena, self._replica
         for number, unit in enumerate(self._units):
             stage = Stage([unit], replica, arena, number, lowest=self._lowest)  # type: ignore[arg-type]
+            stage.begin(1, self._rows)
             y = stage.forward(0, x)
             live, x = arena.live, None
             has_input, is_last = arena.live == live, number == len(self._units) - 1
@@ -191,7 +193,7 @@ def _of_chunk(
     body, chunks = counter.body, counter.chunks.chunks
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
     inputs, targets = zeros(counter.source, rows, config.precision.stored)
-    share = body.layers.now.tokens
+    share = body.layers.tokens
     places = places_of(body.layers, inputs.shape, None, body.placed)
     inputs, targets = share.cut(inputs), share.cut(targets)
     storage = Storage(chunks[chunk], config.precision.stored, axes.copies)
@@ -200,10 +202,9 @@ def _of_chunk(
     computed = job.device.half or storage.dtype
 
     def first() -> Any:
-        body.layers.now.set(0, 0, rows, True, places)
         if chunk == 0:
             return body.placed(inputs)
         return body.arena.take(input_shape(chunks, chunk, inputs.shape), computed)
 
-    units = UnitCounter(body, chunks[chunk], replica)
+    units = UnitCounter(body, chunks[chunk], replica, Now(0, 0, rows, True, places))
     return units, first, lambda: body.taken(targets, targets.dtype)

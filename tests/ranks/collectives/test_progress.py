@@ -12,6 +12,7 @@ from mpitrain.collectives.engine.executor import ProgressEngine, ProgressThread,
 from mpitrain.collectives.group import Group, bind
 from mpitrain.config import Layout
 from mpitrain.errors import CommError
+from mpitrain.layers.base import READING
 from mpitrain.layers.initial import normal
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.layer_factory import layers_for
@@ -76,7 +77,7 @@ def test_a_column_layers_sum_overlaps_its_weight_half():
             {"weight": np.full((1, 5), 1.0 + transport.rank)},
         )
         for _ in range(3):
-            _, saved = layer.forward(w, np.ones((7, 5)), group.arena)
+            _, saved = layer.forward(w, np.ones((7, 5)), READING, group.arena)
             dx = layer.backward(w, np.ones((7, 1)), saved, {}, group.arena)
             assert np.all(dx == 3) and group.exchanged_s > 0
         return found

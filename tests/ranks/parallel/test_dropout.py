@@ -58,19 +58,18 @@ class Masks:
     def watch(self, monkeypatch):
         dropped = Dropout.dropped
 
-        def watched(layer, x, arena, residual=None, out=None):
+        def watched(layer, x, now, arena, residual=None, out=None):
             if has_memory(x):  # Others count the bytes of a step.
-                self._note(layer, dropped(layer, np.ones(x.shape), Arena()) != 0)
-            return dropped(layer, x, arena, residual, out)
+                self._note(layer, now, dropped(layer, np.ones(x.shape), now, Arena()) != 0)
+            return dropped(layer, x, now, arena, residual, out)
 
         monkeypatch.setattr(Dropout, "dropped", watched)
 
-    def _note(self, layer, mask):
-        width, mine = mask.shape[-1], layer.layers.row_numbers(mask.shape)
+    def _note(self, layer, now, mask):
+        width, mine = mask.shape[-1], layer.layers.row_numbers(mask.shape, now)
         with self._lock:
             whole = self.found.setdefault(
-                (layer.number, layer.layers.now.step),
-                np.full((self._rows, layer.columns or width), -1, np.int8),
+                (layer.number, now.step), np.full((self._rows, layer.columns or width), -1, np.int8)
             )
             region = np.ix_(mine, range(layer.column, layer.column + width))
             assert np.all((whole[region] == -1) | (whole[region] == mask.reshape(-1, width)))

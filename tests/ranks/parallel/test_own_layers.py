@@ -119,12 +119,8 @@ def test_shared_heads_that_cannot_be_are_refused(make, law):
         make(Plain(ops_for("cpu")))
 
 
-def test_rows_that_no_pipeline_has_set_are_refused():
-    with pytest.raises(ConfigError, match=r"now\.step"):
-        _ = Plain(ops_for("cpu")).now.step
-    now = Now()
-    now.set(4, 10, 2, True)
-    assert now.numbers(6) == range(30, 36)
+def test_rows_of_an_activation_have_their_numbers_in_the_global_batch():
+    assert Now(4, 10, 2, True).numbers(6) == range(30, 36)
 
 
 @pytest.mark.parametrize("name", ["micro-batches", "rows divided", "interleaved halves"])

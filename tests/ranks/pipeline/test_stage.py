@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.base import READING, Unit, backward
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
@@ -122,7 +122,7 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
         ):
             trainer.replica.begin(0)
-            stage.begin(1)
+            stage.begin(1, {0: READING})
             stage.forward(0, x)
             dx = backwards().copy()
             trainer.replica.wait()
@@ -151,7 +151,7 @@ def test_a_step_holds_the_bytes_of_a_plain_loop_over_units(vocab):
         """The peak of one step; nothing is named that is not needed."""
         saved, arena = [], Arena()
         for unit in units:
-            x, kept = unit.layer.forward(weights[unit.name], x, arena)
+            x, kept = unit.layer.forward(weights[unit.name], x, READING, arena)
             saved.append(kept)
         _, dy = host.cross_entropy(x.reshape(len(targets), -1), targets, 1.0, arena)
         dy = dy.reshape(x.shape)
@@ -191,7 +191,7 @@ class Forgetful:
     def output_shape(self, shape):
         return shape
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         if not self.alive:
             self.alive.append(weakref.ref(x))
         else:
@@ -204,5 +204,7 @@ def test_a_stage_frees_an_input_that_no_layer_saves(kind):
     alive = []
     idle = SimpleNamespace(open=lambda unit, micro: {})
     layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
-    kind(layers, idle, Arena()).forward(0, np.zeros(3))
+    stage = kind(layers, idle, Arena())
+    stage.begin(1, {0: READING})
+    stage.forward(0, np.zeros(3))
     assert alive[1] is False

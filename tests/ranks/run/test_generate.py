@@ -253,8 +253,8 @@ def test_an_empty_prompt_is_refused():
 class Shifted(Attention):
     """A user's attention with another forward, which the cache of its base class would not fit."""
 
-    def forward(self, w, x, arena):
-        return super().forward(w, x * 2, arena)
+    def forward(self, w, x, now, arena):
+        return super().forward(w, x * 2, now, arena)
 
 
 def test_a_layer_with_its_own_forward_inherits_no_cache():

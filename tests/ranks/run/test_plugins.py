@@ -313,8 +313,8 @@ class Lying:
     def __getattr__(self, name):
         return getattr(self._linear, name)
 
-    def forward(self, w, x, arena):
-        y, saved = self._linear.forward(w, x, arena)
+    def forward(self, w, x, now, arena):
+        y, saved = self._linear.forward(w, x, now, arena)
         return self._lie(y), saved
 
 

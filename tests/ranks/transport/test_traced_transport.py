@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from mpitrain.cli import commands
 from mpitrain.cli.session import mpi_session
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import READING, Unit
 from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
@@ -61,7 +61,7 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
         def output_shape(self, shape):
             return shape
 
-        def forward(self, w, x, arena):
+        def forward(self, w, x, now, arena):
             started = time.perf_counter()
             time.sleep(0.005 * len(truth))
             truth.append((started, time.perf_counter()))
@@ -82,6 +82,7 @@ def test_sleeping_layers_appear_in_the_trace_to_a_millisecond(tmp_path):
 
     recorder = Recorder()
     stage = Stage([Unit("sleepy", Sleepy())], Alone(), Arena(), recorder=recorder)
+    stage.begin(8, dict.fromkeys(range(8), READING))
     for micro in range(8):
         stage.forward(micro, np.zeros(1))
     recorder.keep(tmp_path / "trace")

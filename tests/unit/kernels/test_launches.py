@@ -8,7 +8,7 @@ import pytest
 
 from mpitrain.config import Optimizer
 from mpitrain.kernels.loader import Kernels
-from mpitrain.layers.base import backward
+from mpitrain.layers.base import READING, backward
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
@@ -67,7 +67,7 @@ def step(compute, micro_batches=1):
         x, saved = memory.made((ROWS, CONTEXT), np.int64), []
         targets = memory.made((ROWS * CONTEXT,), np.int64)
         for w, unit in zip(weights, units, strict=True):
-            x, state = unit.layer.forward(w, x, arena)
+            x, state = unit.layer.forward(w, x, READING, arena)
             saved.append(state)
         _, dy = ops.cross_entropy(x.reshape(len(targets), -1), targets, 1.0, arena)
         dy = dy.reshape(x.shape)

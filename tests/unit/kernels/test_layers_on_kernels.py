@@ -8,6 +8,7 @@ import pytest
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.layers.base import READING
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import SimulatorBackend
@@ -85,7 +86,7 @@ def test_a_block_is_launched_as_its_products_norms_and_attention_alone(monkeypat
     x = numbers(1, 2, 6, 8).astype(np.float32)
     for unit in units:
         w, grads = weights[unit.name], gradients[unit.name]
-        _, saved = noted(("forward", unit.name), unit.layer.forward(w, x, arena))
+        _, saved = noted(("forward", unit.name), unit.layer.forward(w, x, READING, arena))
         _, pending = noted(("input", unit.name), unit.layer.backward_input(w, x, saved, arena))
         noted(("weight", unit.name), unit.layer.backward_weight(pending, grads, arena))
     assert found == {

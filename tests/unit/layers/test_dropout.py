@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.layers.base import READING, Now
 from mpitrain.layers.dropout import Dropped
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
@@ -14,12 +15,6 @@ from mpitrain.ops.reference.layers import random_bits
 
 HOST = bodies.host()
 KEY = (7, 3)
-
-
-def factory(step=0, row=0, rows=1, trains=True):
-    plain = Plain(ops_for("cpu"))
-    plain.now.set(step, row, rows, trains)
-    return plain
 
 
 def mask(shape, key=KEY, step=0, first=0, columns=0, rate=0.1):
@@ -68,33 +63,35 @@ def test_layers_steps_rows_columns_and_seeds_never_share_a_mask():
 
 
 def test_layers_of_a_factory_have_their_own_numbers():
-    plain = factory()
-    one, two = (plain.dropout(0.5).forward({}, np.ones((1, 512)), Arena())[0] for _ in range(2))
+    plain, now = Plain(ops_for("cpu")), Now(0, 0, 1, True)
+    one, two = (
+        plain.dropout(0.5).forward({}, np.ones((1, 512)), now, Arena())[0] for _ in range(2)
+    )
     assert (one != two).any()
 
 
 def test_a_layer_has_the_gradient_of_its_output_with_the_mask_fixed():
-    plain = factory(step=4, row=6, rows=2)
+    plain, now = Plain(ops_for("cpu")), Now(4, 6, 2, True)
     layer, arena = plain.dropout(0.3), Arena()
     x, dy = np.random.default_rng(0).standard_normal((2, 2, 5, 8))
-    y, saved = layer.forward({}, x, arena)
+    y, saved = layer.forward({}, x, now, arena)
     dx, _ = layer.backward_input({}, dy, saved, arena)
     direction = np.random.default_rng(1).standard_normal(x.shape)
-    ends = [layer.forward({}, x + h * direction, arena)[0] for h in (1e-5, -1e-5)]
+    ends = [layer.forward({}, x + h * direction, now, arena)[0] for h in (1e-5, -1e-5)]
     numeric = np.vdot(dy, ends[0] - ends[1]) / 2e-5
     assert abs(np.vdot(dx, direction) - numeric) <= 1e-8
-    assert (y == 0).any() and saved is None
+    assert (y == 0).any() and saved is now
 
 
 def test_an_evaluation_has_no_dropout_and_a_rate_of_0_no_layer():
-    plain = factory(trains=False)
+    plain = Plain(ops_for("cpu"))
     inner = plain.linear(8, 8, lambda generator, shape: generator.normal(size=shape))
     layer, x = plain.dropped(inner, 0.5), np.ones((3, 8))
     w = {"weight": np.eye(8), "bias": np.zeros(8)}
     assert isinstance(layer, Dropped)
-    np.testing.assert_array_equal(layer.forward(w, x, Arena())[0], x)
-    np.testing.assert_array_equal(layer.forward(w, x, Arena(), x)[0], 2 * x)
-    assert plain.dropout(0.5).forward({}, x, Arena())[0] is x
+    np.testing.assert_array_equal(layer.forward(w, x, READING, Arena())[0], x)
+    np.testing.assert_array_equal(layer.forward(w, x, READING, Arena(), x)[0], 2 * x)
+    assert plain.dropout(0.5).forward({}, x, READING, Arena())[0] is x
     assert plain.dropped(inner, 0.0) is inner
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import READING, Unit
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Norm, Plain
@@ -32,7 +32,7 @@ class Hoarder:
     def parameters(self):
         return []
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         return x, arena.take((64,), np.uint8)
 
     def backward_input(self, w, dy, saved, arena):
@@ -54,7 +54,7 @@ class Hoarder:
 def test_sequential_backward_frees_each_childs_buffers_first(backward):
     notes, arena = [], Arena()
     chain = Sequential(a=Hoarder(notes), b=Hoarder(notes), c=Hoarder(notes))
-    y, saved = chain.forward({}, np.zeros(1), arena)
+    y, saved = chain.forward({}, np.zeros(1), READING, arena)
     backward(chain, y, saved, arena)
     assert notes == [192, 128, 64]
 
@@ -147,5 +147,5 @@ def test_heads_must_divide_the_width_and_the_nearest_are_named():
 def test_a_layer_norm_adds_its_own_epsilon_to_the_variance():
     x, w = np.float64([[1, -1]]), {"gain": np.ones(2), "bias": np.zeros(2)}
     for epsilon in (3.0, 0.5625):
-        y, _ = Norm(host, 2, epsilon).forward(w, x, Arena())
+        y, _ = Norm(host, 2, epsilon).forward(w, x, READING, Arena())
         np.testing.assert_allclose(y, x / (1 + epsilon) ** 0.5, rtol=1e-15)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import Unit, backward
+from mpitrain.layers.base import READING, Unit, backward
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
@@ -39,7 +39,7 @@ def levels(layer, arena, weights, gradients, x, dy, both):
         found.append((arena.live, arena.peak))
         arena.peak = arena.live
 
-    y, saved = layer.forward(weights, x, arena)
+    y, saved = layer.forward(weights, x, READING, arena)
     note()
     del y
     note()

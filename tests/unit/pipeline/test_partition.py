@@ -133,7 +133,7 @@ class Slow:
     def output_shape(self, shape):
         return (*shape[:-1], shape[-1] + 1)
 
-    def forward(self, w, x, arena):
+    def forward(self, w, x, now, arena):
         self.used += 1
         self.clock.now += self.seconds[0] * (1 + (self.used == 1))
         assert (w["gain"].shape, w["gain"].dtype, x.dtype) == ((3,), np.float16, np.float16)
@@ -186,9 +186,9 @@ def test_passes_that_disagree_are_repeated_and_doubtful_if_they_never_agree(
     left = iter(passes)
 
     class Disturbed(Slow):
-        def forward(self, w, x, arena):
+        def forward(self, w, x, now, arena):
             self.clock.now += next(left)
-            return super().forward(w, x, arena)
+            return super().forward(w, x, now, arena)
 
     clock = Clock()
     units = [Unit("a", Disturbed(clock, 0, 0.0, 0.0), {}), Unit("b", Slow(clock, 0, 0.0, 0.0), {})]

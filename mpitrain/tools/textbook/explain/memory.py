@@ -55,12 +55,12 @@ class _Inner(toy.SymbolLayer):
         super().__init__(unit, toy.VECTOR, symbols, seen)
         self._number, self._made = unit, made
 
-    def forward(self, w: Any, x: Any, arena: Any) -> tuple[Any, Any]:
+    def forward(self, w: Any, x: Any, now: Any, arena: Any) -> tuple[Any, Any]:
         inner = arena.take(x.shape, x.dtype)
         inner[...] = x
         self._made[2 * self._number] = weakref.ref(x)
         self._made[2 * self._number + 1] = weakref.ref(inner)
-        y, _ = super().forward(w, x, arena)
+        y, _ = super().forward(w, x, now, arena)
         return y, (x, inner)
 
     def backward_input(self, w: Any, dy: Any, saved: Any, arena: Any) -> tuple[Any, Any]:

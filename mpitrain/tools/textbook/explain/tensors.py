@@ -17,6 +17,7 @@ from mpitrain.collectives.activations import ActivationBuffer
 from mpitrain.collectives.group import Group
 from mpitrain.config import Layout
 from mpitrain.errors import Sentence
+from mpitrain.layers.base import READING
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.context import RingAttention
@@ -174,10 +175,10 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
             partial.append(lease.array.copy())
             return bound(*arguments)
 
-        lease.bound_all_reduce = copied  # type: ignore[method-assign]
+        lease.bound_all_reduce = copied  # type: ignore
         return lease
 
-    group.exchange = seen  # type: ignore[method-assign]
+    group.exchange = seen  # type: ignore
     count = FEATURES[transport.size]
     layer = shown.make(layers, count)
     (weight,) = layer.parameters()
@@ -207,7 +208,7 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
 
     sent = 0
     note("start")
-    y, saved = layer.forward(w, x, arena)
+    y, saved = layer.forward(w, x, READING, arena)
     if partial:
         note("forward: a summand of y on each rank", y=_cells(partial.pop(), y_at, "x"))
     elif shown.is_alone:  # An all-gather changes no column that the rank has.
@@ -239,7 +240,7 @@ def _bytes_of_the_pair(layers: LayerFactory, group: Group, count: int, arena: Ar
     ]
     before, rows, states = traffic.nbytes, np.eye(count), []
     for layer, w in zip(pair, weights, strict=True):
-        rows, saved = layer.forward(w, rows, arena)
+        rows, saved = layer.forward(w, rows, READING, arena)
         states.append(saved)
     for layer, w, saved in reversed([*zip(pair, weights, states, strict=True)]):
         rows, _ = layer.backward_input(w, rows, saved, arena)
@@ -341,9 +342,11 @@ def _ring(transport: Transport) -> _RingCells:
         return y, joined
 
     layer.ops = SimpleNamespace(**{**vars(layer.ops), "attention_part": seen})
-    own = layers.now.tokens.of(tokens)
+    own = layers.tokens.of(tokens)
     values = np.eye(tokens)[own][None]
-    y, saved = layer.forward({}, np.concatenate([0 * values, 0 * values, values], 2), arena)
+    y, saved = layer.forward(
+        {}, np.concatenate([0 * values, 0 * values, values], 2), READING, arena
+    )
     layer.backward_input({}, np.ones_like(y), saved, arena)
     return _RingCells(cells, sent, traffic.nbytes - before, pairs)
 

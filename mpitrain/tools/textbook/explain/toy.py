@@ -162,7 +162,7 @@ class SymbolLayer:
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
-    def forward(self, w: Weights, x: Any, arena: Any) -> tuple[Any, Any]:
+    def forward(self, w: Weights, x: Any, now: Any, arena: Any) -> tuple[Any, Any]:
         y = arena.take(x.shape, x.dtype)
         y[...] = x
         self._seen(Pass("forward", self._unit, w["w"], x))
