@@ -42,7 +42,7 @@ import numpy as np
 
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.seen import first_keys
+from mpitrain.ops.reference.attention import first_keys
 
 Rectangle = tuple[slice, ...]
 """A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""

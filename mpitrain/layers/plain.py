@@ -43,7 +43,7 @@ from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from mpitrain.tables import Table
 
 NOT_JOINED: Mapping[str, range] = {}
@@ -450,7 +450,7 @@ class Lookups(NamedTuple):
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
-    The ranks of layout.tp divide the token table (parallel/tensor/vocabulary.py has a drawing). Each
+    The ranks of layout.tp divide the token table (parallel/tensor/rows.py has a drawing). Each
     has all positions and types; only rank 0 adds these, but every rank computes their gradient.
 
     has_table  whether the vectors of positions, a second table, are added

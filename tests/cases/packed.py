@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 
 
 class Packed:

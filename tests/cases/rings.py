@@ -10,7 +10,7 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from tests.cases.documents import starts_of
 from tests.cases.numbers import assert_close, numbers, stored, values
 

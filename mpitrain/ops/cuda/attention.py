@@ -27,7 +27,7 @@ from mpitrain.ops.cuda.launches import (
     sum_type,
 )
 from mpitrain.ops.random_bits import scale, threshold
-from mpitrain.ops.seen import CAUSAL, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Seen
 
 
 class AttentionKernels(NamedTuple):

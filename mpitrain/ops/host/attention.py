@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.ops.host import attention_tiled
 from mpitrain.ops.host.product import SAFE, causal_mask, constant, rounds, split_heads
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.seen import CAUSAL, Bounds, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Bounds, Seen
 
 # From this many tokens on, tiles are at least as fast as saved exponentials, in far less memory.
 TILED_FROM = 512

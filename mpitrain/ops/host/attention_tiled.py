@@ -31,7 +31,7 @@ from mpitrain.ops.host.product import (
     tile_for,
 )
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.seen import CAUSAL, Bounds, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Bounds, Seen
 
 
 class TiledState(NamedTuple):

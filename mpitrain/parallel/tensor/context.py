@@ -28,7 +28,7 @@ from mpitrain.layers.base import Gradients, Now, Places, TokenShare, Weights, Wh
 from mpitrain.layers.plain import Attention
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 
 Pairs = Iterable[tuple[Any, Any]]
 """Parts of a buffer of messages, each with the part of an activation that it carries."""

@@ -13,8 +13,7 @@ from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.parallel.tensor.context import RingAttention, Ulysses
-from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded
-from mpitrain.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded, VocabParallelCrossEntropy
 
 NO_KEYS = Model()
 

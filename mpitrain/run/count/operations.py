@@ -17,7 +17,7 @@ import numpy as np
 
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import OPERATIONS, Operation, Ops
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands, terms
 from mpitrain.run.count.weightless import Weightless
 

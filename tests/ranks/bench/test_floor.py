@@ -8,7 +8,7 @@ from mpitrain import build, parse, run_ranks
 from mpitrain.config import with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import process
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from mpitrain.tools.bench.training.floor import (
     BareProducts,
     attention_products,

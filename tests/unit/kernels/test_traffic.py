@@ -12,7 +12,7 @@ from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.attention import CAUSAL
 from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands
 from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases.numbers import numbers, stored

@@ -18,7 +18,7 @@ from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
 from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.seen import CAUSAL
+from mpitrain.ops.reference.attention import CAUSAL
 from tests.cases.layers import GROUPED
 from tests.cases.packed import Packed
 from tests.cases.rings import RINGS, check_ring, of_rank

@@ -13,7 +13,7 @@ from mpitrain.ops import OPERATIONS, bodies
 from mpitrain.ops.bodies import rounded
 from mpitrain.ops.cuda import product
 from mpitrain.ops.device import simulated
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from mpitrain.run.count.operations import Count, Unlaunched, counted, sizes_of
 from mpitrain.run.count.weightless import Weightless, WeightlessForKernels, WeightlessMemory
 from tests.laws.layers import WIDTH, kinds

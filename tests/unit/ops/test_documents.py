@@ -13,7 +13,7 @@ from mpitrain.ops.host import attention as host_attention
 from mpitrain.ops.host import attention_tiled, compiled
 from mpitrain.ops.host.product import TileLimits
 from mpitrain.ops.random_bits import AttentionMask
-from mpitrain.ops.seen import Seen
+from mpitrain.ops.reference.attention import Seen
 from tests.cases.documents import starts_of
 from tests.cases.packed import Packed
 

@@ -16,7 +16,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
 from mpitrain.ops.host.attention import QUERIES
 from mpitrain.ops.host.product import put_product
-from mpitrain.ops.seen import CAUSAL, Seen
+from mpitrain.ops.reference.attention import CAUSAL, Seen
 from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.training.steps import Result
