@@ -155,7 +155,6 @@ class Decoder:
             self._last.end = len(self._chunks[-1]) - (self._unstored and not to_end)
         outputs: list[Any] = []
         self._channel.begin(partial(shape_in, self._input_shape, [tokens.shape]))
-        self._now.set(0, 0, count, False)
         execute(
             self._program,
             self._stages,
