@@ -304,9 +304,13 @@ class Model(Section):
     width: int = Field(128, ge=1)
     """{rows}"""
     heads: int = Field(4, ge=1)
-    """number of attention heads; must divide model.width"""
+    """number of attention heads; must divide model.width, unless model.head_dim is set"""
     kv_heads: int = Field(0, ge=0)
     """llama: number of heads of keys and values, which model.heads shares; 0: as many"""
+    head_dim: int = Field(0, ge=0)
+    """llama: channels of a head; 0: model.width / model.heads"""
+    qk_norm: bool = False
+    """llama: each head of queries and of keys is normed before its rotation, as in Qwen3"""
     qkv_bias: bool = False
     """llama: queries, keys and values have biases, as in Qwen2"""
     theta: float = Field(10_000.0, gt=1)
@@ -350,6 +354,11 @@ class Model(Section):
     """parameters that are not trained, as patterns of full names such as blocks.0.*; a star matches
     any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
     sends it but with replication.zero 3"""
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.width // self.heads
 
     @property
     def windows(self) -> list[int]:

@@ -52,8 +52,9 @@ class TensorRow(NamedTuple):
     ours    the name here, with # for the number of a block. Behind a colon stands the output of a
             joined layer, of which the folder has a tensor of its own: attention.qkv.weight:q
     theirs  the name in the folder
-    shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, G columns of
-            the keys, Q of queries, keys and values, K classes, 2 token types
+    shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, A columns of
+            the queries, G of the keys, Q of queries, keys and values, D channels of a head, K classes,
+            2 token types
     """
 
     ours: str
@@ -120,9 +121,11 @@ class Architecture(NamedTuple):
 
         has  whether a tensor of a head is there; a head of which none is there is left out
         """
-        width, shared = keys.width, keys.width // keys.heads * (keys.kv_heads or keys.heads)
+        each, width = keys.head_channels, keys.width
+        inside, shared = each * keys.heads, each * (keys.kv_heads or keys.heads)
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
-        sizes |= {"G": shared, "Q": width + 2 * shared, "K": classes, "2": 2}
+        sizes |= {"A": inside, "G": shared, "Q": inside + 2 * shared, "D": each}
+        sizes |= {"K": classes, "2": 2}
         for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:

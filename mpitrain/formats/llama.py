@@ -1,7 +1,8 @@
 """Llamas of HuggingFace's transformers: their tensors and keys of config.json, and ours.
 
-model_type is llama (as SmolLM has), mistral and ministral, with a window, or qwen2, with biases of
-queries, keys and values, and perhaps a window. A tied head has no tensor of its own.
+model_type is llama (as SmolLM has), mistral and ministral, with a window, qwen2, with biases of
+queries, keys and values, or qwen3, with norms of queries and keys; both perhaps have a window. A
+tied head has no tensor of its own.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from mpitrain.config import Model
+from mpitrain.errors import ConfigError
 from mpitrain.formats.architecture import (
     HEAD,
     THEIR_HEAD,
@@ -113,16 +115,25 @@ class Qwen2Configuration(_Configuration):
     layer_types: list[str] | None = None
 
 
+class Qwen3Configuration(Qwen2Configuration):
+    """The keys that Qwen3Config reads, with its defaults."""
+
+    head_dim: Size | None = 128
+    attention_bias: bool = False
+
+
 TENSORS = (
     TensorRow("embedding.tokens", "model.embed_tokens.weight", "VC"),
     TensorRow("blocks.#.attention.norm.gain", "model.layers.#.input_layernorm.weight", "C"),
-    TensorRow("blocks.#.attention.qkv.weight:q", "model.layers.#.self_attn.q_proj.weight", "CC"),
+    TensorRow("blocks.#.attention.qkv.weight:q", "model.layers.#.self_attn.q_proj.weight", "AC"),
     TensorRow("blocks.#.attention.qkv.weight:k", "model.layers.#.self_attn.k_proj.weight", "GC"),
     TensorRow("blocks.#.attention.qkv.weight:v", "model.layers.#.self_attn.v_proj.weight", "GC"),
-    TensorRow("blocks.#.attention.qkv.bias:q", "model.layers.#.self_attn.q_proj.bias", "C"),
+    TensorRow("blocks.#.attention.qkv.bias:q", "model.layers.#.self_attn.q_proj.bias", "A"),
     TensorRow("blocks.#.attention.qkv.bias:k", "model.layers.#.self_attn.k_proj.bias", "G"),
     TensorRow("blocks.#.attention.qkv.bias:v", "model.layers.#.self_attn.v_proj.bias", "G"),
-    TensorRow("blocks.#.attention.out.weight", "model.layers.#.self_attn.o_proj.weight", "CC"),
+    TensorRow("blocks.#.attention.norms.q.gain", "model.layers.#.self_attn.q_norm.weight", "D"),
+    TensorRow("blocks.#.attention.norms.k.gain", "model.layers.#.self_attn.k_norm.weight", "D"),
+    TensorRow("blocks.#.attention.out.weight", "model.layers.#.self_attn.o_proj.weight", "CA"),
     TensorRow("blocks.#.mlp.norm.gain", "model.layers.#.post_attention_layernorm.weight", "C"),
     TensorRow("blocks.#.mlp.up.weight:gate", "model.layers.#.mlp.gate_proj.weight", "HC"),
     TensorRow("blocks.#.mlp.up.weight:up", "model.layers.#.mlp.up_proj.weight", "HC"),
@@ -130,6 +141,12 @@ TENSORS = (
     TensorRow("head.norm.gain", "model.norm.weight", "C"),
     TensorRow(HEAD, THEIR_HEAD, "VC"),
 )
+
+
+def tensors(keys: Model) -> list[TensorRow]:
+    """Return the tensors of a model with these keys."""
+    left_out = [*(() if keys.qkv_bias else (".bias:",)), *(() if keys.qk_norm else (".norms.",))]
+    return [row for row in TENSORS if not any(part in row.ours for part in left_out)]
 
 
 class Window(NamedTuple):
@@ -168,10 +185,10 @@ def window_of(config: _Configuration) -> Window:
 
 def keys(config: _Configuration) -> dict[str, Any]:
     window = window_of(config)
-    check_heads(config, "num_attention_heads", "hidden_size")
     heads, shared = config.num_attention_heads, config.num_key_value_heads
-    each = config.hidden_size // heads
-    check_only("head_dim", config.head_dim or each, [each])
+    if not config.head_dim:
+        check_heads(config, "num_attention_heads", "hidden_size")
+    each = 0 if heads * (config.head_dim or 0) == config.hidden_size else config.head_dim or 0
     given = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
     rope = next((rope for rope in given if rope.model_fields_set), Rope())
     return {
@@ -180,6 +197,8 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.width": config.hidden_size,
         "model.heads": heads,
         "model.kv_heads": 0 if shared in (None, heads) else shared,
+        "model.head_dim": each,
+        "model.qk_norm": config.model_type == "qwen3",
         "model.qkv_bias": config.model_type == "qwen2",
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
         "model.rope_scaling": rope.scaling,
@@ -195,7 +214,12 @@ def keys(config: _Configuration) -> dict[str, Any]:
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
     of_window = ("Ministral" if keys.window_from else "Mistral") if keys.window else "Llama"
-    name = "Qwen2" if keys.qkv_bias else of_window
+    if keys.qk_norm and keys.qkv_bias:
+        raise ConfigError(
+            "A folder of a Qwen3 has no biases without one of the output, but model.qk_norm and model.qkv_bias are true.",
+            "Export a run with one of them.",
+        )
+    name = "Qwen3" if keys.qk_norm else "Qwen2" if keys.qkv_bias else of_window
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
         rope = {"rope_type": "llama3", **dict(zip(SCALING, keys.rope_scaling, strict=True))}
@@ -214,23 +238,25 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
         "rope_parameters": {**rope, "rope_theta": keys.theta},
         "hidden_act": "silu",
         "mlp_bias": False,
-        **({"use_sliding_window": False} if keys.qkv_bias else {"attention_bias": False}),
+        **({} if name == "Qwen2" else {"attention_bias": False}),
+        **({"use_sliding_window": False} if name.startswith("Qwen") else {}),
+        **({"head_dim": keys.head_channels} if keys.head_dim or keys.qk_norm else {}),
         **_with_window(keys),
     }
 
 
 def _with_window(keys: Model) -> dict[str, Any]:
     """Return the keys of a model with a window: a Mistral, or if some layers have none a Ministral,
-    and with biases a Qwen2.
+    and with biases or norms of heads a Qwen.
     """
     if not keys.window:
         return {}
     first, own = keys.window_from, {"sliding_window": keys.window}
     types = {"layer_types": [FULL] * first + [SLIDING] * (keys.layers - first)}
-    if keys.qkv_bias:
+    if keys.qkv_bias or keys.qk_norm:
         return {**own, **types, "use_sliding_window": True, "max_window_layers": first}
     # transformers 5.23 has no default of a Ministral's head_dim.
-    return {**own, **types, "head_dim": keys.width // keys.heads} if first else own
+    return {**own, **types, "head_dim": keys.head_channels} if first else own
 
 
 LLAMA = Architecture(
@@ -241,6 +267,7 @@ LLAMA = Architecture(
         "mistral": MistralConfiguration,
         "ministral": MistralConfiguration,
         "qwen2": Qwen2Configuration,
+        "qwen3": Qwen3Configuration,
     },
     only={
         "hidden_act": ("silu",),
@@ -248,7 +275,7 @@ LLAMA = Architecture(
         "mlp_bias": (False,),
         "quantization_config": (None,),
     },
-    tensors=lambda keys: [row for row in TENSORS if keys.qkv_bias or ".bias:" not in row.ours],
+    tensors=tensors,
     keys=keys,
     described=described,
     prefix="model.",

@@ -272,8 +272,8 @@ def by_layer(tensors: Mapping[str, AnyTensor], model: Model) -> dict[str, list[P
 
 def _regions(model: Model) -> dict[str, slice]:
     """Return the rows of each output that is joined with others in one weight."""
-    shared = model.width // model.heads * (model.kv_heads or model.heads)
-    ends = [0, *accumulate((model.width, shared, shared))]
+    shared = model.head_channels * (model.kv_heads or model.heads)
+    ends = [0, *accumulate((model.head_channels * model.heads, shared, shared))]
     slices = {name: slice(*run) for name, run in zip("qkv", pairwise(ends), strict=True)}
     hidden = model.hidden_units
     return slices | {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}

@@ -368,6 +368,82 @@ class Norm:
                 self.product_backward_weight(pending, *gradients, adds, arena)
 
 
+class HeadNorms:
+    """A root mean square norm of each head of queries and of keys (as in Qwen3), of (..., (H + 2 G) D).
+
+    All heads of queries have one gain, q.gain (D,), and those of keys another, k.gain. Values stay as
+    they are. The ranks divide the heads, so each computes a summand of the gains' gradients.
+
+    heads, kv_heads  on this rank, H and G
+    each             channels of a head, D
+    """
+
+    output_is_free = is_rowwise = True
+
+    def __init__(
+        self,
+        ops: Ops,
+        heads: int,
+        kv_heads: int,
+        each: int,
+        epsilon: float,
+        rows: WholeRows = ALL_ROWS,
+    ):
+        self._rows, self._each = rows, each
+        self._heads = {"q": range(heads), "k": range(heads, heads + kv_heads)}
+        self._norms = {name: Norm(ops, each, epsilon, has_mean=False) for name in self._heads}
+
+    def parameters(self):
+        return [
+            p._replace(
+                name=f"{name}.{p.name}",
+                holders=self._rows.holders,
+                partial=bool(self._rows.holders),
+            )
+            for name, norm in self._norms.items()
+            for p in norm.parameters()
+        ]
+
+    def output_shape(self, shape):
+        return shape
+
+    def forward(self, w, x, now, arena):
+        y, states = arena.take(x.shape, x.dtype), {}
+        copy_rows(flat_rows(y), flat_rows(x))
+        for name, norm in self._norms.items():
+            normed, states[name] = norm.forward(w[name], self._taken(name, x, arena), now, arena)
+            self._put(name, normed, y)
+        return y, states
+
+    def backward_input(self, w, dy, saved, arena):
+        dx, pending = arena.take(dy.shape, dy.dtype), {}
+        copy_rows(flat_rows(dx), flat_rows(dy))
+        for name, norm in self._norms.items():
+            own = self._taken(name, dy, arena)
+            part, pending[name] = norm.backward_input(w[name], own, saved.pop(name), arena)
+            self._put(name, part, dx)
+        return dx, pending
+
+    def backward_weight(self, pending, dw, arena):
+        for name, norm in self._norms.items():
+            norm.backward_weight(pending[name], dw.get(name, {}), arena)
+
+    def _columns(self, name):
+        heads, each = self._heads[name], self._each
+        return slice(heads.start * each, heads.stop * each)
+
+    def _taken(self, name, x, arena):
+        """Return a copy of some heads, a row for each head of each row: (rows x heads, D)."""
+        columns = flat_rows(x)[:, self._columns(name)]
+        own = arena.take(columns.shape, x.dtype)
+        copy_rows(own, columns)
+        return own.reshape(-1, self._each)
+
+    def _put(self, name, heads, x):
+        columns = flat_rows(x)[:, self._columns(name)]
+        copy_rows(columns, heads.reshape(columns.shape))
+
+
 class Activation:
     """An activation without parameters, (..., N) -> (..., N / share).
 
@@ -824,18 +900,36 @@ class Plain:
         )
 
     def qkv(
-        self, width: int, heads: int, draw: Draw, kv_heads: int | None = None, bias: bool = True
+        self,
+        width: int,
+        heads: int,
+        draw: Draw,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        each: int = 0,
     ) -> Linear:
         """Return a linear layer from width to the queries, keys and values of all heads.
 
         Keys and values have as many heads, or kv_heads, which groups of query heads share (GQA).
 
+        each    channels of a head; 0: width / heads
         raises  ConfigError if heads does not divide width, or kv_heads does not divide heads
         """
         shared = heads if kv_heads is None else kv_heads
-        each = divided(width, heads, f"heads do not divide a width of {width}")
+        each = each or divided(width, heads, f"heads do not divide a width of {width}")
         divided(heads, shared, f"key and value heads do not divide {heads} heads")
         return self.joined_linear(width, (heads, shared, shared), each, draw, "heads", bias, "qkv")
+
+    def head_norms(
+        self, width: int, heads: int, kv_heads: int | None = None, epsilon: float = 1e-5
+    ) -> HeadNorms:
+        """Return norms of the heads of queries and keys, between `qkv` and `attention`.
+
+        width  of the queries of all heads
+        """
+        each = divided(width, heads, f"heads do not divide a width of {width}")
+        run, own = self._own_heads(heads, heads if kv_heads is None else kv_heads)
+        return HeadNorms(self.ops, len(run), len(own), each, epsilon, self.rows)
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""

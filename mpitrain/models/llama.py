@@ -23,6 +23,8 @@ def llama(
     depth: int,
     hidden: int,
     kv_heads: int = 0,
+    head_dim: int = 0,
+    qk_norm: bool = False,
     qkv_bias: bool = False,
     theta: float = 10_000.0,
     rope_scaling: Sequence[float] = (),
@@ -39,13 +41,17 @@ def llama(
     vocab, context : int
         Entries of the vocabulary, and the most tokens of a row.
     width, heads : int
-        Channels, and attention heads; heads divide width, into heads of an even width.
+        Channels, and attention heads, each of an even width.
     depth : int
         Transformer blocks; each is two units.
     hidden : int
         Hidden units of each MLP.
     kv_heads : int
         Heads of keys and values, which divide heads; 0: as many as heads.
+    head_dim : int
+        Channels of a head; 0: width / heads.
+    qk_norm : bool
+        Whether each head of queries and of keys is normed before its rotation.
     qkv_bias : bool
         Whether queries, keys and values have biases.
     theta : float
@@ -62,16 +68,18 @@ def llama(
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
-    shared, rotary = kv_heads or heads, Rotary(theta, context, tuple(rope_scaling))
+    shared, inside = kv_heads or heads, heads * (head_dim or width // heads)
+    rotary = Rotary(theta, context, tuple(rope_scaling))
     units = [Unit("embedding", layers.embedding(vocab, context, width, positions=False))]
     for block in range(depth):
         attention = Sequential(
             norm=layers.rms_norm(width, epsilon),
-            qkv=layers.qkv(width, heads, inner, shared, bias=qkv_bias),
+            qkv=layers.qkv(width, heads, inner, shared, qkv_bias, head_dim),
+            **({"norms": layers.head_norms(inside, heads, shared, epsilon)} if qk_norm else {}),
             attention=layers.attention(
-                width, heads, shared, rotary=rotary, window=windows[block] if windows else 0
+                inside, heads, shared, rotary=rotary, window=windows[block] if windows else 0
             ),
-            out=layers.row_linear(width, width, onto_residual, bias=False),
+            out=layers.row_linear(inside, width, onto_residual, bias=False),
         )
         up = layers.joined_linear(
             width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")

@@ -76,6 +76,8 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
     return llama(
         layers,
         kv_heads=keys.kv_heads,
+        head_dim=keys.head_dim,
+        qk_norm=keys.qk_norm,
         qkv_bias=keys.qkv_bias,
         theta=keys.theta,
         rope_scaling=keys.rope_scaling,
@@ -97,7 +99,7 @@ def _transformer_flops(keys: Keys, parameters: int) -> float:
     In a layer with a window each token has the scores of its window, in place of T.
     """
     scores = sum(min(window or keys.context, keys.context) for window in keys.windows)
-    return keys.context * (6 * parameters + 12 * keys.width * scores)
+    return keys.context * (6 * parameters + 12 * keys.heads * keys.head_channels * scores)
 
 
 MODELS: Table[str, Model] = Table(

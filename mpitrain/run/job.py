@@ -459,7 +459,7 @@ def _say_that_attention_is_small(asked: Config, config: Config) -> None:
 
 def slow_heads(config: Config) -> str:
     """Return a line of advice if kernels have no tensor cores for the heads of 16 bits, else ""."""
-    head, model = config.model.width // config.model.heads, MODELS[config.model.kind]
+    head, model = config.model.head_channels, MODELS[config.model.kind]
     if (
         config.device.kind not in ("cuda", "cuda-sim")
         or not config.precision.is_half

@@ -32,7 +32,17 @@ OF_EVERY_RUN = [
     "kernel",
     "pool",
 ]
-OF_RUN = [*OF_EVERY_RUN, "kv_heads", "qkv_bias", "theta", "rope_scaling", "window", "window_from"]
+OF_RUN = [
+    *OF_EVERY_RUN,
+    "kv_heads",
+    "head_dim",
+    "qk_norm",
+    "qkv_bias",
+    "theta",
+    "rope_scaling",
+    "window",
+    "window_from",
+]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 

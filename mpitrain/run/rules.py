@@ -205,7 +205,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
-    for key in ("kv_heads", "qkv_bias", "rope_scaling"):
+    for key in ("kv_heads", "head_dim", "qk_norm", "qkv_bias", "rope_scaling"):
         yield (
             getattr(model, key) and "kv_heads" not in row.split.split(),
             f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
@@ -244,7 +244,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         count, whole = getattr(model, key), getattr(model, other)
         near = {whole // count * count or count, -(-whole // count) * count} if count else {0}
         yield (
-            count and whole % count,
+            count and whole % count and not (key == "heads" and model.head_dim),
             f"model.{key} must divide model.{other}, but {count} does not divide {whole}.",
             f"Set model.{other} to {' or '.join(map(str, sorted(near)))}, or model.{key} to a divisor of {whole}.",
         )
@@ -273,11 +273,14 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"but is {scaling}.",
         "Set it to [32, 1, 4, 8192], for example, or to [].",
     )
-    channels, heads = model.width // model.heads, model.heads
+    channels, heads = model.head_channels, model.heads
+    fitting = channels - 1 or 2, channels + 1
     yield (
         model.kind == "llama" and channels % 2,
         f"Rotary positions turn pairs of channels, but a head has {channels} of them.",
-        f"Set model.width to {(channels - 1) * heads or 2 * heads} or {(channels + 1) * heads}.",
+        f"Set model.head_dim to {fitting[0]} or {fitting[1]}."
+        if model.head_dim
+        else f"Set model.width to {fitting[0] * heads} or {fitting[1] * heads}.",
     )
     row.check(config)
 

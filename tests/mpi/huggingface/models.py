@@ -62,7 +62,8 @@ def exact(model):
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(normal, module)
     config = model.config
-    half = config.hidden_size // config.num_attention_heads // 2
+    each = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    half = each // 2
     theta = config.rope_parameters["rope_theta"]
     powers = (1 / theta ** (torch.arange(half, dtype=torch.float64) / half)).float()
 

@@ -51,6 +51,7 @@ LLAMA3 = {
 WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
 """Of a Qwen2."""
 LATER = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 6}
+TIED_QWEN3 = {**WINDOW, "head_dim": 6, "tie_word_embeddings": True}
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -65,6 +66,9 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "MistralForCausalLM", "sliding_window": 5}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Qwen2ForCausalLM", **WINDOW}, 2, ["layout.pp=2"], "float32"),
         ({"kind": "MinistralForCausalLM", **LATER}, 1, [], "float32"),
+        ({"head_dim": 10}, 1, [], "float32"),
+        ({"kind": "Qwen3ForCausalLM", "head_dim": 8}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "Qwen3ForCausalLM", **TIED_QWEN3}, 2, ["layout.pp=2"], "float32"),
     ],
     ids=[
         "llama",
@@ -75,6 +79,9 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "window",
         "from layer 1",
         "ministral",
+        "head_dim",
+        "qwen3",
+        "qwen3, tied, window",
     ],
 )
 def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
@@ -107,10 +114,9 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("hidden_act", "gelu", 'hidden_act "gelu"'),
         ("attention_bias", True, "attention_bias true"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_type "yarn"'),
-        ("head_dim", 8, "head_dim 8"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
-        ("model_type", "qwen3", "but mpitrain has gpt2, llama, mistral, ministral, qwen2, bert"),
+        ("model_type", "qwen4", "has gpt2, llama, mistral, ministral, qwen2, qwen3, bert"),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
@@ -169,6 +175,7 @@ def test_layers_with_other_windows_than_ours_are_refused(kind, keys, says, tmp_p
 WINDOWS = {
     "mistral": {"kind": "MistralForCausalLM", "sliding_window": 4},
     "qwen2": {"kind": "Qwen2ForCausalLM", **WINDOW},
+    "qwen3": {"kind": "Qwen3ForCausalLM", **WINDOW, "head_dim": 8},
 }
 EXACT = ["precision.compute=float64"]
 

@@ -100,6 +100,7 @@ def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied, windows)
 
 
 RING = "layout.cp_mode=ring"
+QWEN3 = ["model.qk_norm=true", "model.head_dim=6"]
 LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
     "dp 3": (3, []),
@@ -118,6 +119,11 @@ LAYOUTS = {
             "memory.recompute=attention",
         ],
     ),
+    "normed heads of 6 channels, tp 2": (
+        2,
+        [*QWEN3, "layout.tp=2", "layout.sequence_parallel=true", "memory.recompute=unit"],
+    ),
+    "normed heads, zero 3": (2, [*QWEN3, "replication.zero=3", "batch.micro_batches=2"]),
     "ring of 3": (3, ["layout.cp=3", "layout.cp_mode=ring", "batch.micro_batches=2"]),
     "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
@@ -162,7 +168,7 @@ def test_every_layout_equals_one_rank(layout):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "settings",
-    [[], ["layout.tp=2"], ["model.window=3"], ["layout.cp=2", RING, "model.window=4"]],
+    [[], ["layout.tp=2", *QWEN3], ["model.window=3"], ["layout.cp=2", RING, "model.window=4"]],
     ids=str,
 )
 def test_the_simulator_trains_as_the_host(settings):
@@ -200,6 +206,7 @@ def test_packed_documents_train_as_in_rows_of_their_own():
         (["model.kv_heads=3"], "model.kv_heads must divide model.heads"),
         (["layout.tp=4"], "layout.tp must divide model.kv_heads"),
         (["model.width=36"], "a head has 9"),
+        (["model.head_dim=7"], r"a head has 7.(.|\n)*head_dim to 6 or 8"),
         (["model.kind=gpt"], "model.kv_heads is 2, but a model of kind gpt"),
         (["model.window_from=1"], "model.window_from is the first"),
         (["model.window=3", "model.window_from=2"], "is 2 of 2 layers"),

@@ -23,7 +23,7 @@ EXACT = [*TINY[1:], "model.layers=2", "precision.compute=float64"]
 PROMPTS = [[3, 5, 7], [11], [*range(20)], [2] * 15, [40, 1]]
 COUNT = 40  # goes past the context of 16 several times
 LLAMA = ["model.kind=llama", "model.heads=4", "model.kv_heads=2", "model.qkv_bias=true"]
-LLAMA += ["model.rope_scaling=[4, 1, 4, 8]"]
+LLAMA += ["model.rope_scaling=[4, 1, 4, 8]", "model.qk_norm=true", "model.head_dim=6"]
 LAYOUTS = {
     "one rank": (1, []),
     "tp 2": (2, ["layout.tp=2"]),

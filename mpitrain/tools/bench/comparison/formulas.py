@@ -252,8 +252,9 @@ def _within_rows(job: Job) -> int:
         for some in (kinds, kinds[replica.first :])
     )
     forward, backward, again, power = _exchanged(config)
+    inside = config.model.heads * config.model.head_channels
     tokens = sum(_micro_batch_rows(job)) * config.model.context
-    columns = (layers * forward + trained * (backward + again)) * config.model.width / grid.axes.tp
+    columns = (layers * forward + trained * (backward + again)) * inside / grid.axes.tp
     return round(tokens * columns / grid.axes.cp**power) * replica.computed.itemsize
 
 

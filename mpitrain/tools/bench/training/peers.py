@@ -60,6 +60,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         wanted += [("batch.micro_batches", (0, 1))]
     if config.model.kind == "llama":
         wanted += [("layout.tp", [1]), ("layout.pp", [1])]
+        wanted += [("model.qk_norm", [False]), ("model.head_dim", [0])]
     for key, allowed in wanted:
         if values[key] not in allowed:
             raise _refusal(f"{key} {' or '.join(map(str, allowed))}", key, values[key])
