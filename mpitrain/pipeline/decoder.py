@@ -145,7 +145,7 @@ class Decoder:
         firsts  (B,) the position of the first new token of each sequence
         to_end  whether the output is needed; if not, a last layer that caches nothing is left out
         """
-        count, length = tokens.shape
+        length = tokens.shape[1]
         positions = np.add.outer(firsts, np.arange(length)) if length > 1 else firsts[:, None]
         self._past.begin(rows, self._placed(firsts), self._placed(positions))
         self._fixed.rewind()
