@@ -71,7 +71,7 @@ class Dropout:
         return now
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
-        return self.dropped(dy, saved, arena), None
+        return self.dropped(dy, saved, arena) if saved.trains else dy, None
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Do nothing: there are no parameters."""
@@ -139,7 +139,8 @@ class Dropped:
     ) -> tuple[Any, Any]:
         forward: Any = self.inner.forward
         if not now.trains:
-            return forward(w, x, now, arena, *(() if residual is None else (residual,)))
+            y, saved = forward(w, x, now, arena, *(() if residual is None else (residual,)))
+            return y, (saved, now)
         y, saved = forward(w, x, now, arena)
         out = y if self.output_is_free else None
         return self.drop.dropped(y, now, arena, residual, out), (saved, now)
@@ -152,7 +153,7 @@ class Dropped:
     ) -> tuple[Any, Any]:
         half: Any = self.inner.backward_input
         saved, now = saved
-        dy = self.drop.dropped(dy, now, arena)
+        dy = self._undropped(dy, now, arena)
         return half(w, dy, saved, arena, *(() if slope is None else (slope,)))
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
@@ -162,4 +163,8 @@ class Dropped:
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
         saved, now = saved
-        return backward(self.inner, w, self.drop.dropped(dy, now, arena), saved, dw, arena, slope)
+        return backward(self.inner, w, self._undropped(dy, now, arena), saved, dw, arena, slope)
+
+    def _undropped(self, dy: Any, now: Now, arena: Arena) -> Any:
+        """Return the gradient of the inner layer's output."""
+        return self.drop.dropped(dy, now, arena) if now.trains else dy

@@ -704,7 +704,7 @@ class Attention:
             y, saved = self.ops.attention_dropout(q, kv, self.heads, *mask, arena, seen)
         else:
             y, saved = self.ops.attention(q, kv, self.heads, arena, seen)
-        return y, (saved, places)
+        return y, (saved, now)
 
     def forward_next(self, w, x, past, arena):
         width = self._width(x.shape)
@@ -718,13 +718,14 @@ class Attention:
 
     def backward_input(self, w, dy, saved, arena):
         ops, dy, width = self.ops, self.rows.sequences(dy), dy.shape[-1]
-        saved, places = saved
-        backward = ops.attention_dropout_backward if self.drop else ops.attention_backward
+        saved, now = saved
+        is_dropped = self.drop and now.trains
+        backward = ops.attention_dropout_backward if is_dropped else ops.attention_backward
         columns = width // self.heads * (self.heads + 2 * self.kv_heads)
         dx = arena.take((*dy.shape[:-1], columns), dy.dtype)
         backward(dy, saved, dx[..., :width], dx[..., width:], arena)
         if self.rotary:
-            self._turned(dx, -1, places and places.positions, arena, dx)
+            self._turned(dx, -1, now.places and now.places.positions, arena, dx)
         return dx, None
 
     def _turned(self, x, direction, positions, arena, out=None):

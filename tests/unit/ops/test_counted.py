@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpitrain.layers.base import READING, Unit, backward
+from mpitrain.layers.base import Unit, backward
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain
@@ -16,7 +16,7 @@ from mpitrain.ops.device import simulated
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.run.count.operations import Count, Unlaunched, counted, sizes_of
 from mpitrain.run.count.weightless import Weightless, WeightlessForKernels, WeightlessMemory
-from tests.laws.layers import WIDTH, kinds
+from tests.laws.layers import NOW, WIDTH, kinds
 from tests.unit.placing import place
 
 DTYPES = {"host": np.float64, "bfloat16": np.float32, "float16": np.float32, "kernels": np.float32}
@@ -39,7 +39,7 @@ def levels(layer, arena, weights, gradients, x, dy, both):
         found.append((arena.live, arena.peak))
         arena.peak = arena.live
 
-    y, saved = layer.forward(weights, x, READING, arena)
+    y, saved = layer.forward(weights, x, NOW, arena)
     note()
     del y
     note()
