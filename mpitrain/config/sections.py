@@ -316,8 +316,9 @@ class Model(Section):
     theta: float = Field(10_000.0, gt=1)
     """llama: base of the angles of rotary positions"""
     rope_scaling: list[float] = []
-    """llama: factor, low and high frequency factors and earlier context of the scaled rotary
-    positions of Llama 3, such as [32, 1, 4, 8192]; []: not scaled"""
+    """llama: scaled rotary positions. [factor]: linear; factor, low and high frequency factors and
+    earlier context, such as [32, 1, 4, 8192]: as in Llama 3; factor, fast and slow periods, earlier
+    context and size of the turns, such as [4, 32, 1, 4096, 1.14]: YaRN; []: not scaled"""
     context: int = Field(128, ge=1)
     """tokens in one sequence"""
     window: int = Field(0, ge=0)

@@ -6,6 +6,7 @@ tied head has no tensor of its own.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -27,8 +28,13 @@ from mpitrain.formats.folder import CONFIGURATION, ModelType, OtherModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in layer_types of a layer without a window, and with one."""
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys of scaled positions, in the order of model.rope_scaling."""
+EARLIER = "original_max_position_embeddings"
+SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", EARLIER),
+    "yarn": ("factor", "beta_fast", "beta_slow", EARLIER, "attention_factor"),
+}
+"""Keys of each kind of scaled positions, in the order of model.rope_scaling."""
 
 
 class Rope(BaseModel):
@@ -43,25 +49,50 @@ class Rope(BaseModel):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: Size | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
     partial_rotary_factor: float = 1.0
     full_attention: Any = None
     sliding_attention: Any = None
 
-    @property
-    def scaling(self) -> list[float]:
-        """The value of model.rope_scaling; ValueError for another kind of scaling than llama3."""
+    def scaling(self, context: int) -> list[float]:
+        """Return model.rope_scaling; ValueError for another kind of scaling.
+
+        context  max_position_embeddings, which transformers takes as the earlier context if there is none
+        """
         kind = self.rope_type or self.type or "default"
-        check_only("rope_type", kind, ["default", "llama3"])
+        check_only("rope_type", kind, ["default", *SCALING])
         for layers in (FULL, SLIDING):  # Positions of their own.
             check_only(layers, getattr(self, layers), [None])
-        if kind == "llama3":  # The type default does not read it.
-            check_only("partial_rotary_factor", self.partial_rotary_factor, [1])
-        values = [getattr(self, key) for key in SCALING]
-        if kind == "llama3" and None in values:
-            raise ValueError(
-                f"{CONFIGURATION} has a rope_type llama3 without {SCALING[values.index(None)]}"
-            )
-        return [float(value) for value in values] if kind == "llama3" else []
+        if kind == "default":  # It does not read the others.
+            return []
+        check_only("partial_rotary_factor", self.partial_rotary_factor, [1])
+        check_only("truncate", self.truncate, [True])
+        known = {key: getattr(self, key) for key in SCALING[kind]}
+        if kind == "yarn":
+            known["beta_fast"] = known["beta_fast"] or 32
+            known["beta_slow"] = known["beta_slow"] or 1
+            known[EARLIER] = known[EARLIER] or context
+            if known["attention_factor"] is None and known["factor"]:
+                known["attention_factor"] = self._size(known["factor"])
+        for key, value in known.items():
+            if value is None:
+                raise ValueError(f"{CONFIGURATION} has a rope_type {kind} without {key}")
+        return [float(value) for value in known.values()]
+
+    def _size(self, factor: float) -> float:
+        """Return the factor of cosines and sines of YaRN that transformers takes by default."""
+
+        def size(scale: float) -> float:
+            return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return size(self.mscale) / size(self.mscale_all_dim)
+        return size(1)
 
 
 class _Configuration(ModelType):
@@ -201,7 +232,7 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.qk_norm": config.model_type == "qwen3",
         "model.qkv_bias": config.model_type == "qwen2",
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
-        "model.rope_scaling": rope.scaling,
+        "model.rope_scaling": rope.scaling(config.max_position_embeddings),
         "model.context": config.max_position_embeddings,
         "model.tied": config.tie_word_embeddings,
         "model.hidden": config.intermediate_size,
@@ -222,8 +253,9 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
     name = "Qwen3" if keys.qk_norm else "Qwen2" if keys.qkv_bias else of_window
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
-        rope = {"rope_type": "llama3", **dict(zip(SCALING, keys.rope_scaling, strict=True))}
-        rope[SCALING[-1]] = int(rope[SCALING[-1]])
+        kind = next(kind for kind, own in SCALING.items() if len(own) == len(keys.rope_scaling))
+        rope = {"rope_type": kind, **dict(zip(SCALING[kind], keys.rope_scaling, strict=True))}
+        rope |= {EARLIER: int(rope[EARLIER])} if EARLIER in rope else {}
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),

@@ -636,9 +636,8 @@ class Embedding:
 
 
 class Rotary(NamedTuple):
-    """Rotary positions: the base of the angles, a bound of the positions, and Llama 3's scaling:
-
-    factor, low and high frequency factors, and the earlier context.
+    """Rotary positions: the base of the angles, a bound of the positions, and the scaling of the
+    angles, as `scaled` in ops/reference/layers.py takes it.
     """
 
     theta: float

@@ -57,8 +57,7 @@ def llama(
     theta : float
         Base of the angles of rotary positions.
     rope_scaling : sequence of float
-        Llama 3's scaling of the angles: factor, low and high frequency factors, and the earlier
-        context. Empty: none.
+        Scaling of the angles, as model.rope_scaling. Empty: none.
     tied : bool
         Whether the head uses the token embedding as its weight.
     epsilon : float

@@ -263,15 +263,17 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"With layout.cp_mode ring no token sees later ones, but all tokens of a {model.kind} see each other.",
         "Set layout.cp_mode to ulysses.",
     )
-    scaling = model.rope_scaling or [1, 1, 2, 1]
+    scaling = model.rope_scaling or [1]
+    fits = min(scaling) > 0 and scaling[0] >= 1 and len(scaling) in (1, 4, 5)
+    if fits and len(scaling) > 1:
+        first, second = scaling[1:3] if len(scaling) == 4 else scaling[2:0:-1]
+        fits = first < second and scaling[3] >= 1
     yield (
-        model.kind == "llama"
-        and (
-            len(scaling) != 4 or min(scaling[0], scaling[3]) < 1 or not 0 < scaling[1] < scaling[2]
-        ),
-        "model.rope_scaling has a factor from 1 on, a low frequency factor, a higher one and the earlier context, "
+        model.kind == "llama" and not fits,
+        "model.rope_scaling has a factor from 1 on, and then nothing, or a low frequency factor, a higher one and the "
+        "earlier context, or a number of fast periods, a lower one, the earlier context and the size of the turns, "
         f"but is {scaling}.",
-        "Set it to [32, 1, 4, 8192], for example, or to [].",
+        "Set it to [4], [32, 1, 4, 8192] or [4, 32, 1, 4096, 1.14], for example, or to [].",
     )
     channels, heads = model.head_channels, model.heads
     fitting = channels - 1 or 2, channels + 1

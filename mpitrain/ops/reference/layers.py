@@ -347,21 +347,43 @@ def rotate(x, heads, turned, theta, context, scaling, direction, arena, position
 def turns(theta, width, context, scaling=()):
     """Return the cosine and sine of each position's angles, (context, 2, width) float64."""
     frequencies = (1 / theta ** (np.arange(width) / width)).astype(np.float32)
-    frequencies = scaled(frequencies, *scaling) if scaling else frequencies
+    if scaling:
+        frequencies = scaled(frequencies, theta, scaling)
     angles = np.arange(context, dtype=np.float32)[:, None] * frequencies
     table = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], 1)
+    table *= scaling[4] if len(scaling) == 5 else 1
     table.flags.writeable = False
     return table
 
 
-def scaled(frequencies, factor, low, high, context):
-    """Return the angles of a position for a longer context, in radians, as Llama 3 has them.
+def scaled(frequencies, theta, scaling):
+    """Return the angles of a position for a longer context, in radians.
 
-    A wave with at most `low` periods in the earlier `context` turns `factor` times slower, one with
-    at least `high` periods as before, and one between them by a weighted mean.
+    Each turns as before, `factor` times slower, or by a weighted mean of both:
+
+    (factor,)                           linear: every angle turns slower
+    (factor, low, high, context)        Llama 3: with at most `low` periods in the earlier context an
+                                        angle turns slower, from `high` periods on as before
+    (factor, fast, slow, context, size) YaRN (Peng et al. 2023): the weight is a ramp over the numbers
+                                        of the angles, between whole ones around `fast` and `slow`
+                                        periods; `turns` multiplies cosines and sines by size
     """
-    periods = context * frequencies.astype(np.float64) / (2 * np.pi)
-    weight = np.clip((periods - low) / (high - low), 0, 1)
+    factor, *bounds = scaling
+    if not bounds:
+        return (frequencies / np.float32(factor)).astype(np.float32)
+    low, high, context, *_ = bounds
+    if len(bounds) == 3:
+        periods = context * frequencies.astype(np.float64) / (2 * np.pi)
+        weight = np.clip((periods - low) / (high - low), 0, 1)
+    else:
+        width = len(frequencies)
+        first, last = (
+            width * math.log(context / (periods * 2 * math.pi)) / math.log(theta)
+            for periods in (low, high)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * width - 1)
+        last += 0.001 * (first == last)
+        weight = 1 - np.clip((np.arange(width) - first) / (last - first), 0, 1)
     return ((1 - weight) * frequencies / factor + weight * frequencies).astype(np.float32)
 
 

@@ -46,6 +46,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 12,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 8
 
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
@@ -63,6 +66,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "MistralForCausalLM", "sliding_window": None}, 1, [], "float32"),
         ({"kind": "Qwen2ForCausalLM", "tie_word_embeddings": True}, 2, ["layout.tp=2"], "float32"),
         ({"rope_parameters": LLAMA3}, 1, [], "float32"),
+        ({"rope_parameters": LINEAR}, 1, [], "float32"),
+        ({"kind": "Qwen3ForCausalLM", "head_dim": 8, "rope_parameters": YARN}, 1, [], "float32"),
         ({"kind": "MistralForCausalLM", "sliding_window": 5}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Qwen2ForCausalLM", **WINDOW}, 2, ["layout.pp=2"], "float32"),
         ({"kind": "MinistralForCausalLM", **LATER}, 1, [], "float32"),
@@ -76,6 +81,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "mistral",
         "qwen2",
         "llama3",
+        "linear",
+        "yarn",
         "window",
         "from layer 1",
         "ministral",
@@ -113,7 +120,8 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
     [
         ("hidden_act", "gelu", 'hidden_act "gelu"'),
         ("attention_bias", True, "attention_bias true"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, 'rope_type "yarn"'),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, 'rope_type "dynamic"'),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate false"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
         ("model_type", "qwen4", "has gpt2, llama, mistral, ministral, qwen2, qwen3, bert"),
