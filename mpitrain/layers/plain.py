@@ -826,10 +826,10 @@ class Plain:
         keys: Model | None = None,
         memory: Memory | None = None,
         seed: int = 0,
-        rows: WholeRows = ALL_ROWS,
-        tokens: TokenShare = ALL_TOKENS,
+        rows: WholeRows | None = None,
+        tokens: TokenShare | None = None,
     ):
-        self.ops, self.rows, self.tokens = ops, rows, tokens
+        self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
