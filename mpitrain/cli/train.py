@@ -141,7 +141,8 @@ def _train(transport: Any, configured: Callable[[], Any], resume: str, stop: Sto
     from mpitrain.models.table import MODELS
     from mpitrain.run.loop import train
 
-    stop.connected(first := transport.rank)
+    stop.connected(transport.rank)
+    first = process.launched().rank
 
     def begins() -> None:
         stop.note()

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import re
+import signal
 import socket
 import struct
 import sys
@@ -110,6 +111,33 @@ def launched() -> Launched:
     return Launched("none", 0, 1, 0, 1)
 
 
+SPARES = "mpitrain_spares"
+"""Python's option -X with the number of ranks that wait for a place: the last K, or of each host with K/host."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that request a stop."""
+
+
+def spares() -> tuple[int, bool] | None:
+    """Return the number of spares, and whether it is that of each host; None: there are none."""
+    number, _, host = str(sys._xoptions.get(SPARES, "")).partition("/")
+    return (int(number), host == "host") if number.isdigit() and int(number) else None
+
+
+def is_spare() -> bool:
+    """Return whether this rank waits until another one is lost."""
+    own, (number, is_per_host) = launched(), spares() or (0, False)
+    return own.local_rank + number >= own.local_size if is_per_host else own.rank + number >= own.size
+
+
+def ranks_here() -> int:
+    """Return the number of ranks of this host that compute."""
+    own, (number, is_per_host) = launched(), spares() or (0, False)
+    if not is_per_host:
+        # The ranks of a host follow each other.
+        number = max(0, own.rank - own.local_rank + own.local_size - (own.size - number))
+    return max(1, own.local_size - number)
+
+
 def outlives_ranks() -> bool:
     """Return whether mpirun has switched ULFM on, so that a job outlives the loss of a rank."""
     name = "OMPI_MCA_mpi_ft_enable"
@@ -171,7 +199,7 @@ def blas_threads() -> int:
 
     It is also at most an even split of the host's cores over the ranks of the host.
     """
-    return max(1, min(cores(), processors() // launched().local_size))
+    return max(1, min(cores(), processors() // ranks_here()))
 
 
 def limit_blas_threads() -> None:
@@ -198,7 +226,7 @@ def yield_crowded_cores() -> None:
 
     Call it before MPI starts. `launch` cannot know the cores of other hosts.
     """
-    if launched().local_size > processors():
+    if ranks_here() > processors():
         for name in ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_ENABLE_HEAVY_YIELD"):
             os.environ.setdefault(name, "1")
 

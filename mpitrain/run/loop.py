@@ -18,7 +18,7 @@ from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.config import Run as RunKeys
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import CheckpointError, MpitrainError, PeerLost, TrainingError, say
+from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, PeerLost, TrainingError, say
 from mpitrain.files import mend
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import gpu_identities, own_id
@@ -137,6 +137,11 @@ def train(
         Returns the end of the batch job on rank 0, in seconds since 1970, or None.
     """
     recovery: Recovery | None = None
+    if transport.joins:  # This rank has waited as a spare.
+        from mpitrain.run.recovery import Recovery
+
+        recovery = Recovery(configured(), transport)
+        configured, resume = recovery.go_on(), "auto"
     try:
         while True:  # Another start after each loss of ranks, with run.on_failure=continue.
             run = Run(transport, stop_requested, watchers, ends, recovery)
@@ -460,6 +465,11 @@ class Run:
             from mpitrain.run.recovery import Recovery
 
             self.recovery = Recovery(asked, transport)
+        elif not self.recovery and transport.spares:
+            raise ConfigError(
+                f"Spares wait for run.on_failure=continue, but {transport.spares} wait(s), and run.on_failure is end.",
+                "Add --set run.on_failure=continue, or start without --spares.",
+            ).on_every_rank()
         for watcher in self.watchers:
             watcher.on_agreed(agreed.config, transport.hosts)
         if keys.trace and not transport.recorder.is_on:

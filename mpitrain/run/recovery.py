@@ -2,9 +2,10 @@
 
 PeerLost in any call of the run
   each rank      forgets the transports and the trainer, and keeps data and state
-  living ranks   connect; those of a damaged replica leave                  Recovery.go_on
+  living ranks   connect; spares take the places of lost ranks, and the living ranks of a replica
+                 that stays damaged wait as spares                          Recovery.go_on
   then the run starts anew in its folder, as a resumed one does, but
-  living ranks   copy the newest state of which they hold all, be it their own or that of
+  ranks          copy the newest state of which they hold all, be it their own or that of
                  `NeighbourCopies`, unless the newest checkpoint is newer            Recovery.built
 """
 
@@ -60,13 +61,15 @@ class Recovery:
 
     def __init__(self, config: Config, transport: Transport):
         """transport: the root; raises ConfigError, on every rank, if the run cannot lose a rank."""
-        check(config, transport)
+        if not transport.joins:
+            check(config, transport)
+            ranks = range(transport.size)
+            transport.keep_together([replica_of(config, rank, transport.size) for rank in ranks])
         self._config, self._root, self._folder = config, transport, ""
         self._source: Source | Unopened | None = None
         self._own: list[Held] = []
         self._copied: list[Held] = []
         self._copies: NeighbourCopies | None = None
-        self._replicas = [replica_of(config, transport)]  # of this rank, after each loss
         self._saved: int | None = None
         self._began, self._timer, self._doing = time.monotonic(), threading.Timer(0, bool), ""
         self.facts: dict[str, Any] = {}
@@ -91,14 +94,14 @@ class Recovery:
         everyone = units_of_all(trainer)
         state = digest(unit.name for units in everyone for unit in units)
         if config.run.copies_every and transport.size > 1:
-            replicas = transport.gather_text(self._replicas[-1])
+            replicas = [place.replica for place in self._root.history[-1]]
             places = [*zip(replicas, transport.hosts, strict=True)]
             self._copies = NeighbourCopies(trainer, state, everyone, places, self._copied)
             self.copied_bytes = self._copies.nbytes
         own = []
         if updates_alone(config):
             arrays = zip(everyone[transport.rank], changed(trainer), strict=True)
-            units = {unit.name: (unit.entry, kept.array) for unit, kept in arrays if unit.name}
+            units = {unit.name: (unit.entry, kept.array) for unit, kept in arrays}
             own = [Held("ranks", state, units, job.done, skips.scalars())]
         self._source, self._own = job.source, [*self._own, *own]
         if self.facts:
@@ -132,28 +135,41 @@ class Recovery:
         """Note at a loss after which step the state is that of this rank."""
         self._own = [own._replace(done=done, scalars=scalars, loss=loss) for own in self._own]
 
-    def go_on(self, law: str) -> Callable[[], Config]:
-        """Connect the living ranks, and return `configured` of their start; collective.
+    def go_on(self, law: str = "") -> Callable[[], Config]:
+        """Connect the ranks that have a place, and return `configured` of their start; collective.
 
-        law     of the error that reported the loss
+        law     of the error that reported the loss; "" on a spare that takes a place
         raises  TrainingError if all ranks live; PeerLost, on every rank, if no replica is whole
         """
-        self.over()
-        self._doing = "connecting the living ranks"
-        self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
-        self._timer.daemon = True
-        self._timer.start()
+        self._limit("connecting the living ranks")
         self._copies, self.is_under_way = None, True
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
-        before = self._root.size
-        known, left = self._connected()
-        size = self._root.size
-        if size == before:
+        known = self._connected()
+        folders, are_open, epochs, seconds = zip(*known, strict=True)
+        before, places = self._root.history[min(filter(None, epochs)) - 1], self._root.history[-1]
+        lost = [place for place in before if place.number not in self._root.living]
+        if not lost:
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
-        self._replicas.append(replica_of(self._config, self._root))
-        lost = before - size - left
-        self.facts = {"lost": lost, **({"left": left} if left else {})}
-        folders, are_open, _ = zip(*known, strict=True)
+        layout, size = self._config.layout, self._root.size
+        whole = layout.tp * layout.pp * layout.cp
+        if min(Counter(place.replica for place in places).values()) < whole:
+            raise PeerLost(
+                f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
+                f"ranks, and {len(self._root.living)} are left.",
+                "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+            ).on_every_rank()
+        replicas = {place.replica for place in places}
+        had = [place.number for place in before if place.replica in replicas]
+        replaced = [
+            [rank, place.number]
+            for rank, (number, place) in enumerate(zip(had, places, strict=True))
+            if number != place.number
+        ]
+        left = len({one.number for one in (*before, *places)}) - len(lost) - size
+        self.facts = {"lost": len(lost), **({"left": left} if left else {})}
+        if replaced:
+            self.facts |= {"replaced": replaced, "spares": self._root.spares}
+        self._began = time.monotonic() - max(seconds)
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
         # Artificial failures and delays of ranks that are lost are over.
@@ -164,8 +180,14 @@ class Recovery:
             # replication.shard=host needs hosts with equally many ranks.
             replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
-            leaving = f"{left} leave with their replica; " if left else ""
-            print(f"{lost} of {before} ranks are lost; {leaving}{size} go on", file=sys.stderr)
+            words = [f"{len(lost)} of {len(before)} ranks are lost"]
+            words += [f"{left} leave with their replica"] * bool(left)
+            if replaced:
+                named = ", ".join(str(rank) for rank, _ in replaced)
+                words.append(f"spares take the place(s) of rank {named}, and {self._root.spares} wait")
+            elif len(self._root.history[0]) < self._root.at_start:
+                words.append("no spare is left")
+            print("; ".join([*words, f"{size} go on"]), file=sys.stderr)
         if self._folder:
             run = run.model_copy(update={"out": self._folder})
             if self._root.rank == 0:
@@ -174,52 +196,45 @@ class Recovery:
         self._doing = "building the job of the living ranks"
         return lambda: self._config.model_copy(update={"run": run, "replication": replication})
 
-    def _connected(self) -> tuple[list[list[Any]], int]:
-        """Connect the living ranks of whole replicas; the others end here.
+    def _limit(self, doing: str) -> None:
+        """Begin the limit of run.recover_seconds."""
+        self.over()
+        self._doing = doing
+        self._timer = threading.Timer(self._config.run.recover_seconds, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
 
-        returns  of each rank the run directory, whether it has the data, and its replicas; and the
-                 number of ranks that have left with their replica
+    def _connected(self) -> list[list[Any]]:
+        """Connect the living ranks, and wait while this one has no place.
+
+        returns  of each rank the run directory, whether it has the data, the number of the places of
+                 which it knew at the loss, None of a spare, and `seconds`
         """
-        left = 0
+        epoch = None if self._root.joins else len(self._root.history)
         while True:
             try:
-                self._root.survivors()
+                if not self._root.joins:
+                    self._root.survivors()
+                self._root.joins = False
+                if self._root.is_spare:
+                    self._wait()
+                    epoch = None
                 # A start that the loss has interrupted may have got further on some ranks.
-                known = self._root.gather_text(
-                    [self._folder, self._source is not None, self._replicas]
+                return self._root.gather_text(
+                    [self._folder, self._source is not None, epoch, self.seconds]
                 )
             except PeerLost:
                 continue
-            damaged = self._damaged([replicas for *_, replicas in known])
-            if not damaged:
-                return known, left
-            with suppress(PeerLost):
-                self._root.barrier()  # `survivors` would keep from slower ranks that they leave.
-            if len(damaged) == len(known):
-                break
-            left = max(left, len(damaged))
-            if self._root.rank in damaged:
-                self._root.end_rank("")
-        layout = self._config.layout
-        raise PeerLost(
-            f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
-            f"ranks, and {self._root.size} are left.",
-            "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
-        ).on_every_rank()
 
-    def _damaged(self, replicas: Sequence[Sequence[int]]) -> set[int]:
-        """Return the living ranks whose replica has lost a rank.
-
-        replicas  of each living rank, after each loss; a loss may have kept some from the last number
-        """
-        last = min(map(len, replicas)) - 1
-        living = Counter(own[last] for own in replicas)
-        layout = self._config.layout
-        return {
-            rank
-            for rank, own in enumerate(replicas)
-            if living[own[last]] < layout.tp * layout.pp * layout.cp
-        }
+    def _wait(self) -> None:
+        """Give the state up, and wait for a place; this process ends if none is free until the job is over."""
+        self.over()
+        self._own, self._copied, self._source = [], [], None
+        gc.collect()
+        if self._root.await_place() is not None:
+            self._root.end_rank("")
+        self._root.joins = False
+        self._limit("connecting the living ranks")
 
     def _free(self, folder: Path) -> None:
         """Wait until the folder is unlocked, and put the traces of the old ranks aside."""
@@ -271,14 +286,13 @@ class Recovery:
         self._root.abort(error.named())
 
 
-def replica_of(config: Config, transport: Transport) -> int:
-    """Return the number of this rank's replica; a rank that is one, and a server, has its own."""
+def replica_of(config: Config, rank: int, ranks: int) -> int:
+    """Return the number of a rank's replica; a rank that is one, and a server, has its own."""
     layout, servers = config.layout, servers_of(config)
     size = layout.tp * layout.pp * layout.cp
     if size == 1:
-        return transport.rank
-    mesh = Axes(layout.tp, max(1, transport.size // size), layout.pp, servers, layout.cp)
-    return mesh.coords(transport.rank).dp
+        return rank
+    return Axes(layout.tp, max(1, ranks // size), layout.pp, servers, layout.cp).coords(rank).dp
 
 
 def updates_alone(config: Config) -> bool:
@@ -298,7 +312,7 @@ def check(config: Config, transport: Transport) -> None:
     schedule = config.pipeline.schedule
     for is_refused, need, way in (
         (
-            replicas < 2,
+            replicas < (1 if transport.spares else 2),
             f"a replica to spare, but there is {'one rank' if transport.size == 1 else f'one of {size} rank(s)'}",
             f"Start {2 * size + servers_of(config)} or more.",
         ),

@@ -6,11 +6,15 @@ the number of BLAS threads must be chosen first.
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+import atexit
+import faulthandler
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import sched_yield
 from types import TracebackType
 from typing import Any, NoReturn
@@ -24,6 +28,7 @@ from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WO
 from mpitrain.transport import ulfm
 from mpitrain.transport.agreement import ending_together, listed
 from mpitrain.transport.base import (
+    DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
     Note,
@@ -100,7 +105,29 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
         unlink_mapped(transport.size == 1)
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = transport.end_by_exception
+    if not transport.needs_all:
+        _await_place(transport)
     return transport
+
+
+def _await_place(transport: MpiTransport) -> None:
+    """Let a spare wait for a place: it returns when it has one, and exits when the job is over."""
+    atexit.register(transport.dismiss_spares)
+    if not process.spares():
+        return
+    transport.set_spares(process.is_spare())
+    if not transport.is_spare:
+        return
+    faulthandler.cancel_dump_traceback_later()  # The ranks are connected, and a spare may wait for days.
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        # The ranks with a place stop a run, and then dismiss this one.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in process.STOPS}
+    code = transport.await_place()
+    if code is not None:
+        sys.exit(code)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _started(rc: Any) -> Any:
@@ -195,6 +222,13 @@ def _refuse(started: process.Launched, law: str) -> NoReturn:
         law,
         "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
     ).on_every_rank()
+
+
+def _is_sent(request: Any, mpi: Any) -> bool:
+    try:
+        return bool(request.Test())
+    except mpi.Exception:
+        return True  # The other rank is dead.
 
 
 class SendRequest:
@@ -335,6 +369,8 @@ class MpiTransport(Transport):
         # The survivors of several losses all come from the first communicator.
         self._base = comm
         self._connect(comm, place, job, root)
+        if root is None:
+            self.number_ranks()
 
     def _connect(self, comm: Any, place: int, job: MpiJob, root: MpiTransport | None) -> None:
         self.MPI, self.comm, self._root = job.MPI, job.opened(comm), root or self
@@ -490,7 +526,7 @@ class MpiTransport(Transport):
                     sched_yield()
                 else:
                     time.sleep(now)
-                now = min(1.1 * now, LONGEST_PAUSE)
+                now = min(1.1 * now, max(pause, LONGEST_PAUSE))
         finally:
             traffic.waits_for = None
         self.recorder.go_on(wait)
@@ -614,17 +650,39 @@ class MpiTransport(Transport):
             for comm in (*host, self.comm):
                 self.job.free(comm)
 
-    def survivors(self) -> MpiTransport:
+    def _connect_living(self) -> MpiTransport:
         ulfm.abandon(self.job)
-        recorder = self.recorder
         self.windows, self.tenants = Windows(), Tenants()
         with self.job.lock, self.guard("MPI_Comm_shrink"):
             comm = self._base.Shrink()
         ulfm.forget(self.job, self._base)
-        self._connect(comm, comm.rank, MpiJob(self.MPI), None)
-        if recorder.is_on:
-            self.record(Recorder())
-        return self
+        self.job = MpiJob(self.MPI)
+        return MpiTransport(comm, comm.rank, self.job)
+
+    def _settle(self, around: MpiTransport, ranks: Sequence[int]) -> None:
+        recorder, self.is_spare = self.recorder, around.rank not in ranks
+        self._around, self._first = around, ranks[0] if ranks else -1
+        place = None if self.is_spare else ranks.index(around.rank)
+        with self.job.lock, around.guard("MPI_Comm_split"):
+            color = self.MPI.UNDEFINED if place is None else 0
+            comm = around.comm.Split(color, place or 0)
+        if place is not None:
+            self._connect(comm, place, self.job, None)
+            if recorder.is_on:
+                self.record(Recorder())
+
+    def dismiss_spares(self, exit_code: int = 0) -> None:
+        if self.rank or self.is_spare or not self.spares:
+            return
+        placed, code = {place.number for place in self.history[-1]}, np.array([exit_code], np.int32)
+        pending = [rank for rank, number in enumerate(self.living) if number not in placed]
+        until = time.monotonic() + ulfm.DISMISSED
+        with self.job.lock, suppress(self.MPI.Exception):
+            # A send that is only buffered would be lost when this process ends.
+            requests = [self._around.comm.Issend(code, rank, DISMISSAL) for rank in pending]
+            while requests and time.monotonic() < until:
+                requests = [one for one in requests if not _is_sent(one, self.MPI)]
+                time.sleep(1e-3)
 
     def end_by_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

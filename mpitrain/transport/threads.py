@@ -26,6 +26,7 @@ from mpitrain.errors import CommError, PeerLost
 from mpitrain.machine.process import same_gpu
 from mpitrain.trace.recorder import BARRIER, MESSAGES, RECEIVE, SEND, SILENT, WORDS, Recorder
 from mpitrain.transport.base import (
+    DISMISSAL,
     FIRST_CLAIMED_TAG,
     LONGEST_PAUSE,
     Note,
@@ -38,6 +39,8 @@ from mpitrain.transport.base import (
 from mpitrain.transport.windows import Tenants, Windows
 
 NOTHING = np.empty(0, np.uint8)
+AROUND = ("around",)
+"""The context of messages of all living ranks, with a place or without one."""
 
 
 class Gone(BaseException):
@@ -70,7 +73,7 @@ class World:
     def __init__(self, size: int, outlives: bool = False):
         self.lock = threading.RLock()
         self.outlives, self.numbers = outlives, {rank: rank for rank in range(size)}
-        self.epoch, self._going_on, self._living = 0, set[int](), [*range(size)]
+        self.epoch, self._going_on = 0, set[int]()
         self._changed = threading.Condition(self.lock)
         self._admitted: Counter[int] = Counter()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
@@ -173,14 +176,13 @@ class World:
             self.finish(f"rank {rank} goes on without the lost ranks")
             self._changed.wait_for(lambda: not self._admitted[rank])
 
-    def go_on(self, rank: int) -> list[int]:
-        """Wait until every living rank has called this; return their ranks before the new start."""
+    def go_on(self, rank: int) -> None:
+        """Wait until every living rank has called this, so that `numbers` are new."""
         with self.lock:
             epoch = self.epoch
             self._going_on.add(rank)
             self._begin_anew()
             self._changed.wait_for(lambda: self.epoch != epoch)
-            return self._living
 
     def _begin_anew(self) -> None:
         """Begin anew if all living ranks want it. The caller holds the lock."""
@@ -194,7 +196,7 @@ class World:
         self.meetings.clear()
         self.lost.clear()
         self._going_on.clear()
-        self._living, self.end, self.epoch = living, None, self.epoch + 1
+        self.end, self.epoch = None, self.epoch + 1
         self._changed.notify_all()
 
     def leave(self, rank: int, error: BaseException | None) -> None:
@@ -444,13 +446,15 @@ class ThreadTransport(Transport):
         self.world, self.traffic, self.windows = world, traffic, windows
         if world.outlives:
             self.needs_all = ""
+        self.me = members[rank]
         self._connect(context, members, rank, hosts)
+        self.number_ranks()
 
     def _connect(
         self, context: tuple, members: Sequence[int], rank: int, hosts: Sequence[str]
     ) -> None:
         self.context, self.members, self.hosts = context, tuple(members), tuple(hosts)
-        self.rank, self.size, self.me = rank, len(members), members[rank]
+        self.rank, self.size = rank, len(members)
         self._made: list[int] = []
         self._subsets: Counter[tuple] = Counter()
         self.tenants = Tenants()
@@ -591,16 +595,36 @@ class ThreadTransport(Transport):
             raise Gone
         self.abort(message, exit_code)
 
-    def survivors(self) -> ThreadTransport:
+    def _connect_living(self) -> ThreadTransport:
         self.world.give_up(self.me)
         self.windows = Windows()
-        stayed, hosts = self.world.go_on(self.me), self.hosts
+        self.world.go_on(self.me)
+        numbers = self.world.numbers
+        self.me = numbers[self.number]
+        around = copy(self)
+        around._connect(
+            AROUND, range(len(numbers)), self.me, [self._hosts[number] for number in numbers]
+        )
+        return around
+
+    def _settle(self, around: ThreadTransport, ranks: Sequence[int]) -> None:
+        self._around, self._first = around, ranks[0] if ranks else -1
+        around.context = AROUND
+        self.is_spare = self.me not in ranks
+        if self.is_spare:
+            return
         if self.recorder.is_on:
             self.recorder = Recorder()
-        self._connect(
-            (), range(len(stayed)), stayed.index(self.me), [hosts[rank] for rank in stayed]
-        )
-        return self
+        hosts = [around.hosts[rank] for rank in ranks]
+        self._connect((), range(len(ranks)), ranks.index(self.me), hosts)
+
+    def dismiss_spares(self, exit_code: int = 0) -> None:
+        if self.rank or self.is_spare:
+            return
+        placed = {place.number for place in self.history[-1]}
+        for rank, number in enumerate(self.living):
+            if number not in placed:
+                self._around.start_send(np.array([exit_code], np.int32), rank, DISMISSAL)
 
 
 def run_ranks(
@@ -609,6 +633,7 @@ def run_ranks(
     *args: Any,
     hosts: Sequence[str] | None = None,
     outlives: bool = False,
+    spares: int = 0,
 ) -> list[Any]:
     """Call function(transport, *args) on n threads of this process, one rank each; needs no MPI.
 
@@ -622,11 +647,13 @@ def run_ranks(
         A pretended host name of each rank. None: one host.
     outlives : bool
         Whether the others may go on without a rank, as under ULFM. `Gone` ends one.
+    spares : int
+        The number of last ranks that wait until one is lost; they call the function then.
 
     Returns
     -------
     list
-        The return value of each rank, by rank.
+        The return value of each rank, by rank; None of a spare that was not needed.
 
     Raises
     ------
@@ -652,10 +679,13 @@ def run_ranks(
         error = None
         try:
             take_gpu()
-            results[rank] = function(
-                ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows()), *args
-            )
-            returned.append(rank)
+            transport = ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows())
+            if spares:
+                transport.set_spares(rank >= n - spares)
+            if transport.await_place() is None:
+                results[rank] = function(transport, *args)
+                returned.append(rank)
+                transport.dismiss_spares()
         except BaseException as raised:
             raised.add_note(f"raised on rank {rank} of {n}")
             error = raised

@@ -30,6 +30,9 @@ VAGUE = ("ERR_OTHER", "ERR_INTERN", "ERR_IN_STATUS")
 ENDING = 10.0
 """Seconds in which a thread, or a request of a revoked communicator, must end."""
 
+DISMISSED = 2.0
+"""Seconds in which spares must hear that the job is over."""
+
 
 @cache
 def needs_all(mpi: Any) -> str:

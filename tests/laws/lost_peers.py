@@ -98,11 +98,15 @@ GENERATORS = (bound, routed, CALLS["broadcast"], CALLS["all-to-all"])
 
 LOSSES = (((1,), ()), ((2,), (0,)), ((3,), ()))
 """Of each loss: the ranks that die in a call, and those that die while the others connect."""
-OUTLIVING = 6
-"""Ranks of the job; 4 and 5 live on."""
+OUTLIVING, SPARES = 8, 2
+"""Ranks of the job, with those that wait at first: 6 takes the place of 1, then 7 that of 0."""
+JOINED = {6: 0, 7: 1}
+"""{spare: the loss after which it has a place}."""
 OUTLIVED = {
-    4: [(3, 5, 14.0), (1, 3, 12.0), (0, 2, 9.0)],
-    5: [(4, 5, 14.0), (2, 3, 12.0), (1, 2, 9.0)],
+    4: [(4, 6, 20.0), (3, 5, 25.0), (2, 4, 22.0)],
+    5: [(5, 6, 20.0), (4, 5, 25.0), (3, 4, 22.0)],
+    6: [(1, 6, 20.0), (1, 5, 25.0), (1, 4, 22.0)],
+    7: [(0, 5, 25.0), (0, 4, 22.0)],
 }
 """{rank at the start: what `outlive` returns}."""
 
@@ -112,12 +116,16 @@ def outlive(transport, die):
 
     At each loss a receive that nobody meets, a ring and a progress thread are under way.
     """
-    first, seen = transport.rank, []
-    for in_call, in_survivors in LOSSES:
-        stray, ring = _under_way(transport, first, in_call, die, in_survivors)
+    first, seen = transport.number, []
+    for in_call, in_survivors in LOSSES[JOINED.get(first, 0) :]:
+        stray = ring = lambda: None
+        if not transport.joins:
+            stray, ring = _under_way(transport, first, in_call, die, in_survivors)
         while True:
             try:
-                transport.survivors()
+                if not transport.joins:
+                    transport.survivors()
+                transport.joins = False
                 total = np.array([float(first)])
                 Group(transport, "ring").all_reduce(total)
                 break

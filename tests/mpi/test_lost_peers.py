@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING
+from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING, SPARES
 from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -57,19 +57,19 @@ import mpitrain
 from mpitrain.transport.failures import leave_within
 from tests.laws.lost_peers import outlive
 transport = mpitrain.connect()
-first = transport.rank
+first = transport.number
 seen = outlive(transport, lambda: os.kill(os.getpid(), signal.SIGKILL))
 atexit.register(lambda: sys.stdout.write(f"{first}: {seen}" + ", finalized" * transport.MPI.Is_finalized() + "\\n"))
 leave_within(60)
 """
 
 
-def survivors(ranks, code):
+def survivors(ranks, code, *options):
     """Run the code on so many ranks of a fault-tolerant MPI; return the printed lines."""
     if "Open MPI" not in run(["mpirun", "--version"]).stdout:
         pytest.skip("only Open MPI has ULFM")
     done = run(
-        ["mpirun", *ULFM, "-n", ranks, sys.executable, "-c", code],
+        ["mpirun", *ULFM, "-n", ranks, sys.executable, *options, "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
@@ -89,5 +89,5 @@ def test_a_rank_that_waits_for_a_survivor_loses_its_peer_too():
 
 
 def test_the_living_ranks_go_on_after_each_loss_and_exit_without_finalize():
-    lines, errors = survivors(OUTLIVING, OUTLIVE)
+    lines, errors = survivors(OUTLIVING, OUTLIVE, f"-Xmpitrain_spares={SPARES}")
     assert sorted(lines) == [f"{rank}: {rows}" for rank, rows in OUTLIVED.items()], (lines, errors)

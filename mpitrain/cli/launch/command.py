@@ -31,7 +31,7 @@ from mpitrain.cli.launch.hosts import (
     slurm_cores,
     srun_options,
 )
-from mpitrain.cli.launch.program import program
+from mpitrain.cli.launch.program import Program, program
 from mpitrain.cli.launch.restarts import Restarts, answers
 from mpitrain.cli.launch.supervise import LauncherOutput, Requests, run, say
 from mpitrain.cli.terminal.output import Screen
@@ -159,6 +159,14 @@ SM_NEEDS = process.room_for(16 << 20, 1)
     is_flag=True,
     help="Let the ranks outlive one that dies, by the ULFM of Open MPI 5; see run.on_failure.",
 )
+@click.option(
+    "--spares",
+    type=click.IntRange(min=1),
+    help="Of these ranks the last SPARES wait, and take the places of ranks that die.",
+)
+@click.option(
+    "--spares-per-host", type=click.IntRange(min=1), help="As --spares, of each host."
+)
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Print the launcher's command line.")
 @click.argument(
@@ -173,6 +181,8 @@ def command(
     by: str | None,
     extra: tuple[str, ...],
     fault_tolerant: bool,
+    spares: int | None,
+    spares_per_host: int | None,
     dry_run: bool,
     verbose: bool,
     arguments: tuple[str, ...],
@@ -198,6 +208,14 @@ def command(
         placed = placement(hosts, hostfile, ppn or 0, bind or "")
         granted = allocation(os.environ)
         ranks = ranks or placed.ranks or ranks_of(granted, placed.ppn)
+        waiting = Spares(spares or spares_per_host or 0, bool(spares_per_host))
+        if spares and spares_per_host:
+            raise ConfigError(
+                "Spares are counted in all or on each host, but got --spares and --spares-per-host.",
+                "Leave one of them out.",
+            )
+        if waiting.count:
+            check_spares(waiting, ranks, hosts_of(granted, placed), target, fault_tolerant)
         line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
         fullest = ranks_of_fullest(ranks, granted, placed)
         places = placed.hosts or dict.fromkeys(nodes(os.environ) * fault_tolerant, fullest)
@@ -208,7 +226,8 @@ def command(
         requests.leave_if_asked()
         print(error.named(), file=sys.stderr)
         sys.exit(error.exit_code)
-    shown = [*(f"{name}={value}" for name, value in settings.items()), *line]
+    shown = [f"{name}={value}" for name, value in settings.items()]
+    shown += with_options(line, target.words, waiting.words)
     if dry_run or verbose:
         line_shown = shlex.join(shown)
         print(line_shown if dry_run else dim(line_shown), file=sys.stderr, flush=True)
@@ -219,13 +238,17 @@ def command(
         asks = any(word == "-h" or word.startswith("--help") for word in target.words)
         is_training = target.command == "train" and not asks
         last_line = EXIT if target.command == "chat" else ""
+        asked = waiting.in_all(hosts_of(granted, placed))
         restarts = Restarts(
-            places, ranks, partial(answers, line[0], words), partial(_configured, target.words)
+            places,
+            ranks - asked,
+            partial(answers, line[0], words),
+            partial(_configured, target.words),
         )
         program_words = target.words
         while True:
-            options, output = len(line) - len(program_words) + 1, LauncherOutput()
-            started = [*line[:options], "-X", FLAG, *line[options:]]
+            output = LauncherOutput()
+            started = with_options(line, program_words, ["-X", FLAG, *waiting.words])
             code = run(
                 started, settings, requests, is_training, bool(target.command), last_line, output
             )
@@ -234,12 +257,61 @@ def command(
             if not again:
                 # What a user could not have typed differently is no wrong usage.
                 sys.exit(1 if code == USAGE and not restarts.is_first else code)
+            room = sum(again.hosts.values()) - again.ranks if again.hosts else asked
+            waiting = Spares(min(asked, room), False)
             on = f"{again.ranks} ranks" + (f" of {', '.join(again.hosts)}" if again.hosts else "")
             begins = " from its newest checkpoint" * (restarts.step >= 0)
             say(Screen(), f"starting it again{begins}, on {on}")
             program_words = [*target.words, *again.words]
             placed = placed._replace(hosts=again.hosts)
-            line, settings = command_line(again.ranks, words, program_words, by or "", placed, True)
+            started_ranks = again.ranks + waiting.count
+            line, settings = command_line(
+                started_ranks, words, program_words, by or "", placed, True
+            )
+
+
+class Spares(NamedTuple):
+    """The ranks of a job that wait for the place of a lost one: `count` of each host, or in all."""
+
+    count: int
+    is_per_host: bool
+
+    @property
+    def words(self) -> list[str]:
+        """The options of Python by which a rank knows whether it waits."""
+        of = "/host" * self.is_per_host
+        return ["-X", f"{process.SPARES}={self.count}{of}"] if self.count else []
+
+    def in_all(self, hosts: int) -> int:
+        return self.count * hosts if self.is_per_host else self.count
+
+
+def check_spares(
+    spares: Spares, ranks: int, hosts: int, target: Program, fault_tolerant: bool
+) -> None:
+    """Raise ConfigError unless ranks of this program can wait as spares."""
+    option = "--spares-per-host" if spares.is_per_host else "--spares"
+    if not fault_tolerant:
+        raise ConfigError(
+            f"Spares take the places of lost ranks, but without --fault-tolerant a lost rank ends the job; {option} is {spares.count}.",
+            "Add --fault-tolerant.",
+        )
+    if spares.in_all(hosts) >= ranks:
+        raise ConfigError(
+            f"{ranks} rank(s) cannot have {spares.in_all(hosts)} spare(s) among them: no rank would compute.",
+            f"Start more ranks with -n, or lower {option}.",
+        )
+    if target.command not in ("train", ""):
+        raise ConfigError(
+            f"Only train and programs of your own go on with spares, but the command is {target.command}.",
+            f"Leave {option} out.",
+        )
+
+
+def with_options(line: list[str], program: list[str], options: list[str]) -> list[str]:
+    """Return a launcher's command line with more options of the Python that runs the program."""
+    place = len(line) - len(program) + 1
+    return [*line[:place], *options, *line[place:]]
 
 
 def _configured(words: list[str]) -> Any:

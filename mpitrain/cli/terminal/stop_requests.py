@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
+from mpitrain.machine.process import STOPS
 
 SECONDS = 0.25
 """Seconds between CONT and TERM, and again between TERM and KILL."""
@@ -37,8 +38,6 @@ ANNOUNCED = 1.2 * SECONDS
 """Seconds to wait for a TERM after the CONT that Open MPI's mpirun sends first."""
 ATTEMPTS = 20
 """Attempts to remove a temporary directory in which files may still appear."""
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that request a stop."""
 EXIT = "/exit"
 """The line that ends a chat, also in place of the end of standard input, which Open MPI forwards to no rank."""
 FLAG = "mpitrain_launched"
@@ -161,7 +160,7 @@ class Stop:
         self.requested = False
         self._is_noted = self._is_terminated = self._is_ended = False
         self._announced = -math.inf
-        for number in REQUESTS:
+        for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR2)
 
@@ -171,7 +170,7 @@ class Stop:
         os.set_blocking(wakes, False)
         signal.set_wakeup_fd(wakes)
         threading.Thread(target=self._listen, args=(heard, rank), name="stop", daemon=True).start()
-        for number in REQUESTS:
+        for number in STOPS:
             signal.signal(number, self._note)
         if parent() in ("prterun", "prted"):
             signal.signal(signal.SIGCONT, self._announce)
@@ -202,7 +201,7 @@ class Stop:
         Python removes its handlers before MPI_Finalize. A late signal, of a user or a batch script,
         would then kill the rank, and a finished run would seem to have failed.
         """
-        for number in REQUESTS:
+        for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
 
     def asked(self) -> bool:

@@ -30,7 +30,7 @@ from mpitrain.transport.base import Transport
 class StateUnit(NamedTuple):
     """An array of the state on a rank.
 
-    name   equal for equal arrays; "" if no other rank can use it
+    name   equal for equal arrays
     entry  the element of the list "kept" of `described`, with its tensors
     """
 
@@ -49,8 +49,7 @@ def units_of(rank: int, description: Mapping[str, Any]) -> list[StateUnit]:
         entry = [*entry[:5], entry[5] or description["tensors"]]
         kind = entry[1]
         text = json.dumps([entry, kind != "agreed" and rank])
-        name = "" if kind == "bound" else sha256(text.encode()).hexdigest()[:16]
-        units.append(StateUnit(name, entry))
+        units.append(StateUnit(sha256(text.encode()).hexdigest()[:16], entry))
     return units
 
 
@@ -64,7 +63,7 @@ def units_of_all(trainer: Trainer) -> list[list[StateUnit]]:
 
 def digest(names: Iterable[str]) -> str:
     """Return the name of a state, from the names of all units in it."""
-    return sha256("".join(sorted({*names} - {""})).encode()).hexdigest()[:16]
+    return sha256("".join(sorted({*names})).encode()).hexdigest()[:16]
 
 
 class Held(NamedTuple):
@@ -121,45 +120,92 @@ def newest(held: Sequence[Held], transport: Transport) -> CompleteState | None:
 
 
 def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> None:
-    """Fill the state of a trainer, one tensor at a time; collective.
+    """Fill the state of a trainer; collective.
 
-    As a checkpoint does in another layout: state that is "own" is summed, and divided by the replicas.
+    Where the layout is that of the state, each rank gets its own arrays, bit for bit. Else it is filled one tensor
+    at a time, as a checkpoint does in another layout: state that is "own" is summed, and divided by the replicas.
 
     complete  of `newest`, on these ranks
     held      the argument of `newest`
     """
+    facts = complete.facts
+    own = next(
+        (
+            one.units
+            for one in held
+            if (one.of, one.state, one.done) == (facts.of, facts.state, facts.done)
+        ),
+        {},
+    )
+    everyone = units_of_all(trainer)
+    if digest(unit.name for units in everyone for unit in units) == facts.state:
+        _fill_alike(trainer, everyone, complete.holders, own)
+    else:
+        _fill_anew(trainer, complete.holders, own)
+    trainer.replica.restore(facts.scalars)
+
+
+def _fill_alike(
+    trainer: Trainer,
+    everyone: Sequence[Sequence[StateUnit]],
+    holders: Mapping[str, int],
+    own: Mapping[str, tuple[list[Any], Any]],
+) -> None:
+    """Let each rank keep the units that it holds, and get the others from their holders; as in `fill`."""
+    transport, backend = trainer.transport, trainer.backend
+    arrays = [buffer.array for buffer in changed(trainer)]
+    known = transport.gather_text([*own])
+    with transport.recorder.called("state of the living ranks"):
+        tag = transport.claim_tag()
+    for rank, units in enumerate(everyone):
+        for index, unit in enumerate(units):
+            holder = rank if unit.name in known[rank] else holders[unit.name]
+            if transport.rank not in (rank, holder):
+                continue
+            values = unit.empty()
+            if transport.rank == holder:
+                values[:] = backend.to_host(own[unit.name][1][:])
+            if holder != rank and transport.rank == holder:
+                transport.send(values, rank, tag)
+            elif holder != rank:
+                transport.recv(values, holder, tag)
+            if transport.rank == rank:
+                arrays[index][:] = backend.from_host(values)
+
+
+def _fill_anew(
+    trainer: Trainer, given_by: Mapping[str, int], own: Mapping[str, tuple[list[Any], Any]]
+) -> None:
+    """Fill another layout than that of the state, whose "bound" arrays begin anew; as in `fill`."""
     backend, world, me = trainer.backend, trainer.grid.world, trainer.transport.rank
-    facts, giving = complete.facts, dict[str, tuple[list[Any], Any]]()
-    for one in held:
-        if (one.of, one.state, one.done) == (facts.of, facts.state, facts.done):
-            giving = {
-                name: unit for name, unit in one.units.items() if complete.holders[name] == me
-            }
-    arrays = [array for _, array in giving.values()]
-    everyone = trainer.transport.gather_text([entry for entry, _ in giving.values()])
+    giving = [
+        (entry, array)
+        for name, (entry, array) in own.items()
+        if given_by[name] == me and entry[1] != "bound"
+    ]
+    arrays = [array for _, array in giving]
+    everyone = trainer.transport.gather_text([entry for entry, _ in giving])
     holders = defaultdict[tuple[str, str], list[tuple[int, HeldRegion]]](list)
     for rank, entries in enumerate(everyone):
         for region in holdings({"kept": entries, "tensors": []}):
             holders[region.name, region.part.tensor].append((rank, region))
-    trainer.sync_parameters()
     kept = trainer.replica.state()
     wanted = defaultdict[tuple[str, str], list[HeldRegion]](list)
     for region in holdings(described(trainer.storage, kept)):
         wanted[region.name, region.part.tensor].append(region)
     for key, sources in holders.items():
-        own = [(region, np.zeros(region.part.length, region.dtype)) for region in wanted[key]]
+        regions = [(region, np.zeros(region.part.length, region.dtype)) for region in wanted[key]]
         for rank, source in sources:
             values = np.empty(source.part.length, source.dtype)
             if rank == me:
                 values[:] = taken(arrays[source.number], source, backend)
             world.broadcast(values, rank)
-            for region, elements in own:
+            for region, elements in regions:
                 _place(elements, region, values, source)
-        for region, elements in own:
+        for region, elements in regions:
             if region.kind == "own":
                 elements /= trainer.grid.axes.copies
             put(kept[region.number].array, region, elements, backend)
-    trainer.replica.restore(facts.scalars)
 
 
 def _place(
@@ -222,7 +268,7 @@ class NeighbourCopies:
             [
                 index
                 for index, unit in enumerate(everyone[rank])
-                if holders[unit.name] == 1 and unit.name
+                if holders[unit.name] == 1
             ]
             for rank in (me, self._source)
         )
@@ -249,5 +295,5 @@ class NeighbourCopies:
             *zip(self._units, copies, strict=True),
             *zip(self._of_source, received, strict=True),
         ]
-        units = {unit.name: (unit.entry, array) for unit, array in pairs if unit.name}
+        units = {unit.name: (unit.entry, array) for unit, array in pairs}
         self.held.append(Held("copies", self._state, units, done, scalars))

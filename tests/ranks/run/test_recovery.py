@@ -17,7 +17,9 @@ from mpitrain.run import injection, recovery
 from mpitrain.run.loop import Run, train
 from mpitrain.run.recovery import Recovery, check
 from mpitrain.run.trainer import Trainer
-from mpitrain.transport.threads import Gone, run_ranks
+from mpitrain.transport.base import Traffic
+from mpitrain.transport.threads import Gone, ThreadTransport, World, run_ranks
+from mpitrain.transport.windows import Windows
 from tests.processes import SECONDS
 from tests.runs import go, records
 
@@ -40,10 +42,14 @@ def settings(book, monkeypatch):
     ]
 
 
-def survive(ranks, settings, hosts=None):
+def survive(ranks, settings, hosts=None, spares=0):
     config = parse(with_settings({}, settings))
     return run_ranks(
-        ranks, lambda own: train(own, lambda: config).folder, hosts=hosts, outlives=True
+        ranks + spares,
+        lambda own: train(own, lambda: config).folder,
+        hosts=hosts,
+        outlives=True,
+        spares=spares,
     )
 
 
@@ -52,7 +58,7 @@ def kill_together(monkeypatch, ranks, size):
     step, there = Run.step, threading.Barrier(len(ranks), timeout=60)
 
     def dies(run):
-        if (run.transport.size, run.finished) == (size, 5) and run.transport.rank in ranks:
+        if (run.transport.size, run.finished) == (size, 5) and run.transport.number in ranks:
             there.wait()
             raise Gone
         return step(run)
@@ -230,10 +236,42 @@ def test_a_damaged_replica_leaves_as_a_whole(ranks, killed, more, begun, setting
     assert equal_a_fresh_run(tmp_path, settings, step, left)
 
 
+@pytest.mark.parametrize(
+    "ranks, spares, killed, more, begun",
+    [
+        (3, 1, (1,), [], [3, 5, 1, "ranks", None, [[1, 3]]]),
+        (3, 2, (0, 2), [], [3, 5, 2, "ranks", None, [[0, 3], [2, 4]]]),
+        (3, 1, (0, 2), [], [2, 5, 2, "ranks", None, [[0, 3]]]),
+        (3, 1, (0,), ["replication.zero=1", *COPIES], [3, 4, 1, "copies", None, [[0, 3]]]),
+        (3, 1, (2,), ["replication.zero=2", *COPIES], [3, 4, 1, "copies", None, [[2, 3]]]),
+        (3, 1, (1,), ["replication.zero=3", "checkpoint.every=2"], [3, 4, 1, "checkpoint", None, [[1, 3]]]),
+        (3, 1, (1,), ["replication.wire=powersgd", F32, *COPIES], [3, 4, 1, "copies", None, [[1, 3]]]),
+        (3, 1, (2,), ["replication.mode=server", *COPIES], [3, 4, 1, "copies", None, [[2, 3]]]),
+        (4, 1, (2,), ["layout.tp=2"], [4, 5, 1, "ranks", None, [[2, 4]]]),
+        (2, 1, (1,), ["layout.pp=2", "batch.micro_batches=2", *COPIES], [2, 4, 1, "copies", None, [[1, 2]]]),
+        (4, 1, (0, 2, 3), ["layout.cp=2"], [2, 5, 3, "ranks", None, [[0, 4]]]),
+        (4, 0, (0, 3), ["layout.tp=2"], [2, 5, 2, "ranks", None, [[0, 2]]]),
+    ],
+)
+def test_spares_take_the_places_of_lost_ranks_and_the_losses_stay_bitwise(
+    ranks, spares, killed, more, begun, settings, tmp_path, monkeypatch
+):
+    settings = [*settings, "model.heads=2", *more]
+    alone = tmp_path / "alone"
+    survive(ranks, [*settings, f"run.out={alone / 'run'}"], spares=spares)
+    kill_together(monkeypatch, killed, ranks)
+    survive(ranks, settings, spares=spares)
+    (resumed,) = [r for r in records(tmp_path) if r.get("event") == "resume"]
+    assert [*restarts(tmp_path)[-1], resumed.get("replaced")] == begun
+    same, own = losses(alone), losses(tmp_path)
+    last = 10 if begun[0] == ranks else begun[1] + 1  # Fewer ranks sum in another order.
+    assert [own[step] for step in range(1, last)] == [same[step] for step in range(1, last)]
+
+
 def test_without_a_whole_replica_the_run_ends_with_the_reason(settings, tmp_path, monkeypatch):
-    kill_together(monkeypatch, (0, 3), 4)
+    kill_together(monkeypatch, (0, 1, 3), 4)
     with pytest.raises(
-        PeerLost, match=r"No replica is whole .* tp 2 x pp 1 .* 2 are left"
+        PeerLost, match=r"No replica is whole .* tp 2 x pp 1 .* 1 are left"
     ) as error:
         survive(4, [*settings, "layout.tp=2", "model.heads=2"])
     assert error.value.agreed and "--resume=auto" in str(error.value)
@@ -300,7 +338,7 @@ def test_a_run_that_cannot_lose_a_rank_is_refused(keys, settings, tmp_path):
 
 def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
     config = parse(with_settings({}, settings))
-    ranks = SimpleNamespace(needs_all="MPI X cannot lose a rank; Take MPI Y", size=3)
+    ranks = SimpleNamespace(needs_all="MPI X cannot lose a rank; Take MPI Y", size=3, spares=0)
     with pytest.raises(ConfigError, match=r"but MPI X cannot lose a rank\.\nTake MPI Y\."):
         check(config, ranks)
     ranks.needs_all, ranks.size = "", 1
@@ -308,27 +346,15 @@ def test_ranks_that_need_each_other_are_refused_with_the_reason(settings):
         check(config, ranks)
 
 
-def test_a_rank_revokes_nothing_before_all_know_which_ranks_leave(settings):
-    """Else a fast rank hides from a slow one that it is to leave, for ever."""
-    calls, replicas = [], iter([[[0]] * 2 + [[1]], [[0]] * 2])
-    ranks = SimpleNamespace(needs_all="", size=4, rank=1, hosts="aa")
-    config = parse(with_settings({}, [*settings, "layout.tp=2", "model.heads=2"]))
-    own = Recovery(config, ranks)
-    for name in ("survivors", "barrier"):
-        setattr(ranks, name, lambda name=name: calls.append(name))
-    ranks.gather_text = lambda value: [["", False, [*one]] for one in next(replicas)]
-    assert own._connected()[1] == 1
-    assert calls == ["survivors", "barrier", "survivors"]
-
-
 def test_a_recovery_that_takes_too_long_ends_the_job(settings):
     said, ended = [], threading.Event()
-    ranks = SimpleNamespace(needs_all="", size=3, rank=2, hosts="aa")
+    ranks = ThreadTransport(World(3, True), (), range(3), 2, "aaa", Traffic(), Windows())
     waiting = Recovery(parse(with_settings({}, [*settings, "run.recover_seconds=1"])), ranks)
     ranks.abort = lambda text: (said.append(text), ended.set())
-    ranks.survivors = lambda: (ended.wait(SECONDS), setattr(ranks, "size", 2))
-    ranks.gather_text = lambda value: [value, [*value[:2], [1]]]
-    waiting.go_on("a loss")
+    ranks.survivors = lambda: ended.wait(SECONDS)
+    ranks.gather_text = lambda value: [value]
+    with pytest.raises(TrainingError, match="no rank is lost: a loss"):
+        waiting.go_on("a loss")
     assert "run.recover_seconds 1: it was connecting the living ranks." in said[0]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.transport.threads import Gone, run_ranks
-from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING, begin, outlive
+from tests.laws.lost_peers import CALLS, OUTLIVED, OUTLIVING, SPARES, begin, outlive
 
 
 class Dies(Exception):
@@ -56,9 +56,9 @@ def test_a_deadlock_of_living_ranks_is_no_loss():
     assert not isinstance(raised.value, PeerLost)
 
 
-def test_the_living_ranks_go_on_after_each_loss():
+def test_the_living_ranks_go_on_after_each_loss_with_spares_in_the_places_of_lost_ranks():
     def die():
         raise Gone
 
-    seen = run_ranks(OUTLIVING, outlive, die, outlives=True)
+    seen = run_ranks(OUTLIVING, outlive, die, outlives=True, spares=SPARES)
     assert {rank: rows for rank, rows in enumerate(seen) if rows} == OUTLIVED
