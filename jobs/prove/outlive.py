@@ -1,6 +1,7 @@
 """Claim: a run with run.on_failure=continue outlives killed ranks, whichever they are and whenever they die.
 
     python jobs/prove/outlive.py [--jobs 76] [--seed 0]       100 ranks are killed, in the mix of NEEDED
+    python jobs/prove/outlive.py --spares [--jobs 64]         the same with spares, which take their places
     python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine
     python jobs/prove/outlive.py --turns 5                    what a step costs without a loss
 
@@ -10,6 +11,9 @@ another one dies within 0.3 s, while the others recover. A job passes in place i
 without a restart, metrics.jsonl has the end with equal replicas, the losses of each start after a
 loss are those of fresh ranks of that number from that state (float64), no process is left, and no
 rank has to be ended by run.grace. A job and its fresh run take 8 s on two idle cores.
+
+With --spares a job is one of MODES and WAYS. If no loss was without a spare, all losses must be bitwise
+those of an undisturbed job. The line of a job has the seconds from a kill to the line of the new start.
 """
 
 import argparse
@@ -117,10 +121,36 @@ COSTS: dict[str, dict] = {
 """Settings whose steps are timed, in turns."""
 
 
-def command(ranks: int, out: Path, settings: dict, *more: str) -> list[str]:
+def command(ranks: int, out: Path, settings: dict, *more: str, spares: int = 0) -> list[str]:
     words = [f"--set={key}={value}" for key, value in {**SETTINGS, **settings}.items()]
-    launch = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks), "--fault-tolerant"]
+    launch = [sys.executable, "-m", "mpitrain", "launch", "-n", str(ranks + spares)]
+    launch += ["--fault-tolerant", *([f"--spares={spares}"] if spares else [])]
     return [*launch, "--", "train", "--out", str(out), *words, *more]
+
+
+COPIED = {"run.copies_every": 2, "checkpoint.every": 4}
+MODES: tuple[tuple[str, int, dict], ...] = (
+    ("dp", 3, {}),
+    ("ZeRO 1", 3, {"replication.zero": 1, **COPIED}),
+    ("tp 2", 4, {"layout.tp": 2}),
+    ("ZeRO 2", 3, {"replication.zero": 2, **COPIED}),
+    ("pp 2", 4, {"layout.pp": 2, "batch.micro_batches": 2}),
+    ("ZeRO 3", 3, {"replication.zero": 3, **COPIED}),
+    ("cp 2", 4, {"layout.cp": 2}),
+    ("tp 2, one replica", 2, {"layout.tp": 2, **COPIED}),
+)
+"""(name, ranks with a place, settings) of the jobs with spares."""
+WAYS: tuple[tuple[str, int], ...] = (
+    ("any rank", 1),
+    ("two at once", 2),
+    ("during recovery", 2),
+    ("rank 0", 1),
+    ("a save", 1),
+    ("a spare, then a rank", 2),
+    ("one after the other", 2),
+    ("without a spare", 0),
+)
+"""(what is killed, spares)."""
 
 
 def ranks_of(out: Path) -> dict[int, int]:
@@ -265,6 +295,117 @@ def job(seed: int, folder: Path, **other: object) -> tuple[bool, bool, list[tupl
     return not problem, in_place, log, text + (f"; UNEQUAL: {problem}" if problem else "")
 
 
+def told(out: Path) -> dict[int, float]:
+    """Return {step: loss} of a run, with the losses that a rank noted for a lost one."""
+    logged = [r for r in records(out) if r.get("event", "resume") == "resume"]
+    return {r["step"]: r["loss"] for r in logged if r.get("loss") is not None}
+
+
+def undisturbed(
+    ranks: int, settings: dict, cached: dict[str, dict[int, float]]
+) -> dict[int, float]:
+    key = json.dumps([ranks, settings])
+    if key not in cached:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "run"
+            words = command(ranks, out, settings, spares=1)
+            subprocess.run(words, check=True, capture_output=True, timeout=LIMIT)
+            cached[key] = told(out)
+    return cached[key]
+
+
+def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float, str]:
+    """Run one job with spares; return whether it is good, its kills, the longest recovery, and what happened."""
+    dice, out = random.Random(seed), folder / "run"
+    mode, ranks, settings = MODES[seed % len(MODES)]
+    way, spares = WAYS[(seed + seed // len(MODES)) % len(WAYS)]
+    if ranks == 2 and way in ("two at once", "during recovery", "without a spare"):
+        mode, ranks = f"{mode} twice", 4
+    same, inject, kills = undisturbed(ranks, settings, cached), {}, list[tuple[int, float]]()
+    if way == "a save":
+        inject = {"run.inject": f"kill:{dice.randrange(ranks)}@{4 * dice.randint(1, 10)}:save"}
+    with (folder / "errors").open("w+") as errors:
+        words = command(ranks, out, {**settings, **inject}, spares=spares)
+        running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
+
+        def shot(*chosen: int) -> None:
+            living = ranks_of(out)
+            for number in {*chosen} & {*living}:
+                with suppress(ProcessLookupError):
+                    os.kill(living[number], signal.SIGKILL)
+                    kills.append((number, time.time()))
+
+        def resumed(times: int) -> bool:
+            while running.poll() is None and time.monotonic() < until:
+                if sum(r.get("event") == "resume" for r in records(out)) >= times:
+                    return True
+                time.sleep(0.02)
+            return False
+
+        began, until, first = time.monotonic(), time.monotonic() + LIMIT, dice.randrange(ranks)
+        while running.poll() is None and not records(out) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(dice.uniform(0, 2))
+        if way == "a save":
+            resumed(1)
+            kills.append((int(inject["run.inject"].split(":")[1].split("@")[0]), 0.0))
+        elif way == "two at once":
+            shot(*dice.sample(range(ranks), 2))
+        elif way == "a spare, then a rank":
+            shot(ranks + dice.randrange(2))
+            time.sleep(dice.uniform(0, 0.5))
+            shot(first)
+        else:
+            shot(0 if way == "rank 0" else first)
+        if way == "during recovery":
+            time.sleep(dice.uniform(0, 1.5))
+            shot((first + 1) % ranks)
+        elif way == "one after the other" and resumed(1):
+            time.sleep(dice.uniform(0, 1))
+            shot(ranks)
+        try:
+            code = running.wait(max(1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            running.kill()
+            code = -1
+        left = ranks_of(out)
+        for process in left.values():
+            os.kill(process, signal.SIGKILL)
+        errors.seek(0)
+        said = errors.read()
+    last = records(out)[-1] if records(out) else {}
+    starts = [r for r in records(out) if r.get("event") == "resume"]
+    facts = [(r["step"], r["ranks"], r.get("replaced"), r.get("filled_from")) for r in starts]
+    times = [r["time"] - max((at for _, at in kills if at < r["time"]), default=0) for r in starts]
+    longest = max([one for one in times if one < 1e6], default=0.0)
+    text = f"{mode}, {way}: killed {[number for number, _ in kills]} -> {facts}, {longest:.1f} of {time.monotonic() - began:.0f} s"
+    is_good = not code and last.get("event") == "end" and last["replicas_equal"] and not left
+    is_good = is_good and "starting it again" not in said
+    if not is_good:
+        return False, len(kills), longest, f"{text}; exit code {code}, left {left}: {said[-600:]}"
+    if all(r["ranks"] == ranks for r in starts):
+        wrong = [step for step, loss in same.items() if told(out).get(step) != loss]
+        text += "; bitwise" if not wrong else f"; OTHER LOSSES in steps {wrong}"
+        return not wrong, len(kills), longest, text
+    problem = unequal(starts[-1]["ranks"], out, settings)
+    return not problem, len(kills), longest, text + (f"; UNEQUAL: {problem}" if problem else "")
+
+
+def all_with_spares(seeds: range) -> bool:
+    cached, kills, longest, good, began = dict[str, dict[int, float]](), 0, [], 0, time.monotonic()
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            is_good, killed, seconds, text = with_spares(seed, Path(folder), cached)
+        kills, good = kills + killed, good + is_good
+        longest.append(seconds)
+        print(f"seed {seed}: {'passed' if is_good else 'FAILED'}: {text}", flush=True)
+    print(
+        f"{len(seeds)} jobs with {kills} kills in {time.monotonic() - began:.0f} s: {good} passed; from a kill to the next "
+        f"start {median(longest):.1f} s, at most {max(longest):.1f} s"
+    )
+    return good == len(seeds)
+
+
 def busy(load: int, minutes: float) -> bool:
     """Train beside `load` busy processes; return whether no rank was declared dead."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
@@ -326,8 +467,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, usual in (("jobs", 76), ("seed", 0), ("load", 0), ("minutes", 20), ("turns", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--spares", action="store_true")
     asked = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader of the lines may have enough.
+    if asked.spares:
+        sys.exit(not all_with_spares(range(asked.seed, asked.seed + asked.jobs)))
     if asked.load:
         sys.exit(not busy(asked.load, asked.minutes))
     if asked.turns:

@@ -4,7 +4,8 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ STALL_SECONDS = 600.0
 """Seconds in which the ranks must connect, unless the configuration sets run.stall_seconds."""
 MOST = 10**6
 """Upper limit of options that count something."""
+TRAINS = "mpitrain.run.recovery"
+"""The module that a spare loads before it waits, as it will need it at once."""
 LONGEST = 1e9
 """Longest timeout, in seconds, that a timer of the operating system accepts."""
 
@@ -70,7 +73,7 @@ def mpi_session(
     # The timer of faulthandler needs no GIL, and exits with code 1.
     faulthandler.dump_traceback_later(min(seconds, LONGEST), exit=True, file=2)
     with (recorder or SILENT).pausing(CONNECTING):
-        transport: Transport = join_world(thread_level)
+        transport: Transport = join_world(thread_level, partial(import_module, TRAINS))
     if recorder:
         transport.record(recorder)
     faulthandler.cancel_dump_traceback_later()

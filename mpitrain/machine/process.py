@@ -126,7 +126,9 @@ def spares() -> tuple[int, bool] | None:
 def is_spare() -> bool:
     """Return whether this rank waits until another one is lost."""
     own, (number, is_per_host) = launched(), spares() or (0, False)
-    return own.local_rank + number >= own.local_size if is_per_host else own.rank + number >= own.size
+    return (
+        own.local_rank + number >= own.local_size if is_per_host else own.rank + number >= own.size
+    )
 
 
 def ranks_here() -> int:

@@ -18,7 +18,14 @@ from mpitrain import __version__
 from mpitrain.config import Config
 from mpitrain.config import Run as RunKeys
 from mpitrain.data import Prefetched, Source, amounts, bits_per_byte
-from mpitrain.errors import CheckpointError, ConfigError, MpitrainError, PeerLost, TrainingError, say
+from mpitrain.errors import (
+    CheckpointError,
+    ConfigError,
+    MpitrainError,
+    PeerLost,
+    TrainingError,
+    say,
+)
 from mpitrain.files import mend
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.process import gpu_identities, own_id

@@ -180,14 +180,7 @@ class Recovery:
             # replication.shard=host needs hosts with equally many ranks.
             replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
-            words = [f"{len(lost)} of {len(before)} ranks are lost"]
-            words += [f"{left} leave with their replica"] * bool(left)
-            if replaced:
-                named = ", ".join(str(rank) for rank, _ in replaced)
-                words.append(f"spares take the place(s) of rank {named}, and {self._root.spares} wait")
-            elif len(self._root.history[0]) < self._root.at_start:
-                words.append("no spare is left")
-            print("; ".join([*words, f"{size} go on"]), file=sys.stderr)
+            print(_said(len(lost), len(before), left, replaced, self._root), file=sys.stderr)
         if self._folder:
             run = run.model_copy(update={"out": self._folder})
             if self._root.rank == 0:
@@ -231,7 +224,7 @@ class Recovery:
         self.over()
         self._own, self._copied, self._source = [], [], None
         gc.collect()
-        if self._root.await_place() is not None:
+        if not self._root.await_place():
             self._root.end_rank("")
         self._root.joins = False
         self._limit("connecting the living ranks")
@@ -284,6 +277,18 @@ class Recovery:
             "Start it again with --resume=auto, or raise run.recover_seconds.",
         )
         self._root.abort(error.named())
+
+
+def _said(lost: int, before: int, left: int, replaced: Sequence[list[int]], root: Transport) -> str:
+    """Return the line that says how the run goes on; arguments as in `Recovery.go_on`."""
+    words = [f"{lost} of {before} ranks are lost"]
+    words += [f"{left} leave with their replica"] * bool(left)
+    if replaced:
+        named = ", ".join(str(rank) for rank, _ in replaced)
+        words.append(f"spares take the place of rank {named}, and {root.spares} wait")
+    elif root.had_spares:
+        words.append("no spare is left")
+    return "; ".join([*words, f"{root.size} go on"])
 
 
 def replica_of(config: Config, rank: int, ranks: int) -> int:

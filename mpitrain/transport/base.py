@@ -32,7 +32,7 @@ SPARE_PAUSE = 0.01
 """The pause between two looks of a rank that waits for a place, in seconds."""
 
 DISMISSAL = 77
-"""The tag of the message that ends a rank without a place; its content is the exit code."""
+"""The tag of the message that ends a rank without a place."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Transport(Protocol):
     """This rank's rank in the whole job at the start, which it keeps."""
     history: Sequence[list[Place]] = ([],)
     """The places at the start, and after each loss."""
-    living: Mapping[int, str] = {}  # noqa: RUF012  nobody changes it
+    living: Mapping[int, str] = {}
     """{number: host} of the ranks that lived after the last loss, with or without a place."""
     is_spare: bool = False
     """Whether this rank has no place: it may only call `await_place`."""
@@ -399,38 +399,31 @@ class Transport(Protocol):
         ]
 
     @property
-    def at_start(self) -> int:
-        """The number of all ranks at the start."""
-        return len(self._hosts)
+    def had_spares(self) -> bool:
+        return len(self.history[0]) < len(self._hosts)
 
     @property
     def spares(self) -> int:
         """The number of ranks that wait for a place, as far as is known: a dead one is missed at the next loss."""
         return len(self.living) - len(self.history[-1])
 
-    def await_place(self) -> int | None:
-        """Wait until this rank has a place, almost without processor time.
+    def await_place(self) -> bool:
+        """Wait until this rank has a place, almost without processor time; return whether it has one.
 
-        Returns
-        -------
-        int or None
-            The exit code with which this rank is to end, since the job is over; None: it has a place.
+        If not, the job is over: rank 0 has said so, or no rank that had a place is left.
         """
-        while self.is_spare:
-            if not self.history[-1]:
-                return 1  # No rank that had a place is left.
-            code = np.zeros(1, np.int32)
+        while self.is_spare and self.history[-1]:
             try:
-                request = self._around.start_recv(code, self._first, DISMISSAL)
+                request = self._around.start_recv(np.zeros(1, np.uint8), self._first, DISMISSAL)
                 self._around.wait_until(request.test, SPARE_PAUSE, request)
-                return int(code[0])
+                return False
             except PeerLost:
                 with suppress(PeerLost):
                     self.survivors()
                 self.joins = not self.is_spare
-        return None
+        return not self.is_spare
 
-    def dismiss_spares(self, exit_code: int = 0) -> None:
+    def dismiss_spares(self) -> None:
         """Let the ranks that wait for a place end; on rank 0, which needs them no more. Raises nothing."""
 
     # What `survivors` needs from an implementation.
@@ -444,7 +437,7 @@ class Transport(Protocol):
     def _connect_living(self) -> "Transport":
         """Forget what `survivors` says, and return a transport over all living ranks. Collective."""
 
-    def _settle(self, around: "Transport", ranks: Sequence[int]) -> None:
+    def _settle(self, around: Any, ranks: Sequence[int]) -> None:
         """Become the transport of these ranks of `around`, in their order; others are spares. Collective."""
 
 

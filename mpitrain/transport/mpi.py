@@ -91,8 +91,13 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
     return transport
 
 
-def join_world(thread_level: str = "serialized") -> MpiTransport:
-    """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together."""
+def join_world(
+    thread_level: str = "serialized", meanwhile: Callable[[], object] = bool
+) -> MpiTransport:
+    """Connect as `connect`, but do not look for ended ranks: for programs whose ranks end together.
+
+    meanwhile  called on a spare before it waits
+    """
     import mpi4py
 
     process.leave_job_of_parent()
@@ -106,11 +111,11 @@ def join_world(thread_level: str = "serialized") -> MpiTransport:
     if transport.size > 1 and sys.excepthook is sys.__excepthook__:
         sys.excepthook = transport.end_by_exception
     if not transport.needs_all:
-        _await_place(transport)
+        _await_place(transport, meanwhile)
     return transport
 
 
-def _await_place(transport: MpiTransport) -> None:
+def _await_place(transport: MpiTransport, meanwhile: Callable[[], object]) -> None:
     """Let a spare wait for a place: it returns when it has one, and exits when the job is over."""
     atexit.register(transport.dismiss_spares)
     if not process.spares():
@@ -123,9 +128,9 @@ def _await_place(transport: MpiTransport) -> None:
     if threading.current_thread() is threading.main_thread():
         # The ranks with a place stop a run, and then dismiss this one.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in process.STOPS}
-    code = transport.await_place()
-    if code is not None:
-        sys.exit(code)
+    meanwhile()
+    if not transport.await_place():
+        sys.exit(0)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -659,7 +664,7 @@ class MpiTransport(Transport):
         self.job = MpiJob(self.MPI)
         return MpiTransport(comm, comm.rank, self.job)
 
-    def _settle(self, around: MpiTransport, ranks: Sequence[int]) -> None:
+    def _settle(self, around: Any, ranks: Sequence[int]) -> None:
         recorder, self.is_spare = self.recorder, around.rank not in ranks
         self._around, self._first = around, ranks[0] if ranks else -1
         place = None if self.is_spare else ranks.index(around.rank)
@@ -671,15 +676,15 @@ class MpiTransport(Transport):
             if recorder.is_on:
                 self.record(Recorder())
 
-    def dismiss_spares(self, exit_code: int = 0) -> None:
+    def dismiss_spares(self) -> None:
         if self.rank or self.is_spare or not self.spares:
             return
-        placed, code = {place.number for place in self.history[-1]}, np.array([exit_code], np.int32)
+        placed, word = {place.number for place in self.history[-1]}, np.zeros(1, np.uint8)
         pending = [rank for rank, number in enumerate(self.living) if number not in placed]
         until = time.monotonic() + ulfm.DISMISSED
         with self.job.lock, suppress(self.MPI.Exception):
             # A send that is only buffered would be lost when this process ends.
-            requests = [self._around.comm.Issend(code, rank, DISMISSAL) for rank in pending]
+            requests = [self._around.comm.Issend(word, rank, DISMISSAL) for rank in pending]
             while requests and time.monotonic() < until:
                 requests = [one for one in requests if not _is_sent(one, self.MPI)]
                 time.sleep(1e-3)

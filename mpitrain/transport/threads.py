@@ -607,7 +607,7 @@ class ThreadTransport(Transport):
         )
         return around
 
-    def _settle(self, around: ThreadTransport, ranks: Sequence[int]) -> None:
+    def _settle(self, around: Any, ranks: Sequence[int]) -> None:
         self._around, self._first = around, ranks[0] if ranks else -1
         around.context = AROUND
         self.is_spare = self.me not in ranks
@@ -618,13 +618,13 @@ class ThreadTransport(Transport):
         hosts = [around.hosts[rank] for rank in ranks]
         self._connect((), range(len(ranks)), ranks.index(self.me), hosts)
 
-    def dismiss_spares(self, exit_code: int = 0) -> None:
+    def dismiss_spares(self) -> None:
         if self.rank or self.is_spare:
             return
         placed = {place.number for place in self.history[-1]}
         for rank, number in enumerate(self.living):
             if number not in placed:
-                self._around.start_send(np.array([exit_code], np.int32), rank, DISMISSAL)
+                self._around.start_send(np.zeros(1, np.uint8), rank, DISMISSAL)
 
 
 def run_ranks(
@@ -682,7 +682,7 @@ def run_ranks(
             transport = ThreadTransport(world, (), range(n), rank, hosts, Traffic(), Windows())
             if spares:
                 transport.set_spares(rank >= n - spares)
-            if transport.await_place() is None:
+            if transport.await_place():
                 results[rank] = function(transport, *args)
                 returned.append(rank)
                 transport.dismiss_spares()

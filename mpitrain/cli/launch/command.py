@@ -164,9 +164,7 @@ SM_NEEDS = process.room_for(16 << 20, 1)
     type=click.IntRange(min=1),
     help="Of these ranks the last SPARES wait, and take the places of ranks that die.",
 )
-@click.option(
-    "--spares-per-host", type=click.IntRange(min=1), help="As --spares, of each host."
-)
+@click.option("--spares-per-host", type=click.IntRange(min=1), help="As --spares, of each host.")
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Print the launcher's command line.")
 @click.argument(
@@ -214,7 +212,7 @@ def command(
                 "Spares are counted in all or on each host, but got --spares and --spares-per-host.",
                 "Leave one of them out.",
             )
-        if waiting.count:
+        if waiting.number:
             check_spares(waiting, ranks, hosts_of(granted, placed), target, fault_tolerant)
         line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
         fullest = ranks_of_fullest(ranks, granted, placed)
@@ -264,26 +262,26 @@ def command(
             say(Screen(), f"starting it again{begins}, on {on}")
             program_words = [*target.words, *again.words]
             placed = placed._replace(hosts=again.hosts)
-            started_ranks = again.ranks + waiting.count
+            started_ranks = again.ranks + waiting.number
             line, settings = command_line(
                 started_ranks, words, program_words, by or "", placed, True
             )
 
 
 class Spares(NamedTuple):
-    """The ranks of a job that wait for the place of a lost one: `count` of each host, or in all."""
+    """The number of ranks of a job that wait for the place of a lost one: of each host, or in all."""
 
-    count: int
+    number: int
     is_per_host: bool
 
     @property
     def words(self) -> list[str]:
         """The options of Python by which a rank knows whether it waits."""
         of = "/host" * self.is_per_host
-        return ["-X", f"{process.SPARES}={self.count}{of}"] if self.count else []
+        return ["-X", f"{process.SPARES}={self.number}{of}"] if self.number else []
 
     def in_all(self, hosts: int) -> int:
-        return self.count * hosts if self.is_per_host else self.count
+        return self.number * hosts if self.is_per_host else self.number
 
 
 def check_spares(
@@ -293,7 +291,7 @@ def check_spares(
     option = "--spares-per-host" if spares.is_per_host else "--spares"
     if not fault_tolerant:
         raise ConfigError(
-            f"Spares take the places of lost ranks, but without --fault-tolerant a lost rank ends the job; {option} is {spares.count}.",
+            f"{option} {spares.number} needs ranks that outlive a lost one, but without --fault-tolerant it ends the job.",
             "Add --fault-tolerant.",
         )
     if spares.in_all(hosts) >= ranks:

@@ -265,11 +265,7 @@ class NeighbourCopies:
         holders = Counter(unit.name for units in everyone for unit in units)
         self._units = everyone[me]
         self._alone, theirs = (
-            [
-                index
-                for index, unit in enumerate(everyone[rank])
-                if holders[unit.name] == 1
-            ]
+            [index for index, unit in enumerate(everyone[rank]) if holders[unit.name] == 1]
             for rank in (me, self._source)
         )
         self._of_source = [everyone[self._source][index] for index in theirs]
