@@ -378,7 +378,8 @@ def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float
     facts = [(r["step"], r["ranks"], r.get("replaced"), r.get("filled_from")) for r in starts]
     times = [r["time"] - max((at for _, at in kills if at < r["time"]), default=0) for r in starts]
     longest = max([one for one in times if one < 1e6], default=0.0)
-    text = f"{mode}, {way}: killed {[number for number, _ in kills]} -> {facts}, {longest:.1f} of {time.monotonic() - began:.0f} s"
+    seconds, numbers = time.monotonic() - began, [number for number, _ in kills]
+    text = f"{mode}, {way}: killed {numbers} -> {facts}, {longest:.1f} of {seconds:.0f} s"
     is_good = not code and last.get("event") == "end" and last["replicas_equal"] and not left
     is_good = is_good and "starting it again" not in said
     if not is_good:
