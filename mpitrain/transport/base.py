@@ -28,7 +28,7 @@ FIRST_CLAIMED_TAG = 1 << 14
 LONGEST_PAUSE = 1e-3
 """The longest pause of a wait between two looks, in seconds."""
 
-SPARE_PAUSE = 0.01
+SPARE_PAUSE = 0.02
 """The pause between two looks of a rank that waits for a place, in seconds."""
 
 DISMISSAL = 77

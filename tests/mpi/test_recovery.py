@@ -39,6 +39,15 @@ def test_a_death_before_the_first_step_is_a_restart(tmp_path):
     assert "done: parameters bitwise equal" in done.stdout
 
 
+def test_a_spare_takes_the_place_of_rank_0_and_speaks_for_it(tmp_path):
+    keys = sets(run__on_failure="continue", run__inject="kill:0@2")
+    words = ["train", *TINY, *keys, "--out", str(tmp_path / "run")]
+    done = mpitrain("launch", "-n", 3, "--spares", 1, "--fault-tolerant", "--", *words)
+    assert done.returncode == 0 and "starting it again" not in done.stderr, done.stderr
+    assert "spares take the place of rank 0, and 0 wait; 2 go on" in done.stderr
+    assert "done: parameters bitwise equal on all ranks" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_launched_run_outlives_its_rank_0_and_a_second_rank(tmp_path):
     spec = importlib.util.spec_from_file_location("outlive", JOB)

@@ -295,6 +295,27 @@ def test_what_cannot_start_fault_tolerant_ranks_is_refused(family, version, by, 
         launch_command.check_fault_tolerant(launch_command.Mpi(family, version), by)
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("-n 3 --spares 1 -- train", "--spares 1 needs ranks that outlive a lost one"),
+        (
+            "-n 2 --spares 2 --fault-tolerant -- train",
+            "2 rank(s) cannot have 2 spare(s) among them",
+        ),
+        ("--hosts a:2,b:2 --spares-per-host 2 --fault-tolerant -- train", "cannot have 4 spare(s)"),
+        ("-n 3 --spares 1 --fault-tolerant -- bench all-reduce", "but the command is bench"),
+        ("-n 9 --spares 1 --spares-per-host 1 --fault-tolerant -- train", "in all or on each host"),
+        ("-n 3 --spares 1 --fault-tolerant --launcher srun -- train", "srun cannot start"),
+    ],
+)
+def test_spares_that_could_not_take_a_place_are_refused(words, why, monkeypatch):
+    mpi = launch_command.Mpi("Open MPI", "Open MPI v5.0.11")
+    monkeypatch.setattr(launch_command, "library", lambda: mpi)
+    done = CliRunner().invoke(commands, ["launch", "--dry-run", *words.split()])
+    assert done.exit_code == 2 and why in done.stderr, done.stderr
+
+
 def test_mpich_gets_what_the_machine_needs(monkeypatch):
     assert line_for(monkeypatch, "MPICH", 2) == ("mpiexec -n 2", {})
     crowded = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
