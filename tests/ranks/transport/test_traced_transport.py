@@ -104,7 +104,7 @@ def test_a_trace_starts_early_and_moves_into_the_run_directory(monkeypatch, tmp_
     said = []
 
     def begin(own):
-        def connect(thread_level):
+        def connect(thread_level, meanwhile):
             said.append(CliRunner().invoke(commands, ["report", str(left()[0])]).output)
             shutil.rmtree(left()[0] / "report")
             return own
