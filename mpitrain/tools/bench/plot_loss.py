@@ -97,6 +97,8 @@ def points(
 ) -> list[tuple[float, float]]:
     """Return (x, loss) of every record with a finite loss; a missing x is interpolated over steps.
 
+    The last training loss of a leg is left out, unless it keeps the pace of the others.
+
     The time of a validation loss is the end of the training step before it, if a record has this
     step. Otherwise it is the end of the evaluation minus `eval_s`, which records of older versions
     lack.
@@ -112,11 +114,9 @@ def points(
             places.append(float(record[name]))
     if len(places) == 1:
         return []
-    drawn = [
-        record
-        for record in records
-        if is_number(record.get(field)) and is_number(record.get("step"))
-    ]
+    drawn = [record for record in records if _is_of(field, record)]
+    ends = _ends_of_legs(records) if field == "loss" else set()
+    drawn = [record for record in drawn if record["step"] not in ends]
     if field == "val_loss" and over == "time":
         trained = {
             record["step"]: record[name]
@@ -131,6 +131,27 @@ def points(
         for record in drawn
     ]
     return list(zip(at, (float(record[field]) for record in drawn), strict=True))
+
+
+def _is_of(field: str, record: Mapping[str, Any]) -> bool:
+    return is_number(record.get(field)) and is_number(record.get("step"))
+
+
+def _ends_of_legs(records: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """Return the last step of each leg of a run, if its distances to the losses beside it differ.
+
+    Such a loss would be a kink: the others are run.log_every steps apart, and this one is noise at
+    another pace.
+    """
+    ends, steps, leg = set[Any](), list[Any](), -1
+    for record in records:
+        if record.get("event") == "resume":
+            leg = len(steps) - 1
+        elif _is_of("loss", record):
+            steps.append(record["step"])
+            if leg == len(steps) - 2 > 0 and steps[-1] - steps[-2] != steps[-2] - steps[-3]:
+                ends.add(steps[-2])
+    return ends
 
 
 def _when_trained(record: Mapping[str, Any], trained: Mapping[Any, float]) -> Any:

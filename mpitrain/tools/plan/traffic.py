@@ -224,7 +224,10 @@ def table_of_totals(collective: Collective) -> list[str]:
             f"h = {several(x.h, 'host')}",
             f"k = {x.k} and g = {x.g} ranks on the smallest and the largest host",
         ]
-    return [*lines, f"where {', '.join(letters)}"]
+    lines += [f"where {', '.join(letters)}"]
+    if not formula:
+        lines += [f"-: no formula is known for {shown(collective.algorithm)}; its messages were counted"]
+    return lines
 
 
 def amount(number: float | Fraction) -> str:

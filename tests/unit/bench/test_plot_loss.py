@@ -89,6 +89,16 @@ def test_runs_of_one_folder_have_it_as_their_title(runs, folder):
     assert shared_folder(runs) == folder
 
 
+def test_a_run_in_legs_has_no_kink_where_they_join():
+    legs = [(10, 20, 30, 33), (40, 50), (60, 61)]
+    lines = [
+        line
+        for leg in legs
+        for line in ({"event": "resume", "step": 0}, *({"step": n, "loss": 1.0} for n in leg))
+    ]
+    assert [step for step, _ in points(lines, "loss", "steps")] == [10, 20, 30, 40, 50, 60, 61]
+
+
 def test_odd_records_are_no_points():
     odd = [
         {"step": "x", "loss": 1.0},

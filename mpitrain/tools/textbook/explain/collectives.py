@@ -67,7 +67,13 @@ def record(
         frames,
         [
             CountedFormula(
-                "bytes that the busiest rank sends",
+                Sentence(
+                    "bytes that the busiest rank sends (S is {size:,}: {n} chunks of {count:,} float64, for {symbols} symbols)",
+                    size=nbytes,
+                    n=n,
+                    count=per_chunk,
+                    symbols=symbols.size,
+                ),
                 max(frames[-1].sent),
                 formula.busiest,
                 float(busiest * nbytes),
