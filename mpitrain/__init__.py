@@ -9,11 +9,12 @@ ranks     ranks: connect all ranks of a job, and end it if one raises;
 reduce    Group, bind: all-reduce arrays of your own with the algorithms of mpitrain
 model     Plain: constructors of layers; Unit, Sequential, Residual: the elements of a model;
           normal: an initializer of weights; ops_for: the operations of a kind of device;
-          gpt, mlp: whole networks;
+          gpt, llama, bert, mlp, cnn: whole networks;
           ColumnParallelLinear, RowParallelLinear: tensor-parallel linear layers, as in Megatron-LM
-train     parse: make a Config from tables; Trainer: the training step over a list of units;
-          build: make a whole run from its Config; train: a run with its files, as
-          `mpitrain train`; Watcher: an observer of a run;
+train     train: a whole run with its files, as `mpitrain train`; load: open the directory of a
+          run, which then writes text and is evaluated; Watcher: an observer of a run;
+          parse: make a Config from tables; build: make its model and data;
+          Trainer: the training step over a list of units;
           replicas_equal: compare the parameters of all replicas bit by bit;
           Replicated: average the gradients of your own training loop
 teach     learn: explanations, claims and exercises for a notebook, as `mpitrain learn`
@@ -35,18 +36,22 @@ if TYPE_CHECKING:
     from mpitrain.layers.compose import Sequential as Sequential
     from mpitrain.layers.initial import normal as normal
     from mpitrain.layers.plain import Plain as Plain
+    from mpitrain.models.bert import bert as bert
+    from mpitrain.models.classifiers import cnn as cnn
     from mpitrain.models.classifiers import mlp as mlp
     from mpitrain.models.gpt import gpt as gpt
+    from mpitrain.models.llama import llama as llama
     from mpitrain.ops.device import ops_for as ops_for
     from mpitrain.parallel.replicated import Replicated as Replicated
     from mpitrain.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
     from mpitrain.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
     from mpitrain.run.build import build as build
     from mpitrain.run.choices import parse as parse
-    from mpitrain.run.loop import train as train
     from mpitrain.run.replicas import replicas_equal as replicas_equal
     from mpitrain.run.trainer import Trainer as Trainer
     from mpitrain.run.watcher import Watcher as Watcher
+    from mpitrain.run.whole import load as load
+    from mpitrain.run.whole import train as train
     from mpitrain.tools.textbook import learn as learn
     from mpitrain.transport.mpi import connect as connect
     from mpitrain.transport.mpi import from_communicator as from_communicator
@@ -78,12 +83,16 @@ _HOMES = {
     "Trainer": "run.trainer",
     "Unit": "layers.base",
     "Watcher": "run.watcher",
+    "bert": "models.bert",
     "bind": "collectives.group",
     "build": "run.build",
+    "cnn": "models.classifiers",
     "connect": "transport.mpi",
     "from_communicator": "transport.mpi",
     "gpt": "models.gpt",
     "learn": "tools.textbook",
+    "llama": "models.llama",
+    "load": "run.whole",
     "mlp": "models.classifiers",
     "normal": "layers.initial",
     "ops_for": "ops.device",
@@ -91,7 +100,7 @@ _HOMES = {
     "ranks": "transport.mpi",
     "replicas_equal": "run.replicas",
     "run_ranks": "transport.threads",
-    "train": "run.loop",
+    "train": "run.whole",
 }
 """The module of each public name, for `__getattr__`; type checkers read the imports above."""
 

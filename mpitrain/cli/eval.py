@@ -69,39 +69,25 @@ def _held_out(
 ) -> tuple[str, dict[str, Any], bool]:
     """Return the line to print, the numbers of --json, and whether the loss is finite."""
     from mpitrain.cli.terminal.progress import nats
-    from mpitrain.cli.terminal.progress import perplexity as perplexity_of
-    from mpitrain.data import bits_per_byte
     from mpitrain.run.build import open_run
-    from mpitrain.run.inference import evaluated_rows
+    from mpitrain.run.whole import evaluated
 
     job = open_run(transport, run, configured, best=best)
-    config = job.trainer.config
-    evaluation = job.trainer.evaluate(job.data)
-    assert evaluation is not None  # `evaluate` returns None only after a stop request
-    loss, accuracy = evaluation
-    bits = bits_per_byte(job.data, loss)
-    rows = evaluated_rows(config.run, job.data)
-    found = {"accuracy": accuracy}
-    if math.isnan(accuracy):
-        from mpitrain.run.predictions import errors
-
-        found = errors(job, [row * job.data.held_out // rows for row in range(rows)])
+    config, found = job.trainer.config, evaluated(job)
+    held_out = config.data.validation
+    where = held_out if ":" in held_out else config.data.source
+    numbers = {"run": str(run), "step": job.step, "data": where} | found
+    loss, bits, rows, of = (
+        found.pop(name) for name in ("loss", "bits_per_byte", "rows", "held_out_rows")
+    )
+    perplexity = f", perplexity {found.pop('perplexity'):.4g}" if "perplexity" in found else ""
     shown = ", ".join(
         f"{name} {value:.1%}" if name == "accuracy" else f"{name.upper()} {value:.6g}"
         for name, value in found.items()
     )
     unit = f"{loss:.4f}" if "mse" in found else nats(loss, bits)
-    held_out = config.data.validation
-    where = held_out if ":" in held_out else config.data.source
-    numbers: dict[str, Any] = {"run": str(run), "step": job.step, "data": where, "loss": loss}
-    perplexity = ""
-    if job.data.form == "tokens":
-        numbers["perplexity"] = perplexity_of(loss)
-        perplexity = f", perplexity {numbers['perplexity']:.4g}"
-    numbers |= {"bits_per_byte": bits, **found, "rows": rows, "held_out_rows": job.data.held_out}
-    of_rows = f"({rows} of {job.data.held_out} held-out rows)"
     at = f"{_named(run, job.step)} on {visible(where)}"
-    line = f"{at}: validation loss {unit}{perplexity}, {shown} {of_rows}"
+    line = f"{at}: validation loss {unit}{perplexity}, {shown} ({rows} of {of} held-out rows)"
     return line, numbers, math.isfinite(loss)
 
 

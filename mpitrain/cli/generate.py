@@ -110,56 +110,29 @@ def command(
         from mpitrain.run.generate import (
             PromptRequest,
             Sampling,
-            asked_alone,
-            check_room,
-            check_writes,
             continued,
-            encoded,
             end_of_turn,
-            ends_of,
-            last_document,
+            prompted,
             read_prompts,
-            separator_of,
-            stop_bytes,
-            tokenizer_of_run,
         )
-        from mpitrain.run.run_dir import is_run
-        from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
         trainer, source, _ = open_run(transport, run, configured, needs_data=False, best=best)
-        config = trainer.config
-
-        def opened() -> tuple[Any, list[int]]:
-            tokenizer = tokenizer_of_run(run, config.data)
-            return tokenizer, [] if ignore_eos else ends_of(tokenizer, config.data, run)
-
-        tokenizer, ends = on_all_ranks(transport, opened)
-
-        def read() -> list[tuple[str, list[int]]]:
-            check_writes(config.model.kind)
-            for stop in stops:
-                stop_bytes(stop, tokenizer)
-            if transport.rank:
-                return []  # A file may differ on another host.
-            texts = [*prompt_texts, *(read_prompts(file) if file else [])]
-            if is_chat:
-                prompts = asked_alone(tokenizer, config.data, texts, run)
-            else:
-                reading = tokenizer, source.inputs, config.data.template, is_run(run)
-                prompts = [(text, encoded(text, *reading)) for text in texts or ["\n"]]
-            if past_context == "stop":
-                separator = separator_of(config.data)
-                documents = [last_document(tokens, separator) for _, tokens in prompts]
-                check_room(documents, config.model.context)
-            return prompts
-
-        prompts = from_all_ranks(transport, read)[0]
+        config, cuts = trainer.config, past_context == "cut"
+        tokenizer, prompts, ends = prompted(
+            trainer,
+            source.inputs,
+            run,
+            lambda: [*prompt_texts, *(read_prompts(file) if file else [])],
+            stops,
+            cuts,
+            ignore_eos,
+            is_chat,
+        )
         if config.data.template and not is_chat and transport.rank == 0:
             note = f"note: {run} has a template of conversations, in which --chat puts a prompt; `mpitrain chat` talks"
             click.echo(visible(note), err=True)
         sampling = Sampling(temperature, top_k, top_p)
         turn = end_of_turn(config.data) * (is_chat and not ignore_eos)
-        cuts = past_context == "cut"
         request = PromptRequest(sampling, seed, count, [*stops, *turn], cuts, ends)
         written = continued(trainer, tokenizer, [tokens for _, tokens in prompts], batch, request)
         write = _lines if as_json else _streamed if len(prompts) == 1 else _blocks

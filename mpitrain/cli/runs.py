@@ -65,8 +65,9 @@ def metrics(runs: tuple[Path, ...], is_csv: bool) -> None:
 
     A run that is still going on is shown up to its last line of metrics.jsonl.
     """
+    from mpitrain.run.metrics import joined
     from mpitrain.run.run_dir import metrics_of
-    from mpitrain.tools.report.metrics_table import joined, print_columns, write_csv
+    from mpitrain.tools.report.metrics_table import print_columns, write_csv
 
     rows = [row for run in runs for row in joined(str(run), metrics_of(run))]
     (write_csv if is_csv else print_columns)(rows, sys.stdout)

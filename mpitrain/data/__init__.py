@@ -20,6 +20,7 @@ from mpitrain.data.source import Targets as Targets
 from mpitrain.data.source import Unopened as Unopened
 from mpitrain.data.source import amounts as amounts
 from mpitrain.data.source import bits_per_byte as bits_per_byte
+from mpitrain.data.source import perplexity as perplexity
 from mpitrain.data.source import rows_of_epoch as rows_of_epoch
 from mpitrain.data.source import targets_of as targets_of
 from mpitrain.data.source import zeros as zeros

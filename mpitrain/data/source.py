@@ -210,6 +210,10 @@ def bits_per_byte(source: Source | Unopened, nats: float) -> float | None:
     return nats / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
+def perplexity(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
 def targets_of(source: Source | Unopened) -> Targets:
     """Return what the targets of a source are: classes, unless it has another attribute `targets`."""
     return getattr(source, "targets", "classes")

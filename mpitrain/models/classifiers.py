@@ -71,12 +71,27 @@ def cnn(
 
     It maps images (B, *shape) to logits (B, classes). Weights are drawn as those of `mlp`.
 
-    shape         channels, rows and columns of an image
-    channels      of each convolution's output; ReLU and a max-pooling follow each convolution
-    hidden        widths of the hidden linear layers
-    kernel, pool  rows and columns of each kernel, an odd number, and of each pooling window
-    dropout       rate of dropout after each hidden linear layer
-    raises        ConfigError if an image is too small for the max-poolings
+    Parameters
+    ----------
+    layers : Plain
+        Makes the layers.
+    shape : sequence of int
+        Channels, rows and columns of an image.
+    channels : sequence of int
+        Of each convolution's output; ReLU and a max-pooling follow each convolution.
+    hidden : sequence of int
+        Widths of the hidden linear layers.
+    classes : int
+        Columns of the logits.
+    kernel, pool : int
+        Rows and columns of each kernel, an odd number, and of each pooling window.
+    dropout : float
+        Rate of dropout after each hidden linear layer.
+
+    Raises
+    ------
+    ConfigError
+        If an image is too small for the max-poolings.
     """
     depth, rows, columns = shape
     if min(rows, columns) < pool ** len(channels):

@@ -100,7 +100,7 @@ def _phrases(key: str, between: str) -> str:
 
 
 def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
-    """Make a `Config` of tables such as {"run": {"steps": 100}}.
+    """Make a `Config` of tables such as {"run": {"steps": 100}}, or of {"run.steps": 100}, as in TOML.
 
     The plugins of run.plugins are imported first. Tables without model.kind get the kind that fits
     data.source. Keys that are not set come from the folder of run.init_from.
@@ -122,7 +122,17 @@ def parse(tables: Mapping[str, Any], path: Path | None = None) -> Config:
         One error that lists all invalid keys and values; without any, one about keys that
         exclude each other.
     """
-    return without_plugins(_with_own_algorithms(load(tables)), path)
+    return without_plugins(_with_own_algorithms(load(_nested(tables))), path)
+
+
+def _nested(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tables with the value of a dotted key in the table of its section."""
+    nested = {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
+    for name in tables:
+        section, dot, key = str(name).partition(".")
+        if dot and isinstance(table := nested.setdefault(section, {}), dict):
+            table[key] = nested.pop(name)
+    return nested
 
 
 def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Config:

@@ -33,7 +33,7 @@ from mpitrain.run.inference import Reader, diverged
 from mpitrain.run.run_dir import is_run
 from mpitrain.run.trainer import Trainer
 from mpitrain.strict_json import parsed
-from mpitrain.transport.agreement import on_all_ranks
+from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 
 JSON_LINES = ".jsonl"
 SAMPLE_SECONDS = 10
@@ -275,6 +275,52 @@ def asked_alone(
     if not texts:
         raise ConfigError("--chat needs what a user says.", "Give --prompt or --prompts.")
     return [(text, asked(tokenizer, data, [message(USER, text)])) for text in texts]
+
+
+def prompted(
+    trainer: Trainer,
+    vocabulary: int,
+    run: Path,
+    read: Callable[[], Sequence[str]],
+    stops: Sequence[str] = (),
+    cuts: bool = True,
+    ignores_end: bool = False,
+    is_chat: bool = False,
+) -> tuple[Tokenizer | None, list[tuple[str, list[int]]], list[int]]:
+    """Return the tokenizer of a run, each prompt with its tokens, and the tokens that end a text; collective.
+
+    read         returns the prompts, on rank 0; none: a line break
+    stops, cuts  as in `PromptRequest`
+    ignores_end  whether no token ends a text
+    is_chat      whether a prompt is what a user says
+    """
+    config, transport = trainer.config, trainer.transport
+
+    def opened() -> tuple[Tokenizer | None, list[int]]:
+        tokenizer = tokenizer_of_run(run, config.data)
+        return tokenizer, [] if ignores_end else ends_of(tokenizer, config.data, run)
+
+    tokenizer, ends = on_all_ranks(transport, opened)
+
+    def encode() -> list[tuple[str, list[int]]]:
+        check_writes(config.model.kind)
+        for stop in stops:
+            stop_bytes(stop, tokenizer)
+        if transport.rank:
+            return []  # A file may differ on another host.
+        texts = read()
+        if is_chat:
+            prompts = asked_alone(tokenizer, config.data, texts, run)
+        else:
+            reading = tokenizer, vocabulary, config.data.template, is_run(run)
+            prompts = [(text, encoded(text, *reading)) for text in texts or ["\n"]]
+        if not cuts:
+            separator = separator_of(config.data)
+            documents = [last_document(tokens, separator) for _, tokens in prompts]
+            check_room(documents, config.model.context)
+        return prompts
+
+    return tokenizer, from_all_ranks(transport, encode)[0], ends
 
 
 def samples(

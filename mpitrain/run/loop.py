@@ -37,16 +37,7 @@ from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.copies import check_copies, copying, room_for_copies, state_to_save
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
 from mpitrain.run.job import Job, RunLocation, agree_on
-from mpitrain.run.metrics import (
-    CLOSING,
-    METRICS,
-    Best,
-    MetricsFile,
-    ResumeInfo,
-    is_number,
-    past,
-    read_metrics,
-)
+from mpitrain.run.metrics import CLOSING, METRICS, Best, MetricsFile, ResumeInfo, past
 from mpitrain.run.replicas import digest_record, replicas_equal, state_digests
 from mpitrain.run.run_dir import claim, look
 from mpitrain.run.slow_ranks import SlowRanks, alike
@@ -104,17 +95,6 @@ class Finished(NamedTuple):
     job: Job
     folder: Path
 
-    def __repr__(self) -> str:
-        config = self.job.trainer.config
-        losses = {
-            name: f"{name} {record[key]:.4f} after step {record['step']}"
-            for record in read_metrics(self.folder / METRICS)
-            for name, key in (("loss", "loss"), ("validation loss", "val_loss"))
-            if is_number(record.get(key))
-        }
-        run = f"{config.model.kind} with {self.job.trainer.parameter_count:,} parameters"
-        return "; ".join([f"{self.folder}: {run}{', stopped' * self.stopped}", *losses.values()])
-
 
 def train(
     transport: Transport,
@@ -127,21 +107,12 @@ def train(
 ) -> Finished:
     """Train a model in a run directory, as `mpitrain train` does; collective.
 
-    Parameters
-    ----------
-    configured : callable
-        Returns the configuration, on every rank. If one raises an MpitrainError, all do.
-    resume : {"no", "yes", "auto"}
-        As `--resume`.
-    stop_requested : callable, optional
-        Called once a step, and for each batch of an evaluation. If it returns True on a rank, the
-        run saves a checkpoint and ends. A resume makes the evaluation that is due.
-    watchers : sequence of Watcher, optional
-        Called in this order, on rank 0. None: one that prints the losses.
-    begins : callable, optional
-        Called before there is anything to save. From then on a signal must not end the process.
-    ends : callable, optional
-        Returns the end of the batch job on rank 0, in seconds since 1970, or None.
+    configured      returns the configuration, on every rank; if one raises an MpitrainError, all do
+    resume, stop_requested, watchers
+                    as of `mpitrain.train`
+    begins          called before there is anything to save; from then on a signal must not end the
+                    process
+    ends            returns the end of the batch job on rank 0, in seconds since 1970, or None
     """
     recovery: Recovery | None = None
     if transport.joins:  # This rank has waited as a spare.

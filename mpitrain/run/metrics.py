@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -46,6 +46,23 @@ def series(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if name != "step" and (value is None or is_number(value))
     }
+
+
+Row = Mapping[str, Any]
+"""{name of a column: value}; run and step are always there."""
+
+
+def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return the rows of a run by step; training and evaluation of a step are one row.
+
+    Of a series that both have, such as wall_s, the value of training is used.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if values := series(record):
+            step = int(record["step"])
+            rows[step] = values | rows.get(step, {}) | {"run": run, "step": step}
+    return [rows[step] for step in sorted(rows)]
 
 
 def is_number(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """The progress of a run or a benchmark on rank 0: a bar on a terminal, plain lines elsewhere."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from mpitrain.cli.terminal.stop_requests import is_launched, status
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
-from mpitrain.data import source_kind
+from mpitrain.data import perplexity, source_kind
 from mpitrain.errors import in_singular, visible
 from mpitrain.machine.process import processor
 from mpitrain.ops.host.product import installed_mkl
@@ -284,10 +283,6 @@ def of_records(record: Mapping[str, Any]) -> str:
     ignored = ", ".join(map(visible, record.get("ignored_keys", [])))
     words = [f"records are {record['records']}"] if record.get("records") else []
     return ", ".join([*words, *([f"ignored keys {ignored}"] if ignored else [])])
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
 
 
 def unmeasured(config: Config, hosts: Sequence[str]) -> str:

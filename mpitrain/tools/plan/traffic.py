@@ -226,7 +226,9 @@ def table_of_totals(collective: Collective) -> list[str]:
         ]
     lines += [f"where {', '.join(letters)}"]
     if not formula:
-        lines += [f"-: no formula is known for {shown(collective.algorithm)}; its messages were counted"]
+        lines += [
+            f"-: no formula is known for {shown(collective.algorithm)}; its messages were counted"
+        ]
     return lines
 
 

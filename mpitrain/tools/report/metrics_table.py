@@ -1,15 +1,13 @@
 """Metrics of several runs as one table: a row for each logged step, a column for each series."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from mpitrain.errors import visible
-from mpitrain.run.metrics import series
+from mpitrain.run.metrics import Row
 from mpitrain.tools.text_table import TextColumn, TextTable
 
-Row = Mapping[str, Any]
-"""{name of a column: value}; run and step are always there."""
 EXACT = 2**53
 """Every whole number below it is a float."""
 SHOWN = {
@@ -25,19 +23,6 @@ SHOWN = {
     "wall_s": ".1f",
 }
 """{column of the table on a screen: its format}; the CSV has all columns."""
-
-
-def joined(run: str, records: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows of a run by step; training and evaluation of a step are one row.
-
-    Of a series that both have, such as wall_s, the value of training is used.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    for record in records:
-        if values := series(record):
-            step = int(record["step"])
-            rows[step] = values | rows.get(step, {}) | {"run": run, "step": step}
-    return [rows[step] for step in sorted(rows)]
 
 
 def write_csv(rows: Sequence[Row], file: TextIO) -> None:
