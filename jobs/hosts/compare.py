@@ -8,7 +8,9 @@ S bytes, n hosts, B bytes per second of a one-way stream: no all-reduce takes le
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from mpitrain.errors import MpitrainError
+from mpitrain.plots import add_legend, check_drawable, look, save, subplots, wrapped
 
 CODED = {"wire fp16": 516 / 1024, "wire bf16": 1 / 2}  # bytes that a byte of float32 becomes
 
@@ -37,30 +39,24 @@ for n in sorted(set(map(int, sys.argv[2:]))):
     mbit[n] = rate * 8 / 1e6
 print(f"{results['header']['mpi']}; star's bound is 2(n-1) S/B, that of fp16 516/1024 of a ring's")
 
+drawn = folder / "hosts.png"
 try:
-    import matplotlib
-except ImportError:
-    sys.exit("no picture: pip install 'mpitrain[report]'")
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-
-styles: dict[
-    str, dict[str, Any]
-] = {  # ring and halving-doubling nearly coincide: one is broad, the other lies on it
-    "star": {"color": "#d55e00"},
-    "native": {"color": "#7f7f7f"},
-    "halving-doubling": {"color": "#9ecae1", "linewidth": 7},
-    "ring": {"color": "#08306b"},
-    "wire fp16": {"color": "#009e73"},
-}
-figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-for name, style in styles.items():
+    check_drawable(drawn)
+except MpitrainError as error:
+    sys.exit(f"no picture: {error}")
+figure, axes = subplots()
+for number, name in enumerate(("star", "native", "halving-doubling", "ring", "wire fp16")):
+    # Ring and halving-doubling nearly coincide: one is broad, the other lies on it.
+    colour, dash, mark = look(number)
     axes.plot(
         list(times[name]),
         [times[name][n] / bounds[n] for n in times[name]],
-        marker="o",
+        color=colour,
+        linestyle=dash,
+        marker=mark,
+        linewidth=7 if name == "halving-doubling" else None,
+        alpha=0.5 if name == "halving-doubling" else 1,
         label=name,
-        **style,
     )
 axes.plot(
     list(bounds), [1] * len(bounds), "k:", label="bound: 2(n-1)/n of the array through one link"
@@ -69,10 +65,10 @@ axes.set(
     ylabel="time over the bound",
     ylim=(0, None),
     xlabel=f"{results['header']['mpi']}; hosts are namespaces of one machine of {results['header']['cores']} cores",
-    title="All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none",
 )
+axes.set_title(wrapped("All-reduce of 8 MiB: a star's root is the bottleneck, a ring has none"))
 axes.set_xticks(list(bounds), labels=[f"{n} hosts\n{mbit[n]:.0f} Mbit/s" for n in bounds])
-axes.grid(alpha=0.3)
-axes.legend()
-figure.savefig(folder / "hosts.png", dpi=120)
-print(f"drawn: {folder / 'hosts.png'}")
+axes.grid()
+add_legend(figure, axes)
+save(figure, drawn)
+print(f"drawn: {drawn}")
