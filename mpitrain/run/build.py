@@ -455,7 +455,7 @@ def configured(folder: Path, settings: list[str]) -> Config:
 
 
 NO_ROWS, NO_TOKENS = "jsonl:none", "tokens:none"
-"""The data.source of a model of another project, with its tokenizer or without one, if none is named."""
+"""The data.source of a model of another project, of texts or of numbers of tokens, if none is named."""
 FROZEN = ["embedding.*", "blocks.*"]
 LONGEST = 4096
 """Most tokens that a model of another project reads where no run has set model.context."""
@@ -469,7 +469,8 @@ def _of_folder(folder: Path, settings: list[str]) -> Config:
         adapter = str(folder)
         base = changed.get("run", {}).get("init_from") or adapter_keys(folder)["run.init_from"]
     keys = determined(Path(base))
-    data: dict[str, Any] = {"source": NO_ROWS if keys["data.tokenizer"] else NO_TOKENS}
+    has_texts = keys["data.tokenizer"] or keys["data.template"]  # bytes need no tokenizer
+    data: dict[str, Any] = {"source": NO_ROWS if has_texts else NO_TOKENS}
     if source := changed.get("data", {}).get("source"):
         data = _read_by(source, keys["model.kind"], {})
     tables = {

@@ -2,13 +2,16 @@
 
 import doctest
 import inspect
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpitrain
 from mpitrain.run import whole
+from mpitrain.run.export import export
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TEXT
 
@@ -72,6 +75,23 @@ def test_settings_and_folders_that_are_wrong_are_named(book, tmp_path):
     (tmp_path / "begun/config.toml").write_bytes((tmp_path / "run/config.toml").read_bytes())
     with pytest.raises(mpitrain.MpitrainError, match="checkpoint"):
         run_ranks(1, lambda transport: mpitrain.load("begun", transport=transport).generate("a"))
+
+
+def test_the_folder_of_a_chat_run_on_bytes_answers_as_the_run_does(book, tmp_path):
+    said = [{"instruction": "say", "input": "", "output": "red"}] * 8
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    keys = {"model.kind": "llama", "model.context": 192, "data.source": "jsonl:said.json"}
+    settings = {name: value for name, value in SMALL.items() if name != "model"} | keys
+    settings |= {"model.layers": 1, "model.width": 16, "model.heads": 2}
+
+    def answers(transport):
+        mpitrain.train(settings, watchers=(), transport=transport)
+        folder = export(Path("run"), "", None, "float32", 10**9, []).folder
+        runs = [mpitrain.load(each, transport=transport) for each in ("run", folder)]
+        return [run.generate("say", tokens=8, chat=True) for run in runs]
+
+    ((own, of_folder),) = run_ranks(1, answers)
+    assert own == of_folder != ""
 
 
 def test_the_examples_of_the_docstrings_run(book, monkeypatch):
