@@ -35,27 +35,15 @@ def bert(
 
     Parameters
     ----------
-    layers : Plain
-        Makes the layers.
-    vocab, context : int
-        Entries of the vocabulary, and learned positions.
-    width, heads : int
-        Channels, and attention heads; heads divide width.
-    depth : int
-        Transformer blocks; each is two units.
-    tied : bool
-        Whether the head of tokens uses the token embedding as its weight.
-    hidden : int
-        Hidden units of each MLP; 0: 4 width.
     epsilon : float
         Term of the LayerNorms, added to the variance.
     dropout : float
         Rate of dropout of the embedding, of each branch before its residual sum, and of the input
         of the classes.
-    attention_dropout : float
-        Rate of dropout of the attention probabilities.
     classes : int
         Classes of a row; 0: the model predicts tokens.
+
+    Others as of `gpt`; tied is for the head of tokens.
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, hidden = normal(std), hidden or 4 * width

@@ -73,20 +73,14 @@ def cnn(
 
     Parameters
     ----------
-    layers : Plain
-        Makes the layers.
     shape : sequence of int
         Channels, rows and columns of an image.
     channels : sequence of int
         Of each convolution's output; ReLU and a max-pooling follow each convolution.
-    hidden : sequence of int
-        Widths of the hidden linear layers.
-    classes : int
-        Columns of the logits.
     kernel, pool : int
         Rows and columns of each kernel, an odd number, and of each pooling window.
-    dropout : float
-        Rate of dropout after each hidden linear layer.
+
+    Others as of `mlp`.
 
     Raises
     ------

@@ -36,14 +36,6 @@ def llama(
 
     Parameters
     ----------
-    layers : Plain
-        Makes the layers.
-    vocab, context : int
-        Entries of the vocabulary, and the most tokens of a row.
-    width, heads : int
-        Channels, and attention heads, each of an even width.
-    depth : int
-        Transformer blocks; each is two units.
     hidden : int
         Hidden units of each MLP.
     kv_heads : int
@@ -55,15 +47,13 @@ def llama(
     qkv_bias : bool
         Whether queries, keys and values have biases.
     theta : float
-        Base of the angles of rotary positions.
+        Base of the angles of rotary positions; the width of a head is even.
     rope_scaling : sequence of float
         Scaling of the angles, as model.rope_scaling. Empty: none.
-    tied : bool
-        Whether the head uses the token embedding as its weight.
     epsilon : float
         Term of the norms, added to the mean square.
-    windows : sequence of int
-        The window of each block's attention; 0: none. Empty: none has one.
+
+    Others as of `gpt`.
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
