@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from typing import Any
@@ -39,7 +40,14 @@ class Call:
     run       performs it, and blocks
     tensors   the result: the tensors that PyTorch passed
     deadline  on time.monotonic
+    device    of its tensors, if that is a GPU, else None
+    stream    the stream on which the GPU runs it; after: an event behind its last work. The host has
+              started all of it when the call has ended
     """
+
+    device: torch.device | None = None
+    stream: Any = None
+    after: Any = None
 
     def __init__(
         self, name: str, run: Callable[["Call"], object], tensors: Sequence, seconds: float
@@ -78,6 +86,11 @@ class Call:
         if self.error is not None:
             raise self.error
         return self.tensors
+
+    def order_behind(self) -> None:
+        """Let the current stream of the GPU go on behind the call; the host does not wait."""
+        if self.after is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.after)
 
     def __str__(self) -> str:
         return self.name if self.number < 0 else f"{self.name} (call {self.number} of its group)"
@@ -123,7 +136,13 @@ class CallQueue:
 
     def future(self, call: Call) -> Future:
         """Return a future of a call in this queue; its callbacks may make calls, and wait for them."""
-        complete, future = future_of(call.result)
+        begin, future = future_of(call.result, call.device)
+
+        def complete() -> None:
+            # A future with a device notes the current streams; its callbacks go on behind them.
+            with torch.cuda.stream(call.stream) if call.stream is not None else nullcontext():
+                begin()
+
         callbacks = Callbacks(self._transport, self, call, complete)
         queue: CallQueue | None = self
         while queue and not queue._append(callbacks, True):
@@ -275,7 +294,9 @@ _RUNNING: ContextVar[tuple[Callbacks, ...]] = ContextVar("running", default=())
 """The callbacks that this thread runs, the innermost last."""
 
 
-def future_of(result: Callable[[], Any]) -> tuple[Callable[[], object], Future]:
+def future_of(
+    result: Callable[[], Any], device: torch.device | None = None
+) -> tuple[Callable[[], object], Future]:
     """Return a function that completes a future, and the future, which has the result or its error.
 
     C++ sees an error only if a callback has raised it. That of `Future.set_exception` is a value for
@@ -288,7 +309,7 @@ def future_of(result: Callable[[], Any]) -> tuple[Callable[[], object], Future]:
         except BaseException as error:
             raise RuntimeError(str(error) or repr(error)) from None
 
-    begun: Future = Future()
+    begun: Future = Future() if device is None else Future(devices=[device])
     return lambda: begun.set_result(None), begun.then(value)
 
 
@@ -301,6 +322,7 @@ class CallWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._queue.wait(self._call, timeout.total_seconds() or None)
+        self._call.order_behind()
         return True
 
     def get_future(self) -> Future:

@@ -9,10 +9,9 @@ Calls run in their order (calls.py). A message of `send` or `recv` starts at onc
 """
 
 import time
-import warnings
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.errors import CommError, ConfigError, PeerLost
 from mpitrain.machine import process
+from mpitrain.torch import gpu
 from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
 from mpitrain.torch.comparison import ANSWER, DESTROY, Comparison, Notices
 from mpitrain.torch.store import world
@@ -79,6 +79,7 @@ class GroupOptions(NamedTuple):
 
     algorithm  of all-reduces, as `replication.algorithm`
     tuning     a tuning file of `mpitrain bench fit`; "": the built-in constants
+    cuda_aware whether pointers to CUDA tensors go to MPI, as `device.cuda_aware`: "auto", "yes" or "no"
     trace      of the default group: a directory for the traces of all ranks, which `mpitrain report`
                reads; "": none
     """
@@ -86,6 +87,7 @@ class GroupOptions(NamedTuple):
     algorithm: str = "auto"
     tuning: str = ""
     trace: str = ""
+    cuda_aware: str = "auto"
 
 
 GROUPS = Counter[str]()
@@ -113,6 +115,10 @@ def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
         raise ConfigError(
             f"pg_options of backend mpitrain are mpitrain.torch.GroupOptions, but they are a {type(options).__name__}."
         )
+    if options and options.cuda_aware not in ("auto", "yes", "no"):
+        raise ConfigError(
+            f"cuda_aware of GroupOptions is 'auto', 'yes' or 'no', but it is {options.cuda_aware!r}."
+        )
     if options and options.trace:
         from mpitrain.torch.tracing import traced
 
@@ -137,10 +143,12 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(transport.rank, transport.size)
         tuning = read_tuning(Path(options.tuning)) if options.tuning else None
         self.transport, self.group = transport, Group(transport, options.algorithm, tuning)
+        self._cuda_aware = options.cuda_aware
+        self._gpu: gpu.GpuSide | None = None
         self._notices, self._seconds = Notices(store, transport), timeout.total_seconds()
         self._queue = CallQueue(transport, on_failure=self._notices.write_failure)
         self._exchange_tag = transport.claim_tag()
-        self._buffers: dict[int, np.ndarray] = {}
+        self._buffers: dict[tuple[int, str], Any] = {}
         self._bound: OrderedDict[tuple, Binding] = OrderedDict()
         self._lossy: dict[tuple, Binding] = {}
         self._barrier = Execution(
@@ -195,6 +203,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._bound.clear()
         self._lossy.clear()
         self._buffers.clear()
+        self._gpu = None
         if self._queue.is_closed:
             self.transport.close()
 
@@ -229,23 +238,52 @@ class ProcessGroup(dist.ProcessGroup):
     # Calls: how a method becomes one
 
     def _call(
-        self, name: str, run: Callable[[Call], object], tensors: Sequence, opts: Any = None
+        self,
+        name: str,
+        run: Callable[[Call], object],
+        tensors: Sequence,
+        opts: Any = None,
+        inputs: Sequence = (),
     ) -> CallWork:
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                warnings.warn(
-                    "Backend mpitrain copies CUDA tensors through host memory.", stacklevel=2
-                )
-                torch.cuda.current_stream(tensor.device).synchronize()
+        on_gpu = [tensor for tensor in flat([tensors, inputs]) if tensor.is_cuda]
+        device = on_gpu[0].device if on_gpu else None
+        if device is not None:
+            run = self._on_gpu(run, device, on_gpu)
         seconds = self._seconds
         if opts is not None and opts.timeout.total_seconds() > 0:
             seconds = opts.timeout.total_seconds()
         call = Call(name, run, tensors, seconds)
+        call.device = device
         queue = self._queue.add(call, getattr(opts, "asyncOp", True))
         work = CallWork(queue, call)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _on_gpu(
+        self, run: Callable[[Call], object], device: torch.device, tensors: Tensors
+    ) -> Callable[[Call], object]:
+        """Return `run` on the group's stream of a GPU, behind what the caller's stream does so far."""
+        before = torch.cuda.current_stream(device).record_event()
+
+        def run_on_gpu(call: Call) -> None:
+            if self._gpu is None:
+                self._agree(call, ("GPU",))
+                self._gpu = gpu.GpuSide(
+                    self.transport,
+                    device,
+                    self._cuda_aware,
+                    self.group.algorithm,
+                    self.group.tuning,
+                )
+            call.stream = self._gpu.stream
+            with self._gpu.here(before):
+                run(call)
+                call.after = call.stream.record_event()
+                for tensor in tensors:  # PyTorch reuses their memory behind this stream, too.
+                    tensor.record_stream(call.stream)
+
+        return run_on_gpu
 
     def _finish(
         self,
@@ -289,23 +327,35 @@ class ProcessGroup(dist.ProcessGroup):
             return False
 
         if not is_done():
-            self.transport.wait_until(poll, what=awaited)
+            # That of the GPU knows when the device, not a message, is awaited.
+            is_on_gpu = call.stream is not None and self._gpu and self._gpu.carries
+            transport = self._gpu.transport if self._gpu and is_on_gpu else self.transport
+            transport.wait_until(poll, what=awaited)
 
     def _binding(
-        self, call: Call, kind: str, count: int, dtype: torch.dtype, **how: Any
+        self, call: Call, kind: str, count: int, dtype: torch.dtype, memory: str, **how: Any
     ) -> "Binding":
-        """Return the collective `kind` of this many elements, bound at the first such call."""
-        key = kind, count, dtype, *how.values()
+        """Return the collective `kind` of this many elements, bound at the first such call.
+
+        memory  "cpu" or "cuda", as of `_memory`
+        """
+        key = kind, count, dtype, memory, *how.values()
         if key in self._bound:
             self._bound.move_to_end(key)
             return self._bound[key]
         self._agree(call, key)
-        numbers, elements = self._buffer(count, dtype)
-        reduction = getattr(self.group, f"bind_{kind}" if kind else "bind")(numbers, **how)
+        group = self._gpu.group if self._gpu and memory == "cuda" else self.group
+        numbers, elements = self._buffer(count, dtype, memory)
+        reduction = getattr(group, f"bind_{kind}" if kind else "bind")(numbers, **how)
         if len(self._bound) >= BINDINGS:
             self._bound.popitem(last=False)
         self._bound[key] = Binding(elements, reduction)
         return self._bound[key]
+
+    def _memory(self, tensor: torch.Tensor, op: str = "") -> str:
+        """Return where a collective works on the tensor: "cuda" if its GPU can reduce it, else "cpu"."""
+        on_gpu = tensor.is_cuda and self._gpu and self._gpu.reduces(tensor.dtype, op or "add")
+        return "cuda" if on_gpu else "cpu"
 
     def _agree(self, call: Call, key: tuple) -> None:
         """Raise an error unless all ranks are about to bind the same: binding itself has no time limit."""
@@ -318,18 +368,22 @@ class ProcessGroup(dist.ProcessGroup):
         # A rank that gave up in the first round does not begin the second one.
         self._run(call, self._barrier)
 
-    def _buffer(self, count: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the first elements of a buffer of this group, for NumPy and for PyTorch.
+    def _buffer(
+        self, count: int, dtype: torch.dtype, memory: str = "cpu"
+    ) -> tuple[Any, torch.Tensor]:
+        """Return the first elements of a buffer of this group, for NumPy or CuPy and for PyTorch.
 
         The calls of a group take turns, so those of nearly one size share a buffer.
         """
         numbers = DTYPES[dtype]
         nbytes = count * numbers.itemsize
         size = 1 << max(12, (nbytes - 1).bit_length())
-        if size not in self._buffers:
-            self._buffers[size] = self.transport.allocate(size, np.uint8)
-        raw = self._buffers[size][:nbytes]
-        return raw.view(numbers), torch.from_numpy(raw).view(dtype)
+        if (size, memory) not in self._buffers:
+            side = self._gpu if self._gpu and memory == "cuda" else self
+            self._buffers[size, memory] = side.transport.allocate(size, np.uint8)
+        raw = self._buffers[size, memory][:nbytes]
+        tensor = gpu.tensor_of(raw) if memory == "cuda" else torch.from_numpy(raw)
+        return raw.view(numbers), tensor.view(dtype)
 
     def _run(self, call: Call, reduction: Reduction) -> None:
         reduction.start()
@@ -343,22 +397,43 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         """Send tensors to ranks and receive tensors from ranks, all at once; also to oneself."""
         me, tag = self.rank(), self._exchange_tag
-        landed = [(tensor, on_host(tensor), rank) for tensor, rank in incoming]
-        own = iter([host for _, host, rank in landed if rank == me])
-        requests = [
-            self.transport.start_recv(bytes_of(host), rank, tag)
-            for _, host, rank in landed
-            if rank != me
+        landed = [
+            (tensor, self._block(tensor, self._by_pointer(tensor)), rank)
+            for tensor, rank in incoming
         ]
-        sent = [(on_host(tensor), rank) for tensor, rank in outgoing]
-        for host, rank in sent:
+        own = iter([block for _, block, rank in landed if rank == me])
+        requests = []
+        for _, block, rank in landed:
+            if rank != me:
+                transport, array = self._message(block)
+                requests.append(transport.start_recv(array, rank, tag))
+        sent = [(self._block(tensor, self._by_pointer(tensor)), rank) for tensor, rank in outgoing]
+        for block, rank in sent:
             if rank == me:
-                bytes_of(next(own))[:] = bytes_of(host)
+                bytes_in(next(own)).copy_(bytes_in(block))
             else:
-                requests.append(self.transport.start_send(bytes_of(host), rank, tag))
+                transport, array = self._message(block)
+                requests.append(transport.start_send(array, rank, tag))
         self._finish(call, lambda: all(request.test() for request in requests))
-        for tensor, host, _ in landed:
-            copy_home(host, tensor)
+        for tensor, block, _ in landed:
+            copy_home(block, tensor)
+
+    def _by_pointer(self, tensor: torch.Tensor) -> str:
+        """Return "cuda" if messages take the tensor where it is in GPU memory, else "cpu".
+
+        Such a message looks like one from host memory, so the other rank may have either.
+        """
+        return "cuda" if tensor.is_cuda and self._gpu and self._gpu.is_direct else "cpu"
+
+    def _block(self, tensor: torch.Tensor, memory: str) -> torch.Tensor:
+        """Return the tensor itself if it is one block of this memory, else a copy that is."""
+        return on_host(tensor) if memory == "cpu" else whole(tensor).contiguous()
+
+    def _message(self, block: torch.Tensor) -> tuple[Transport, Any]:
+        """Return the transport of a block, and its bytes as an array."""
+        if block.is_cuda and self._gpu:
+            return self._gpu.transport, self._gpu.bytes_of(block)
+        return self.transport, bytes_of(block)
 
     # Reductions
 
@@ -372,7 +447,9 @@ class ProcessGroup(dist.ProcessGroup):
                 if tensor.is_sparse:
                     self._sum_sparse(call, tensor, op)
                     continue
-                bound = self._binding(call, "", tensor.numel(), tensor.dtype, op=OPERATORS[op.op])
+                ours = OPERATORS[op.op]
+                memory = self._memory(tensor, ours)
+                bound = self._binding(call, "", tensor.numel(), tensor.dtype, memory, op=ours)
                 bound.elements.copy_(tensor.reshape(-1))
                 self._run(call, bound.reduction)
                 tensor.copy_(self._mean(bound.elements, op).view(tensor.shape))
@@ -403,9 +480,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for tensor in tensors:
-                bound = self._binding(
-                    call, "reduce", tensor.numel(), tensor.dtype, op=OPERATORS[op.op], root=root
-                )
+                ours = OPERATORS[op.op]
+                what = tensor.numel(), tensor.dtype, self._memory(tensor, ours)
+                bound = self._binding(call, "reduce", *what, op=ours, root=root)
                 bound.elements.copy_(tensor.reshape(-1))
                 self._run(call, bound.reduction)
                 if root == self.rank():
@@ -435,7 +512,9 @@ class ProcessGroup(dist.ProcessGroup):
         first = sum(sizes[: self.rank()])
         are_equal = len({*sizes}) == 1
         kind = "reduce_scatter" if are_equal else ""
-        bound = self._binding(call, kind, sum(sizes), output.dtype, op=OPERATORS[op.op])
+        ours = OPERATORS[op.op]
+        what = sum(sizes), output.dtype, self._memory(output, ours)
+        bound = self._binding(call, kind, *what, op=ours)
         for part, place in zip(parts, bound.elements.split(sizes), strict=True):
             place.copy_(part.reshape(-1))
         self._run(call, bound.reduction)
@@ -468,8 +547,10 @@ class ProcessGroup(dist.ProcessGroup):
         def run(call: Call) -> None:
             if key not in self._lossy:
                 self._agree(call, key)
-                numbers, elements = self._buffer(total.numel(), total.dtype)
-                self._lossy[key] = Binding(elements, self.group.bind_lossy(numbers, wire, matrices))
+                memory = self._memory(total)
+                group = self._gpu.group if self._gpu and memory == "cuda" else self.group
+                numbers, elements = self._buffer(total.numel(), total.dtype, memory)
+                self._lossy[key] = Binding(elements, group.bind_lossy(numbers, wire, matrices))
             elements, reduction = self._lossy[key]
             elements.copy_(total)
             self._run(call, reduction)
@@ -490,15 +571,16 @@ class ProcessGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for tensor in tensors:
-                host = on_host(tensor)
-                raw = bytes_of(host)
-                bound = self._binding(call, "broadcast", raw.size, torch.uint8, root=root)
+                block = self._block(tensor, self._memory(tensor))
+                raw = bytes_in(block)
+                what = raw.numel(), torch.uint8, block.device.type
+                bound = self._binding(call, "broadcast", *what, root=root)
                 if root == self.rank():
-                    bound.elements.copy_(torch.from_numpy(raw))
+                    bound.elements.copy_(raw)
                 self._run(call, bound.reduction)
                 if root != self.rank():
-                    torch.from_numpy(raw).copy_(bound.elements)
-                    copy_home(host, tensor)
+                    raw.copy_(bound.elements)
+                    copy_home(block, tensor)
 
         return self._call(f"broadcast from {root} {shapes(tensors)}", run, tensors, opts)
 
@@ -526,10 +608,12 @@ class ProcessGroup(dist.ProcessGroup):
                 [(place, rank) for rank, place in enumerate(places)],
             )
             return
-        raw = bytes_of(on_host(own))
-        bound = self._binding(call, "all_gather", raw.size * self.size(), torch.uint8)
-        chunks = bound.elements.split(raw.size) if raw.size else [bound.elements] * self.size()
-        chunks[self.rank()].copy_(torch.from_numpy(raw))
+        block = self._block(own, self._memory(own))
+        raw, n = bytes_in(block), self.size()
+        what = raw.numel() * n, torch.uint8, block.device.type
+        bound = self._binding(call, "all_gather", *what)
+        chunks = bound.elements.split(raw.numel()) if raw.numel() else [bound.elements] * n
+        chunks[self.rank()].copy_(raw)
         self._run(call, bound.reduction)
         for place, chunk in zip(places, chunks, strict=True):
             place.copy_(chunk.view(own.dtype).view(place.shape))
@@ -564,6 +648,7 @@ class ProcessGroup(dist.ProcessGroup):
             ),
             outputs,
             opts,
+            inputs,
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
@@ -617,33 +702,40 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> MessageWork:
         (tensor,) = tensors
         self._check_tag(tag)
-        host = on_host(tensor)
-        request = self.transport.start_send(bytes_of(host), to, tag)
-        return MessageWork(request, partial(self._await, [to]), lambda: None, [host])
+        block, transport, array = self._settled(tensor)
+        request = transport.start_send(array, to, tag)
+        return MessageWork(request, partial(self._await, [to]), lambda: None, [block])
+
+    def _settled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Transport, Any]:
+        """Return a block with the tensor's elements, its transport and its bytes, which no stream uses."""
+        block = self._block(tensor, self._by_pointer(tensor))
+        if block.is_cuda:
+            torch.cuda.current_stream(block.device).synchronize()
+        return block, *self._message(block)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MessageWork:
         return self._receive(
-            tensors, tag, lambda array: self.transport.start_recv(array, source, tag), [source]
+            tensors, tag, lambda carrier, array: carrier.start_recv(array, source, tag), [source]
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MessageWork:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         return self._receive(
-            tensors, tag, lambda array: self.transport.start_recv_any(array, tag), others
+            tensors, tag, lambda carrier, array: carrier.start_recv_any(array, tag), others
         )
 
     def _receive(
-        self, tensors: Tensors, tag: int, start: Callable[[np.ndarray], Any], sources: list[int]
+        self, tensors: Tensors, tag: int, start: Callable[[Transport, Any], Any], sources: list[int]
     ) -> MessageWork:
         (tensor,) = tensors
         self._check_tag(tag)
-        host = on_host(tensor)
+        block, transport, array = self._settled(tensor)
 
         def finish() -> None:
-            copy_home(host, tensor)
+            copy_home(block, tensor)
 
         wait = partial(self._await, sources)
-        return MessageWork(start(bytes_of(host)), wait, finish, tensors)
+        return MessageWork(start(transport, array), wait, finish, tensors)
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < FIRST_CLAIMED_TAG:
@@ -738,24 +830,43 @@ class Leaving(Awaited):
         return False
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if it is one block of host memory, else a copy that is."""
+def flat(tensors: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested lists."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+        else:
+            yield from flat(tensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its elements in memory as they are: a conjugate is only marked as one."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.cpu().contiguous()
+    return tensor
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if it is one block of host memory, else a copy that is."""
+    return whole(tensor).cpu().contiguous()
 
 
 def copy_home(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy what `on_host` returned to the tensor, if it is a copy."""
+    """Copy what `on_host` or `_block` returned to the tensor, if it is a copy."""
     if host.data_ptr() != tensor.data_ptr():
         tensor.copy_(host)
 
 
-def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, as a view."""
     # One element may have any stride.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = bytes_in(tensor).numpy()
+    return array
 
 
 def check_reducible(op: Any, *tensors: torch.Tensor) -> None:

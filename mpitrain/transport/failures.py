@@ -60,13 +60,14 @@ class MpiJob:
     call           the blocking call that the main thread is in, or None
     lost           the first PeerLost of this rank, or None
     is_abandoned   no wait of this job goes on
+    crowded_until  until then (time.monotonic) other work shares this rank's core
     """
 
     def __init__(self, mpi: Any):
         self.MPI = mpi
         is_free = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self.lock: Any = NoLock() if is_free else LOCK
-        self.admitted, self.is_abandoned = 0, False
+        self.admitted, self.is_abandoned, self.crowded_until = 0, False, 0.0
         self.communicators: list[Any] = []
         self.requests: set[Any] = set()
         self.call: Guard | None = None

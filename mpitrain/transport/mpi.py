@@ -73,6 +73,12 @@ LAUNCHED = {
 SPIN = 5e-5
 """Seconds. A wait whose next pause is shorter only yields the processor; else it sleeps."""
 
+LOST, CROWDED = 3e-5, 0.1
+"""Seconds. A yield that returns after LOST gave the core to other work: it gives up its place, and may cost milliseconds.
+
+Waits of the next CROWDED seconds therefore sleep at once.
+"""
+
 
 def connect(thread_level: str = "serialized") -> MpiTransport:
     """Start MPI if it is not running, and return a transport over all its ranks; collective.
@@ -527,9 +533,13 @@ class MpiTransport(Transport):
                     raise PeerLost(f"{self.own_name}: this wait was abandoned after a loss.")
                 if traffic.messages != sent:
                     now, sent = pause, traffic.messages
-                if now < SPIN:
+                looked = time.monotonic()
+                if now < SPIN and looked > self.job.crowded_until:
                     sched_yield()
+                    if (back := time.monotonic()) > looked + LOST:
+                        self.job.crowded_until = back + CROWDED
                 else:
+                    now = max(now, SPIN)
                     time.sleep(now)
                 now = min(1.1 * now, max(pause, LONGEST_PAUSE))
         finally:

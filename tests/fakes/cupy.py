@@ -482,6 +482,7 @@ ATTRIBUTES = {
 
 cuda = SimpleNamespace(
     Stream=Stream,
+    ExternalStream=lambda ptr: _streams[ptr],
     Event=Event,
     get_elapsed_time=_elapsed,
     UnownedMemory=UnownedMemory,

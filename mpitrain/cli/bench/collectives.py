@@ -12,6 +12,7 @@ from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.device import gemm, kernels, transactions
 from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.links import bandwidth, pairs
+from mpitrain.cli.bench.program import command as program
 from mpitrain.cli.bench.rows import (
     AGAINST,
     FACTOR,
@@ -346,7 +347,10 @@ def measure_and_fit(transport: Any, options: dict[str, Any]) -> None:
 
 for _name, _operation in OPERATIONS.items():
     command.add_command(collective(_name, _operation))
-for _command in (fit, units, pairs, bandwidth, train, generate, gemm, kernels, transactions):
+for _command in (
+    *(fit, units, pairs, bandwidth, train, program, generate),
+    *(gemm, kernels, transactions),
+):
     command.add_command(_command)
 for _name, _operation in OPERATIONS.items():
     if _name != _operation:

@@ -1,0 +1,152 @@
+"""CUDA tensors of the backend of PyTorch, on a fake GPU: values, bytes by pointer and staged, and the order of streams."""
+
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mpitrain.machine import cuda  # noqa: E402
+from mpitrain.torch import GroupOptions, gpu  # noqa: E402
+from mpitrain.torch.process_group import ProcessGroup  # noqa: E402
+from mpitrain.transport.threads import run_ranks  # noqa: E402
+from tests.fakes import cupy, torch_cuda  # noqa: E402
+from tests.fakes import gpu as fake_gpu  # noqa: E402
+from tests.fakes.pointers import PointerThreads  # noqa: E402
+
+dist = torch.distributed
+WAYS = {
+    "memory of one host": (None, "no"),
+    "pointers": (("a", "b"), "yes"),
+    "staged": (("a", "b"), "no"),
+}
+"""{way of the elements: hosts, cuda_aware}."""
+COUNT = 1001
+SYNC = SimpleNamespace(
+    asyncOp=False, timeout=timedelta(0), rootRank=1, reduceOp=dist.ReduceOp(dist.ReduceOp.SUM)
+)
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch):
+    fake_gpu.play(monkeypatch)
+    torch_cuda.play(monkeypatch)
+    monkeypatch.setattr(gpu, "tensor_of", torch_cuda.Tensor)
+    monkeypatch.setattr(cuda, "_allocation_start", cupy.allocation_start)
+    monkeypatch.setattr(cupy, "kernels_alone", False)  # tests and PyTorch's copies compute, too
+    yield
+    assert cupy.faults == []
+
+
+def on_ranks(way, check):
+    hosts, aware = WAYS[way]
+    store = dist.HashStore()
+
+    def run(threads):
+        torch.cuda.current_stream()
+        timeout = timedelta(seconds=60)
+        group = ProcessGroup(
+            PointerThreads(threads), store, timeout, GroupOptions(cuda_aware=aware)
+        )
+        check(group, group.rank(), group.size())
+        group.shutdown()
+
+    run_ranks(2, run, hosts=hosts)
+
+
+def tensor(rank, count=COUNT, dtype=np.float32):
+    """Different on every rank and place; written by work that nobody has waited for."""
+    return torch_cuda.Tensor(cupy.asarray(((np.arange(count) * 7 + 31 * rank) % 97).astype(dtype)))
+
+
+def values(one):
+    return one.array.get().astype(np.float64)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("way", WAYS)
+def test_the_streams_wait_for_each_other_and_elements_take_their_way(way):
+    def check(group, rank, size):
+        group.allreduce([tensor(rank)], SYNC).wait()  # binds
+        one, other = tensor(rank), cupy.zeros(7)
+        one.array += one.array
+        sent = group.transport.traffic.nbytes
+        cupy.log().clear()
+        work = group.allreduce([one], SYNC)
+        other += other  # a layer that is computed meanwhile
+        computing = cupy.get_current_stream()._pending[-2:]
+        work.wait()
+        seen, sent = [*cupy.log()], group.transport.traffic.nbytes - sent
+        one.array += one.array  # behind the sum, for which nobody on the host has waited
+        left = cupy.get_current_stream()._pending
+        if way != "pointers":
+            assert ("synchronize",) not in seen, "the host has waited for a stream"
+            assert all(any(work is pending for pending in left) for work in computing)
+        moved = {name: sum(n for kind, *n in seen if kind == name for n in n) for name in KINDS}
+        chunk = one.array.nbytes
+        expected = {
+            "memory of one host": (0, 0, 0),
+            "pointers": (2 * chunk, 0, chunk),
+            "staged": (0, 2 * chunk, chunk),
+        }
+        assert (moved["pointer"], moved["copy"], sent) == pytest.approx(expected[way], abs=8)
+        total = 4 * sum(values(tensor(each)) for each in range(size))
+        assert np.array_equal(values(one), total)
+
+    on_ranks(way, check)
+
+
+KINDS = "pointer", "copy"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("way", WAYS)
+def test_every_collective_takes_cuda_tensors(way):
+    def check(group, rank, size):
+        of_all = [tensor(each) for each in range(size)]
+        for dtype in (np.float32, np.int64):
+            one = tensor(rank, dtype=dtype)
+            mean = SimpleNamespace(**{**vars(SYNC), "reduceOp": dist.ReduceOp(dist.ReduceOp.AVG)})
+            group.allreduce([one], mean).wait()
+            total = sum(map(values, of_all)) / size
+            assert np.array_equal(values(one), total if dtype == np.float32 else total // 1)
+        root = tensor(rank)
+        group.broadcast([root], SYNC).wait()
+        assert np.array_equal(values(root), values(of_all[1]))
+        places = [tensor(9) for _ in of_all]
+        group.allgather([places], [tensor(rank)], SYNC).wait()
+        for place, sent in zip(places, of_all, strict=True):
+            assert np.array_equal(values(place), values(sent))
+        part = tensor(9)
+        parts = [tensor(rank + 10 * each) for each in range(size)]
+        group.reduce_scatter([part], [parts], SYNC).wait()
+        total = sum(values(tensor(each + 10 * rank)) for each in range(size))
+        assert np.array_equal(values(part), total)
+        group.alltoall(places, parts, SYNC).wait()
+        for each, place in enumerate(places):
+            assert np.array_equal(values(place), values(tensor(each + 10 * rank)))
+        group.gather([places] if rank == 1 else [[]], [tensor(rank)], SYNC).wait()
+        if rank == 1:
+            assert np.array_equal(values(places[0]), values(of_all[0]))
+        turns = [group.send([tensor(5)], 1, 3)] if rank == 0 else [group.recv([part], 0, 3)]
+        turns[0].wait()
+        assert rank == 0 or np.array_equal(values(part), values(tensor(5)))
+
+    on_ranks(way, check)
+
+
+def test_without_cupy_tensors_are_staged_and_rank_0_says_so_once(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(gpu, "_SAID", set())
+
+    def check(group, rank, size):
+        for _ in range(2):
+            one = tensor(rank)
+            group.allreduce([one], SYNC).wait()
+            assert np.array_equal(values(one), sum(values(tensor(each)) for each in range(size)))
+
+    on_ranks("memory of one host", check)
+    assert capsys.readouterr().err.count("CUDA tensors are copied through host memory") == 1
