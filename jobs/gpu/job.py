@@ -56,6 +56,7 @@ PARTS = (
     Part("profile of a product", 40, "profiles.py"),
     Part("training", 90, "training.py"),
     Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
+    Part("process group", 60, "process_group.py", (), 2),
     Part("products", 50, "kernels.py", ("products",)),
     Part("attention", 45, "kernels.py", ("attention",)),
     Part("memory", 75, "kernels.py", ("memory",)),
