@@ -22,6 +22,7 @@ from mpitrain.collectives.engine.arithmetic import by_kernels
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.tuning import Tuning
 from mpitrain.errors import ConfigError, say
+from mpitrain.machine.cuda import cupy_with_gpu
 from mpitrain.ops.device import KERNELS, backend_for
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import Direct, Staged, cuda_messages
@@ -49,13 +50,12 @@ class GpuSide:
         self._device, self.stream = device, torch.cuda.Stream(device)
         self.is_direct, problem = False, ""
         try:
-            import cupy
-
+            cupy = cupy_with_gpu()
             cupy.cuda.Device(device.index or 0).use()
             self._backend: Any = backend_for("cuda")
             kernels = KERNELS["cuda"]()
-        except (ImportError, ConfigError) as error:
-            problem = str(error)
+        except ConfigError as error:
+            problem = error.law
         problems = [each for each in transport.gather_text(problem) if each]
         self.carries = not problems
         if not self.carries:

@@ -4,7 +4,6 @@ It is what many programs are: DistributedDataParallel, workers of a DataLoader, 
 and gradients that are accumulated over two micro-batches.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -41,7 +40,7 @@ while os.getppid() == parent:
 """A program that keeps a core busy until its parent ends."""
 
 
-class Windows(Dataset):
+class RandomWindows(Dataset):
     """Windows of tokens, each with its next tokens, which a worker draws by the window's number."""
 
     def __len__(self) -> int:
@@ -53,7 +52,7 @@ class Windows(Dataset):
         return tokens[:-1], tokens[1:]
 
 
-class Program:
+class ProgramSide:
     """The training program over one backend; its construction and steps are collective."""
 
     def __init__(self, transport: Transport, backend: str, workers: int):
@@ -63,7 +62,7 @@ class Program:
             model, process_group=process_group(transport, backend), gradient_as_bucket_view=True
         )
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = Windows()
+        data = RandomWindows()
         sampler: Any = DistributedSampler(data, transport.size, transport.rank)
         self._batches = iter(DataLoader(data, ROWS, sampler=sampler, num_workers=workers))
         self._transport, self.loss = transport, 0.0
@@ -128,7 +127,7 @@ def measure(
     busy  number of these processes on each host
     """
     torch.set_num_threads(blas_threads())
-    sides = [Program(transport, backend, workers) for backend in BACKENDS]
+    sides = [ProgramSide(transport, backend, workers) for backend in BACKENDS]
     turns = [partial(side.turn, steps) for side in sides]
     for number in dict.fromkeys((0, busy)):
         with busy_processes(transport, number):
@@ -151,10 +150,7 @@ def measure(
 def busy_processes(transport: Transport, number: int) -> Iterator[None]:
     """Keep cores of each host busy: its first rank starts that many processes, and ends them."""
     is_first = transport.hosts.index(transport.hosts[transport.rank]) == transport.rank
-    started = [
-        subprocess.Popen([sys.executable, "-c", BUSY], env=dict(os.environ))
-        for _ in range(number * is_first)
-    ]
+    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(number * is_first)]
     try:
         yield
     finally:
