@@ -29,6 +29,29 @@ SETTINGS = {
 
 JOBS = [f"ranks/{room}" for room in ("bench", "certify", "parallel", "plan", "report", "run")]
 """Rooms whose tests train or measure on several ranks."""
+TOOLS = (
+    "bench",
+    "certify",
+    "cli",
+    "doctor",
+    "house",
+    "jobs",
+    "plan",
+    "readers",
+    "report",
+    "textbook",
+)
+"""Rooms of `unit` and `ranks` that prove no part of the engine."""
+LONGEST = (
+    "mpi",
+    "ranks",
+    "unit/jobs",
+    "unit/textbook",
+    "unit/kernels",
+    "unit/plan",
+    "unit/pipeline",
+)
+"""Rooms whose files take longest: under `-n` they come first, so that no worker is left with one at the end."""
 COMPILED = ("cuda-sim", "simulated kernels", "compiled")
 """Words in parameters of tests that compile."""
 NO_GPU = "CuPy finds no GPU here"
@@ -57,9 +80,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark tests by what they start, and skip those whose GPU or compiler is missing here."""
+def pytest_collection_modifyitems(config, items):
+    """Mark tests by room and by what they start, skip those whose GPU or compiler is missing here, and sort them for
+    workers.
+    """
     for item in items:
+        kind, _, room = item.path.parent.relative_to(TESTS).as_posix().partition("/")
+        if kind in ("unit", "ranks", "golden") and room.partition("/")[0] not in TOOLS:
+            item.add_marker("engine")
         if item.path.is_relative_to(TESTS / "mpi"):
             item.add_marker("mpi")
         if any(item.path.is_relative_to(TESTS / room) for room in JOBS):
@@ -78,6 +106,15 @@ def pytest_collection_modifyitems(items):
         if wanting and not has():
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if hasattr(config, "workerinput"):
+        items.sort(key=_place_in_line)
+
+
+def _place_in_line(item):
+    """The number of the test's room in LONGEST, and of all others the last."""
+    room = item.path.relative_to(TESTS).as_posix()
+    found = [number for number, long in enumerate(LONGEST) if room.startswith(f"{long}/")]
+    return found[0] if found else len(LONGEST)
 
 
 @pytest.hookimpl(trylast=True)
@@ -102,13 +139,15 @@ def pytest_collection_finish():
 def pytest_xdist_make_scheduler(config, log):
     """Under `-n`: one worker runs all of mpi/, in order, since ranks of two tests at a time are more than the cores bear.
 
-    Every other test runs on the worker that is free next. `mpi/conftest.py` fails where this is not obeyed.
+    Every other file runs on the worker that is free next, whole: its tests share what a fixture or a cache has computed.
+    `mpi/conftest.py` fails where this is not obeyed.
     """
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling
 
     class OneAfterAnother(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return "mpi" if nodeid.startswith("tests/mpi/") else nodeid
+            return "mpi" if nodeid.startswith("tests/mpi/") else nodeid.partition("::")[0]
 
         def mark_test_complete(self, node, item_index, duration=0):
             # It counts what is left of all that it has assigned, after each of thousands of tests.

@@ -1,7 +1,7 @@
 """Generated text: with the key-value cache the tokens equal those without it, in every layout."""
 
 from collections import Counter
-from functools import partialmethod
+from functools import cache, partialmethod
 from itertools import islice
 
 import numpy as np
@@ -80,19 +80,24 @@ def written(transport, settings, caches=True):
     return found, trainer.arena.live
 
 
-def alone(transport, settings):
-    """The same texts, one by one, without a cache."""
-    trainer = exact(transport, [s for s in settings if s.startswith("model")])
-    return [
-        whole_windows(trainer, prompt, COUNT, Sampling(0.9, 30, 0.95), 7 + index)
-        for index, prompt in enumerate(PROMPTS)
-    ]
+@cache
+def alone(*model):
+    """The same texts, one by one, without a cache of keys and values, of a model on one rank."""
+
+    def one_by_one(transport):
+        trainer = exact(transport, model)
+        return [
+            whole_windows(trainer, prompt, COUNT, Sampling(0.9, 30, 0.95), 7 + index)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+
+    return run_ranks(1, one_by_one)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cached_batches_write_the_texts_of_whole_windows(layout):
     ranks, settings = LAYOUTS[layout]
-    (truth,) = run_ranks(1, alone, settings)
+    truth = alone(*(s for s in settings if s.startswith("model")))
     assert all(len(text) == COUNT for text in truth)
     for found, live in run_ranks(ranks, written, settings):
         assert found == truth and live == 0
@@ -170,7 +175,7 @@ def test_a_document_fills_the_context_and_not_its_row():
 
 def test_a_model_without_a_cache_writes_the_same(monkeypatch):
     monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
-    (truth,) = run_ranks(1, alone, [])
+    truth = alone()
     for ranks, settings in ((1, []), (2, ["layout.pp=2"]), (2, ["layout.tp=2"])):
         for found, _ in run_ranks(ranks, written, settings, False):
             assert found == truth

@@ -62,10 +62,11 @@ def tree(source: str) -> ast.Module:
 SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 
-def imported_names(tree: ast.AST) -> set[str]:
+@cache
+def imported_names(source: str) -> frozenset[str]:
     """Every module a file imports, lazily or not, and "os.environ" where it reads the environment."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,7 +74,7 @@ def imported_names(tree: ast.AST) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
             names.add("os.environ")
-    return names
+    return frozenset(names)
 
 
 def room(dotted: str) -> str:
@@ -89,14 +90,14 @@ def test_every_room_has_its_floor_and_every_floor_its_room():
 def test_no_module_of_the_engine_imports_a_tool():
     for source in SOURCES:
         if not source.startswith(("tools/", "learn.py", "cli/", "__main__", "__init__")):
-            names = imported_names(tree(source))
+            names = imported_names(source)
             assert not [name for name in names if name.startswith("mpitrain.tools")], source
 
 
 def test_a_file_imports_only_from_floors_above_it():
     for source in {*SOURCES} - {"__init__.py", "tools/__init__.py"}:
         own = FLOORS.index(room(source))
-        for name in imported_names(tree(source)):
+        for name in imported_names(source):
             if name.startswith("mpitrain.") and name != "mpitrain.__version__":
                 assert FLOORS.index(room(name)) <= own, f"{source} imports {name}"
 
@@ -109,7 +110,7 @@ def test_no_modules_import_each_other_in_a_circle():
     }
 
     def modules_in(source):
-        for name in imported_names(tree(source)):
+        for name in imported_names(source):
             while name and name not in names:
                 name = name.rpartition(".")[0]
             if name:
@@ -144,7 +145,7 @@ def test_a_class_name_means_one_thing():
 
 def test_each_library_enters_by_its_own_door():
     for source, (library, doors) in product(SOURCES, DOORS.items()):
-        names = imported_names(tree(source))
+        names = imported_names(source)
         if any(name == library or name.startswith(library + ".") for name in names):
             assert source.startswith(doors), f"{source} uses {library}; its doors are {doors}"
 
