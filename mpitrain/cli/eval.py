@@ -7,7 +7,15 @@ from typing import Any
 import click
 
 from mpitrain.cli.doctor import write_document
-from mpitrain.cli.job_options import CP, Outputs, changes, check_files, output_option, run_options
+from mpitrain.cli.job_options import (
+    CP,
+    EP,
+    Outputs,
+    changes,
+    check_files,
+    output_option,
+    run_options,
+)
 from mpitrain.cli.session import configured_of, mpi_session
 from mpitrain.errors import ConfigError, TrainingError, visible
 
@@ -29,6 +37,7 @@ from mpitrain.errors import ConfigError, TrainingError, visible
 )
 @output_option("--json", "Write the numbers to this JSON file.")
 @CP
+@EP
 @run_options
 def command(
     run: Path, best: bool, tasks_file: Path | None, json_file: Path | None, **options: Any

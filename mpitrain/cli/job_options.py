@@ -25,6 +25,7 @@ KEYS = {
     "rows": "run.eval_rows",
     "dp": "layout.dp",
     "cp": "layout.cp",
+    "ep": "layout.ep",
     "tp": "layout.tp",
     "pp": "layout.pp",
     "device": "device.kind",
@@ -144,6 +145,9 @@ DP = click.option(
     "--dp", type=int, metavar="N", help="Data-parallel replicas (default: all ranks)."
 )
 CP = click.option("--cp", type=int, metavar="N", help="Context-parallel ranks (default: 1).")
+EP = click.option(
+    "--ep", type=int, metavar="N", help="Replicas that divide the experts (default: 1)."
+)
 TP = click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks (default: 1).")
 PP = click.option("--pp", type=int, metavar="N", help="Pipeline stages (default: 1).")
 DEVICE = click.option("--device", metavar="KIND", help=f"Kind of device: auto, {', '.join(KINDS)}.")

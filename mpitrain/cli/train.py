@@ -18,6 +18,7 @@ from mpitrain.cli.job_options import (
     DATA,
     DEVICE,
     DP,
+    EP,
     EPOCHS,
     GEMM,
     LR,
@@ -70,6 +71,7 @@ class TrainCommand(click.Command):
 @LR
 @DP
 @CP
+@EP
 @TP
 @PP
 @DEVICE

@@ -200,10 +200,10 @@ class Group:
         gather.run()
         if not self._route_tags:
             self._route_tags.extend(self.transport.claim_tag() for _ in range(TAGS))
-        algorithm = self.algorithm if self.algorithm in ROUTES else "auto"
-        return Routes(self.transport, everyone.copy(), algorithm, self._next_route_tag)
+        return Routes(self, everyone.copy())
 
-    def _next_route_tag(self) -> int:
+    def next_route_tag(self) -> int:
+        """Return the tag of the next plan of an all-to-all of unequal counts, the same on all ranks."""
         self._route_tags.rotate(-1)
         return self._route_tags[-1]
 
@@ -314,7 +314,7 @@ class Group:
                 ).on_every_rank()
         routes = self.routes(np.array(mine, np.int64)[:, None])
         received = np.empty_like(rows, shape=(routes.received, *rows.shape[1:]))
-        self._noted("all-to-all", rows, lambda: routes.bind(rows, received)).run()
+        routes.bind(rows, received).run()
         return received, routes.counts[:, self.rank, 0].copy()
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> None:

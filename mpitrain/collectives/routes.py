@@ -5,7 +5,6 @@ first, then rows. All ranks know all counts, so they choose one algorithm, and e
 rows that it relays.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.engine.executor import BETWEEN_HOSTS, Execution, Reduction
 from mpitrain.collectives.plans import hierarchical
 from mpitrain.collectives.plans.exchanges import all_to_all_of
-from mpitrain.transport.base import Transport
 
 ROUTES = ("pairwise", "hierarchical")
 """The algorithms of an all-to-all of unequal counts."""
@@ -31,11 +29,10 @@ class Routes:
                ranks share hosts and the messages between hosts would be shorter than BETWEEN_HOSTS
     """
 
-    def __init__(
-        self, transport: Transport, counts: np.ndarray, algorithm: str, next_tag: Callable[[], int]
-    ):
-        self.counts, self._transport, self._next_tag = counts, transport, next_tag
-        self._rows, self.algorithm = counts.sum(axis=2), algorithm
+    def __init__(self, group: Any, counts: np.ndarray):
+        self.counts, self._group, self._transport = counts, group, group.transport
+        self._rows = counts.sum(axis=2)
+        self.algorithm = group.algorithm if group.algorithm in ROUTES else "auto"
 
     @property
     def sent(self) -> int:
@@ -55,12 +52,17 @@ class Routes:
                    that they come from
         is_return  the way back: outgoing is (received, ...) and incoming (sent, ...)
         """
+        return self._group._noted(
+            "all-to-all", outgoing, lambda: self._bound(outgoing, incoming, is_return)
+        )
+
+    def _bound(self, outgoing: Any, incoming: Any, is_return: bool) -> Reduction:
         transport, rows = self._transport, self._rows.T if is_return else self._rows
         width = int(np.prod(outgoing.shape[1:], dtype=np.int64))
         elements, rank = (rows * width).tolist(), transport.rank
 
         def execution(plan: Any, source: Any, target: Any) -> Execution:
-            return Execution(transport, target, "add", plan, self._next_tag(), source)
+            return Execution(transport, target, "add", plan, self._group.next_route_tag(), source)
 
         hosts = transport.hosts
         if self._is_relayed(width * outgoing.dtype.itemsize):
@@ -68,7 +70,7 @@ class Routes:
             middle = np.empty_like(incoming, shape=length)
             arrays = (outgoing, incoming), (outgoing, middle), (middle, incoming)
             links = [execution(plan, *ends) for plan, ends in zip(plans, arrays, strict=True)]
-            bound: Reduction = Chain(transport, links, middle.nbytes)
+            bound: Reduction = Chain(transport, links)
             bound.algorithm = "hierarchical"
         else:
             received = [each[rank] for each in elements]

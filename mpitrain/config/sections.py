@@ -351,6 +351,24 @@ class Model(Section):
     to a multiple of 64"""
     epsilon: float = Field(1e-5, gt=0)
     """gpt, llama: term of the norms, added to the variance"""
+    experts: int = Field(0, ge=0)
+    """gpt, llama: number of MLPs in each block, of which a router chooses some for each token
+    (mixture of experts); 0: one MLP, without a router"""
+    top_k: int = Field(2, ge=1)
+    """experts of each token"""
+    router: Literal["after", "before"] = "after"
+    """weights of the chosen experts. after: the softmax over the chosen ones, as Mixtral; before: of
+    the softmax over all experts, as Qwen2-MoE and OLMoE"""
+    capacity: float = Field(0.0, ge=0)
+    """tokens of a sequence that an expert takes, as a multiple of an equal share; the others pass
+    without it. 0: all"""
+    balance: float = Field(0.01, ge=0)
+    """weight in the loss of the experts' imbalance within each sequence, 1 if all get as many tokens
+    (Switch Transformer)"""
+    z: float = Field(0.0, ge=0)
+    """weight in the loss of the mean square of the router's log sum of exponentials (ST-MoE)"""
+    shared: int = Field(0, ge=0)
+    """hidden units of an MLP beside the experts, which every token passes; 0: none"""
     freeze: list[str] = []
     """parameters that are not trained, as patterns of full names such as blocks.0.*; a star matches
     any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
@@ -429,6 +447,9 @@ class Layout(Section):
     cp_mode: Literal["ulysses", "ring"] = "ulysses"
     """how ranks of a context-parallel group compute attention. ulysses: all-to-alls give each rank
     some heads of all tokens; ring: keys and values go from rank to rank, for any number of heads"""
+    ep: int = Field(1, ge=1)
+    """expert-parallel size, which divides the data-parallel size: each of so many replicas holds a
+    part of the experts of model.experts, and tokens go to them and back"""
     tp: int = Field(1, ge=1)
     """tensor-parallel size: the ranks of a group divide the heads, widths and vocabulary of each
     layer"""

@@ -60,7 +60,8 @@ class Parameter(NamedTuple):
                whole tensor
     trainable  whether the optimizer updates it
     holders    ranks of one replica with the same region: "tp" for replicated tensors, the full name
-               for a tied tensor; empty: this rank alone
+               for a tied tensor; empty: this rank alone. "ep": also this rank alone, a part of the
+               experts, which not every other replica has
     partial    whether each of these ranks computes only a summand of the gradient; the summands are
                added before replicas reduce
     is_copy    whether this is a copy of a tied tensor that another stage owns and counts; its bits
@@ -527,6 +528,7 @@ class Now(NamedTuple):
     trains    False in an evaluation and for logits, with step and row 0
     places    of the tokens of these rows; None: each row is one document, all of it on this rank
     is_again  whether this forward is computed again, just before its backward
+    weight    factor of a target in the gradient of the loss, for layers that add to the loss
     """
 
     step: int
@@ -535,6 +537,7 @@ class Now(NamedTuple):
     trains: bool
     places: Places | None = None
     is_again: bool = False
+    weight: float = 0.0
 
     def numbers(self, count: int, share: TokenShare = ALL_TOKENS) -> range | np.ndarray:
         """Return the numbers of the rows of an activation within the global batch, a range without

@@ -35,8 +35,9 @@ from mpitrain.layers.base import (
     flat_rows,
 )
 from mpitrain.layers.chunked_logits import ChunkedHead
-from mpitrain.layers.compose import Residual
+from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
+from mpitrain.layers.experts import Experts, Loads
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.recomputed import Recomputed, state_of
@@ -818,6 +819,8 @@ class Plain:
         The rows between layers, and the ranks that divide them.
     tokens : TokenShare
         Which tokens of every row this rank has.
+    ep : Group, optional
+        The ranks that divide the experts of a mixture; None: this rank has all experts.
     """
 
     def __init__(
@@ -828,13 +831,15 @@ class Plain:
         seed: int = 0,
         rows: WholeRows | None = None,
         tokens: TokenShare | None = None,
+        ep: Any = None,
     ):
-        self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
+        self.ops, self.ep, self.rows, self.tokens = ops, ep, rows or ALL_ROWS, tokens or ALL_TOKENS
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
+        self.loads: Loads | None = None  # of the experts, if there are any
 
     def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
@@ -861,6 +866,39 @@ class Plain:
     def rms_norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a root mean square norm over the last dim, of length `width`, with gain 1."""
         return Norm(self.ops, width, epsilon, False, self.rows)
+
+    def experts(
+        self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool = False
+    ) -> Experts:
+        """Return a mixture of model.experts MLPs of `hidden` units, (B, T, width) to the same shape.
+
+        Other keys of [model] say how it routes. onto_residual draws the weights of its outputs.
+        is_gated: the MLPs are gated, by `swiglu`; else they have a GELU.
+        """
+        keys = self.keys
+        self.loads = self.loads or Loads(keys.experts)
+        return Experts(
+            *(self.ops, self.loads, width, hidden, keys.top_k),
+            *(inner, onto_residual, is_gated, keys.router == "before"),
+            *(keys.capacity, keys.balance, keys.z),
+            group=self.ep,
+            shared=self._shared(width, keys.shared, inner, onto_residual, is_gated),
+        )
+
+    def _shared(
+        self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool
+    ) -> Layer | None:
+        """Return the MLP of all tokens beside the experts."""
+        if not hidden:
+            return None
+        down = self.row_linear(hidden, width, onto_residual, bias=False)
+        if not is_gated:
+            up = self.column_linear(width, hidden, inner, activation="gelu", bias=False)
+            return Sequential(up=up, down=down)
+        both = self.joined_linear(
+            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+        )
+        return Sequential(up=both, gate=self.swiglu(), down=down)
 
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""

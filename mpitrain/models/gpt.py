@@ -27,6 +27,7 @@ def gpt(
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     windows: Sequence[int] = (),
+    experts: int = 0,
 ) -> list[Unit]:
     """Return the units of a GPT-2: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -52,6 +53,8 @@ def gpt(
         Rate of dropout of the attention probabilities.
     windows : sequence of int
         The window of each block's attention; 0: none. Empty: none has one.
+    experts : int
+        MLPs of each block, of which a router chooses some for each token; 0: one, without a router.
     """
     # GPT-2 uses 0.02 for its width of 768. Narrower layers need a larger standard deviation to
     # preserve the variance of activations.
@@ -70,11 +73,16 @@ def gpt(
             ),
             out=layers.dropped(layers.row_linear(width, width, onto_residual), dropout),
         )
-        mlp = Sequential(
-            norm=layers.norm(width, epsilon),
-            up=layers.column_linear(width, hidden, inner, activation="gelu"),
-            down=layers.dropped(layers.row_linear(hidden, width, onto_residual), dropout),
-        )
+        norm = layers.norm(width, epsilon)
+        if experts:
+            mixture = layers.experts(width, hidden, inner, onto_residual)
+            mlp = Sequential(norm=norm, experts=layers.dropped(mixture, dropout))
+        else:
+            mlp = Sequential(
+                norm=norm,
+                up=layers.column_linear(width, hidden, inner, activation="gelu"),
+                down=layers.dropped(layers.row_linear(hidden, width, onto_residual), dropout),
+            )
         units += [
             Unit(f"blocks.{block}.attention", layers.residual(attention)),
             Unit(f"blocks.{block}.mlp", layers.residual(mlp)),

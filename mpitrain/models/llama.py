@@ -31,6 +31,7 @@ def llama(
     tied: bool = False,
     epsilon: float = 1e-5,
     windows: Sequence[int] = (),
+    experts: int = 0,
 ) -> list[Unit]:
     """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
 
@@ -70,15 +71,18 @@ def llama(
             ),
             out=layers.row_linear(inside, width, onto_residual, bias=False),
         )
-        up = layers.joined_linear(
-            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
-        )
-        mlp = Sequential(
-            norm=layers.rms_norm(width, epsilon),
-            up=up,
-            gate=layers.swiglu(),
-            down=layers.row_linear(hidden, width, onto_residual, bias=False),
-        )
+        norm = layers.rms_norm(width, epsilon)
+        if experts:
+            mlp = Sequential(
+                norm=norm,
+                experts=layers.experts(width, hidden, inner, onto_residual, is_gated=True),
+            )
+        else:
+            up = layers.joined_linear(
+                width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+            )
+            down = layers.row_linear(hidden, width, onto_residual, bias=False)
+            mlp = Sequential(norm=norm, up=up, gate=layers.swiglu(), down=down)
         units += [
             Unit(f"blocks.{block}.attention", layers.residual(attention)),
             Unit(f"blocks.{block}.mlp", layers.residual(mlp)),

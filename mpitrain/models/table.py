@@ -60,9 +60,10 @@ def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
     }
 
 
-def _with_windows(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
+def _decoder(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
     """Return the arguments that a gpt and a llama take."""
-    return {**_transformer(keys, source), "windows": keys.windows}
+    own = {"windows": keys.windows, "experts": keys.experts}
+    return {**_transformer(keys, source), **own}
 
 
 def _dropout(keys: Keys) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         theta=keys.theta,
         rope_scaling=keys.rope_scaling,
         hidden=keys.hidden_units,
-        **_with_windows(keys, source),
+        **_decoder(keys, source),
     )
 
 
@@ -96,15 +97,19 @@ def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit
 def _transformer_flops(keys: Keys, parameters: int) -> float:
     """PaLM, Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each of T tokens.
 
-    In a layer with a window each token has the scores of its window, in place of T.
+    In a layer with a window each token has the scores of its window, in place of T. Of experts, N has
+    those of a token.
     """
+    if keys.experts:
+        of_expert = keys.width * keys.hidden_units * (3 if keys.kind == "llama" else 2)
+        parameters -= keys.layers * (keys.experts - keys.top_k) * of_expert
     scores = sum(min(window or keys.context, keys.context) for window in keys.windows)
     return keys.context * (6 * parameters + 12 * keys.heads * keys.head_channels * scores)
 
 
 MODELS: Table[str, Model] = Table(
     gpt=Model(
-        lambda layers, keys, source: gpt(layers, **_with_windows(keys, source), **_dropout(keys)),
+        lambda layers, keys, source: gpt(layers, **_decoder(keys, source), **_dropout(keys)),
         takes="tokens",
         help="for tokens",
         split="heads",

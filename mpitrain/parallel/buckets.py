@@ -178,7 +178,7 @@ class Buckets:
         wire: Wire = EXACT,
         overlap: bool = True,
         dense_steps: int = 0,
-        bind: Callable[[Any], Reduction] | None = None,
+        bind: Callable[[Bucket, Any], Reduction] | None = None,
         tied: Sequence[Reduction] = (),
     ):
         """Bind all reductions over the group; collective.
@@ -190,7 +190,7 @@ class Buckets:
         bind         binds the reduction of a bucket that has no wire format; None: as the group
         tied         sums over tied groups, which run before the buckets with `partial` are reduced
         """
-        bind = group.bind if bind is None else bind
+        bind = bind or (lambda bucket, view: group.bind(view))
         self._overlap, self._dense_steps, self._tied = overlap, dense_steps, tied
         self.buckets = buckets
         self._writers = [
@@ -204,7 +204,7 @@ class Buckets:
             is_lossy = wire.name != "none" and not bucket.holders
             needs_dense = not is_lossy or dense_steps > 0
             with group.transport.recorder.called(f"bucket {number}"):
-                self._dense.append(bind(view) if needs_dense else None)
+                self._dense.append(bind(bucket, view) if needs_dense else None)
                 self._lossy.append(
                     group.bind_lossy(view, wire, matrices_in(layout, bucket)) if is_lossy else None
                 )

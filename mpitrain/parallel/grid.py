@@ -32,7 +32,8 @@ class Axes(NamedTuple):
     tp varies fastest with the rank, then cp, dp and pp. So the ranks of a tensor-parallel group,
     which communicate most, share a host. The servers are the last ranks and have no coordinates.
     dp divides the rows of a batch, and cp the tokens of each row. Over both, ranks have the same
-    parameters (`copies`), so gradients are summed and ZeRO shards over dp x cp.
+    parameters (`copies`), so gradients are summed and ZeRO shards over dp x cp. ep divides dp: of so
+    many neighbours along dp each has a part of the experts.
     """
 
     tp: int = 1
@@ -40,6 +41,7 @@ class Axes(NamedTuple):
     pp: int = 1
     servers: int = 0
     cp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -52,14 +54,15 @@ class Axes(NamedTuple):
 
     @property
     def product(self) -> str:
-        """The sizes in words; cp is absent if it is 1."""
+        """The sizes in words; cp and ep are absent if they are 1."""
         context = f" x cp {self.cp}" if self.cp > 1 else ""
-        return f"dp {self.dp}{context} x tp {self.tp} x pp {self.pp}"
+        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        return f"dp {self.dp}{experts}{context} x tp {self.tp} x pp {self.pp}"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes as a checkpoint has them: cp is absent if it is 1, as in older checkpoints."""
-        return {axis: n for axis, n in self._asdict().items() if axis != "cp" or n > 1}
+        """The sizes as a checkpoint has them: cp and ep are absent if 1, as in older checkpoints."""
+        return {axis: n for axis, n in self._asdict().items() if axis not in ("cp", "ep") or n > 1}
 
     def coords(self, rank: int) -> Coords:
         """Return the coordinates of a rank, which must not be a server."""
@@ -104,6 +107,12 @@ def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
     return len({tuple(map(names.index, names)) for names in groups.values()}) == 1
 
 
+EXPERTS = "ep"
+"""`Parameter.holders` of a part of the experts: no other rank of its replica has it, and only some
+copies of the replica have the same part.
+"""
+
+
 class Grid:
     """This rank's coordinates, and its process group along each axis. Construction and `close` are
     collective.
@@ -114,6 +123,9 @@ class Grid:
     copies        the group along dp and cp together: all ranks with the same parameters
     cp            the group along cp: the ranks that divide the tokens of a row; None if there are no
                   others
+    ep            the group along ep, whose ranks hold the parts of all experts; None if there are no
+                  others
+    same_experts  the ranks of `copies` with the same part of the experts
     servers       the group of the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does, or with layout.cp one for each run of tokens
@@ -168,6 +180,13 @@ class Grid:
             self.copies.algorithm = "ring"
         self.pp = axis(here.tp + axes.tp * copy)
         self.cp = axis(here.tp + axes.tp * (here.dp + axes.dp * here.pp)) if axes.cp > 1 else None
+        self.ep: Group | None = None
+        self.same_experts = self.copies
+        if axes.ep > 1:
+            among, own = divmod(here.dp, axes.ep)
+            outer = among + axes.dp // axes.ep * (here.cp + axes.cp * here.pp)
+            self.ep = axis(here.tp + axes.tp * outer)
+            self.same_experts = axis(here.tp + axes.tp * (own + axes.ep * here.pp))
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
 
@@ -199,6 +218,10 @@ class Grid:
             if group is not None:
                 self.holders[name] = group
 
+    def summing(self, holders: str) -> Group:
+        """Return the group that sums the gradients of tensors with these `Parameter.holders`."""
+        return self.same_experts if holders == EXPERTS else self.copies
+
     def check(self) -> None:
         """Raise ConfigError if a group of this rank has an algorithm that its hosts rule out.
 
@@ -212,7 +235,7 @@ class Grid:
             if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
                 raise refusal
 
-    def shard_groups(self, shard: str) -> tuple[Group, Group]:
+    def shard_groups(self, shard: str, holders: str = "") -> tuple[Group, Group]:
         """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);
         collective.
 
@@ -221,8 +244,9 @@ class Grid:
         shard  "all": the sharding group has all replicas, the replication group this rank alone;
                "host": the sharding group has the replicas of this host, so each host has a complete
                set of shards
+        holders  as `Parameter.holders` of the tensors
         """
-        transport = self.copies.transport
+        transport = self.summing(holders).transport
         here = transport.hosts[transport.rank]
         near = [rank for rank, host in enumerate(transport.hosts) if shard == "all" or host == here]
         dividing, alike = (
@@ -240,7 +264,7 @@ class Grid:
 
         holders  key of `Grid.holders`; "": tensors that only this rank stores
         """
-        return not holders or self.holders[holders].rank == 0
+        return holders in ("", EXPERTS) or self.holders[holders].rank == 0
 
     def fact_sums(self, *groups: Group) -> FactSums:
         """Return the all-reduce of an update rule's sums over whole tensors (`FactSums`).
@@ -275,7 +299,7 @@ class Grid:
     @property
     def exchanged_s(self) -> float:
         """Seconds that this rank has waited in collectives of activations so far."""
-        return sum(group.exchanged_s for group in (self.tp, self.cp) if group)
+        return sum(group.exchanged_s for group in (self.tp, self.cp, self.ep) if group)
 
     @property
     def scratch_bytes(self) -> int:

@@ -10,6 +10,7 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
+from mpitrain.layers.flat import Bucket
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.mode import Sizes, without_layouts
@@ -65,7 +66,7 @@ class Master(Replica):
     def counted(self) -> Sequence[Piece]:
         return self.pieces()
 
-    def bind(self, gradients: Any) -> Reduction:
+    def bind(self, bucket: Bucket, gradients: Any) -> Reduction:
         return self.grid.copies.bind_reduce(gradients, root=ROOT)
 
     def read(

@@ -115,6 +115,7 @@ without_layouts = only(
     layout__tp=1,
     layout__pp=1,
     layout__cp=1,
+    layout__ep=1,
 )
 """The refusal of all modes whose replicas are single ranks with whole gradients."""
 

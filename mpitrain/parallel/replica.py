@@ -55,6 +55,9 @@ class StepResult(NamedTuple):
                     overflowed under a finite loss
         ended       asynchronous pipelines: this rank's `perf_counter` at the end of the step, which
                     all ranks learn some steps later
+        expert_tokens, dropped, imbalance
+                    models with experts: tokens of each expert over all layers, dropped ones included;
+                    the fraction that was dropped; the most tokens of an expert over their mean
         is_spike    True: the update was skipped because of a spike of the loss, as run.on_spike
     """
 
@@ -516,9 +519,9 @@ class Replica:
         nbytes = best_bytes(self.storage, self.grid.copies, self.settings.bucket_mb)
         return self.storage.buckets(max(self.grid.tp.transport.gather_text(nbytes)), firsts)
 
-    def bind(self, gradients: Any) -> Reduction:
+    def bind(self, bucket: Bucket, gradients: Any) -> Reduction:
         """Bind the sum of a bucket that has no wire format."""
-        return self.grid.copies.bind(gradients)
+        return self.grid.summing(bucket.holders).bind(gradients)
 
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the flat buffer that this rank updates."""
@@ -529,22 +532,25 @@ class Replica:
 
         The replicas divide the squaring evenly: each element is squared on one rank.
         """
-        rank, ranks = self.grid.copies.rank, self.grid.copies.size
-        shares = [
-            (start, share(stop - start, rank, ranks)) for start, stop, _ in self.counted_runs()
-        ]
-        return [Piece(start + own.start, start + own.stop, 0) for start, own in shares]
+        counted = []
+        for summing, (start, stop, _) in self.counted_runs():
+            own = share(stop - start, summing.rank, summing.size)
+            counted.append(Piece(start + own.start, start + own.stop, 0))
+        return counted
 
-    def counted_runs(self) -> list[Piece]:
-        """Return the runs of the flat buffer that no other rank of this replica squares."""
-        runs: list[Piece] = []
+    def counted_runs(self) -> list[tuple[Group, Piece]]:
+        """Return the runs of the flat buffer that no other rank of this replica squares, with the
+        groups that sum them.
+        """
+        runs: list[tuple[Group, Piece]] = []
         for span in self.storage.spans:
             if not self.grid.counts(span.holders):
                 continue
-            if runs and runs[-1].stop == span.start:
-                runs[-1] = runs[-1]._replace(stop=span.stop)
+            summing = self.grid.summing(span.holders)
+            if runs and runs[-1][0] is summing and runs[-1][1].stop == span.start:
+                runs[-1] = summing, runs[-1][1]._replace(stop=span.stop)
             else:
-                runs.append(Piece(span.start, span.stop, 0))
+                runs.append((summing, Piece(span.start, span.stop, 0)))
         return runs
 
     # The rows of a step.

@@ -131,7 +131,9 @@ class PipeDream(Replica):
         self.begun = self._made = 0
 
     def counted(self) -> Sequence[Piece]:
-        return self.counted_runs()  # every replica of a stage clips by the stage's own norm
+        return [
+            run for _, run in self.counted_runs()
+        ]  # every replica of a stage clips by the stage's own norm
 
     def _newest(self) -> Any:
         return self._versions[self._made % len(self._versions)]

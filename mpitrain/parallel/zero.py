@@ -44,12 +44,13 @@ from typing import Any
 from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.compose import Chain
 from mpitrain.collectives.engine.executor import Reduction, mover
+from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.layers.base import Gradient, Gradients, Weights
 from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
-from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.grid import EXPERTS, Grid, share
 from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.replica import FrozenParameters, Replica, compact, spread, whole
 from mpitrain.regions import Piece
@@ -97,8 +98,8 @@ class UnshardedBuffers:
                 in_bucket = entry._replace(start=entry.start - bucket.start)
                 self.tensors[entry.name] = in_bucket.view(view)
 
-    def bind(self, bind: Callable[[Any], Reduction]) -> dict[Bucket, Reduction]:
-        """Bind a reduction for each bucket; collective.
+    def bind(self, bind: Callable[[Bucket, Any], Reduction]) -> dict[Bucket, Reduction]:
+        """Bind a reduction for each bucket; collective.    bind: (bucket, view) -> its reduction
 
         Buckets of equal length in one slot share a reduction and its scratch.
         """
@@ -106,7 +107,7 @@ class UnshardedBuffers:
         for bucket, view in self.views.items():
             key = self.slot[bucket], view.size
             if key not in bound:
-                bound[key] = bind(view)
+                bound[key] = bind(bucket, view)
         return {bucket: bound[self.slot[bucket], view.size] for bucket, view in self.views.items()}
 
 
@@ -119,7 +120,8 @@ class Shards:
     all-reduce the shard's gradient, once a step.
 
     dividing  the sharding group, s replicas
-    alike     the replication group, the h replicas with the same shard
+    groups    {`Parameter.holders`: (the sharding group, the replication group of the h replicas with
+              the same shard)}; those of experts have fewer ranks
     buckets   in the order of their reduction
     pieces    {bucket: this rank's shard}, in order of storage
     owned     the shards of `pieces`, in the same order
@@ -130,11 +132,35 @@ class Shards:
 
     def __init__(self, grid: Grid, how: str, buckets: Sequence[Bucket]):
         """Make the groups; collective.    how: as replication.shard"""
-        self.dividing, self.alike = grid.shard_groups(how)
+        usual = grid.shard_groups(how)
+        own = grid.shard_groups(how, EXPERTS) if grid.ep else usual
+        self.groups = {EXPERTS: own, "": usual}
+        self.dividing = usual[0]
         self.buckets = buckets
-        self.owned = shard(buckets, self.dividing.rank, self.dividing.size)
+        self.owned = self.of(buckets)
         self.pieces = dict(zip(sorted(buckets), self.owned, strict=True))
         self.length = sum(piece.stop - piece.start for piece in self.owned)
+
+    def of(self, buckets: Sequence[Bucket]) -> list[Piece]:
+        """Return this rank's shards of buckets, in order of storage."""
+        pieces, offset = [], 0
+        for bucket in sorted(buckets):
+            dividing = self.groups_of(bucket)[0]
+            (piece,) = shard([bucket], dividing.rank, dividing.size)
+            pieces.append(piece._replace(offset=offset))
+            offset += piece.stop - piece.start
+        return pieces
+
+    def groups_of(self, bucket: Bucket) -> tuple[Group, Group]:
+        return self.groups[EXPERTS if bucket.holders == EXPERTS else ""]
+
+    def gather(self, bucket: Bucket, whole: Any) -> Reduction:
+        """Bind the all-gather of a bucket, from the shards of all ranks that divide it."""
+        return self.groups_of(bucket)[0].bind_all_gather(whole)
+
+    def scatter(self, bucket: Bucket, whole: Any) -> Reduction:
+        """Bind the reduce-scatter of a bucket."""
+        return self.groups_of(bucket)[0].bind_reduce_scatter(whole)
 
     def counted(self, grid: Grid) -> list[Piece]:
         """Return the pieces that this rank squares for the norm.
@@ -144,7 +170,8 @@ class Shards:
         squared = []
         for bucket, (start, stop, offset) in self.pieces.items():
             if grid.counts(bucket.holders):
-                run = share(stop - start, self.alike.rank, self.alike.size)
+                alike = self.groups_of(bucket)[1]
+                run = share(stop - start, alike.rank, alike.size)
                 squared.append(Piece(start + run.start, start + run.stop, offset + run.start))
         return squared
 
@@ -190,10 +217,10 @@ class Zero1(Replica):
     def counted(self) -> Sequence[Piece]:
         return self.shards.counted(self.grid)
 
-    def bind(self, gradients: Any) -> Reduction:
+    def bind(self, bucket: Bucket, gradients: Any) -> Reduction:
         if self.wire.name != "none":
-            return super().bind(gradients)
-        dividing, alike = self.shards.dividing, self.shards.alike
+            return super().bind(bucket, gradients)
+        dividing, alike = self.shards.groups_of(bucket)
         start, stop = chunk_bounds(gradients.size, dividing.size)[dividing.rank]
         scatter = dividing.bind_reduce_scatter(gradients)
         return Chain(self.grid.copies.transport, (scatter, alike.bind(gradients[start:stop])))
@@ -222,7 +249,7 @@ class Zero1(Replica):
         self.frozen = FrozenParameters(self)
         self.parameter_arrays = [self.parameters, used, self.frozen.flat]
         self._weights = storage.weights(used, self.frozen.flat)
-        gathers = [shards.dividing.bind_all_gather(used[b.start : b.stop]) for b in shards.pieces]
+        gathers = [shards.gather(b, used[b.start : b.stop]) for b in shards.pieces]
         self._gathers: dict[Any, Reduction] = dict(zip(shards.owned, gathers, strict=True))
         self._needed: list[list[Any]] = [
             [
@@ -368,8 +395,10 @@ class Zero2(Zero1):
         self._own_views = within(pieces, slots.views)
         self._sums = {bucket: self.summed[piece] for bucket, piece in pieces.items()}
         self._add = shards.dividing.arithmetic.combining(self.gradient_buffer, "add")
-        self._reductions = slots.bind(shards.dividing.bind_reduce_scatter)
-        self._totals = {bucket: shards.alike.bind(part) for bucket, part in self._sums.items()}
+        self._reductions = slots.bind(shards.scatter)
+        self._totals = {
+            bucket: shards.groups_of(bucket)[1].bind(part) for bucket, part in self._sums.items()
+        }
         self.engine = mover(
             copies.transport,
             [*self._reductions.values(), *self._totals.values(), *self.gathers_in_backward()],
@@ -502,7 +531,7 @@ class Zero3(Zero2):
         self.make_shards()
         self.mirrors = {}  # `_gather` rounds the parameters of each unit
         frozen = sorted(storage.frozen_buckets())
-        pieces = shard(frozen, dividing.rank, dividing.size)
+        pieces = shards.of(frozen)
         self.frozen = FrozenParameters(self, pieces)
         buckets = [*shards.pieces, *frozen]
         self.parameter_slots = UnshardedBuffers(
@@ -518,9 +547,9 @@ class Zero3(Zero2):
         self._needed = buckets_used(storage, buckets)
         wire = parse_wire(self.settings.gather)
         self._gathers = self.parameter_slots.bind(
-            dividing.bind_all_gather
+            shards.gather
             if wire.name == "none"
-            else lambda unit: dividing.bind_coded_all_gather(unit, wire)
+            else lambda bucket, unit: shards.groups_of(bucket)[0].bind_coded_all_gather(unit, wire)
         )
         held = [*self.owned.values(), *compact(self.frozen.flat, pieces)]
         self._master = dict(zip(buckets, held, strict=True))

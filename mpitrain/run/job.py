@@ -338,7 +338,7 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
     """
     layout = config.layout
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.cp * layout.pp))
-    mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp)
+    mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp, layout.ep)
     if mesh.ranks != ranks:
         beside = f" + servers {servers}" if servers else ""
         ways = ["--dp (0 takes all ranks)"] if layout.dp else []
@@ -348,6 +348,11 @@ def axes(config: Config, ranks: int, servers: int) -> Axes:
         raise ConfigError(
             f"{mesh.product}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
             f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
+        )
+    if dp % layout.ep:
+        raise ConfigError(
+            f"layout.ep divides the replicas of layout.dp, but {layout.ep} does not divide {dp}.",
+            f"Set layout.ep to a divisor of {dp}, or start {multiples_near(mesh.ranks, layout.ep * mesh.ranks // dp)} ranks.",
         )
     micro_batches, size = config.batch.micro_batches or 1, config.batch.size
     shares = dp * micro_batches

@@ -644,6 +644,9 @@ class Run:
         record |= self._rates(step_s)
         names = mode_of(config).records(config.replication)
         record |= {name: result.extras.get(name, 0) for name in names}
+        if config.model.experts:
+            for name in ("expert_tokens", "dropped", "imbalance"):
+                record[name] = result.extras[name]
         if config.precision.compute == "float16":
             record["loss_scale"] = result.extras["loss_scale"]
         record["peak_activation_bytes"] = self.peak

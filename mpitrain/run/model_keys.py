@@ -43,6 +43,7 @@ OF_RUN = [
     "window",
     "window_from",
 ]
+OF_RUN += ["experts", "top_k", "router", "capacity", "shared"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 

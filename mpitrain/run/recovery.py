@@ -328,6 +328,11 @@ def check(config: Config, transport: Transport) -> None:
             "Leave --dp out.",
         ),
         (
+            layout.ep > 1,
+            f"replicas that are whole, but layout.ep is {layout.ep}",
+            "Leave --ep out.",
+        ),
+        (
             not is_synchronous(config),
             f"ranks that end each step together, but replication.mode is {replication.mode}, and pipeline.schedule {schedule}",
             "Set them to all-reduce and 1f1b, or replication.update to sync.",

@@ -16,6 +16,8 @@ from mpitrain.data.table import MIXTURE
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, form_for, kinds
+from mpitrain.optim import RULES
+from mpitrain.optim.rule import ElementWise
 from mpitrain.parallel.modes import STREAMS, check_synchronous, refusal_of
 from mpitrain.pipeline import schedules
 
@@ -284,6 +286,67 @@ def of_model(config: Config) -> Iterator[Rule]:
         if model.head_dim
         else f"Set model.width to {fitting[0] * heads} or {fitting[1] * heads}.",
     )
+    yield (
+        layout.ep > 1 and not model.experts,
+        f"layout.ep divides experts, but layout.ep is {layout.ep} and model.experts 0.",
+        "Set model.experts, or layout.ep to 1.",
+    )
+    optimizer = config.optimizer.name
+    yield (
+        layout.ep > 1 and not isinstance(RULES[optimizer].step, ElementWise),
+        f"layout.ep divides tensors that optimizer.name {optimizer} needs whole, but is {layout.ep}.",
+        "Set optimizer.name to adamw, or layout.ep to 1.",
+    )
+    if layout.ep > 1:
+        check_synchronous(config, "layout.ep sends tokens between ranks in")
+    share = model.top_k * model.context / max(1, model.experts)
+    for is_broken, law, way_out in (
+        (
+            not row.writes,
+            f"model.experts is for a {' or '.join(kinds(lambda row: row.writes))}, but model.kind is {model.kind}.",
+            "Leave out model.experts.",
+        ),
+        (
+            model.top_k > model.experts,
+            f"model.top_k experts of model.experts are chosen, but {model.top_k} of {model.experts}.",
+            f"Set model.top_k to at most {model.experts}, or model.experts to {model.top_k} or more.",
+        ),
+        (
+            model.capacity and model.capacity * share < 1,
+            f"model.capacity {model.capacity:g} lets an expert take less than 1 token of a sequence: an equal share of "
+            f"{model.context} tokens, with {model.top_k} of {model.experts} experts each, is {share:g}.",
+            f"Set model.capacity to {1 / share:.3g} or more, or to 0: no token is dropped.",
+        ),
+        (
+            layout.cp > 1 and (model.capacity or model.balance),
+            "model.capacity and model.balance count the tokens of whole sequences, which layout.cp divides: layout.cp is "
+            f"{layout.cp}, model.capacity {model.capacity:g}, model.balance {model.balance:g}.",
+            "Set both to 0, or layout.cp to 1.",
+        ),
+        (
+            model.experts % layout.ep,
+            f"layout.ep divides model.experts, but {layout.ep} does not divide {model.experts}.",
+            f"Set model.experts to {multiples_near(model.experts, layout.ep)}, or layout.ep to a divisor.",
+        ),
+        (
+            layout.tp > 1,
+            f"Tensor parallelism does not divide experts, but layout.tp is {layout.tp} and model.experts {model.experts}.",
+            "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
+        ),
+        (
+            config.device.kind in ("cuda", "cuda-sim"),
+            f"Experts have no kernels yet, but device.kind is {config.device.kind}.",
+            "Set device.kind to cpu, or model.experts to 0.",
+        ),
+    ):
+        yield (model.experts and is_broken, law, way_out)
+    for key in ("top_k", "router", "capacity", "balance", "z", "shared"):
+        yield (
+            not model.experts and getattr(model, key) != type(model).model_fields[key].default,
+            f"Without experts the keys of their router have their defaults, but model.{key} is "
+            f"{getattr(model, key)!r} and model.experts is 0.",
+            f"Set model.experts, or leave model.{key} out.",
+        )
     row.check(config)
 
 

@@ -16,6 +16,7 @@ from mpitrain.data import IGNORED, Source, read_rows, without_ends, without_padd
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.layers.experts import Loads
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES
 from mpitrain.optim import check_groups, learning_rate
@@ -142,7 +143,7 @@ class Trainer:
                 self.config = self.resolved.config
             config = self.config
             self._layers = layers = layers_for(
-                ops, grid.tp, config.layout, grid.cp, **settings_of(config)
+                ops, grid.tp, config.layout, grid.cp, ep=grid.ep, **settings_of(config)
             )
             cut = cut_in_chunks(
                 units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
@@ -165,7 +166,7 @@ class Trainer:
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(ops, grid.tp, layout, **settings_of(self.config))
+            whole = layers_for(ops, grid.tp, layout, ep=grid.ep, **settings_of(self.config))
             config = self.config
             again = cut_in_chunks(
                 units, whole, stage_of, config.pipeline.partition, config.model.freeze, config.lora
@@ -201,6 +202,9 @@ class Trainer:
             chunks=numbers,
             first=cut.first(self.units),
         )
+        if layers.loads:
+            self._expert_loads = np.zeros(1 + self.config.model.experts)
+            self._sum_of_loads = grid.world.bind(self._expert_loads)
         micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
@@ -341,8 +345,15 @@ class Trainer:
             start, places = self.share().start, self._places(shape, unpadded, *marks)
             self.pipe.train(
                 [
-                    Now(index, start + part.start, len(part), True, places and places.of(part))
-                    for part in shares
+                    Now(
+                        index,
+                        start + part.start,
+                        len(part),
+                        True,
+                        places and places.of(part),
+                        weight=weight * loss_scale,
+                    )
+                    for part, weight in zip(shares, weights, strict=True)
                 ],
                 [(len(part), *inputs.shape[1:]) for part in shares],
                 rows_of,
@@ -358,10 +369,25 @@ class Trainer:
             sum(ignored) if reports else 0,
             of_update(0) * predictions,
         )
+        if self._layers.loads:
+            result = result._replace(extras={**result.extras, **self._loads(self._layers.loads)})
         every = self.config.memory.release_every
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
+
+    def _loads(self, loads: Loads) -> dict[str, Any]:
+        """Return the tokens of each expert in a step, over all layers and ranks; collective."""
+        numbers = self._expert_loads
+        numbers[:-1], numbers[-1] = loads.tokens, loads.dropped
+        loads.tokens[:], loads.dropped = 0, 0.0
+        self._sum_of_loads.run()
+        tokens = numbers[:-1]
+        return {
+            "expert_tokens": [int(count) for count in tokens],
+            "dropped": numbers[-1] / max(1.0, tokens.sum()),
+            "imbalance": tokens.max() / max(1.0, tokens.mean()),
+        }
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""

@@ -3,6 +3,8 @@
 A law takes the constructors of the layers and the backend whose arrays they compute with.
 """
 
+from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from mpitrain.layers.plain import GeluErf, Plain, Rotary, Tanh
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
+from mpitrain.ops import OPERATIONS
 from tests.unit.placing import place
 
 GPT = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
@@ -148,6 +151,15 @@ class Pictured:
         self.inner.backward_weight(pending, dw, arena)
 
 
+def mixture(factory, is_gated=True, **keys):
+    """A mixture of 3 experts, 2 of a token; without terms of the loss, which the laws do not know."""
+    keys = {"experts": 3, "balance": 0.0, **keys}
+    model = factory.keys.model_copy(update=keys)
+    own = copy(factory)
+    own.keys, own.loads = model, None
+    return own.experts(WIDTH, 5, draw, draw, is_gated)
+
+
 def kinds(plain) -> dict[str, Any]:
     """One layer of each kind and some made of them, each (..., WIDTH) -> (..., WIDTH)."""
 
@@ -164,7 +176,11 @@ def kinds(plain) -> dict[str, Any]:
         layer.drop.number = 1
         return layer
 
-    return {
+    experts = {}
+    if OPERATIONS["choose"].launches or not isinstance(factory.ops.choose, partial):
+        experts["experts"] = mixture(factory, is_gated=False)
+        experts["gated experts"] = mixture(factory, shared=4, router="before", capacity=0.7)
+    return experts | {
         "linear": linear(),
         "relu": linear("relu"),
         "gelu": linear("gelu"),

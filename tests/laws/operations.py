@@ -33,7 +33,7 @@ def drawn(one: Operand, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """The same numbers for the same operand, in float64, or integers below a size."""
     rng = np.random.default_rng(zlib.crc32(one.name.encode()))
     if one.once:
-        return rng.permutation(sizes[one.below])
+        return rng.permutation(sizes[one.below]).reshape(shape)
     if one.below:
         return rng.integers(sizes[one.below], size=shape)
     if one.coded:

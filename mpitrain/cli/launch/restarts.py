@@ -96,7 +96,7 @@ class Restarts:
         if config.run.on_failure != "continue" or self._vain >= ATTEMPTS:
             return None
         layout, servers = config.layout, servers_of(config)
-        size = layout.tp * layout.pp * layout.cp
+        size = layout.tp * layout.pp * layout.cp * layout.ep
         most = min(self._ranks, sum(hosts.values())) if self._hosts else self._ranks
         ranks = (most - servers) // size * size + servers
         if ranks <= servers:

@@ -18,6 +18,7 @@ from mpitrain.cli.job_options import (
     DATA,
     DEVICE,
     DP,
+    EP,
     PP,
     PRESET,
     SET,
@@ -42,7 +43,7 @@ LEAST_BLOCKS = 5
 
 
 def job_options(function: Callable) -> Callable:
-    for option in reversed((CONFIG_FILE, PRESET, SET, DATA, DP, CP, TP, PP, DEVICE)):
+    for option in reversed((CONFIG_FILE, PRESET, SET, DATA, DP, CP, EP, TP, PP, DEVICE)):
         function = option(function)
     return function
 

@@ -16,6 +16,7 @@ import numpy as np
 from mpitrain.collectives.engine.compose import LocalReduction
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
+from mpitrain.collectives.routes import Routes
 from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, zeros
 from mpitrain.errors import ConfigError, MpitrainError, gigabytes
@@ -98,6 +99,10 @@ class CountedGroup(Group):
         super().__init__(transport, arena=arena)
         self._axis, self._sums = axis, sums
 
+    def routes(self, counts: np.ndarray) -> Routes:
+        """Return routes on which all ranks send as many rows as this one."""
+        return Routes(self, np.repeat(counts[None], self.size, axis=0))
+
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
         sums, what = self._sums, (self._axis, operation, array.nbytes)
         return LocalReduction(lambda: sums.update([what]))
@@ -124,7 +129,9 @@ class Body:
         ops = counted(_leasing(device), self.count)
         own_context = context if axes.cp > 1 else None
         settings = settings_of(config)
-        self.layers = layers_for(ops, group, config.layout, own_context, **settings)
+        endpoint = self.endpoint(0, axes.ep)
+        experts = CountedGroup(endpoint, self.arena, "ep", self.sums) if axes.ep > 1 else None
+        self.layers = layers_for(ops, group, config.layout, own_context, ep=experts, **settings)
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers; its recorder tells `count` when a backward runs."""

@@ -98,6 +98,11 @@ class Weightless(WithoutMemory):
     def argmax(self, axis: Any = None, *rest: Any, **named: Any) -> Any:
         return np.zeros(_reduced(self.shape, axis, False), np.int64)
 
+    def argsort(self, *axis: Any, **named: Any) -> Any:
+        """Return other columns first in each row: all experts get as many tokens."""
+        rows, columns = self.shape
+        return np.add.outer(np.arange(rows), np.arange(columns)) % columns
+
 
 class WeightlessForKernels(Weightless):
     """Stand-in without memory for a NumPy array that is an operand of kernels in the simulator."""

@@ -56,6 +56,7 @@ LAYOUTS = {
     "cp, tp": (4, ["layout.cp=2", "layout.tp=2", "layout.sequence_parallel=true", "model.heads=4"]),
     "ring": (3, ["layout.cp=3", "layout.cp_mode=ring", "model.context=90", *DOCUMENTS]),
     "ring, tp": (4, ["layout.cp=2", "layout.cp_mode=ring", "layout.tp=2", "memory.recompute=unit"]),
+    "experts": (2, ["model.experts=4", "model.shared=8", "memory.recompute=unit"]),
     "frozen": (2, ["layout.pp=2", 'model.freeze=["embedding*", "blocks.0*"]']),
     "dropout": (
         2,

@@ -34,6 +34,6 @@ def examples(ops: Ops, sizes: Sizes, draw: Draw, arena: Any) -> Callable[[str], 
     @cache
     def last(name: str) -> Any:
         result = getattr(ops, name)(**arguments(name))
-        return result[1] if len(operands(OPERATIONS[name].operands).results) > 1 else result
+        return result[-1] if len(operands(OPERATIONS[name].operands).results) > 1 else result
 
     return arguments

@@ -1,0 +1,161 @@
+"""A mixture of experts trains alike in every layout, whatever the router chooses; its bytes are counted."""
+
+import numpy as np
+import pytest
+
+from mpitrain.collectives.group import Group
+from mpitrain.collectives.routes import route_bytes
+from mpitrain.config import Model
+from mpitrain.errors import ConfigError
+from mpitrain.layers.base import Now
+from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import bodies
+from mpitrain.ops.host import experts as host
+from mpitrain.run.build import build
+from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.transport.threads import run_ranks
+from tests.laws.collectives import measured
+from tests.laws.layers import draw, placed
+from tests.saving import load, save
+from tests.training import TINY, configured, curve, held, near, stepped
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = [
+    *TINY,
+    "precision.compute=float64",
+    "model.experts=4",
+    "model.balance=0.1",
+    "model.z=0.01",
+]
+LAYOUTS = (
+    (3, "batch.micro_batches=2"),
+    (2, "replication.zero=2", "batch.micro_batches=2"),
+    (2, "replication.zero=3", "memory.recompute=unit"),
+    (4, "layout.pp=2", "pipeline.schedule=zero-bubble", "memory.recompute=attention"),
+    (2, "layout.ep=2"),
+    (4, "layout.ep=2", "batch.micro_batches=3"),
+    (4, "layout.ep=4", "memory.recompute=unit"),
+    (2, "layout.ep=2", "replication.zero=1"),
+    (4, "layout.ep=2", "replication.zero=1", "replication.overlap=false"),
+    (4, "layout.ep=2", "replication.zero=2", "batch.micro_batches=2"),
+    (4, "layout.ep=2", "replication.zero=3"),
+    (4, "layout.ep=4", "replication.zero=3", "memory.recompute=attention"),
+    (4, "layout.ep=2", "layout.pp=2", "batch.micro_batches=2"),
+    (4, "layout.ep=2", "layout.pp=2", "pipeline.schedule=zero-bubble"),
+)
+
+
+def unlike(logits, k, before, arena, choose=host.choose):
+    """All tokens choose expert 2 first, and none chooses expert 1."""
+    logits += np.array([0, -9, 9, 0])
+    return choose(logits, k, before, arena)
+
+
+@pytest.mark.parametrize(
+    "settings, choose",
+    [
+        (("model.kind=llama",), host.choose),
+        (("model.capacity=0.6", "model.router=before", "model.shared=8"), host.choose),
+        (("model.top_k=1", "model.dropout=0.25", "model.balance=0.0"), unlike),
+    ],
+    ids=["llama", "capacity", "all choose one"],
+)
+def test_in_float64_every_layout_equals_one_rank(settings, choose, monkeypatch):
+    monkeypatch.setattr(host, "choose", choose)
+
+    def trained(ranks, *layout, steps=20):
+        """What each rank is told of the steps."""
+        config = configured(*EXPERTS, *settings, *layout)
+        return run_ranks(ranks, lambda transport: curve(transport, config, steps)[:2])
+
+    (alone,) = trained(1)
+    assert np.ptp(alone[0]) > 0.05
+    for ranks, *layout in LAYOUTS:
+        for found in trained(ranks, *layout):
+            assert near(alone, found), layout
+
+
+def test_a_checkpoint_of_some_experts_continues_in_any_layout(tmp_path):
+    """Four steps in one layout and four in another end as eight on one rank."""
+
+    def part(transport, layout, steps, path=None):
+        trainer, source, _ = build(transport, configured(*EXPERTS, *layout))
+        if path:
+            load(path, trainer)
+        losses = [result.loss for result in stepped(trainer, source, steps)]
+        return (
+            losses,
+            save(tmp_path, trainer, Done(steps.stop, steps.stop * 12, "a run"), 99),
+            held(trainer),
+        )
+
+    ((losses, _, whole),) = run_ranks(1, part, (), range(8))
+    layouts = ((1,), (2, "layout.ep=2"), (4, "layout.ep=2", "replication.zero=3"))
+    for first, second in ((0, 1), (1, 2), (2, 1), (2, 0)):
+        ranks, *layout = layouts[first]
+        path = run_ranks(ranks, part, layout, range(4))[0][1]
+        ranks, *layout = layouts[second]
+        for found, _, tensors in run_ranks(ranks, part, layout, range(4, 8), path):
+            assert np.abs(np.subtract(found, losses[4:])).max() < 1e-9, (first, second)
+            for name, (parameter, values) in tensors.items():
+                assert np.abs(values - parameter.part_of(whole[name][1])).max() < 1e-9, name
+
+
+def test_a_layer_sends_what_the_formula_says_of_its_loads():
+    """Forward and backward: tokens there and back, twice; each forward tells its counts once."""
+    width, experts, n = 6, 4, 2
+
+    def sent(transport):
+        plain = Plain(bodies.host(), Model(experts=experts), ep=Group(transport, "pairwise"))
+        layer = plain.experts(width, 5, draw, draw, is_gated=True)
+        weights, *_ = placed(layer, HostBackend())
+        own = {name: {"weight": weights[name]["weight"][: experts // n]} for name in ("up", "down")}
+        weights = {**weights, **own}
+        x = np.random.default_rng(transport.rank).standard_normal((3, 5, width))
+        logits = x.reshape(-1, width) @ weights["router"]["weight"].T
+        chosen = np.argsort(-logits, axis=1, kind="stable")[:, :2].reshape(-1)
+        load = np.bincount(chosen // (experts // n), minlength=n)
+        rows = np.array(transport.gather_text(load.tolist()))
+
+        def run():
+            _, saved = layer.forward(weights, x, Now(0, 0, 3, True), Arena())
+            layer.backward_input(weights, x, saved, Arena())
+
+        _, nbytes = measured(transport, run)
+        there, back = (
+            route_bytes(transport.rank, transport.hosts, each, width * 8, "pairwise")
+            for each in (rows, rows.T)
+        )
+        return nbytes - 2 * (there + back)
+
+    # The all-gather of E counts: each rank sends its E numbers of 8 bytes to the other one.
+    assert run_ranks(n, sent) == [8 * experts] * n
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, law",
+    [
+        (3, ["layout.ep=2"], "but 2 does not divide 3"),
+        (3, ["layout.ep=3"], "layout.ep divides model.experts, but 3 does not divide 4"),
+        (1, ["model.top_k=5"], "but 5 of 4"),
+        (1, ["model.capacity=0.1"], "less than 1 token"),
+        (2, ["layout.ep=2", "model.experts=0", "model.balance=0.01", "model.z=0.0"], "experts 0"),
+        (2, ["layout.ep=2", "optimizer.name=lamb"], "optimizer.name lamb needs whole"),
+        (2, ["layout.ep=2", "replication.mode=local"], "Mode local needs layout.ep 1"),
+        (2, ["layout.tp=2"], "does not divide experts"),
+        (2, ["layout.cp=2"], "count the tokens of whole sequences"),
+        (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
+        (1, ["model.experts=0", "model.z=0.0"], "model.balance is 0.1 and model.experts is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks, settings, law):
+    def refused(transport):
+        with pytest.raises(ConfigError) as caught:
+            build(transport, configured(*EXPERTS, *settings))
+        return str(caught.value)
+
+    for text in run_ranks(ranks, refused):
+        assert law in text, text

@@ -1,0 +1,98 @@
+"""A mixture of experts: who takes which token, what the loss gets, and the block of Mixtral as another truth."""
+
+import numpy as np
+import pytest
+
+from mpitrain.config import Model
+from mpitrain.layers.base import Now
+from mpitrain.layers.experts import routed
+from mpitrain.layers.plain import Plain
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import HostBackend
+from mpitrain.ops import bodies
+from tests.laws.layers import draw, placed
+
+
+def layer_of(width=6, hidden=5, **keys):
+    plain = Plain(bodies.host(), Model(experts=4, **keys))
+    return plain.experts(width, hidden, draw, draw, is_gated=True)
+
+
+def forward_and_back(layer, x, dy):
+    """y, dx, {name: gradient} of a layer with weights of a fixed seed, and its weights."""
+    weights, gradients, arrays, slots = placed(layer, HostBackend())
+    arena = Arena()
+    y, saved = layer.forward(weights, x, Now(0, 0, 2, True, weight=1 / 14), arena)
+    dx, pending = layer.backward_input(weights, dy, saved, arena)
+    layer.backward_weight(pending, gradients, arena)
+    return y, dx, {name: slot.array for name, slot in slots.items()}, arrays
+
+
+def test_each_expert_takes_its_tokens_in_order_and_the_first_of_a_sequence_up_to_its_capacity():
+    chosen = np.array([[0, 2], [0, 1], [0, 3], [0, 2], [2, 0], [0, 1]])
+    for capacity, kept in ((0, 12), (1, 7), (2, 10), (9, 12)):
+        found = routed(chosen, 4, 2, capacity)
+        assert found.counts.sum() == kept and found.load.tolist() == [[3, 1, 1, 1], [3, 1, 2, 0]]
+        expert = np.repeat(np.arange(4), found.counts)
+        for row, source in enumerate(found.sources[:kept]):
+            assert chosen.flat[source] == expert[row] and found.places.flat[source] == row
+        dropped = np.flatnonzero(found.places.reshape(-1) < 0)
+        assert len(dropped) == 12 - kept
+    one = routed(chosen, 4, 2, 1)
+    assert one.places.reshape(-1).tolist().count(-1) == 5 and (one.places[[0, 3]] >= 0).all()
+    assert routed(np.zeros((0, 2), int), 3, 0, 0).counts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("router", ["after", "before"])
+def test_the_terms_of_the_loss_have_the_gradient_of_their_definitions(router):
+    """With no gradient of y, that of the router is of balance and z alone; finite differences of both."""
+    x = np.random.default_rng(1).standard_normal((2, 7, 6))
+    layer = layer_of(router=router, balance=0.3, z=0.05)
+    _, dx, gradients, arrays = forward_and_back(layer, x, np.zeros_like(x))
+    weight = arrays["layer.router.weight"]
+
+    def terms(router_weight):
+        logits = x @ router_weight.T
+        exponentials = np.exp(logits)
+        sums = exponentials.sum(-1, keepdims=True)
+        # Which experts are chosen does not change within a small difference.
+        chosen = np.argsort(-(x @ weight.T), -1)[..., :2]
+        part = np.stack([np.bincount(c.reshape(-1), minlength=4) for c in chosen]) / 14
+        balance = 4 * (part * (exponentials / sums).mean(1)).sum(-1).mean()
+        return 0.3 * balance + 0.05 * (np.log(sums) ** 2).mean()
+
+    for at in np.ndindex(weight.shape):
+        step = np.zeros_like(weight)
+        step[at] = 1e-5
+        slope = (terms(weight + step) - terms(weight - step)) / 2e-5
+        assert abs(gradients["layer.router.weight"][at] - slope) < 1e-8
+    assert np.abs(dx).max() > 0
+
+
+def test_the_layer_is_the_block_of_mixtral(monkeypatch):
+    torch = pytest.importorskip("torch")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    from transformers import MixtralConfig
+
+    layer = layer_of(balance=0.0)
+    x, dy = np.random.default_rng(2).standard_normal((2, 2, 7, 6))
+    y, dx, gradients, arrays = forward_and_back(layer, x, dy)
+    config = MixtralConfig(
+        hidden_size=6, intermediate_size=5, num_local_experts=4, num_experts_per_tok=2
+    )
+    theirs = mixtral.MixtralSparseMoeBlock(config).double()
+    names = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(torch.from_numpy(arrays[f"layer.{names[name]}.weight"]))
+    # Its router computes in float32 otherwise.
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+    inputs = torch.from_numpy(x).requires_grad_()
+    found = theirs(inputs)
+    found = found[0] if isinstance(found, tuple) else found
+    found.backward(torch.from_numpy(dy))
+    assert np.abs(found.detach().numpy() - y).max() < 1e-12
+    assert np.abs(inputs.grad.numpy() - dx).max() < 1e-12
+    for name, parameter in theirs.named_parameters():
+        own = gradients[f"layer.{names[name]}.weight"]
+        assert np.abs(parameter.grad.numpy() - own).max() < 1e-12, name
