@@ -224,8 +224,9 @@ class Experts:
             if self.shared:
                 more.extend(self.shared.forward(w["shared"], rows, now, arena))
 
-        trip = Trip(ops, self.group, routing.counts, len(taken[0])) if self.group else None
-        trip = trip or Stay(routing.counts)
+        trip = Stay(routing.counts)
+        if self.group:
+            trip = Trip(ops, self.group, routing.counts, len(taken[0]))
         out, states = self._mlps(w, trip.there(taken[0], arena, shared), trip.counts, arena)
         y, combined = ops.combine(trip.back(out, taken[0], arena), routing.places, weights, arena)
         if more:
