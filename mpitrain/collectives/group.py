@@ -187,10 +187,7 @@ class Group:
         )
 
     def routes(self, counts: np.ndarray) -> Routes:
-        """Tell all ranks how many rows this rank sends to each; `Routes.bind` then sends them.
-
-        counts  (n, k) int64: the rows of the k parts that go to each of the n ranks
-        """
+        """Tell all ranks the rows that this rank sends to each: counts (n, k), of k parts."""
         n, k = counts.shape
         if k not in self._counts:
             everyone = np.empty((n, n, k), np.int64)
@@ -202,8 +199,7 @@ class Group:
             self._route_tags.extend(self.transport.claim_tag() for _ in range(TAGS))
         return Routes(self, everyone.copy())
 
-    def next_route_tag(self) -> int:
-        """Return the tag of the next plan of an all-to-all of unequal counts, the same on all ranks."""
+    def _next_route_tag(self) -> int:
         self._route_tags.rotate(-1)
         return self._route_tags[-1]
 
@@ -284,11 +280,9 @@ class Group:
         self.bind_all_gather(array).run()
 
     def all_to_all(self, rows: np.ndarray, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Send rows to each rank, as many as `counts` says, as MPI_Alltoallv.
+        """Send counts[r] rows to each rank r, as MPI_Alltoallv; rows: first those for rank 0.
 
-        rows: (sum of counts, ...), first those for rank 0. Returns the received rows, first those of
-        rank 0, and the number that each rank sent, (n,) int64. The dims after the first are the same
-        on all ranks.
+        Returns the received rows, first those of rank 0, and the number that each rank sent.
         """
         mine, fits = [int(count) for count in counts], unfit(rows) is None and rows.ndim > 0
         is_right = fits and len(mine) == self.size and min(mine) >= 0 and sum(mine) == len(rows)

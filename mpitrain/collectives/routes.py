@@ -62,7 +62,7 @@ class Routes:
         elements, rank = (rows * width).tolist(), transport.rank
 
         def execution(plan: Any, source: Any, target: Any) -> Execution:
-            return Execution(transport, target, "add", plan, self._group.next_route_tag(), source)
+            return Execution(transport, target, "add", plan, self._group._next_route_tag(), source)
 
         hosts = transport.hosts
         if self._is_relayed(width * outgoing.dtype.itemsize):

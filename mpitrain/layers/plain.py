@@ -820,7 +820,7 @@ class Plain:
     tokens : TokenShare
         Which tokens of every row this rank has.
     ep : Group, optional
-        The ranks that divide the experts of a mixture; None: this rank has all experts.
+        The ranks that divide the experts.
     """
 
     def __init__(
@@ -870,11 +870,7 @@ class Plain:
     def experts(
         self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool = False
     ) -> Experts:
-        """Return a mixture of model.experts MLPs of `hidden` units, (B, T, width) to the same shape.
-
-        Other keys of [model] say how it routes. onto_residual draws the weights of its outputs.
-        is_gated: the MLPs are gated, by `swiglu`; else they have a GELU.
-        """
+        """Return a mixture of model.experts MLPs of `hidden` units, gated by `swiglu` or with a GELU."""
         keys = self.keys
         self.loads = self.loads or Loads(keys.experts)
         return Experts(
