@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from mpitrain.run.job import Job
 from mpitrain.run.run_dir import check_idle
 from mpitrain.trace.timeline import TRACE
 from mpitrain.transport.base import Transport
+from mpitrain.transport.places import change
 
 LOOK = 0.05
 """Seconds between two looks whether the process of a lost rank has left its lock."""
@@ -147,8 +148,7 @@ class Recovery:
         known = self._connected()
         folders, are_open, epochs, seconds = zip(*known, strict=True)
         before, places = self._root.history[min(filter(None, epochs)) - 1], self._root.history[-1]
-        lost = [place for place in before if place.number not in self._root.living]
-        if not lost:
+        if all(place.number in self._root.living for place in before):
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
         layout, size = self._config.layout, self._root.size
         whole = layout.tp * layout.pp * layout.cp
@@ -158,15 +158,8 @@ class Recovery:
                 f"ranks, and {len(self._root.living)} are left.",
                 "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
             ).on_every_rank()
-        replicas = {place.replica for place in places}
-        had = [place.number for place in before if place.replica in replicas]
-        replaced = [
-            [rank, place.number]
-            for rank, (number, place) in enumerate(zip(had, places, strict=True))
-            if number != place.number
-        ]
-        left = len({one.number for one in (*before, *places)}) - len(lost) - size
-        self.facts = {"lost": len(lost), **({"left": left} if left else {})}
+        lost, left, replaced = changed_places = change(before, places, self._root.living)
+        self.facts = {"lost": lost, **({"left": left} if left else {})}
         if replaced:
             self.facts |= {"replaced": replaced, "spares": self._root.spares}
         self._began = time.monotonic() - max(seconds)
@@ -180,7 +173,8 @@ class Recovery:
             # replication.shard=host needs hosts with equally many ranks.
             replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
-            print(_said(len(lost), len(before), left, replaced, self._root), file=sys.stderr)
+            waiting = self._root.spares if self._root.had_spares else None
+            print(changed_places.said(len(before), size, waiting), file=sys.stderr)
         if self._folder:
             run = run.model_copy(update={"out": self._folder})
             if self._root.rank == 0:
@@ -277,18 +271,6 @@ class Recovery:
             "Start it again with --resume=auto, or raise run.recover_seconds.",
         )
         self._root.abort(error.named())
-
-
-def _said(lost: int, before: int, left: int, replaced: Sequence[list[int]], root: Transport) -> str:
-    """Return the line that says how the run goes on; arguments as in `Recovery.go_on`."""
-    words = [f"{lost} of {before} ranks are lost"]
-    words += [f"{left} leave with their replica"] * bool(left)
-    if replaced:
-        named = ", ".join(str(rank) for rank, _ in replaced)
-        words.append(f"spares take the place of rank {named}, and {root.spares} wait")
-    elif root.had_spares:
-        words.append("no spare is left")
-    return "; ".join([*words, f"{root.size} go on"])
 
 
 def replica_of(config: Config, rank: int, ranks: int) -> int:

@@ -6,6 +6,7 @@
 GroupOptions    `pg_options` of `init_process_group` and `new_group`
 hook            a communication hook of DistributedDataParallel that compresses gradients
 Replicated      a module whose gradients are averaged over all ranks; it needs no process group
+replace         makes the default group anew after a loss, with spares in the places of lost ranks
 stop_requested  whether the batch job asks the program to save a checkpoint and exit with 85
 """
 
@@ -16,6 +17,7 @@ try:
     from mpitrain.torch.hook import hook as hook
     from mpitrain.torch.process_group import GroupOptions as GroupOptions
     from mpitrain.torch.process_group import create
+    from mpitrain.torch.replace import replace as replace
     from mpitrain.torch.replicated import Replicated as Replicated
     from mpitrain.torch.stop import stop_requested as stop_requested
     from mpitrain.torch.store import rendezvous_by_mpi
@@ -30,7 +32,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         "pip install -U torch"
     )
 
-__all__ = ["GroupOptions", "Replicated", "hook", "stop_requested"]
+__all__ = ["GroupOptions", "Replicated", "hook", "replace", "stop_requested"]
 
 if "MPITRAIN" not in dist.Backend._plugins:
     dist.Backend.register_backend("mpitrain", create, extended_api=True, devices=["cpu", "cuda"])

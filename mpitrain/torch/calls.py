@@ -197,6 +197,16 @@ class CallQueue:
                     self._condition.notify()
                     return
 
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all later calls with an error; an earlier error stays the reason."""
+        self.error = self.error or error
+
+    def end_thread(self) -> None:
+        """Wait for the call under way, which a loss ends, and end the thread."""
+        with self._driving, self._condition:
+            self.is_closed = True
+            self._condition.notify()
+
     def _shorten(self, call: Call) -> None:
         """Let no earlier call last longer than this one may, which runs behind them."""
         for entry in self._entries.copy():

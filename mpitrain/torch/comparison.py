@@ -39,10 +39,11 @@ def start(function: Callable[[], object]) -> None:
 
 @cache
 def _join_at_exit() -> None:
-    atexit.register(_join)
+    atexit.register(join)
 
 
-def _join() -> None:
+def join() -> None:
+    """Wait until the threads that ask the store have ended, at most ANSWER seconds."""
     deadline = time.monotonic() + ANSWER
     for thread in threading.enumerate():
         if thread.name == NAME and thread.is_alive():

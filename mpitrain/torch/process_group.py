@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import ml_dtypes
 import numpy as np
@@ -93,6 +94,12 @@ class GroupOptions(NamedTuple):
 GROUPS = Counter[str]()
 """{name of a group: how many groups of this name there were}: a later one must not read what an earlier one said."""
 
+DEFAULT: dict[str, Any] = {}
+"""The arguments of `init_process_group`, by which `replace` makes the default group anew."""
+
+OPEN = WeakSet["ProcessGroup"]()
+"""The process groups that may have threads."""
+
 TRACED: list[Transport] = []
 """The transport of all ranks with its recorder, if this program keeps a trace."""
 
@@ -123,6 +130,8 @@ def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
         from mpitrain.torch.tracing import traced
 
         TRACED[:] = [traced(transport, Path(options.trace))]
+    if not ranks:
+        DEFAULT.update(timeout=of_group.timeout, pg_options=options)
     part = (*TRACED, transport)[0].subset(ranks or range(transport.size))
     name = of_group.group_id
     GROUPS[name] += 1
@@ -162,6 +171,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._agreement = Group(transport, "recursive-doubling").bind(self._hashes, "maximum")
         self._coalesced: list[CallWork] | None = None
         self._name = self._description = ""
+        OPEN.add(self)
 
     # What PyTorch asks of every process group
 
@@ -233,7 +243,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Forget the group; a later call fails."""
-        self._queue.error = self._queue.error or CommError("The process group was aborted.")
+        self._queue.give_up(CommError("The process group was aborted."))
+
+    def end_thread(self) -> None:
+        """End the thread of an aborted group, whose messages a loss has ended."""
+        self._queue.end_thread()
 
     # Calls: how a method becomes one
 

@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, PeerLost
 from mpitrain.machine import process
+from mpitrain.transport import ulfm
 from mpitrain.transport.base import Request, Transport
 from mpitrain.transport.mpi import MpiTransport, connect, join_world
 from mpitrain.transport.objects import recv_bytes, send_object, start_send_object
@@ -31,35 +33,73 @@ LONGEST_PAUSE = 5e-3
 def world() -> MpiTransport:
     """Connect to all ranks of the MPI job, once; collective."""
     process.yield_crowded_cores()
-    closing = threading.Event()
     # Registered before `connect` registers the end of a rank, which waits for the other ranks.
-    atexit.register(closing.set)
+    atexit.register(lambda: [store.closing.set() for store in _SERVED])
     transport = connect("multiple")  # Each group has a thread, and all of them call MPI.
     if transport.size > 1 and transport.MPI.Query_thread() < transport.MPI.THREAD_MULTIPLE:
         raise ConfigError(
             "Several threads of a process group call MPI at the same time, but this MPI was started for one at a time.",
             "Call init_process_group before mpitrain.connect(), or set mpi4py.rc.thread_level = 'multiple' first.",
         )
-    transport.admit_thread()
-    tags = transport.claim_tag(), transport.claim_tag()
-    if transport.size > 1 and transport.rank == 0:
-        threading.Thread(
-            target=_serve, args=(transport, tags, closing), name="store", daemon=True
-        ).start()
-    _LINES[:] = [Line(transport, *tags)]
+    open_store(transport)
     return transport
 
 
-KEYS = dist.HashStore()
-"""The keys of this process; those of rank 0 are the store of the job."""
-KEYS.set_timeout(timedelta(milliseconds=1))  # A call that would wait is not made.
+class Served(NamedTuple):
+    """The store of the ranks that are connected now.
+
+    keys     of this process; those of rank 0 are the store of the job
+    closing  ends the thread of rank 0 that answers the others
+    """
+
+    keys: dist.HashStore
+    closing: threading.Event
 
 
-def _serve(transport: Transport, tags: Sequence[int], closing: threading.Event) -> None:
+_SERVED: list[Served] = []
+
+
+def open_store(transport: MpiTransport) -> None:
+    """Begin a store without keys; collective."""
+    served = Served(dist.HashStore(), threading.Event())
+    served.keys.set_timeout(timedelta(milliseconds=1))  # A call that would wait is not made.
+    _SERVED[:] = [served]
+    transport.joins = False
+    transport.admit_thread()
+    tags = transport.claim_tag(), transport.claim_tag()
+    if transport.size > 1 and transport.rank == 0:
+        arguments = transport, tags, served
+        threading.Thread(target=_serve, args=arguments, name=SERVING, daemon=True).start()
+    _LINES[:] = [Line(transport, *tags)]
+
+
+def close_store(transport: MpiTransport) -> None:
+    """End the threads of a store after a loss; no message is sent."""
+    transport.job.is_abandoned = True
+    ulfm.revoke(transport.job)
+    if not _SERVED:
+        return
+    _SERVED.pop().closing.set()
+    for thread in threading.enumerate():
+        if thread.name == SERVING:
+            thread.join(ulfm.ENDING)
+    transport.dismiss_thread()
+
+
+SERVING = "store"
+"""The name of the thread of rank 0 that answers the others."""
+
+
+def _serve(transport: Transport, tags: Sequence[int], served: Served) -> None:
+    with suppress(PeerLost):
+        _answer(transport, tags, served)
+
+
+def _answer(transport: Transport, tags: Sequence[int], served: Served) -> None:
     ask, answer = tags
     length, pause = np.empty(1, np.int64), 1e-5
     request = transport.start_recv_any(length, ask)
-    while not closing.is_set():
+    while not served.closing.is_set():
         if not request.test():
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
@@ -67,7 +107,7 @@ def _serve(transport: Transport, tags: Sequence[int], closing: threading.Event) 
         rank, pause = request.source, 1e-5
         number, name, *arguments = recv_bytes(transport, int(length[0]), rank, ask)
         try:
-            value: Any = getattr(KEYS, name)(*arguments)
+            value: Any = getattr(served.keys, name)(*arguments)
         except Exception as error:
             value = RuntimeError(f"{name} of the store: {error}")
         send_object(transport, (number, value), rank, answer)
@@ -138,7 +178,7 @@ class MpiStore(dist.Store):
 
     def _ask(self, name: str, *arguments: Any, seconds: float | None = None) -> Any:
         if self._transport.rank == 0:
-            return getattr(KEYS, name)(*arguments)
+            return getattr(_SERVED[0].keys, name)(*arguments)
         return _LINES[0].ask(seconds or self.timeout.total_seconds(), name, *arguments)
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -9,7 +9,7 @@ Spares wait outside of every group. After a loss they take the places of lost ra
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -51,3 +51,41 @@ def refilled(places: Sequence[Place], hosts: Mapping[int, str], living: set[int]
             free.remove(number)
         result.append(Place(number, replica))
     return result
+
+
+class Change(NamedTuple):
+    """What a loss has changed.
+
+    lost      number of the places whose ranks are dead
+    left      number of living ranks that had a place and have none now
+    replaced  pairs of a rank and the number of the process that has taken its place
+    """
+
+    lost: int
+    left: int
+    replaced: list[tuple[int, int]]
+
+    def said(self, before: int, size: int, spares: int | None) -> str:
+        """Return the line for users; spares: how many are left, None: there were none at the start."""
+        words = [f"{self.lost} of {before} ranks are lost"]
+        words += [f"{self.left} leave with their replica"] * bool(self.left)
+        if self.replaced:
+            named = ", ".join(str(rank) for rank, _ in self.replaced)
+            words.append(f"spares take the place of rank {named}, and {spares or 0} wait")
+        elif spares is not None:
+            words.append("no spare is left")
+        return "; ".join([*words, f"{size} go on"])
+
+
+def change(before: Sequence[Place], places: Sequence[Place], living: Container[int]) -> Change:
+    """Return what has changed; the places are those of `refilled`."""
+    kept = {place.replica for place in places}
+    had = [place.number for place in before if place.replica in kept]
+    replaced = [
+        (rank, place.number)
+        for rank, (number, place) in enumerate(zip(had, places, strict=True))
+        if number != place.number
+    ]
+    lost = [place for place in before if place.number not in living]
+    left = {one.number for one in (*before, *places)}
+    return Change(len(lost), len(left) - len(lost) - len(places), replaced)

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.processes import mpitrain as start
 from tests.processes import python_ranks, run
 
-pytest.importorskip("torch", reason="backend mpitrain needs PyTorch")
+torch = pytest.importorskip("torch", reason="backend mpitrain needs PyTorch")
+import mpitrain.torch  # noqa: E402  it needs PyTorch
 
 PROGRAM = """
 import json, sys, time
@@ -164,3 +167,35 @@ except RuntimeError: print("caught", flush=True)
 def test_a_rank_that_ends_right_after_an_error_is_not_aborted(tmp_path):
     done = python_ranks(2, LATE, tmp_path)
     assert (done.returncode, done.stdout) == (0, "caught\ncaught\n"), done.stderr
+
+
+def test_the_ddp_loop_of_the_page_goes_on_with_a_spare_in_the_place_of_a_killed_rank(tmp_path):
+    """Its loss is that of one rank with all rows: rank 0 prints that of its half of them."""
+    page = (
+        (Path(mpitrain.torch.__file__).parent / "README.md").read_text().partition("## Spares")[2]
+    )
+    code = page.partition("```python\n")[2].partition("```")[0]
+    kill = "if step == 20 and os.environ['OMPI_COMM_WORLD_RANK'] == '0': os.kill(os.getpid(), 9)"
+    backward = "            loss.backward()\n"
+    assert code.count(backward) == 1 and "steps, size = 0, 200," in code
+    code = code.replace(backward, f"            {kill}\n{backward}").replace(
+        "= 0, 200,", "= 0, 40,"
+    )
+    (tmp_path / "own.py").write_text(f"import os\n{code}")
+    words = ["-n", 3, "--spares", 1, "--fault-tolerant", "--", "python", tmp_path / "own.py"]
+    done = start("launch", *words)
+    if "ULFM" in done.stderr:
+        pytest.skip("only Open MPI has ULFM")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 ranks are lost; spares take the place of rank 0, and 0 wait" in done.stderr
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(40):
+        rows = torch.rand(24, 8, generator=torch.Generator().manual_seed(step))
+        losses = (model(rows) - rows.sum(1, keepdim=True)).square()
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+    text = done.stdout.partition("after step 40 the loss is ")[2]
+    assert abs(float(text) - losses[:12].mean().item()) < 1e-5
