@@ -146,6 +146,7 @@ def read_report(run: Path) -> "tuple[RunReport, list[str]]":
     from mpitrain.tools.report.text import (
         goodput,
         how_it_ended,
+        losses,
         table_title,
         what_each_did_last,
         where_the_time_went,
@@ -168,7 +169,7 @@ def read_report(run: Path) -> "tuple[RunReport, list[str]]":
         way_out = "Name the directory of a run." + traces * bool(starts)
         raise ConfigError(f"There is no run in {run}.", way_out)
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
-    lines += goodput(records)
+    lines += [*goodput(records), *losses(records)]
     timeline = breakdown = None
     sentences = lines.copy()  # of the page, which has a table of its own
     if is_early or (TRACE in names and trace_files(run)[1]):

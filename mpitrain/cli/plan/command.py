@@ -274,23 +274,36 @@ SECONDS = Finite(LEAST, MOST)
 )
 @measured("--restart", 0, 60.0, "Seconds from a failure until the steps go on.", most=MOST)
 @click.option("--step", type=SECONDS, help="Seconds of a step: also print checkpoint.every.")
-def checkpoints(days: float, ranks: int, pause: float, restart: float, step: float | None) -> None:
+@counted(
+    "--spares",
+    0,
+    0,
+    "Most ranks that wait as spares (launch --spares): also print what they cost.",
+    most=64,
+)
+@measured("--hours", LEAST, 24.0, "Hours of a job, which begins with all of its spares.", most=MOST)
+@measured(
+    "--replace", 0, 5.0, "Seconds from a failure until the steps go on with a spare.", most=MOST
+)
+def checkpoints(
+    days: float,
+    ranks: int,
+    pause: float,
+    restart: float,
+    step: float | None,
+    spares: int,
+    hours: float,
+    replace: float,
+) -> None:
     """Compute how often a job should save, from how often ranks fail (Young 1974, Daly 2006).
 
-    A failure of any rank ends the job, which loses the steps since the last checkpoint.
+    A failure of any rank ends the job, which loses the steps since the last checkpoint. A spare takes the
+    place of a failed rank, but costs as much as a rank.
     """
-    mean = 86400 * days / ranks
-    # Daly 2006, Future Gener. Comput. Syst. 22(3), equations 37 and 20.
-    part = pause / (2 * mean)
-    root = math.sqrt(2 * pause * mean)
-    best = root * (1 + math.sqrt(part) / 3 + part / 9) - pause if part < 1 else mean
+    from mpitrain.tools.plan.failures import daly, lost, lost_with_spares
 
-    def lost(every: float) -> str:
-        exponents = restart / mean, (every + pause) / mean
-        if max(exponents) > 700:
-            return "all of the time"
-        factor = mean * math.exp(exponents[0]) * math.expm1(exponents[1]) / every
-        return f"{100 * (1 - 1 / factor):.3g}% of the time"
+    mean = 86400 * days / ranks
+    root, best = math.sqrt(2 * pause * mean), daly(pause, mean)
 
     def shown(seconds: float) -> str:
         return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.4g}"
@@ -298,7 +311,23 @@ def checkpoints(days: float, ranks: int, pause: float, restart: float, step: flo
     say([f"a rank of the job fails every {shown(mean)} s"])
     for name, every in (("Daly", best), ("Young", root), ("half", best / 2), ("twice", 2 * best)):
         steps = f", checkpoint.every={max(1, round(every / step))}" if step else ""
-        say([f"{name:<6} save every {shown(every)} s{steps}: {lost(every)} is lost"])
+        part = lost(every, pause, restart, mean)
+        share = "all of the time" if part == 1 else f"{100 * part:.3g}% of the time"
+        say([f"{name:<6} save every {shown(every)} s{steps}: {share} is lost"])
+    if not spares:
+        return
+    parts = [
+        lost_with_spares(count, ranks, hours, replace, pause, restart, mean)
+        for count in range(spares + 1)
+    ]
+    for count, part in enumerate(parts):
+        say(
+            [
+                f"{count} spare(s), {hours:g} hours: {100 * part:.3g}% of the time of {ranks + count} ranks is lost"
+            ]
+        )
+    least = min(range(spares + 1), key=parts.__getitem__)
+    say([f"{least} spare(s) lose the least" if least else "no spare pays: a restart costs less"])
 
 
 MOST_ON_HOST = 64

@@ -224,6 +224,22 @@ def goodput(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"Goodput: of {total:,.1f} s since the first start {useful}, {', '.join(others)}."
 
 
+def losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each loss of ranks after which the run went on: who became whom, and how long it took."""
+    for record in records:
+        if not record.get("lost"):
+            continue
+        pairs = record.get("replaced") or []
+        became = [f"rank {rank} is now process {number} of the start" for rank, number in pairs]
+        spares = f", {record.get('spares', 0)} spare(s) were left" * bool(pairs)
+        took = seconds(record, "startup_s") + seconds(record, "waited_s")
+        yield (
+            f"After step {record.get('step')} {record['lost']} rank(s) were lost: "
+            f"{'; '.join(became) or 'fewer ranks went on'}{spares}; {record.get('ranks')} ranks went on "
+            f"after {took:.1f} s, from {record.get('filled_from')}."
+        )
+
+
 SECONDS = 10.0
 """Longest time to wait for the answers of the ranks."""
 QUIET = 3.0

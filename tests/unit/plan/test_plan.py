@@ -5,7 +5,8 @@ import random
 import re
 import struct
 import sys
-from itertools import product
+from bisect import bisect
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,24 @@ def test_saving_at_dalys_interval_loses_the_least():
                     clock += fails
             clock += interval + 10
         assert 1 - saves * interval / clock == pytest.approx(lost, abs=0.01)
+
+
+def test_spares_lose_what_a_sample_of_failures_loses():
+    """A restart costs what all failures cost without a spare; a spare idles until it is needed."""
+    words = ("--days", 30, "--ranks", 64, "--pause", 20, "--restart", 300, "--replace", 9)
+    lines = shown("checkpoints", *words, "--spares", 3).splitlines()
+    lost = [float(line.split()[4].rstrip("%")) / 100 for line in lines if "spare(s)," in line]
+    every, day, draw = float(lines[1].split()[3].replace(",", "")), 86400, random.Random(1)
+    in_saves, days = 20 / (every + 20), 20_000
+    failures = [
+        bisect(list(accumulate(draw.expovariate(1 / 40_500) for _ in range(30))), day)
+        for _ in range(days)
+    ]
+    restart = (lost[0] - in_saves) * day * days / sum(failures)
+    for spares, part in enumerate(lost):
+        took = sum(9 * min(n, spares) + restart * max(0, n - spares) for n in failures)
+        alone = in_saves + took / day / days
+        assert 1 - (1 - alone) * 64 / (64 + spares) == pytest.approx(part, abs=1e-3)
 
 
 def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
