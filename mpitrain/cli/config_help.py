@@ -101,7 +101,7 @@ def write_keys(path: Path, config: Config) -> None:
     for section, group in groupby(chosen, lambda key: key.name.partition(".")[0]):
         lines += ["", f"[{section}]"]
         for key in group:
-            law = f"{key.help}; {key.range}" if key.range else key.help
+            law = f"{key.help}; {key.range}" if key.range not in key.help else key.help
             comment = TextWrapper(100, "# ", "# ", break_on_hyphens=False).wrap(law)
             own = {key.name.partition(".")[2]: values[key.name]}
             text = tomli_w.dumps(own).strip()

@@ -101,7 +101,7 @@ def plot_pairs(
     """Draw latency and bandwidth of all pairs as heat maps.
 
     Dark cells are slow, odd pairs have a frame, and lines separate hosts. Colours begin at 0, so pairs
-    that differ little look alike.
+    that differ little look alike; those of latencies reach to twice the usual one at least.
 
     places  classes of pairs in which odd ones are framed
     """
@@ -119,6 +119,8 @@ def plot_pairs(
             ends = [pair.first, pair.second], [pair.second, pair.first]
             cells[ends], marked[ends] = getattr(pair, field), "~" in text(pair)
         most = 1.05 * np.nanmax(cells)
+        if what == "latency":
+            most = max(most, 2 * np.nanmedian(cells))
         figure.colorbar(
             axes.imshow(cells, cmap=colours, vmin=0, vmax=most), ax=axes, orientation="horizontal"
         )
