@@ -102,6 +102,11 @@ def explain(
     row = row_of(TOPICS, "topic", topic)
     setting = row.setting(topic, ranks, speed)
     check_files(0, [html_file])
+    if html_file and html_file.suffix not in (".html", ".htm"):
+        raise ConfigError(
+            f"The page of a topic ends in .html, but this is {html_file}.",
+            f"Name it {html_file}.html, or leave out the topic for a folder with all pages.",
+        )
     if png_file:
         from mpitrain.plots import check_drawable
 

@@ -340,6 +340,7 @@ def timeline_plot(timeline: Timeline) -> Any:
     )
     plot.yaxis.ticker = [*range(len(names))]
     plot.yaxis.major_label_overrides = dict(enumerate(names))
+    plot.xaxis.ticker.desired_num_ticks = 4  # which do not touch on a phone
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[000000]")
     plot.grid.grid_line_alpha = 0.3
     return plot
