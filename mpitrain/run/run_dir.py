@@ -129,7 +129,8 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
             else "--resume=auto to start it again, for it has no checkpoint"
         )
         raise ConfigError(
-            f"{folder} already holds a run.", f"Add {way_on}, or choose another --out."
+            f"{folder} already holds a run.",
+            f'Add {way_on}, or choose another --out. In Python: resume="auto", or another run.out.',
         )
     if resume == "yes" and not has_run:
         raise ConfigError(

@@ -142,13 +142,16 @@ class SavedRun:
         self._jobs: dict[bool, Job] = {}
 
     def __repr__(self) -> str:
+        records = read_metrics(self.folder / METRICS)
+        facts = [f"{r['parameters']:,} parameters" for r in records if "parameters" in r][-1:]
+        facts += ["stopped" for r in records[-1:] if r.get("event") == "stopped"]
         losses = {
             name: f"{name} {record[key]:.4f} after step {record['step']}"
-            for record in read_metrics(self.folder / METRICS)
+            for record in records
             for name, key in (("loss", "loss"), ("validation loss", "val_loss"))
             if is_number(record.get(key))
         }
-        return f"{self.folder}: {'; '.join(losses.values()) or 'no losses yet'}"
+        return f"{self.folder}: {'; '.join([', '.join(facts), *losses.values()])}"
 
     def generate(
         self,

@@ -11,6 +11,7 @@ from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.run.loop import train
 from mpitrain.run.tensorboard import crc32c
 from mpitrain.run.watcher import Watcher, watchers_of
+from mpitrain.run.whole import SavedRun
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TEXT, TINY, go, records
 
@@ -92,6 +93,7 @@ def test_a_watcher_stops_a_run_early_and_is_closed_after_an_error(book, capsys):
         1, lambda own: train(own, lambda: config, "no", lambda: watcher.is_enough, [watcher])
     )
     assert done[0].stopped and watcher.calls[-2:] == [("stopped", 2), ("close", 0)]
+    stopped = repr(SavedRun(done[0].folder))
     broken = Broken()
     with pytest.raises(ZeroDivisionError):
         go(1, book, "yes", watchers=[broken])
@@ -99,7 +101,7 @@ def test_a_watcher_stops_a_run_early_and_is_closed_after_an_error(book, capsys):
     (ended,) = run_ranks(1, lambda own: train(own, lambda: config, "yes"))
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].startswith("step 4: validation loss ")
-    assert ", stopped; loss " in repr(done[0]) and "validation loss" in repr(ended)
+    assert ", stopped; loss " in stopped and "validation loss" in repr(SavedRun(ended.folder))
 
 
 def masked(data):
