@@ -77,7 +77,7 @@ def test_after_the_end_of_a_run_no_signal_ends_its_process(stop, monkeypatch):
         assert len(killed) == 1 and stop.requested, "only before the end"
         stop.requested = False
     stop.over()
-    assert {signal.getsignal(number) for number in stop_requests.REQUESTS} == {signal.SIG_IGN}
+    assert {signal.getsignal(number) for number in stop_requests.STOPS} == {signal.SIG_IGN}
 
 
 def test_without_mpirun_the_last_line_is_printed(capsys):
