@@ -5,6 +5,7 @@ import numpy as np
 from mpitrain.data.rows import without_ends
 from mpitrain.data.source import DOCUMENT_END
 from mpitrain.run.generate import Sampling, draw, texts
+from mpitrain.run.inference import infer
 
 
 def tokens(trainer, prompt, temperature, top_k, seed, stop_requested=lambda: False):
@@ -34,7 +35,7 @@ def whole_rows(trainer, prompt, count, sampling, seed=0):
     row, generator = [*prompt], np.random.default_rng(seed)
     for _ in range(count):
         ends = np.where(np.array([row]) == trainer.config.data.separator, DOCUMENT_END, 0)
-        logits = trainer.infer(np.array([row], np.int64), without_ends(ends)[1])
+        logits = infer(trainer, np.array([row], np.int64), without_ends(ends)[1])
         row.append(draw(np.float64(logits[0, -1]), sampling, generator))
     return row[len(prompt) :]
 

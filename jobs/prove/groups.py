@@ -9,6 +9,7 @@ import sys
 import time
 
 from mpitrain.config import parse, with_settings
+from mpitrain.run import inference
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 
@@ -39,7 +40,7 @@ def main(transport):
     print("kv heads   parameters   step, s   cache of 8 rows, MB")
     for shared, job in jobs.items():
         context, trainer = job.trainer.config.model.context, job.trainer
-        reader = trainer.reader(SEQUENCES, context)
+        reader = inference.reader(trainer, SEQUENCES, context)
         reader.read([[1] * (context - 1)] * SEQUENCES, context)
         assert reader._decoder
         cache = sum(k.nbytes + v.nbytes for k, v in reader._decoder._past._arrays)

@@ -152,12 +152,12 @@ def steps(
     trainer, every = job.trainer, []
     for step in range(WARM_UP + STEPS):
         rows = trainer.replica.batch(job.data, step)
-        Slowed.spans, exchanged, updates[0] = [], trainer.grid.exchanged_s, 0.0
-        Slowed.debt, Slowed.waited = 0.0, lambda: trainer.grid.exchanged_s
+        Slowed.spans, exchanged, updates[0] = [], trainer.grid.exchanged.seconds, 0.0
+        Slowed.debt, Slowed.waited = 0.0, lambda: trainer.grid.exchanged.seconds
         transport.barrier()
         start = time.perf_counter()
         trainer.step(step, *rows)
-        end, tensors = time.perf_counter(), trainer.grid.exchanged_s - exchanged
+        end, tensors = time.perf_counter(), trainer.grid.exchanged.seconds - exchanged
         busy = sum(stop - begin for begin, stop in Slowed.spans)
         last = max(stop for _, stop in Slowed.spans)
         facts = transport.gather_text((busy, tensors, start, last, end, updates[0]))

@@ -128,6 +128,7 @@ class ActivationBuffer:
         bound, key = self._buffer.bound, (operation, op)
         if key not in bound:
             bound[key] = bind(self._buffer.elements)
+            bound[key].exposed = self._group.exposed
         return bound[key]
 
 
@@ -161,11 +162,6 @@ class ActivationPool:
         return ActivationBuffer(
             group, buffer, self._arena.lend(buffer.raw, shape, dtype, buffer, free)
         )
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank was blocked in reductions of the leases."""
-        return sum(one.waited_s for buffer in self._buffers for one in buffer.bound.values())
 
     def close(self) -> None:
         """Wait for all reductions in flight, and drop all buffers; collective.

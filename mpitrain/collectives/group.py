@@ -18,7 +18,14 @@ import numpy as np
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
 from mpitrain.collectives.direct import give_up_shared, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
-from mpitrain.collectives.engine.executor import Execution, Reduction, agree, mover, unfit
+from mpitrain.collectives.engine.executor import (
+    Execution,
+    ExposedTime,
+    Reduction,
+    agree,
+    mover,
+    unfit,
+)
 from mpitrain.collectives.routes import ROUTES, TAGS, Routes
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import Tuning, choose
@@ -61,6 +68,8 @@ class Group:
     ----------
     rank, size : int
         Number of this process within the group, from 0; number of ranks.
+    exposed : ExposedTime
+        The time that this rank has been blocked in collectives of leases (`exchange`).
     scratch_bytes : int
         Bytes that all bound collectives have allocated, beside their arrays.
 
@@ -93,7 +102,7 @@ class Group:
         self._exchanges = ActivationPool(self.arena)
         self._counts: dict[int, tuple[np.ndarray, Reduction]] = {}
         self._route_tags: deque[int] = deque()
-        self.scratch_bytes = 0
+        self.scratch_bytes, self.exposed = 0, ExposedTime()
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of `array`, as MPI_Allreduce_init.
@@ -261,11 +270,6 @@ class Group:
             On every rank, if ranks lease buffers that differ in size or dtype.
         """
         return self._exchanges.lease(self, shape, dtype)
-
-    @property
-    def exchanged_s(self) -> float:
-        """Seconds that this rank has waited in collectives of activations so far."""
-        return self._exchanges.waited_s
 
     def all_reduce(self, array: np.ndarray, op: str = "add") -> None:
         """Reduce `array` over all ranks: `bind`, then one run."""

@@ -14,7 +14,7 @@ source  Recht et al. 2011, Hogwild, NIPS 24; Ho et al. 2013, More Effective Dist
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -240,24 +240,14 @@ class AsyncWorker(Worker):
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
         return self._known.pop(step)._replace(comm_s=self.exposed.take())
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
+    def finish(self, stop: bool = False) -> StepResult:
         assert self.ticket is not None
-        loss, squares, nonfinite = self.facts(losses, weights, self.squared)
-        own, scale = self.result_of((loss, squares, nonfinite, stop, ignored), targets, lr)
+        facts = self.facts(slice(self.micro_batches), self.weights, self.squared)
+        own, scale = self.result_of((*facts, stop, sum(self.ignored)), self.targets)
         requests = []
         for server in self.roles.servers:
-            message = _filled(
-                PUSH if own.updated else LEAVE_OUT, self.ticket, scale, lr, self._versions[server]
-            )
+            kind, version = PUSH if own.updated else LEAVE_OUT, self._versions[server]
+            message = _filled(kind, self.ticket, scale, self.lr, version)
             requests += self._line.start_recv(self._answers[server], [], server)
             requests += self._line.start_send(
                 message, self._push_all[server] if own.updated else [], server
@@ -268,7 +258,7 @@ class AsyncWorker(Worker):
         )
         report = Report(
             self.ticket,
-            targets - ignored,
+            self.targets - sum(self.ignored),
             own.loss,
             own.grad_norm,
             own.lr,

@@ -120,43 +120,34 @@ class Averaging(Replica):
     def add(self, a: Any, alpha: float, b: Any, beta: float, out: Any) -> None:
         self.device.ops.weighted_sum(a, alpha, b, beta, out, self.arena)
 
-    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
-        super().begin(step, ignored, predictions)
+    def prepare(self) -> None:
+        super().prepare()
         self.parameters, self._weights = self.own, self._own_weights
         self.loaded()
 
     def agree(self, *numbers: float) -> Sequence[float]:
         return numbers  # most steps have no all-reduce
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
-        own = super().finish(step, losses, weights, lr, stop, ignored, targets)
+    def finish(self, stop: bool = False) -> StepResult:
+        own = super().finish(stop)
         with self.exposed:
-            is_end_of_period = (step + 1) % self.settings.period == 0
+            is_end_of_period = (self.step + 1) % self.settings.period == 0
             self.is_current = False
-            self.mix(step, is_end_of_period)
+            self.mix(self.step, is_end_of_period)
             is_bad = not own.updated and own.counted > 0
             self._exchanged[3:] += own.nonfinite, is_bad, own.stop
             result = own._replace(nonfinite=0, updated=True, stop=False)
-            if is_end_of_period or step + 1 == self.run.steps:
-                result = self._exchange(own, ignored, targets)
+            if is_end_of_period or self.step + 1 == self.run.steps:
+                result = self._exchange(own)
         return result._replace(comm_s=own.comm_s + self.exposed.take())
 
     @abstractmethod
     def mix(self, step: int, is_end_of_period: bool) -> None:
         """Combine the parameters of all workers after step `step`, from 0; collective."""
 
-    def _exchange(self, own: StepResult, ignored: int, targets: int) -> StepResult:
+    def _exchange(self, own: StepResult) -> StepResult:
         """Return the result of a step that is equal on all ranks; collective."""
-        weight = self.weight
+        weight, ignored = self.weight, sum(self.ignored)
         self._exchanged[:3] = (
             (weight * (own.loss * own.counted), weight * own.grad_norm**2, ignored)
             if own.counted
@@ -166,7 +157,7 @@ class Averaging(Replica):
         loss, squares, ignored_by_all, nonfinite, left_out, stops = self._exchanged.tolist()
         self._exchanged[:] = 0
         norm = math.sqrt(squares) if squares >= 0 else math.nan
-        mean = mean_of(loss, 0.0, ignored_by_all, round(targets / weight))
+        mean = mean_of(loss, 0.0, ignored_by_all, round(self.targets / weight))
         return StepResult(
             mean.loss,
             norm,

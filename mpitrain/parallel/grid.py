@@ -126,6 +126,7 @@ class Grid:
     ep            the group along ep, whose ranks hold the parts of all experts; None if there are no
                   others
     same_experts  the ranks of `copies` with the same part of the experts
+    exchanged     the time that this rank has been blocked in collectives of activations
     servers       the group of the servers; None on all other ranks
     reports_loss  whether this rank reports its replica's loss: one rank of the stage with the last
                   model chunk does, or with layout.cp one for each run of tokens
@@ -187,6 +188,10 @@ class Grid:
             outer = among + axes.dp // axes.ep * (here.cp + axes.cp * here.pp)
             self.ep = axis(here.tp + axes.tp * outer)
             self.same_experts = axis(here.tp + axes.tp * (own + axes.ep * here.pp))
+        self.exchanged = self.tp.exposed
+        for group in (self.cp, self.ep):
+            if group:
+                group.exposed = self.exchanged
         self.servers = self._along(0 if self.is_server else None)
         self.holders: dict[str, Group] = {"tp": self.tp}
 
@@ -295,11 +300,6 @@ class Grid:
 
         shards = [group.transport for group in groups if group is not self.tp and group.size > 1]
         return FactSums(bind, counts, shards[0] if shards else None)
-
-    @property
-    def exchanged_s(self) -> float:
-        """Seconds that this rank has waited in collectives of activations so far."""
-        return sum(group.exchanged_s for group in (self.tp, self.cp, self.ep) if group)
 
     @property
     def scratch_bytes(self) -> int:

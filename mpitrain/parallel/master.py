@@ -99,8 +99,8 @@ class Master(Replica):
         inputs, targets = own_arrays
         return inputs, targets
 
-    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
-        super().begin(step, ignored, predictions)
+    def prepare(self) -> None:
+        super().prepare()
         with self.exposed:
             self.sync()
 

@@ -24,7 +24,7 @@ MODES: Table[str, type[Replica]] = Table(
         "gossip": Gossip,
     }
 )
-"""{replication.mode: class}. A mode that saves buffers of its own also says so in `kept_bytes` (run/memory.py)."""
+"""{replication.mode: class}"""
 
 STREAMS: Table[str, type[Replica]] = Table({"async": PipeDream, "async-2bw": PipeDream2BW})
 """{pipeline.schedule: class}, for asynchronous pipelines. Their replicas use an all-reduce."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.collectives.engine.arithmetic import Wire
-from mpitrain.collectives.engine.executor import Reduction
+from mpitrain.collectives.engine.executor import ExposedTime, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source, read_rows
 from mpitrain.errors import ConfigError
@@ -28,7 +28,7 @@ from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.mode import Sizes
 from mpitrain.regions import Piece
-from mpitrain.trace.recorder import UPDATE, ExposedTime
+from mpitrain.trace.recorder import UPDATE
 
 
 class StepResult(NamedTuple):
@@ -121,26 +121,7 @@ def mean_of(
     return Mean(loss / counted, norm, counted, clipping / loss_scale / counted)
 
 
-class LossScale:
-    """The constant loss scale 1, for dtypes with the range of float32."""
-
-    value = 1.0
-
-    def after(self, result: StepResult) -> StepResult:
-        """Adapt the scale to a step's result; add the extras `loss_scale` and `overflows`.
-
-        All ranks pass the same result, so all get the same scale.
-        """
-        return result
-
-    def numbers(self) -> dict[str, float]:
-        return {}
-
-    def restore(self, numbers: Mapping[str, float]) -> None:
-        """Continue from the `numbers` of a checkpoint; without them, from the initial scale."""
-
-
-class DynamicLossScale(LossScale):
+class DynamicLossScale:
     """The dynamic loss scale of float16: it doubles after GOOD steps without an overflow, and
     halves after an overflow.
 
@@ -159,6 +140,10 @@ class DynamicLossScale(LossScale):
         self.value, self.good, self.overflows = self.FIRST, 0, 0
 
     def after(self, result: StepResult) -> StepResult:
+        """Adapt the scale to a step's result; add the extras `loss_scale` and `overflows`.
+
+        All ranks pass the same result, so all get the same scale.
+        """
         value = self.value
         extras = {**result.extras, "loss_scale": value}
         if not math.isfinite(result.loss) or result.extras.get("is_spike"):
@@ -187,10 +172,6 @@ class DynamicLossScale(LossScale):
         self.good, self.overflows = (
             int(numbers.get(f"loss_scale_{name}", 0)) for name in ("good", "overflows")
         )
-
-
-def loss_scale_for(compute: str) -> LossScale:
-    return DynamicLossScale() if compute == "float16" else LossScale()
 
 
 class RecentLosses:
@@ -238,24 +219,32 @@ class SkippedUpdates:
 
     def __init__(self, compute: str, most: float = 0.0):
         """most: run.spike; 0: there are no spikes"""
-        self.number, self.scale = 0, loss_scale_for(compute)
+        self.number = 0
+        self._scale = DynamicLossScale() if compute == "float16" else None
         self._losses = RecentLosses(most) if most else None
+        self._kept = [each for each in (self._scale, self._losses) if each]
         self.accepts = self._losses.accepts if self._losses else math.isfinite
 
     def conclude(self, result: StepResult) -> StepResult:
         """Count a skipped update, and adapt the scale. All ranks must pass the same result."""
         self.number += not result.updated
-        return self.scale.after(result)
+        return self._scale.after(result) if self._scale else result
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the current step."""
+        return self._scale.value if self._scale else 1.0
 
     def scalars(self) -> dict[str, float]:
-        losses = self._losses.numbers() if self._losses else {}
-        return {"skipped_updates": self.number, **self.scale.numbers(), **losses}
+        scalars: dict[str, float] = {"skipped_updates": self.number}
+        for each in self._kept:
+            scalars |= each.numbers()
+        return scalars
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self.number = int(scalars.get("skipped_updates", 0))
-        self.scale.restore(scalars)
-        if self._losses:
-            self._losses.restore(scalars)
+        for each in self._kept:
+            each.restore(scalars)
 
 
 def whole(storage: Storage) -> list[Piece]:
@@ -341,6 +330,13 @@ class Replica:
     parameter_arrays, gradient_arrays   all arrays that were allocated for them
     optimizer    updates the pieces of `owned`, which may be none
     skips        the count of skipped updates, and the loss scale
+    losses       (micro-batches,) float64: the summed loss of each, on the device; the caller of
+                 `loss` writes them, and the host reads them at the end of a step
+    step, lr     of the step that has begun, as are
+    ignored      targets of this rank's rows that do not count, by micro-batch
+    predictions  number of targets in one row
+    targets      number of all targets of the update, over all ranks
+    weights      weight of a target, by micro-batch (`weight_of`)
     exposed      the time that this rank has been blocked on communication in the current step
     source       Li et al. 2020, PyTorch Distributed, VLDB 13(12)
     """
@@ -361,6 +357,16 @@ class Replica:
         the ranks; without scratch of reductions.
         """
         return sizes.replica
+
+    @classmethod
+    def kept(cls, sizes: Sizes) -> float:
+        """Return those bytes of `memory` that a checkpoint or a snapshot saves, as the mean over the
+        ranks: trained parameters, optimizer state, and buffers of the mode's own.
+
+        Only for modes in which all ranks take steps together.
+        """
+        state = cls.memory(sizes) - cls.memory(sizes._replace(state=0))
+        return state + sizes.master * sizes.length
 
     @staticmethod
     def refusal(config: config.Config) -> ConfigError | None:
@@ -430,12 +436,13 @@ class Replica:
         self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers
         self._loss, self._source, self._compute = loss, source, compute
         self.exposed, self.recorder = ExposedTime(), grid.transport.recorder
-        self._exchanged_s = 0.0  # `begin` copies grid.exchanged_s to here
+        self._exchanged_s = 0.0  # `prepare` copies grid.exchanged.seconds to here
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
         most = run.spike if run.on_spike != "ignore" else 0.0
         self.skips = SkippedUpdates(compute, most)
         self._control = np.zeros(5)
+        self.losses = device.backend.zeros(self.micro_batches, np.float64)
         self.build(optimizer)
 
     def build(self, optimizer: config.Optimizer) -> None:
@@ -612,19 +619,28 @@ class Replica:
         assert own is not None
         return own
 
-    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
-        """Begin a step: mark all gradients as empty.
+    def begin(
+        self, step: int, lr: float = 0.0, ignored: Sequence[int] = (), predictions: int = 1
+    ) -> None:
+        """Begin a step.
 
-        ignored      this rank's ignored targets, by micro-batch
-        predictions  number of targets in one row
+        lr  learning rate of its update; the others are attributes of the class
         """
-        self._exchanged_s = self.grid.exchanged_s
+        self.step, self.lr, self.predictions = step, lr, predictions
+        self.ignored = ignored or (0,) * self.micro_batches
+        targets = [self.of_update(micro) * predictions for micro in range(self.micro_batches)]
+        self.targets, self.weights = targets[0], [weight_of(count) for count in targets]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Mark all gradients as empty, and make the parameters current."""
+        self._exchanged_s = self.grid.exchanged.seconds
         if self._is_spoiled:
             self.gradient_buffer.fill(0)
             self._is_spoiled = False
         for leaf in chain.from_iterable(self._leaves):
             leaf.filled = False
-        self.buckets.begin(step)
+        self.buckets.begin(self.step)
 
     def open(self, unit: int, micro: int) -> Weights:
         """Return views of a unit's parameters for micro-batch `micro`, valid until the next `poll`.
@@ -659,67 +675,56 @@ class Replica:
         """Block until all gradients are summed; all units must have been reported as ready."""
         self.buckets.wait()
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
+    def finish(self, stop: bool = False) -> StepResult:
         """Wait for the gradients, agree on the result, and update the parameters if it is finite;
         collective.
 
         The result is equal on all ranks, with the exceptions that `StepResult` states.
 
-        losses   summed losses of this rank's micro-batches, perhaps an array that the device still
-                 computes; empty if other ranks report the loss
-        weights  factor of each loss, as `weight_of`; empty: all factors are 1
-        stop     whether this rank has received a request to stop
-        ignored  targets of this rank's rows that do not count; 0 if other ranks report the loss
-        targets  number of all targets of the update, over all ranks
+        stop  whether this rank has received a request to stop
         """
-        loss, squares, nonfinite = self.sum(losses, weights)
+        loss, squares, nonfinite = self.sum(slice(self.micro_batches), self.weights)
         with self.exposed:
+            ignored = sum(self.ignored) if self.grid.reports_loss else 0
             totals = self.agree(loss, squares, nonfinite, stop, ignored)
-        result, scale = self.result_of(totals, targets, lr)
+        result, scale = self.result_of(totals, self.targets)
         if result.updated:
             span = self.recorder.compute(self._update_name, UPDATE)
-            self.apply(scale, lr, step + 1 - self.skips.number)
+            self.apply(scale, self.lr, self.step + 1 - self.skips.number)
             self.recorder.end(span)
         self._is_spoiled = not result.updated
         return self.skips.conclude(result._replace(comm_s=self.exposed.take()))
 
-    def sum(self, losses: Any, weights: Sequence[float]) -> tuple[float, float, int]:
+    def sum(self, micros: slice, weights: Sequence[float]) -> tuple[float, float, int]:
         """Wait for the summed gradients. Exposed time includes the exchange of activations.
 
-        returns  this rank's loss, and the sum of squares and the non-finite elements of the
-                 gradients in `squared`
+        returns  as `facts`, of the gradients in `squared`
         """
         wait = self.recorder.wait(self._gradients_name)
         with self.exposed:
             self.wait()
         self.recorder.go_on(wait)
-        self.exposed.seconds += self.grid.exchanged_s - self._exchanged_s
+        self.exposed.seconds += self.grid.exchanged.seconds - self._exchanged_s
         span = self.recorder.compute(self._norm_name)
-        facts = self.facts(losses, weights, self.squared)
+        facts = self.facts(micros, weights, self.squared)
         self.recorder.end(span)
         return facts
 
     def facts(
-        self, losses: Any, weights: Sequence[float], gradients: Sequence[Any]
+        self, micros: slice, weights: Sequence[float], gradients: Sequence[Any]
     ) -> tuple[float, float, int]:
-        """Return a step's loss, and the gradients' sum of squares and non-finite elements.
+        """Return the loss that this rank reports, and the gradients' sum of squares and non-finite
+        elements.
 
         These numbers are copied from the device in one read, the only blocking read of a step. The
         host adds those of other ranks and decides about the update, so a skipped update launches no
         kernel.
 
-        losses, weights  as in `finish`
-        gradients        flat arrays on the device, of any lengths
+        micros     the micro-batches whose losses are added
+        weights    factor of each
+        gradients  flat arrays on the device, of any lengths
         """
+        losses = self.losses[micros] if self.grid.reports_loss else ()
         count = len(losses)
         if not count and not gradients:
             return 0.0, 0.0, 0
@@ -730,8 +735,7 @@ class Replica:
             at = count + 2 * place
             numbers[at : at + 2] = self.device.ops.gradient_facts(gradient, self.arena)
         read = self.device.backend.to_host(numbers).tolist()
-        summands = zip(weights or [1.0] * count, read[:count], strict=False)
-        loss = sum(weight * loss for weight, loss in summands)
+        loss = sum(weight * loss for weight, loss in zip(weights, read[:count], strict=False))
         return loss, sum(read[count::2]), int(sum(read[count + 1 :: 2]))
 
     def total(self, *numbers: float) -> list[float]:
@@ -748,18 +752,16 @@ class Replica:
         """
         return self.total(*numbers)
 
-    def result_of(
-        self, totals: Sequence[float], targets: int, lr: float
-    ) -> tuple[StepResult, float]:
+    def result_of(self, totals: Sequence[float], targets: int) -> tuple[StepResult, float]:
         """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
         `updated` is true if loss and norm are finite, and the loss is no spike.
 
         totals   as from `agree`
-        targets  as in `finish`
+        targets  of the update, over all ranks
         """
         loss, squares, nonfinite, stop, ignored = totals
-        clip, loss_scale = self.optimizer.settings.clip, self.skips.scale.value
+        clip, loss_scale = self.optimizer.settings.clip, self.skips.loss_scale
         mean = mean_of(loss, squares, ignored, targets, loss_scale, clip)
         accepts = self.skips.accepts(mean.loss)
         is_finite = math.isfinite(mean.loss) and math.isfinite(mean.norm)
@@ -767,7 +769,7 @@ class Replica:
             mean.loss,
             mean.norm,
             int(nonfinite),
-            lr,
+            self.lr,
             is_finite and accepts,
             stop > 0,
             counted=mean.counted,

@@ -145,6 +145,12 @@ class Worker(Replica):
         trained = (workers + 2 * master + arriving + sizes.state) * sizes.length
         return (trained + frozen) / sizes.axes.ranks
 
+    @classmethod
+    def kept(cls, sizes: Sizes) -> float:
+        """All workers and all servers together have the parameters."""
+        axes, parameters = sizes.axes, sizes.master * sizes.length
+        return super().kept(sizes) - parameters * (1 - (axes.dp + 1) / axes.ranks)
+
     @staticmethod
     def refusal(config: config.Config) -> ConfigError | None:
         late = refuse_float16(config) if is_late(config.replication) else None
@@ -213,21 +219,12 @@ class Worker(Replica):
             push.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
+    def finish(self, stop: bool = False) -> StepResult:
         began = time.perf_counter()
         line, answers = self._line, self._answers
         self.push()
-        loss = self.facts(losses, weights, ())[0]
-        self._report[:4] = loss, stop, ignored, targets
+        loss = self.facts(slice(self.micro_batches), self.weights, ())[0]
+        self._report[:4] = loss, stop, sum(self.ignored), self.targets
         pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
         ends = [line.start_send(self._report, [], server) for server in answers]
         self.wait()
@@ -235,7 +232,7 @@ class Worker(Replica):
             request.wait()
         self.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        result, _ = self.result_of(first[:5].tolist(), targets, lr)
+        result, _ = self.result_of(first[:5].tolist(), self.targets)
         return self.skips.conclude(result._replace(comm_s=time.perf_counter() - began))
 
 
@@ -320,16 +317,7 @@ class Server(Replica):
                     following += line.start_recv_pieces([arrived], worker + 1)
             arriving = following
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
+    def finish(self, stop: bool = False) -> StepResult:
         """Sum the gradients, agree on the result, update, and answer all workers with the
         parameters. Loss, ignored and all targets are those that the workers report.
         """
@@ -343,14 +331,14 @@ class Server(Replica):
         loss, stops, of_workers = (
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        _, squares, own_nonfinite = self.facts((), (), self.squared)
+        _, squares, own_nonfinite = self.facts(slice(0), (), self.squared)
         self._squares[:] = squares, own_nonfinite, stop
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
         totals = self._answer[:5] = (loss, squares, nonfinite, stops + servers_stop, of_workers)
-        result, scale = self.result_of(totals, int(self._reports[0][3]), lr)
+        result, scale = self.result_of(totals, int(self._reports[0][3]))
         if result.updated:
-            self.apply(scale, lr, step + 1 - self.skips.number)
+            self.apply(scale, self.lr, self.step + 1 - self.skips.number)
         views = [*self.owned.values()]
         answers = [line.start_send(self._answer, views, worker) for worker in workers]
         for request in chain(*answers):

@@ -29,7 +29,6 @@ from mpitrain import config
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
 from mpitrain.models.table import is_tied
-from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.mode import Sizes, only
 from mpitrain.parallel.replica import Replica, StepResult, mean_of, weight_of
@@ -109,8 +108,6 @@ class PipeDream(Replica):
             self._messages = [np.zeros(5) for _ in range(stages)]
             self._telling = [grid.world.bind(message) for message in self._messages]
         self._control_name = recorder.name("what all are told", grid.world.transport.members)
-        self._losses = self.device.backend.zeros(m, np.float64)
-        self._parts_of_mean = [0.0] * m
         self._newest_result = StepResult(math.nan, math.nan, 0, 0.0, True, False)
         self._known: dict[int, StepResult] = {}
         # The value is the time at which the last backward of a step had ended.
@@ -167,13 +164,12 @@ class PipeDream(Replica):
         self.begun = self._made = 0
 
     def _reset_counts(self) -> None:
-        # `_masks` has the ignored targets and the predictions of each step begun.
-        # `_numbers` lists the steps begun; `_stop_after` is the index of the last one, if known.
+        # `_begun` has (step, lr, ignored targets by micro-batch, predictions) of each step begun.
+        # `_stop_after` is the index of the last one, if known.
         # `_turns` counts the backwards begun, `_released` the known results.
         # `_received` contains the control messages of all steps that have no known result yet.
         # `_unread` lists the micro-batches that have a running control message.
-        self._numbers: list[int] = []
-        self._masks: list[tuple[Sequence[int], int]] = []
+        self._begun: list[tuple[int, float, Sequence[int], int]] = []
         self._turns = 0
         self._received: deque[list[float]] = deque()
         self._released = 0
@@ -186,12 +182,12 @@ class PipeDream(Replica):
 
     def steps(self, step: int, stop_requested: Callable[[], bool]) -> Iterator[int]:
         while step not in self._known:
-            yield self._numbers[-1] + 1 if self._numbers else step
+            yield self._begun[-1][0] + 1 if self._begun else step
 
-    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
-        self._numbers.append(step)
-        self._masks.append((ignored or (0,) * self.micro_batches, predictions))
-        self.begun = len(self._numbers)
+    def prepare(self) -> None:
+        """Note the step; `turn` marks gradients as empty, before a first backward."""
+        self._begun.append((self.step, self.lr, self.ignored, self.predictions))
+        self.begun = len(self._begun)
 
     def of_update(self, micro: int) -> int:
         n, first = self.grid.axes.dp, self._first_of(micro)
@@ -210,19 +206,10 @@ class PipeDream(Replica):
 
         The reason is a checkpoint, an evaluation, the end of the run, or a stop request.
         """
-        here, asked = len(self._numbers) - 1, self._stop_after
-        return self._numbers[-1] + 1 >= self.next_pause(self._numbers[0]) or (
+        here, asked = len(self._begun) - 1, self._stop_after
+        return self._begun[-1][0] + 1 >= self.next_pause(self._begun[0][0]) or (
             asked is not None and here >= asked
         )
-
-    def loss(self, logits: Any, targets: Any, scale: float) -> tuple[Any, Any]:
-        loss, gradient = super().loss(logits, targets, scale)
-        # The last stage runs backward right after forward, so `_turns` numbers this micro-batch.
-        at, rows = self._turns % self.micro_batches, len(self.share(self.size))
-        self._losses[at] = loss.reshape(()) if hasattr(loss, "reshape") else loss
-        predictions = len(targets) // len(share(rows, at, self.micro_batches))
-        self._parts_of_mean[at] = weight_of(self.size * predictions)
-        return loss, gradient
 
     def turn(self) -> bool:
         """Begin the backward of the next micro-batch, and read the control message that is due.
@@ -233,7 +220,7 @@ class PipeDream(Replica):
             self._read_control_message()
         is_new = self._turns % self.every == 0
         if is_new:
-            super().begin(self._numbers[self._turns // self.micro_batches])
+            super().prepare()
         return is_new
 
     def turned(self) -> None:
@@ -242,14 +229,13 @@ class PipeDream(Replica):
         """
         micro, self._turns = self._turns, self._turns + 1
         grid, at, squares, nonfinite = self.grid, micro % self.micro_batches, 0.0, 0.0
-        losses = self._losses[at : at + 1] if grid.reports_loss else ()
-        weights = self._parts_of_mean[at : at + 1]
+        step, _, ignored, predictions = self._begun[micro // self.micro_batches]
+        own, weights = slice(at, at + 1), [weight_of(self.size * predictions)]
         if self._turns % self.every == 0:
-            loss, squares, nonfinite = self._make(micro, losses, weights)
+            loss, squares, nonfinite = self._make(micro, own, weights)
         else:
-            loss = self.facts(losses, weights, ())[0]
+            loss = self.facts(own, weights, ())[0]
         message = self._messages[micro % self._stages]
-        ignored, _ = self._masks[micro // self.micro_batches]
         message[:] = loss, 0, 0, 0, ignored[at] if grid.reports_loss else 0
         if grid.coords.tp == grid.coords.dp == 0:
             message[1:3] = squares, nonfinite
@@ -257,43 +243,41 @@ class PipeDream(Replica):
         self._telling[micro % self._stages].start()
         self._unread.append(micro)
         if self._turns % self.micro_batches == 0:
-            self._ended[self._numbers[micro // self.micro_batches]] = time.perf_counter()
+            self._ended[step] = time.perf_counter()
 
-    def _make(
-        self, micro: int, losses: Any, weights: Sequence[float]
-    ) -> tuple[float, float, float]:
+    def _make(self, micro: int, own: slice, weights: Sequence[float]) -> tuple[float, float, float]:
         """Make the next version of the parameters.
 
         returns  this rank's loss, and the squares and non-finite elements of the stage's gradient
         """
-        step, settings = self._numbers[micro // self.micro_batches], self.optimizer.settings
-        loss, *of_stage = self.sum(losses, weights)
+        step, lr, ignored, predictions = self._begun[micro // self.micro_batches]
+        loss, *of_stage = self.sum(own, weights)
         self._of_stage[:] = of_stage
         self._sum_of_stage.run()
         # These are sums over the stage's tensor-parallel group.
         squares, nonfinite = self._of_stage.tolist()
-        mean = mean_of(0.0, squares, *self._ignored_of(micro), clip=settings.clip)
+        targets = self.of_update(micro % self.micro_batches) * predictions
+        clip = self.optimizer.settings.clip
+        mean = mean_of(0.0, squares, self._ignored_by_all(micro, ignored), targets, clip=clip)
         squares = squares / mean.counted**2 if mean.counted else 0.0
         span = self.recorder.compute(self._update_name, UPDATE)
         self.advance()
         if mean.counted and math.isfinite(squares):
             earlier = step * self._updates_per_step + micro % self.micro_batches // self.every
-            lr = learning_rate(settings, step, self.run.steps)
             self.apply(mean.scale, lr, earlier + 1)
         self.recorder.end(span)
         return loss, squares, nonfinite
 
-    def _ignored_of(self, micro: int) -> tuple[float, int]:
-        """Return the ignored targets and all targets of an update; collective over the replicas.
+    def _ignored_by_all(self, micro: int, ignored: Sequence[int]) -> float:
+        """Return the ignored targets of an update; collective over the replicas.
 
-        micro  the last micro-batch of the update
+        micro    the last micro-batch of the update
+        ignored  of this rank, by micro-batch of the step
         """
-        at = micro % self.micro_batches
-        ignored, predictions = self._masks[micro // self.micro_batches]
-        first = self._first_of(at)
+        first = self._first_of(micro % self.micro_batches)
         self._ignored[0] = sum(ignored[first : first + self.every])
         self._sum_of_ignored.run()
-        return float(self._ignored[0]), self.of_update(at) * predictions
+        return float(self._ignored[0])
 
     def _read_control_message(self) -> None:
         micro = self._unread.popleft()
@@ -310,23 +294,14 @@ class PipeDream(Replica):
         for micro in self._unread:
             self._telling[micro % self._stages].poll()
 
-    def finish(
-        self,
-        step: int,
-        losses: Any = (),
-        weights: Sequence[float] = (),
-        lr: float = 0.0,
-        stop: bool = False,
-        ignored: int = 0,
-        targets: int = 1,
-    ) -> StepResult:
+    def finish(self, stop: bool = False) -> StepResult:
         """Return the newest known result, which belongs to an earlier step until the pipeline is
         drained.
         """
         self._wish |= stop
-        self._release(len(self._numbers) - self._late)
+        self._release(len(self._begun) - self._late)
         for late in (self._known, self._ended):
-            for known in [known for known in late if known < step - self._late]:
+            for known in [known for known in late if known < self.step - self._late]:
                 del late[known]
         return self._newest_result
 
@@ -338,19 +313,19 @@ class PipeDream(Replica):
         """
         m = self.micro_batches
         for at in range(self._released, steps):
-            step = self._numbers[at]
+            step, lr, _, predictions = self._begun[at]
             messages = [self._received.popleft() for _ in range(m)]
             losses, squares, nonfinite, _, ignored = (
                 sum(column) for column in zip(*messages, strict=True)
             )
-            mean = mean_of(losses, 0.0, ignored, self.size * self._masks[at][1])
+            mean = mean_of(losses, 0.0, ignored, self.size * predictions)
             norm = math.sqrt(squares / self._updates_per_step) if squares >= 0 else math.nan
             stops = is_end and at == steps - 1 and self._stop_after is not None
             self._newest_result = self._known[step] = StepResult(
                 mean.loss,
                 norm,
                 int(nonfinite),
-                learning_rate(self.optimizer.settings, step, self.run.steps),
+                lr,
                 math.isfinite(mean.loss) and math.isfinite(norm),
                 stops,
                 counted=mean.counted,
@@ -368,11 +343,11 @@ class PipeDream(Replica):
 
         The pipeline must be empty.
         """
-        if not self._numbers:
+        if not self._begun:
             return
         while self._unread:
             self._read_control_message()
-        self._release(len(self._numbers), is_end=True)
+        self._release(len(self._begun), is_end=True)
         self.drain_versions()
         self._reset_counts()
 

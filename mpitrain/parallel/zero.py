@@ -209,6 +209,12 @@ class Zero1(Replica):
             + of.state / of.shards
         ) * of.length + of.fixed
 
+    @classmethod
+    def kept(cls, sizes: Sizes) -> float:
+        """In half precision, and in stage 3, ranks shard the parameters."""
+        shards = sizes.shards if sizes.mirror or cls.is_sharded else 1
+        return super().kept(sizes) - sizes.master * sizes.length * (1 - 1 / shards)
+
     _open: list[Reduction]
 
     def pieces(self) -> Sequence[Piece]:
@@ -418,8 +424,8 @@ class Zero2(Zero1):
         self._summed: set[Bucket] = set()
         self._missing: dict[Bucket, set[int]] = {}
 
-    def begin(self, step: int, ignored: Sequence[int] = (), predictions: int = 1) -> None:
-        super().begin(step, ignored, predictions)
+    def prepare(self) -> None:
+        super().prepare()
         self._reset()
 
     def gradients(self, unit: int) -> Gradients:

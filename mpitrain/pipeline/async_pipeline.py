@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from mpitrain.layers.base import Now
 from mpitrain.parallel.replica import Replica
-from mpitrain.pipeline.execute import execute
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -23,9 +22,8 @@ from mpitrain.pipeline.instructions import (
     Skip,
     training_program,
 )
-from mpitrain.pipeline.pipeline import Pipeline, Shape, shape_in
+from mpitrain.pipeline.pipeline import Pipeline, Shape, Stage, execute, shape_in
 from mpitrain.pipeline.schedules import STREAMS, plan_of
-from mpitrain.pipeline.stage import Stage
 
 
 class Pieces(NamedTuple):

@@ -29,6 +29,7 @@ from mpitrain.files import contents, reading_of, text_of
 from mpitrain.formats import companions
 from mpitrain.formats.folder import refusing
 from mpitrain.models.table import MODELS, kinds
+from mpitrain.run import inference
 from mpitrain.run.inference import Reader, diverged
 from mpitrain.run.run_dir import is_run
 from mpitrain.run.trainer import Trainer
@@ -150,7 +151,7 @@ def texts(
     generators = [np.random.default_rng(seed + index) for index in range(len(windows))]
     decision = np.zeros(1 + len(windows), np.int64)  # whether a stop is requested, and the tokens
     broadcast = bind(trainer.transport, decision, algorithm=RECURSIVE)
-    reader = None if grid.is_server else trainer.reader(len(share), room)
+    reader = None if grid.is_server else inference.reader(trainer, len(share), room)
     active = list(range(len(windows)))
     for _ in islice(count_from(), count):
         decision.fill(0)

@@ -1,74 +1,26 @@
-"""Rows of a model: checks of tokens and targets, places of tokens, and readers for generation."""
+"""What a trainer computes beside training: logits, evaluations, and readers for generation.
+
+All functions are collective. `trainer` is a `Trainer`, which imports this file.
+"""
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpitrain.config import Run
-from mpitrain.data import IGNORED, Source, Targets, positions_of
-from mpitrain.errors import DataError, TrainingError
-from mpitrain.layers.base import Places
-from mpitrain.layers.plain import Plain
-from mpitrain.transport.base import Transport
+from mpitrain.data import IGNORED, Source, read_rows
+from mpitrain.errors import ConfigError, DataError, TrainingError
+from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.tensor.context import all_tokens
+from mpitrain.regions import moved, overlap
 
 if TYPE_CHECKING:
     from mpitrain.pipeline.decoder import Decoder
-
-Shape = tuple[int, ...]
-_WAYS_OUT = {
-    "tokens": "Pass tokens of the model's vocabulary, or build the model with a larger one.",
-    "targets": f"Pass the number of the right class, or {IGNORED} for a prediction that does not count.",
-}
-
-
-def places_of(
-    layers: Plain,
-    shape: Shape,
-    starts: np.ndarray | None,
-    placed: Callable[[np.ndarray], Any],
-    types: np.ndarray | None = None,
-) -> Places | None:
-    """Return the places of the tokens of some rows.
-
-    layers  the factory of the model's layers; this rank has its `tokens`
-    shape   (B, T) of the rows
-    starts  from `Trainer`; padding to the right is a document of its own
-    placed  copies an array to the backend's memory
-    types   of tokens, from `Trainer`, in the shape of `starts`
-    """
-    share = layers.tokens
-    if starts is None:
-        if share.ranks == 1:
-            return None
-        own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        firsts = _firsts(layers, np.zeros(shape, np.int32), layers.windows - {0}, placed)
-        return Places(None, None, placed(share.cut(own)), firsts=firsts)
-    if starts.shape != shape:
-        rows, tokens = starts.shape
-        starts = np.pad(starts, ((0, shape[0] - rows), (0, 0)))
-        starts = np.pad(starts, ((0, 0), (0, shape[1] - tokens)), constant_values=tokens)
-    positions = positions_of(starts)
-    whole = placed(positions)
-    own = whole if share.ranks == 1 else placed(share.cut(positions))
-    firsts = _firsts(layers, starts, layers.windows, placed)
-    seen = None if share.is_ring else placed(starts)
-    return Places(seen, whole, own, None if types is None else placed(types), firsts)
-
-
-def _firsts(
-    layers: Plain, starts: np.ndarray, windows: Iterable[int], placed: Callable[[np.ndarray], Any]
-) -> dict[int, list[Any]]:
-    """Return `Places.firsts` for these windows: empty without a ring."""
-    share = layers.tokens
-    return {
-        window: [placed(each) for each in share.firsts(starts, window)]
-        for window in windows
-        if share.is_ring
-    }
 
 
 def evaluated_rows(run: Run, source: Source) -> int:
@@ -83,136 +35,150 @@ def diverged() -> TrainingError:
     ).on_every_rank()
 
 
-class Indices:
-    """The range checks of one model's tokens and targets.
+def logits(trainer: Any, inputs: np.ndarray) -> Any:
+    """Return the logits of all tokens, with all columns, as `Trainer.logits`."""
+    own = infer(trainer, *trainer.rows.texts(inputs))
+    return None if own is None else _whole(trainer, computed(own, trainer.arena))
 
-    A check costs two passes over integers in host memory, and no message.
 
-    vocabulary  number of tokens that the model takes; 0: its inputs are features
-    takes       the targets of the loss; None: it is no row of LOSSES, and targets are not checked
-    stored      the dtype of targets that are numbers
+def infer(
+    trainer: Any,
+    inputs: np.ndarray,
+    starts: np.ndarray | None = None,
+    types: np.ndarray | None = None,
+) -> Any:
+    """Return the logits of all tokens, with this tensor-parallel rank's columns.
+
+    None except on the last stage.    starts, types: from `Rows.read`
     """
-
-    def __init__(
-        self, transport: Transport, vocabulary: int, takes: Targets | None, stored: np.dtype
-    ):
-        self._transport, self.vocabulary = transport, vocabulary
-        self.takes, self._stored = takes, stored
-        # The first call of `targets` sets these for its shape of inputs.
-        self._inputs: Shape = ()
-        self._predictions: list[int] = []
-        self._classes = 0
-
-    def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
-        """Return the inputs, tokens as int32 or int64; features are not checked."""
-        return self._known(inputs, self.vocabulary, "tokens", where) if self.vocabulary else inputs
-
-    def rows(self, inputs: np.ndarray, share: range, where: str) -> None:
-        """Refuse more rows than this rank's share of the global batch: the loss is divided by batch.size."""
-        if len(inputs) <= len(share):
-            return
-        self._end(
-            DataError(
-                f"A rank computes at most its share of batch.size rows, {len(share)}, but "
-                f"{self._on(where)} has {len(inputs)}.",
-                "Pass the rows trainer.share() of the global batch.",
-            )
-        )
-
-    def targets(
-        self, targets: np.ndarray, inputs: Shape, output: Callable[[Shape], Shape], where: str
-    ) -> np.ndarray:
-        """Return the targets as int32 or int64, one for each prediction; or as numbers (rows, outputs).
-
-        output  maps the shape of the inputs to the shape of the whole logits
-        """
-        if self.takes is None:
-            return targets
-        if inputs != self._inputs:
-            *self._predictions, self._classes = output(inputs)
-            self._inputs = inputs
-        if self.takes != "classes":
-            return self._numbers(targets, where)
-        if targets.shape != (predictions := tuple(self._predictions)) and (
-            inputs[0] or targets.size
-        ):
-            self._end(
-                DataError(
-                    f"Targets must have the shape {predictions}, one for each prediction, but those of "
-                    f"{self._on(where)} have {targets.shape}.",
-                    "Pass the number of the right class for each prediction.",
-                )
-            )
-        return self._known(targets, self._classes, "targets", where)
-
-    def _numbers(self, targets: np.ndarray, where: str) -> np.ndarray:
-        shape = (self._predictions[0], self._classes)
-        is_whole = targets.shape[:1] == shape[:1] and targets.size == math.prod(shape)
-        if targets.dtype.kind != "f" or not is_whole:
-            self._end(
-                DataError(
-                    f"Targets must be floats, {shape[1]} for each of {shape[0]} rows, but those of {self._on(where)} are "
-                    f"{targets.dtype} of shape {targets.shape}.",
-                    "Pass a float for each output of the model.",
-                )
-            )
-        return np.ascontiguousarray(targets.reshape(shape), self._stored)
-
-    def ignored(self, targets: np.ndarray) -> int:
-        if self.takes is None:
-            return 0
-        is_ignored = targets == IGNORED if self.takes == "classes" else np.isnan(targets)
-        return int(np.count_nonzero(is_ignored))
-
-    def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-        """Check the array; abort the job on an error, since only this rank sees its rows."""
-        try:
-            return known(array, count, what, self._on(where))
-        except DataError as error:
-            self._end(error)
-
-    def _on(self, where: str) -> str:
-        rank = self._transport.rank
-        return f"{where} on rank {rank} ({self._transport.hosts[rank]})"
-
-    def _end(self, error: DataError) -> NoReturn:
-        """Raise the error; with several ranks, abort the job first."""
-        if self._transport.size == 1:
-            raise error.on_every_rank() from None
-        self._transport.abort(error.named())
-        raise error
+    own, context = own_logits(trainer, inputs, starts, types), trainer.layers.context
+    if own is None or not context:
+        return own
+    tokens, arena = trainer.layers.tokens, trainer.arena
+    return all_tokens(computed(own, arena), context, tokens, arena)[:, : inputs.shape[1]]
 
 
-def known(array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
-    """Return the array as int32 or int64; DataError unless all elements are in 0 .. count - 1.
+def own_logits(
+    trainer: Any,
+    inputs: np.ndarray,
+    starts: np.ndarray | None = None,
+    types: np.ndarray | None = None,
+) -> Any:
+    """Return the logits of this rank's tokens, with this tensor-parallel rank's columns.
 
-    A target may also be IGNORED.
-
-    what   "tokens" or "targets"
-    where  the location of the array, for the message
+    None except on the last stage. If the ranks cannot divide the rows or their tokens, the
+    inputs are padded with zeros. The padding comes after all rows or to the right of them. The
+    causal mask hides it; without that mask it is a document of its own.
     """
-    if array.dtype.kind not in "iu":
-        raise DataError(
-            f"{what.capitalize()} must be integers, but those of {where} are {array.dtype}.",
-            "Convert them, for example with array.astype(numpy.int64).",
-        )
-    if array.size and not (array.min() >= 0 and array.max() < count):
-        is_wrong = (array < 0) | (array >= count)
-        if what == "targets":
-            is_wrong &= array != IGNORED
-        if not is_wrong.any():
-            return _wide(array)
-        first = np.unravel_index(np.argmax(is_wrong), array.shape)
-        raise DataError(
-            f"{what.capitalize()} must lie in 0..{count - 1}, but {where} has {array[first]} at "
-            f"[{', '.join(map(str, first))}].",
-            _WAYS_OUT[what],
-        )
-    return _wide(array)
+    inputs = trainer.rows.tokens(inputs, "an input")
+    filled = np.zeros(trainer.layers.filled(inputs.shape), inputs.dtype)
+    filled[tuple(map(slice, inputs.shape))] = inputs
+    own = trainer.rows.own_tokens(filled, 0)
+    places = trainer.rows.places(filled.shape, inputs.shape, starts, types, trainer.placed)
+    logits = trainer.pipe.infer(own.shape, lambda: trainer.placed(own), places)
+    if logits is None:
+        return None
+    lengths = trainer.rows.own_tokens(inputs, 0).shape[: logits.ndim - 1]
+    if isinstance(logits, ChunkedLogits):
+        return logits.cut(lengths, trainer.arena)
+    return logits[tuple(map(slice, lengths))]
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+def evaluate(
+    trainer: Any, source: Source, stop_requested: Callable[[], bool] | None = None
+) -> tuple[float, float] | None:
+    """Return the mean loss and the accuracy of held-out rows, as `Trainer.evaluate`."""
+    trainer.sync_parameters()
+    # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
+    # the same number of batches. A rank without rows computes one row that does not count.
+    config, grid = trainer.config, trainer.grid
+    rows, replicas = evaluated_rows(config.run, source), grid.axes.dp
+    together = replicas * max(1, config.batch.size // (replicas * config.batch.micro_batches))
+    totals = np.zeros(3)
+    for start in range(0, rows, together):
+        own_rows = share(min(together, rows - start), grid.coords.dp, replicas)
+        is_asked = stop_requested is not None and stop_requested()
+        numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
+        measured = (0.0, 0, 0) if grid.is_server else _losses(trainer, source, numbers)
+        does_count = bool(own_rows) and grid.reports_loss
+        *sums, stop = trainer.replica.total(*(measured if does_count else (0.0, 0, 0)), is_asked)
+        if stop:
+            return None
+        totals += sums
+    loss, right, count = totals.tolist()
+    if not count:
+        raise DataError(
+            f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
+            "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
+        ).on_every_rank()
+    has_classes = trainer.rows.takes in ("classes", None)
+    return loss / count, right / count if has_classes else math.nan
+
+
+def _losses(trainer: Any, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
+    """Return of held-out rows the summed loss, and the correct and the counted predictions."""
+    name, loss = trainer.config.data.source, trainer.loss
+    inputs, targets = read_rows(name, source, len(rows), lambda: source.held_out_rows(rows))
+    inputs, targets, *marks = trainer.rows.read(inputs, targets, "a held-out batch")
+    targets = trainer.rows.own_tokens(targets, IGNORED)
+    counted = targets.size - trainer.rows.ignored(targets)
+    flat = trainer.backend.from_host(targets).reshape(-1)
+    logits = own_logits(trainer, inputs, *marks)
+    if logits is None:
+        return 0.0, 0, 0
+    total, right = 0.0, 0
+    for place, some in sliced(logits, trainer.arena):
+        right += int(loss.correct(some, flat[place], trainer.arena))
+        total += float(loss.value(some, flat[place], trainer.arena))
+    return total, right, counted
+
+
+def row_losses(trainer: Any, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the summed loss of each row, (rows,) float64, on ranks that report it.
+
+    With layout.cp each of these ranks sums the losses of its tokens.
+    """
+    _check_causal(
+        trainer, "A choice has the probability of its tokens, each after the earlier ones"
+    )
+    targets = trainer.rows.targets(targets, inputs.shape, "a batch")
+    targets = trainer.rows.own_tokens(targets, IGNORED)
+    flat = trainer.backend.from_host(targets).reshape(-1)
+    losses, length = np.zeros(len(inputs)), targets.shape[1]
+    logits = own_logits(trainer, inputs)
+    if logits is None:
+        return losses
+    for place, some in sliced(logits, trainer.arena):
+        first = place.start or 0
+        stop = first + len(some)
+        # A slice may begin or end within a row.
+        for row in range(first // length, -(-stop // length)):
+            both = overlap(range(first, stop), range(row * length, (row + 1) * length))
+            part = some[moved(both, -first)]
+            losses[row] += float(trainer.loss.value(part, flat[moved(both, 0)], trainer.arena))
+    return losses
+
+
+def reader(trainer: Any, sequences: int, room: int) -> Reader:
+    """Return a reader of `sequences` windows, of at most `room` tokens each."""
+    from mpitrain.pipeline.decoder import Decoder, can_decode
+
+    _check_causal(trainer, "Text is generated token by token")
+    chunks = trainer.decoded
+    decoder = None
+    if can_decode(chunks):
+        decoder = Decoder(
+            trainer.resolved.plan.stage_of,
+            chunks,
+            trainer.grid.pp.transport,
+            trainer.replica,
+            trainer.arena,
+            trainer.resolved.device.half or trainer.storage.dtype,
+            trainer.placed,
+            sequences,
+            room,
+        )
+    return Reader(trainer, decoder)
 
 
 class Reader:
@@ -223,18 +189,8 @@ class Reader:
     the caller may not be able to compute new tokens alone.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder | None,
-        logits: Callable[[np.ndarray], Any],
-        row: Callable[[Any, int], np.ndarray],
-    ):
-        """Bind the functions of a trainer.
-
-        logits  (tokens (1, T)) -> the output of the model on the last stage, else None
-        row     (output, token) -> (rows, V) float64 in host memory
-        """
-        self._decoder, self._logits, self._row = decoder, logits, row
+    def __init__(self, trainer: Any, decoder: Decoder | None):
+        self._trainer, self._decoder = trainer, decoder
 
     @property
     def caches(self) -> bool:
@@ -243,7 +199,7 @@ class Reader:
 
     def without_cache(self) -> Reader:
         """Return a reader of the same model that reads whole windows."""
-        return Reader(None, self._logits, self._row)
+        return Reader(self._trainer, None)
 
     def read(self, windows: Sequence[Sequence[int]], context: int) -> np.ndarray | None:
         """Return the logits after the last token of each window, (sequences, V) float64.
@@ -252,7 +208,7 @@ class Reader:
         """
         if self._decoder:
             logits = self._decoder.read(windows)
-            return None if logits is None else self._row(logits, 0)
+            return None if logits is None else _row(self._trainer, logits, 0)
         rows = [self._last(window, context) for window in windows]
         return None if rows[0] is None else np.concatenate(rows)
 
@@ -262,5 +218,23 @@ class Reader:
         width = min(context, max(16, 1 << (len(window) - 1).bit_length()))
         tokens = np.zeros((1, width), np.int64)
         tokens[0, : len(window)] = window
-        logits = self._logits(tokens)
-        return None if logits is None else self._row(logits, len(window) - 1)
+        logits = infer(self._trainer, tokens)
+        return None if logits is None else _row(self._trainer, logits, len(window) - 1)
+
+
+def _whole(trainer: Any, logits: Any) -> Any:
+    return trainer.layers.whole(logits, trainer.arena)
+
+
+def _row(trainer: Any, logits: Any, token: int) -> np.ndarray:
+    """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
+    rows = _whole(trainer, computed(logits, trainer.arena)[:, token])
+    return np.asarray(trainer.backend.to_host(rows), np.float64)
+
+
+def _check_causal(trainer: Any, why: str) -> None:
+    if not trainer.rows.is_causal:
+        raise ConfigError(
+            f"{why}, but attention of this model has no causal mask: tokens see later ones.",
+            "Use a model with the causal mask.",
+        ).on_every_rank()

@@ -194,30 +194,16 @@ def _mirror(job: Job) -> int:
     return (job.device.half or np.dtype(precision.stored)).itemsize
 
 
-def kept_bytes(config: Config, sizes: Sizes) -> float:
-    """Return the bytes of a rank's trained parameters and optimizer state, as the mean over the ranks.
-
-    For modes in which all ranks take steps together. `sizes` are those of a memory formula.
-    """
-    needed, zero = mode_of(config).memory, sizes.settings.zero
-    servers = sizes.axes.servers
-    shards = sizes.shards if zero == 3 or (zero and sizes.mirror) else 1
-    parameters = sizes.master * sizes.length / shards
-    if servers:
-        parameters *= (sizes.axes.dp + 1) / sizes.axes.ranks
-    return needed(sizes) - needed(sizes._replace(state=0)) + parameters
-
-
 def copied_bytes(config: Config, sizes: Sizes) -> float:
     """Return the bytes of one copy of run.copies_every on a rank, as the mean over the ranks.
 
-    That is the state of `kept_bytes`, decoded, and what a neighbour alone has of its own.
+    That is the state that a mode keeps (`Replica.kept`), decoded, and what a neighbour alone has of its own.
     """
     rule, zero = RULES[config.optimizer.name], sizes.settings.zero
     if isinstance(rule.step, BlockWise):
         sizes = sizes._replace(state=len(rule.state) * sizes.master)
-    own, needed, axes = kept_bytes(config, sizes), mode_of(config).memory, sizes.axes
-    state = needed(sizes) - needed(sizes._replace(state=0))
+    mode, axes = mode_of(config), sizes.axes
+    own, state = mode.kept(sizes), mode.kept(sizes) - mode.kept(sizes._replace(state=0))
     if axes.servers > 1:  # A single one has all parameters, as workers have.
         return own + state + sizes.master * sizes.length / axes.ranks
     if zero and sizes.shards == axes.copies:

@@ -11,7 +11,7 @@ from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import DataError
 from mpitrain.parallel.grid import share
-from mpitrain.run.inference import diverged
+from mpitrain.run.inference import diverged, row_losses
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import on_all_ranks
 
@@ -86,7 +86,8 @@ def log_likelihoods(trainer: Trainer, requests: Sequence[ChoiceTokens]) -> np.nd
         numbers = order[start : start + together]
         own = [numbers[row] for row in share(len(numbers), dp, replicas)]
         # All ranks compute the same number of batches.
-        losses = trainer.row_losses(*batch([requests[n] for n in own or numbers[:1]], context))
+        rows = batch([requests[n] for n in own or numbers[:1]], context)
+        losses = row_losses(trainer, *rows)
         if own and trainer.grid.reports_loss:
             likelihoods[own] = -losses
     trainer.grid.world.all_reduce(likelihoods)

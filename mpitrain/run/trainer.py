@@ -4,26 +4,25 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpitrain.collectives.engine.arithmetic import arithmetic_of
 from mpitrain.config import Config
 from mpitrain.config.faults import delay_s, delays
-from mpitrain.data import IGNORED, Source, read_rows, without_ends, without_padding
-from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.data import IGNORED, Source, Targets, positions_of, without_ends, without_padding
+from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
-from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
 from mpitrain.layers.experts import Loads
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.plain import LOSSES
+from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import class_of
-from mpitrain.parallel.replica import StepResult, weight_of
-from mpitrain.parallel.tensor.context import all_tokens
+from mpitrain.parallel.replica import StepResult
 from mpitrain.parallel.tensor.layer_factory import (
     LayerFactory,
     check_used,
@@ -33,13 +32,182 @@ from mpitrain.parallel.tensor.layer_factory import (
 )
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
-from mpitrain.regions import moved, overlap
-from mpitrain.run.inference import Indices, Reader, Shape, evaluated_rows, places_of
+from mpitrain.run import inference
 from mpitrain.run.job import FILES, Job, agree_on
 from mpitrain.run.memory import StepCounts
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
+
+Shape = tuple[int, ...]
+
+WAYS_OUT = {
+    "tokens": "Pass tokens of the model's vocabulary, or build the model with a larger one.",
+    "targets": f"Pass the number of the right class, or {IGNORED} for a prediction that does not count.",
+}
+
+
+class Rows:
+    """Rows of data on their way to the model, in training and inference: their checks, the tokens
+    that this rank has of them, and the places of these tokens.
+
+    takes         the targets of the loss, as `LossKind.takes`; None for a loss of the caller, whose
+                  targets are not checked
+    logits_shape  (shape of inputs) -> shape of the whole logits, without padding rows
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layers: LayerFactory,
+        logits_shape: Callable[[Shape], Shape],
+        vocabulary: int,
+        takes: Targets | None,
+        dtype: np.dtype,
+        attend: str,
+    ):
+        """vocabulary: tokens that the model takes, 0 for features; dtype: of targets that are numbers."""
+        self._transport, self._layers, self.logits_shape = transport, layers, logits_shape
+        self._vocabulary, self.takes, self._dtype, self._attend = vocabulary, takes, dtype, attend
+
+    def read(self, inputs: np.ndarray, targets: np.ndarray, where: str) -> tuple[Any, ...]:
+        """Return checked rows: inputs without padding, targets, `starts`, `types`.
+
+        Tokens and classes become int32 or int64, and numbers get the dtype of parameters.
+
+        where   the origin of the rows, for messages
+        starts  (B, T) int32, the index in the row where each token's document begins; None unless
+                rows are texts or data.attend is document
+        types   (B, T) int32, the token types; None unless rows are texts
+        raises  as `refuse`
+        """
+        types = None
+        if self._attend == "document" and targets.ndim == 2:
+            targets, starts = without_ends(targets)
+        else:
+            inputs, starts, types = self.texts(inputs)
+        inputs = self.tokens(inputs, where)
+        return inputs, self.targets(targets, inputs.shape, where), starts, types
+
+    def targets(self, targets: np.ndarray, inputs: Shape, where: str) -> np.ndarray:
+        """Return checked targets of inputs of this shape, without padding, as `read`."""
+        if not self.takes:
+            return targets
+        *predictions, classes = self.logits_shape(inputs)
+        if self.takes != "classes":
+            return self._numbers(targets, predictions[0], classes, where)
+        if targets.shape != tuple(predictions) and (inputs[0] or targets.size):
+            self.refuse(
+                f"Targets must have the shape {tuple(predictions)}, one for each prediction, but those of {{}} have "
+                f"{targets.shape}.",
+                where,
+                "Pass the number of the right class for each prediction.",
+            )
+        return self._known(targets, classes, "targets", where)
+
+    def texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
+        """Return inputs without padding, and `starts` and `types` as of `read`."""
+        if self._vocabulary and inputs.ndim == len(self.logits_shape(inputs.shape)):
+            return without_padding(inputs)
+        return inputs, None, None
+
+    def tokens(self, inputs: np.ndarray, where: str) -> np.ndarray:
+        """Return tokens as int32 or int64, all in the vocabulary; features are not checked."""
+        count = self._vocabulary
+        return self._known(inputs, count, "tokens", where) if count else inputs
+
+    def _known(self, array: np.ndarray, count: int, what: str, where: str) -> np.ndarray:
+        """Return integers as int32 or int64; refuse one outside 0 .. count - 1 that is no IGNORED target."""
+        if array.dtype.kind not in "iu":
+            self.refuse(
+                f"{what.capitalize()} must be integers, but those of {{}} are {array.dtype}.",
+                where,
+                "Convert them, for example with array.astype(numpy.int64).",
+            )
+        if array.size and not (array.min() >= 0 and array.max() < count):
+            self._check_each(array, count, what, where)
+        return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+
+    def _check_each(self, array: np.ndarray, count: int, what: str, where: str) -> None:
+        is_wrong = (array < 0) | (array >= count)
+        if what == "targets":
+            is_wrong &= array != IGNORED
+        if is_wrong.any():
+            first = np.unravel_index(np.argmax(is_wrong), array.shape)
+            place = ", ".join(map(str, first))
+            self.refuse(
+                f"{what.capitalize()} must lie in 0..{count - 1}, but {{}} has {array[first]} at [{place}].",
+                where,
+                WAYS_OUT[what],
+            )
+
+    def _numbers(self, targets: np.ndarray, rows: int, width: int, where: str) -> np.ndarray:
+        """Return targets that are numbers, (rows, width)."""
+        is_whole = targets.shape[:1] == (rows,) and targets.size == rows * width
+        if targets.dtype.kind != "f" or not is_whole:
+            self.refuse(
+                f"Targets must be floats, {width} for each of {rows} rows, but those of {{}} are {targets.dtype} of "
+                f"shape {targets.shape}.",
+                where,
+                "Pass a float for each output of the model.",
+            )
+        return np.ascontiguousarray(targets.reshape(rows, width), self._dtype)
+
+    def refuse(self, law: str, where: str, way_out: str) -> NoReturn:
+        """Raise DataError; with several ranks end the job first: only this rank sees its rows.
+
+        law  a format, with {} for the origin of the rows
+        """
+        rank = self._transport.rank
+        error = DataError(
+            law.format(f"{where} on rank {rank} ({self._transport.hosts[rank]})"), way_out
+        )
+        if self._transport.size == 1:
+            raise error.on_every_rank()
+        self._transport.abort(error.named())
+        raise error
+
+    def ignored(self, targets: np.ndarray) -> int:
+        """Return the number of targets that do not count."""
+        if not self.takes:
+            return 0
+        is_ignored = targets == IGNORED if self.takes == "classes" else np.isnan(targets)
+        return int(np.count_nonzero(is_ignored))
+
+    def own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
+        """Return this rank's tokens of rows (B, T), or of their targets.
+
+        fill  the value after the ends of rows, if their tokens do not divide among the ranks
+        """
+        share = self._layers.tokens
+        if share.ranks == 1:
+            return rows
+        missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
+        filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
+        return share.cut(filled)
+
+    def places(
+        self,
+        shape: Shape,
+        unpadded: Shape,
+        starts: np.ndarray | None,
+        types: np.ndarray | None,
+        placed: Callable[[np.ndarray], Any],
+    ) -> Places | None:
+        """Return the places of the tokens of rows.
+
+        shape, unpadded   of the rows, (B, T), with and without padding
+        starts, types     from `read`
+        placed            copies an array to the device
+        """
+        if starts is None and shape[1:] != unpadded[1:] and not self.is_causal:
+            starts = np.zeros(unpadded, np.int32)
+        return places_of(self._layers, shape, starts, placed, types)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return "attention to later tokens" not in self._layers.made
 
 
 class Trainer:
@@ -142,7 +310,7 @@ class Trainer:
                 self.resolved = opened()
                 self.config = self.resolved.config
             config = self.config
-            self._layers = layers = layers_for(
+            self.layers = layers = layers_for(
                 ops, grid.tp, config.layout, grid.cp, ep=grid.ep, **settings_of(config)
             )
             cut = cut_in_chunks(
@@ -161,8 +329,8 @@ class Trainer:
             return cut
 
         cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.resolved.facts)
-        (model, chunks, tied), layers = cut, self._layers
-        self._decoded = chunks
+        (model, chunks, tied), layers = cut, self.layers
+        self.decoded = chunks  # the units of each chunk with which text is generated
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
@@ -171,13 +339,13 @@ class Trainer:
             again = cut_in_chunks(
                 units, whole, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )
-            self._decoded = again.chunks
+            self.decoded = again.chunks
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
-        self._loss = loss_for(layers, loss)
+        self.loss = loss_for(layers, loss)
         self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.copies)
         config, kind = self.config, class_of(self.config, grid)
         if config.run.inject:
@@ -189,7 +357,7 @@ class Trainer:
             self.storage,
             resolved.device,
             self.arena,
-            self._loss,
+            self.loss,
             settings=config.replication,
             optimizer=config.optimizer,
             batch=config.batch,
@@ -205,19 +373,23 @@ class Trainer:
         if layers.loads:
             self._expert_loads = np.zeros(1 + self.config.model.experts)
             self._sum_of_loads = grid.world.bind(self._expert_loads)
-        micro_batches = self.config.batch.micro_batches
         dtype = resolved.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
             resolved.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
         )
-        takes = LOSSES[self.config.model.loss].takes if loss is None else None
-        vocabulary, stored = getattr(model[0].layer, "vocab", 0), self.storage.dtype
-        self._indices = Indices(self.transport, vocabulary, takes, stored)
+        output_shape = partial(self.pipe.input_shape, len(chunks))
+        self.rows = Rows(
+            self.transport,
+            layers,
+            cache(partial(whole_shape, layers, output_shape)),
+            getattr(model[0].layer, "vocab", 0),
+            LOSSES[self.config.model.loss].takes if loss is None else None,
+            self.storage.dtype,
+            self.config.data.attend,
+        )
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        # The summed loss of each micro-batch. The host reads them at the end of a step.
-        self._loss_sums = self.backend.zeros(micro_batches, np.float64)
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -304,74 +476,61 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        where, indices = f"step {index + 1}", self._indices
-        inputs, targets, *marks = self._cut(inputs, targets)
-        inputs = indices.tokens(inputs, where)
-        indices.rows(inputs, self.share(), where)
-        targets = indices.targets(targets, inputs.shape, self._logits_shape, where)
-        unpadded, micro_batches = inputs.shape, self.config.batch.micro_batches
-        rows = len(inputs)
-        inputs, targets = self._own_tokens(inputs, 0), self._own_tokens(targets, IGNORED)
-        # A row has the tokens of all ranks that divide it, padding included.
+        replica, ranks, config = self.replica, self.layers.tokens.ranks, self.config
+        own, micro_batches, where = self.share(), config.batch.micro_batches, f"step {index + 1}"
+        inputs, targets, starts, types = self.rows.read(inputs, targets, where)
+        if len(inputs) > len(own):
+            self.rows.refuse(
+                f"A rank computes at most its share of batch.size rows, {len(own)}, but {{}} has {len(inputs)}.",
+                where,
+                "Pass the rows trainer.share() of the global batch.",
+            )
+        unpadded = inputs.shape
+        inputs, targets = self.rows.own_tokens(inputs, 0), self.rows.own_tokens(targets, IGNORED)
         count, *lengths = inputs.shape
-        shape = count, *(length * self._layers.tokens.ranks for length in lengths)
-        predictions = math.prod(targets.shape[1:]) * self._layers.tokens.ranks
-        replica, of_update = self.replica, self.replica.of_update
-        weights = [weight_of(of_update(micro) * predictions) for micro in range(micro_batches)]
-        loss_scale = replica.skips.scale.value
-        shares = [share(rows, micro, micro_batches) for micro in range(micro_batches)]
-        ignored = [indices.ignored(targets[part.start : part.stop]) for part in shares]
-
-        def rows_of(micro: int) -> Any:
-            """Return the inputs of a micro-batch, in the memory of the backend."""
-            return self.placed(inputs[shares[micro].start : shares[micro].stop])
+        # A row has the tokens of all ranks that divide it, padding included.
+        shape = count, *(length * ranks for length in lengths)
+        places = self.rows.places(shape, unpadded, starts, types, self.placed) if count else None
+        parts = [share(count, micro, micro_batches) for micro in range(micro_batches)]
+        xs, ys = (np.split(rows, [part.start for part in parts[1:]]) for rows in (inputs, targets))
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
-            part = targets[shares[micro].start : shares[micro].stop]
-            right = self.backend.from_host(part, self.arena).reshape(-1)
-            value, gradient = replica.loss(
-                logits.reshape(len(right), -1), right, weights[micro] * loss_scale
-            )
+            right = self.backend.from_host(ys[micro], self.arena).reshape(-1)
+            scale = replica.weights[micro] * replica.skips.loss_scale
+            value, gradient = replica.loss(logits.reshape(len(right), -1), right, scale)
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
-            self._loss_sums[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
+            replica.losses[micro, ...] = value.reshape(()) if hasattr(value, "reshape") else value
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
-        replica.begin(index, ignored, predictions)
-        if rows:  # A parameter server has no rows.
-            self._straggle(index)
-            start, places = self.share().start, self._places(shape, unpadded, *marks)
+        lr = learning_rate(config.optimizer, index, config.run.steps)
+        predictions = math.prod(targets.shape[1:]) * ranks
+        replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
+        if count and config.run.delay:
+            self._delay(index)
+        if count:  # A parameter server has no rows.
             self.pipe.train(
                 [
                     Now(
                         index,
-                        start + part.start,
+                        own.start + part.start,
                         len(part),
                         True,
                         places and places.of(part),
-                        weight=weight * loss_scale,
+                        weight=weight * replica.skips.loss_scale,
                     )
-                    for part, weight in zip(shares, weights, strict=True)
+                    for part, weight in zip(parts, replica.weights, strict=True)
                 ],
-                [(len(part), *inputs.shape[1:]) for part in shares],
-                rows_of,
+                [x.shape for x in xs],
+                lambda micro: self.placed(xs[micro]),
                 loss,
             )
-        reports = self.grid.reports_loss
-        result = replica.finish(
-            index,
-            self._loss_sums if reports else (),
-            weights,
-            learning_rate(self.config.optimizer, index, self.config.run.steps),
-            bool(stop_requested and stop_requested()),
-            sum(ignored) if reports else 0,
-            of_update(0) * predictions,
-        )
-        if self._layers.loads:
-            result = result._replace(extras={**result.extras, **self._loads(self._layers.loads)})
-        every = self.config.memory.release_every
+        result = replica.finish(bool(stop_requested and stop_requested()))
+        if self.layers.loads:
+            result = result._replace(extras={**result.extras, **self._loads(self.layers.loads)})
+        every = config.memory.release_every
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
@@ -391,29 +550,23 @@ class Trainer:
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
-        return self.backend.to_host(self._loss_sums)
+        return self.backend.to_host(self.replica.losses)
 
     def sync_parameters(self) -> None:
         """Finish all operations in flight, and make the parameters current on all ranks."""
         self.pipe.drain()
         self.replica.sync()
 
-    def _straggle(self, step: int) -> None:
-        run, coords = self.config.run, self.grid.coords
-        if run.delay:
-            span = self._recorder.compute(self._delay_name)
-            time.sleep(
-                delay_s(
-                    delays(run.delay),
-                    self.transport.rank,
-                    run.seed,
-                    step,
-                    self.share().start,
-                    coords.tp,
-                    coords.pp,
-                )
-            )
-            self._recorder.end(span)
+    def _delay(self, step: int) -> None:
+        """Sleep as run.delay says."""
+        span, coords, run = (
+            self._recorder.compute(self._delay_name),
+            self.grid.coords,
+            self.config.run,
+        )
+        place = self.share().start, coords.tp, coords.pp
+        time.sleep(delay_s(delays(run.delay), self.transport.rank, run.seed, step, *place))
+        self._recorder.end(span)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray | None:
         """Compute the logits of some rows; collective over all ranks but parameter servers.
@@ -428,17 +581,7 @@ class Trainer:
         array or None
             (rows, classes) or (rows, T, classes) on the device; None except on the last stage.
         """
-        logits = self.infer(*self._texts(inputs))
-        return (
-            None if logits is None else self._layers.whole(computed(logits, self.arena), self.arena)
-        )
-
-    def placed(self, rows: np.ndarray) -> Any:
-        """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
-        half = self.resolved.device.half
-        return self.backend.from_host(
-            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
-        )
+        return inference.logits(self, inputs)
 
     def evaluate(
         self, source: Source, stop_requested: Callable[[], bool] | None = None
@@ -463,205 +606,83 @@ class Trainer:
         DataError
             On every rank, if no target of these rows counts.
         """
-        self.sync_parameters()
-        # On each rank a batch has at most the rows of a micro-batch of training. All ranks compute
-        # the same number of batches. A rank without rows computes one row that does not count.
-        rows, replicas = evaluated_rows(self.config.run, source), self.grid.axes.dp
-        together = replicas * max(
-            1, self.config.batch.size // (replicas * self.config.batch.micro_batches)
+        return inference.evaluate(self, source, stop_requested)
+
+    def placed(self, rows: np.ndarray) -> Any:
+        """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
+        half = self.resolved.device.half
+        return self.backend.from_host(
+            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
         )
-        totals = np.zeros(3)
-        for start in range(0, rows, together):
-            own_rows = share(min(together, rows - start), self.grid.coords.dp, replicas)
-            is_asked = stop_requested is not None and stop_requested()
-            numbers = [(start + i) * source.held_out // rows for i in own_rows] or [0]
-            measured = (0.0, 0, 0) if self.grid.is_server else self._losses(source, numbers)
-            does_count = bool(own_rows) and self.grid.reports_loss
-            *sums, stop = self.replica.total(*(measured if does_count else (0.0, 0, 0)), is_asked)
-            if stop:
-                return None
-            totals += sums
-        loss, right, count = totals.tolist()
-        if not count:
-            raise DataError(
-                f"An evaluation needs a target that counts, but {rows} of {source.held_out} held-out rows have none.",
-                "Raise run.eval_rows, name other held-out data, or leave the evaluation out with run.eval_every=-1.",
-            ).on_every_rank()
-        has_classes = self._indices.takes in ("classes", None)
-        return loss / count, right / count if has_classes else math.nan
 
-    def row_losses(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the summed loss of each row, (rows,) float64, on ranks that report it; collective.
 
-        With layout.cp each of these ranks sums the losses of its tokens.
-        """
-        self._check_causal(
-            "A choice has the probability of its tokens, each after the earlier ones"
-        )
-        targets = self._indices.targets(targets, inputs.shape, self._logits_shape, "a batch")
-        targets = self._own_tokens(targets, IGNORED)
-        flat = self.backend.from_host(targets).reshape(-1)
-        losses, length = np.zeros(len(inputs)), targets.shape[1]
-        logits = self._own_logits(inputs)
-        if logits is None:
-            return losses
-        for place, some in sliced(logits, self.arena):
-            first = place.start or 0
-            stop = first + len(some)
-            # A slice may begin or end within a row.
-            for row in range(first // length, -(-stop // length)):
-                both = overlap(range(first, stop), range(row * length, (row + 1) * length))
-                part = some[moved(both, -first)]
-                losses[row] += float(self._loss.value(part, flat[moved(both, 0)], self.arena))
-        return losses
+def whole_shape(
+    layers: LayerFactory, output_shape: Callable[[Shape], Shape], shape: Shape
+) -> tuple[int, ...]:
+    """Return the shape of the whole logits for an input of this shape, without padding rows.
 
-    def reader(self, sequences: int, room: int) -> Reader:
-        """Return a reader of `sequences` windows, of at most `room` tokens each; collective."""
-        from mpitrain.pipeline.decoder import Decoder, can_decode
+    output_shape  of the chunks of the model: (shape of this rank's input) -> of its logits
+    """
+    ranks, (count, *lengths) = layers.tokens.ranks, layers.filled(shape)
+    *rows, columns = output_shape((count, *(each // ranks for each in lengths)))
+    rows[1:] = [each * ranks for each in rows[1:]]
+    return *map(min, rows, shape), layers.columns(columns)
 
-        self._check_causal("Text is generated token by token")
-        chunks = self._decoded
-        decoder = None
-        if can_decode(chunks):
-            decoder = Decoder(
-                self.resolved.plan.stage_of,
-                chunks,
-                self.grid.pp.transport,
-                self.replica,
-                self.arena,
-                self.resolved.device.half or self.storage.dtype,
-                self.placed,
-                sequences,
-                room,
-            )
-        return Reader(decoder, self.infer, self._row)
 
-    def _cut(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Any, ...]:
-        """Return inputs without padding, targets without marks of document ends, `starts`, `types`.
+def places_of(
+    layers: Plain,
+    shape: Shape,
+    starts: np.ndarray | None,
+    placed: Callable[[np.ndarray], Any],
+    types: np.ndarray | None = None,
+) -> Places | None:
+    """Return the places of the tokens of some rows.
 
-        starts  (B, T) int32, the index in the row where each token's document begins; None unless
-                rows are texts or data.attend is document
-        types   (B, T) int32, the token types; None unless rows are texts
-        """
-        if self.config.data.attend == "document" and targets.ndim == 2:
-            return inputs, *without_ends(targets), None
-        inputs, *marks = self._texts(inputs)
-        return inputs, targets, *marks
+    layers  the factory of the model's layers; this rank has its `tokens`
+    shape   (B, T) of the rows
+    starts  from `Rows.read`; padding to the right is a document of its own
+    placed  copies an array to the backend's memory
+    types   of tokens, from `Rows.read`, in the shape of `starts`
+    """
+    if starts is not None:
+        return _places_in_documents(layers, shape, starts, placed, types)
+    if layers.tokens.ranks == 1:
+        return None
+    own = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+    firsts = _firsts(layers, np.zeros(shape, np.int32), layers.windows - {0}, placed)
+    return Places(None, None, placed(layers.tokens.cut(own)), firsts=firsts)
 
-    def _texts(self, inputs: np.ndarray) -> tuple[Any, ...]:
-        """Return inputs without padding, and `starts` and `types` as of `_cut`."""
-        if self._indices.vocabulary and inputs.ndim == len(self._logits_shape(inputs.shape)):
-            return without_padding(inputs)
-        return inputs, None, None
 
-    def _places(
-        self,
-        shape: Shape,
-        unpadded: Shape,
-        starts: np.ndarray | None,
-        types: np.ndarray | None = None,
-    ) -> Places | None:
-        """Return the places of the tokens of rows.
+def _places_in_documents(
+    layers: Plain,
+    shape: Shape,
+    starts: np.ndarray,
+    placed: Callable[[np.ndarray], Any],
+    types: np.ndarray | None,
+) -> Places:
+    share = layers.tokens
+    if starts.shape != shape:
+        rows, tokens = starts.shape
+        starts = np.pad(starts, ((0, shape[0] - rows), (0, 0)))
+        starts = np.pad(starts, ((0, 0), (0, shape[1] - tokens)), constant_values=tokens)
+    positions = positions_of(starts)
+    whole = placed(positions)
+    own = whole if share.ranks == 1 else placed(share.cut(positions))
+    firsts = _firsts(layers, starts, layers.windows, placed)
+    seen = None if share.is_ring else placed(starts)
+    return Places(seen, whole, own, None if types is None else placed(types), firsts)
 
-        shape, unpadded   of the rows, (B, T), with and without padding
-        starts, types  from `_cut`
-        """
-        if starts is None and shape[1:] != unpadded[1:] and not self._is_causal:
-            starts = np.zeros(unpadded, np.int32)
-        return places_of(self._layers, shape, starts, self.placed, types)
 
-    def _own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
-        """Return this rank's tokens of rows (B, T), or of their targets.
-
-        fill  the value after the ends of rows, if their tokens do not divide among the ranks
-        """
-        share = self._layers.tokens
-        if share.ranks == 1:
-            return rows
-        missing = self._layers.filled(rows.shape)[1] - rows.shape[1]
-        filled = np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
-        return share.cut(filled)
-
-    def infer(
-        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
-    ) -> Any:
-        """Return the logits of all tokens, with this tensor-parallel rank's columns.
-
-        None except on the last stage.    starts, types: from `_cut`
-        """
-        logits = self._own_logits(inputs, starts, types)
-        if logits is None or not self._layers.context:
-            return logits
-        context, share = self._layers.context, self._layers.tokens
-        whole = all_tokens(computed(logits, self.arena), context, share, self.arena)
-        return whole[:, : inputs.shape[1]]
-
-    def _own_logits(
-        self, inputs: np.ndarray, starts: np.ndarray | None = None, types: np.ndarray | None = None
-    ) -> Any:
-        """Return the logits of this rank's tokens, with this tensor-parallel rank's columns.
-
-        None except on the last stage. If the ranks cannot divide the rows or their tokens, the
-        inputs are padded with zeros. The padding comes after all rows or to the right of them. The
-        causal mask hides it; without that mask it is a document of its own.
-        """
-        inputs = self._indices.tokens(inputs, "an input")
-        filled = np.zeros(self._layers.filled(inputs.shape), inputs.dtype)
-        filled[tuple(map(slice, inputs.shape))] = inputs
-        own = self._own_tokens(filled, 0)
-        places = self._places(filled.shape, inputs.shape, starts, types)
-        logits = self.pipe.infer(own.shape, lambda: self.placed(own), places)
-        if logits is None:
-            return None
-        lengths = self._own_tokens(inputs, 0).shape[: logits.ndim - 1]
-        if isinstance(logits, ChunkedLogits):
-            return logits.cut(lengths, self.arena)
-        return logits[tuple(map(slice, lengths))]
-
-    def _logits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole logits for an input of this shape, without padding rows."""
-        ranks, (count, *lengths) = self._layers.tokens.ranks, self._layers.filled(shape)
-        *rows, columns = self.pipe.output_shape((count, *(each // ranks for each in lengths)))
-        rows[1:] = [each * ranks for each in rows[1:]]
-        return *map(min, rows, shape), self._layers.columns(columns)
-
-    def _losses(self, source: Source, rows: Sequence[int]) -> tuple[float, int, int]:
-        """Return of held-out rows the summed loss, and the correct and the counted predictions."""
-        inputs, targets = read_rows(
-            self.config.data.source, source, len(rows), lambda: source.held_out_rows(rows)
-        )
-        inputs, targets, *marks = self._cut(inputs, targets)
-        targets = self._indices.targets(
-            targets, inputs.shape, self._logits_shape, "a held-out batch"
-        )
-        targets = self._own_tokens(targets, IGNORED)
-        counted = targets.size - self._indices.ignored(targets)
-        flat = self.backend.from_host(targets).reshape(-1)
-        logits = self._own_logits(inputs, *marks)
-        if logits is None:
-            return 0.0, 0, 0
-        total, right = 0.0, 0
-        for place, some in sliced(logits, self.arena):
-            right += int(self._loss.correct(some, flat[place], self.arena))
-            total += float(self._loss.value(some, flat[place], self.arena))
-        return total, right, counted
-
-    @property
-    def _is_causal(self) -> bool:
-        return "attention to later tokens" not in self._layers.made
-
-    def _check_causal(self, why: str) -> None:
-        if not self._is_causal:
-            raise ConfigError(
-                f"{why}, but attention of this model has no causal mask: tokens see later ones.",
-                "Use a model with the causal mask.",
-            ).on_every_rank()
-
-    def _row(self, logits: Any, token: int) -> np.ndarray:
-        """Return the logits at one token of each row, (rows, classes) float64 in host memory."""
-        rows = computed(logits, self.arena)[:, token]
-        whole = self._layers.whole(rows, self.arena)
-        return np.asarray(self.backend.to_host(whole), np.float64)
+def _firsts(
+    layers: Plain, starts: np.ndarray, windows: Iterable[int], placed: Callable[[np.ndarray], Any]
+) -> dict[int, list[Any]]:
+    """Return `Places.firsts` for these windows: empty without a ring."""
+    share = layers.tokens
+    return {
+        window: [placed(each) for each in share.firsts(starts, window)]
+        for window in windows
+        if share.is_ring
+    }
 
 
 def parameter_count(units: Sequence[Unit]) -> int:

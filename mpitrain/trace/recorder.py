@@ -485,20 +485,3 @@ class Silent(Recorder):
 
 
 SILENT = Silent()
-
-
-class ExposedTime:
-    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._began
-
-    def take(self) -> float:
-        """Return the seconds since the last call of this method."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,12 +57,29 @@ Python's default of 5 ms leaves links idle whenever the main thread is between t
 """
 
 
+class ExposedTime:
+    """The seconds that a rank is blocked on communication; a `with` block adds its duration."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """Return the seconds since the last call of this method."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 class Reduction:
     """Collective bound to a buffer, as an MPI-4 persistent collective: the base of all of them.
 
     Every run applies the same collective to the present contents of the buffer. A subclass defines
     `_start`, `_advance` and `_finish`. The base refuses a start before the end of the last run,
-    measures the time that its rank is blocked, and records runs and waits in a trace.
+    and records runs and waits in a trace.
 
     Attributes
     ----------
@@ -80,8 +98,8 @@ class Reduction:
     learn : callable or None
         Function that updates `state` with a sum by another reduction, an array with the layout of
         the buffer.
-    waited_s : float
-        Seconds that this rank has been blocked in `run` and `wait`.
+    exposed : ExposedTime or None
+        Where `run` and `wait` add the seconds in which this rank is blocked.
 
     Notes
     -----
@@ -100,7 +118,7 @@ class Reduction:
     scratch_bytes = 0
     state: dict[str, np.ndarray] | None = None
     learn: Callable[[np.ndarray], None] | None = None
-    waited_s = 0.0
+    exposed: ExposedTime | None = None
     _is_under_way = False
     # In the trace: no record, until `noted_as` names it.
     _recorder: Recorder = SILENT
@@ -120,16 +138,15 @@ class Reduction:
         """
         if self._is_under_way:
             raise _started_twice()
-        began = time.perf_counter()
-        if self._recorder.is_on:
-            self._begin_span()
-            wait = self._recorder.wait(self._name)
-            self._run()
-            self._recorder.go_on(wait)
-            self._end_span()
-        else:
-            self._run()
-        self.waited_s += time.perf_counter() - began
+        with self.exposed or nullcontext():
+            if self._recorder.is_on:
+                self._begin_span()
+                wait = self._recorder.wait(self._name)
+                self._run()
+                self._recorder.go_on(wait)
+                self._end_span()
+            else:
+                self._run()
 
     def start(self) -> None:
         """Start a run, and send the messages that need no other message first.
@@ -161,13 +178,12 @@ class Reduction:
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
-        began = time.perf_counter()
         wait = self._recorder.wait(self._name)
         if self._is_under_way:
-            self._finish()
+            with self.exposed or nullcontext():
+                self._finish()
             self._is_under_way = False
         self._recorder.go_on(wait)
-        self.waited_s += time.perf_counter() - began
         self._end_span()
 
     def _run(self) -> None:

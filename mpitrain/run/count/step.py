@@ -40,9 +40,9 @@ from mpitrain.run.count.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.run.inference import places_of
 from mpitrain.run.job import Job
 from mpitrain.run.memory import Room, StepCounts
+from mpitrain.run.trainer import places_of
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SILENT, Silent
 from mpitrain.transport.base import Several, Traffic
 from mpitrain.transport.windows import Tenants

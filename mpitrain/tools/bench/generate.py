@@ -13,6 +13,7 @@ import numpy as np
 from mpitrain.config import Model
 from mpitrain.machine.process import blas_threads
 from mpitrain.run.generate import Sampling, last_document, separator_of, texts
+from mpitrain.run.inference import reader
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.bench.turns import take_turns
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -54,7 +55,7 @@ class WholeWindows:
     def __init__(self, trainer: Trainer):
         self._context = trainer.config.model.context
         self._separator = separator_of(trainer.config.data)
-        self._reader = trainer.reader(1, self._context).without_cache()
+        self._reader = reader(trainer, 1, self._context).without_cache()
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         windows = [[*prompt] for prompt in prompts]

@@ -16,7 +16,7 @@ from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
 from mpitrain.run.job import slow_heads
-from mpitrain.run.memory import StepCounts, copied_bytes, kept_bytes, stage_sizes
+from mpitrain.run.memory import StepCounts, copied_bytes, stage_sizes
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -84,7 +84,7 @@ def count(unresolved: Config) -> Counted:
         whole = mean(lambda stage: (stage.master + stage.state) * stage.length)
         copies["copies of a checkpoint"] = whole * axes.tp * axes.pp / axes.ranks
     if config.run.on_spike == "back":
-        copies["two snapshots"] = KEPT * mean(lambda stage: kept_bytes(config, stage))
+        copies["two snapshots"] = KEPT * mean(mode_of(config).kept)
     if config.run.copies_every:
         copied = mean(lambda stage: copied_bytes(config, stage))
         copies["two copies, also of a neighbour's"] = KEPT * copied

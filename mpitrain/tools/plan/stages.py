@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.layers.base import Now
-from mpitrain.parallel.replica import weight_of
 from mpitrain.pipeline.simulate import Cost
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.base import Request, Transport
@@ -87,7 +86,7 @@ def measure(
             chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
             for chunk in trainer.pipe.stages
         }
-        trainer.replica.finish(step)
+        trainer.replica.finish()
         way = _way(trainer, (rows, *inputs.shape[1:]))
         gathered = trainer.transport.gather_text((own, way))
         costs = [
@@ -126,7 +125,7 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
-        replica.finish(step)
+        replica.finish()
         trainer.backend.synchronize()
         times.append(time.perf_counter() - start)
     return max(trainer.transport.gather_text(median(times[1:])))
@@ -179,8 +178,8 @@ def _is_last(trainer: Trainer, chunk: int) -> bool:
 
 def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
     right = trainer.backend.from_host(targets).reshape(-1)
-    replica, loss_scale = trainer.replica, trainer.replica.skips.scale.value
-    scale = weight_of(replica.of_update(0)) * loss_scale
+    replica = trainer.replica
+    scale = replica.weights[0] * replica.skips.loss_scale
     _, gradient = replica.loss(y.reshape(len(right), -1), right, scale)
     return gradient.reshape(y.shape)
 

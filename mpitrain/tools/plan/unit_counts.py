@@ -9,10 +9,9 @@ from mpitrain.data import zeros
 from mpitrain.layers.base import Now, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.parallel.tensor.layer_factory import loss_for
-from mpitrain.pipeline.pipeline import input_shape, own
-from mpitrain.pipeline.stage import Stage
+from mpitrain.pipeline.pipeline import Stage, input_shape, own
 from mpitrain.run.count.step import Body, CountedReplica, Counter, Sums
-from mpitrain.run.inference import places_of
+from mpitrain.run.trainer import places_of
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Silent
 
 

@@ -79,7 +79,7 @@ def test_a_column_layers_sum_overlaps_its_weight_half():
         for _ in range(3):
             _, saved = layer.forward(w, np.ones((7, 5)), READING, group.arena)
             dx = layer.backward(w, np.ones((7, 1)), saved, {}, group.arena)
-            assert np.all(dx == 3) and group.exchanged_s > 0
+            assert np.all(dx == 3) and (does_hide or group.exposed.seconds > 0)
         return found
 
     assert run_ranks(2, run, lambda transport: transport, True, hosts="ab") == [[True] * 3] * 2

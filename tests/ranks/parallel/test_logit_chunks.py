@@ -6,6 +6,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.run.build import build
+from mpitrain.run.inference import reader as reader_of
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_recompute import FOUR, OWN_ROWS, sent
 from tests.ranks.parallel.test_tensor import GPT, source_of
@@ -36,7 +37,7 @@ def curve(transport, config):
         told += [outcome.loss, outcome.grad_norm]
     gradients = trainer.gradients.copy()
     assert trainer.arena.live == 0
-    reader = trainer.reader(1, 8)
+    reader = reader_of(trainer, 1, 8)
     own = reader.read([source.held_out_rows([0])[0][0, :4].tolist()], 8)
     own = [] if own is None else own
     every = trainer.logits(source.held_out_rows([0])[0][:, :7])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mpitrain.machine.arena import Arena
-from mpitrain.pipeline.execute import Channel, execute
 from mpitrain.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -17,6 +16,7 @@ from mpitrain.pipeline.instructions import (
     needed,
     with_messages,
 )
+from mpitrain.pipeline.pipeline import Channel, execute
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.transport.threads import run_ranks
 

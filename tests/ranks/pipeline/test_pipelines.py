@@ -10,10 +10,10 @@ import pytest
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import share
+from mpitrain.pipeline.pipeline import Stage
 from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
-from mpitrain.pipeline.stage import Stage
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.tools.bench.training.steps import STAGES, stage_rows
@@ -166,11 +166,11 @@ def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
         trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
         told, finish = [], trainer.replica.finish
 
-        def spoilt(step, *rest):
+        def spoilt(stop):
             """On the middle stage of the first replica, when all micro-batches have gone back."""
-            if step == 1 and transport.rank == 2:
+            if trainer.replica.step == 1 and transport.rank == 2:
                 trainer.gradients[0] = np.nan
-            return finish(step, *rest)
+            return finish(stop)
 
         trainer.replica.finish = spoilt
         for index in range(3):

@@ -13,7 +13,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
-from mpitrain.pipeline.stage import ForwardOnly, Stage
+from mpitrain.pipeline.pipeline import ForwardOnly, Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.training import configured

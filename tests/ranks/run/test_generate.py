@@ -1,5 +1,6 @@
 """Generated text: with the key-value cache the tokens equal those without it, in every layout."""
 
+import threading
 from collections import Counter
 from functools import cache, partialmethod
 from itertools import islice
@@ -12,6 +13,7 @@ from mpitrain.data.tokenizer import ByteTokenizer
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.models.gpt import gpt
+from mpitrain.run import inference
 from mpitrain.run.build import build
 from mpitrain.run.generate import PromptRequest, Sampling, continued, texts
 from mpitrain.run.trainer import Trainer
@@ -76,7 +78,7 @@ def written(transport, settings, caches=True):
     drawn = texts(trainer, PROMPTS, Sampling(0.9, 30, 0.95), 7, COUNT)
     found = every_text(drawn, len(PROMPTS))
     if not trainer.grid.is_server:
-        assert trainer.reader(1, 4).caches == caches
+        assert inference.reader(trainer, 1, 4).caches == caches
     return found, trainer.arena.live
 
 
@@ -210,18 +212,18 @@ def test_after_the_first_token_nothing_is_allocated():
 
 
 @pytest.mark.parametrize("count, stop_after, many", [(20, 99, 20), (20, 5, 5), (0, 99, 0)])
-def test_every_rank_gets_the_text_that_one_replica_computes(count, stop_after, many):
+def test_every_rank_gets_the_text_that_one_replica_computes(count, stop_after, many, monkeypatch):
+    reads_of, read = threading.local(), inference.Reader.read
+
+    def counted(reader, *given):
+        reads_of.rank.append(given)
+        return read(reader, *given)
+
+    monkeypatch.setattr(inference.Reader, "read", counted)
+
     def write(transport):
-        trainer, reads = trainer_of(transport), []
-        make = trainer.reader
-
-        def reader(*sizes):
-            made = make(*sizes)
-            read = made.read
-            made.read = lambda *given: (reads.append(given), read(*given))[1]
-            return made
-
-        trainer.reader = reader
+        trainer = trainer_of(transport)
+        reads = reads_of.rank = []
         drawn = tokens(
             trainer,
             [10, 20],
@@ -275,7 +277,7 @@ def test_a_layer_with_its_own_forward_inherits_no_cache():
 
         trainer = Trainer(transport, units, config)
         drawn = every_text(texts(trainer, [[3, 1]], Sampling(), 0, 30), 1)
-        return trainer.reader(1, 4).caches, drawn[0] == whole_windows(
+        return inference.reader(trainer, 1, 4).caches, drawn[0] == whole_windows(
             trainer, [3, 1], 30, Sampling(), 0
         )
 
@@ -292,7 +294,7 @@ def test_a_model_that_sees_later_tokens_writes_and_chooses_nothing(monkeypatch):
     tokens = np.ones((1, 4), np.int64)
     for ask in (
         lambda trainer: every_text(texts(trainer, [[3, 1]], Sampling(), 0, 30), 1),
-        lambda trainer: trainer.row_losses(tokens, tokens),
+        lambda trainer: inference.row_losses(trainer, tokens, tokens),
     ):
         with pytest.raises(ConfigError, match="no causal mask"):
             run_ranks(2, asked, ask)

@@ -28,7 +28,7 @@ def slowed(monkeypatch, place, name, seconds):
     [
         (["run.eval_every=6", "run.eval_rows=64"], None, "evaluation"),
         (["checkpoint.every=6"], Writing, "write"),
-        (["run.delay=1:400", "run.eval_every=-1"], Trainer, "_straggle"),
+        (["run.delay=1:400", "run.eval_every=-1"], Trainer, "_delay"),
     ],
     ids=["evaluation", "disk", "computation"],
 )

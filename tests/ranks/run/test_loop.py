@@ -27,7 +27,7 @@ from mpitrain.layers.base import backward
 from mpitrain.models.table import units_of
 from mpitrain.ops.device import device_for
 from mpitrain.parallel.replica import Replica
-from mpitrain.run import choices, loop, watchdog
+from mpitrain.run import choices, inference, loop, watchdog
 from mpitrain.run.build import build, configured, open_run
 from mpitrain.run.checkpoint import manifest, saving
 from mpitrain.run.checkpoint.manifest import newest
@@ -45,14 +45,14 @@ from tests.runs import TINY, go, records, validated
 
 
 def test_a_stop_request_during_a_step_ends_the_run_after_it(book, tmp_path, monkeypatch):
-    computing, straggle = set(), Trainer._straggle
+    computing, begin = set(), Replica.begin
 
-    def compute(self, step):
-        straggle(self, step)
-        if step == 2 and self.transport.rank == 1:
+    def compute(self, step, *facts):
+        begin(self, step, *facts)
+        if step == 2 and self.grid.world.rank == 1:
             computing.add(1)
 
-    monkeypatch.setattr(Trainer, "_straggle", compute)
+    monkeypatch.setattr(Replica, "begin", compute)
     assert go(2, book, stop=lambda rank: rank in computing)
     assert newest(tmp_path / "run/checkpoints").name == "step-00000003"
 
@@ -132,9 +132,9 @@ def test_a_stop_on_one_rank_ends_the_evaluation_until_the_resume(
 ):
     settings = [*book, f"run.eval_every={every}"]
     batches = Counter()
-    losses = Trainer._losses
+    losses = inference._losses
     monkeypatch.setattr(
-        Trainer,
+        inference,
         "_losses",
         lambda own, *asked: (batches.update([own.grid.world.rank]), losses(own, *asked))[1],
     )
@@ -651,7 +651,7 @@ def test_checkpoints_stay_every_so_often_and_are_listed_and_verified(book, tmp_p
 @pytest.mark.parametrize("fails", (False, True))
 def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, monkeypatch):
     """Saves that are due meanwhile are skipped; if it fails on a rank, all ranks raise that."""
-    moves, close, straggle = threading.Event(), saving.Copies.close, Trainer._straggle
+    moves, close, begin = threading.Event(), saving.Copies.close, Replica.begin
 
     def slow(self):
         assert moves.wait(SECONDS)
@@ -659,13 +659,13 @@ def test_steps_go_on_while_a_disk_stands_still(ranks, fails, book, tmp_path, mon
             raise OSError(28, "No space left on device")
         return close(self)
 
-    def step(self, index):
-        straggle(self, index)
+    def step(self, index, *facts):
+        begin(self, index, *facts)
         if index == 4:
             moves.set()
 
     monkeypatch.setattr(saving.Copies, "close", slow)
-    monkeypatch.setattr(Trainer, "_straggle", step)
+    monkeypatch.setattr(Replica, "begin", step)
     settings = [*book, "checkpoint.every=1", "checkpoint.background=true"]
     if not fails:
         go(ranks, settings)

@@ -18,7 +18,7 @@ from mpitrain.layers.base import READING, Unit
 from mpitrain.machine import process
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.cuda import CudaBackend
-from mpitrain.pipeline.stage import Stage
+from mpitrain.pipeline.pipeline import Stage
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.report.schedule_comparison import compare, what_was_predicted
 from mpitrain.tools.report.time_breakdown import BUBBLE, shares

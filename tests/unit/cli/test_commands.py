@@ -22,6 +22,7 @@ from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError, TrainingError
 from mpitrain.machine import process
 from mpitrain.optim import learning_rate
+from mpitrain.run import inference
 from mpitrain.run.choices import keys, parse
 from mpitrain.transport.library import FAMILIES
 from tests.processes import mpitrain
@@ -194,9 +195,8 @@ def test_the_sample_is_as_long_as_asked_for_and_ends_when_a_stop_is(monkeypatch,
     drawn = []
     trainer = trained("run.sample=30", steps=0)
     sure = np.where(np.arange(256) == 65, 1e6, 0.0)[None]
-    trainer.reader = lambda *sizes: SimpleNamespace(
-        read=lambda windows, context: drawn.append(windows) or sure
-    )
+    certain = SimpleNamespace(read=lambda windows, context: drawn.append(windows) or sure)
+    monkeypatch.setattr("mpitrain.run.inference.reader", lambda *sizes: certain)
     train._print_sample(Finished(trainer), lambda: False)
     assert capsys.readouterr().out == "a sample of what it writes:\n{}\n".format("A" * 30)
     assert len(drawn) == 30
@@ -217,13 +217,17 @@ def test_windows_without_a_cache_are_no_wider_than_they_need(monkeypatch):
     monkeypatch.setattr("mpitrain.pipeline.decoder.can_decode", lambda chunks: False)
     trainer = trained("model.context=128", steps=1)
     widths = []
-    logits = trainer.infer
-    trainer.infer = lambda rows: (widths.append(rows.shape[1]), logits(rows))[1]
+    logits = inference.infer
+    monkeypatch.setattr(
+        inference,
+        "infer",
+        lambda trainer, rows: (widths.append(rows.shape[1]), logits(trainer, rows))[1],
+    )
     narrow = list(islice(tokens(trainer, [10], 0.0, 0, 0), 150))
     assert sorted(set(widths)) == [16, 32, 64, 128]
     whole = np.zeros((1, 128), np.int64)
     whole[0, :20] = [10, *narrow[:19]]
-    assert int(logits(whole)[0, 19].argmax()) == narrow[19]
+    assert int(logits(trainer, whole)[0, 19].argmax()) == narrow[19]
 
 
 def line_for(monkeypatch, family, ranks, cores=2, root=False, slurm=False, extra=(), **placed):

@@ -141,7 +141,7 @@ def check_held(ranks, sections, rounding=1e-12):
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
         kept = sum(array.nbytes for array in arrays_of(trainer))
-        unlike = [kept - memory.kept_bytes(config, sizes)]
+        unlike = [kept - mode_of(config).kept(sizes)]
         if trainer.grid.axes.copies > 1 and is_synchronous(config):
             copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
             unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))

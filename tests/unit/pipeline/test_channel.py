@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from mpitrain.machine.arena import Arena
-from mpitrain.pipeline.execute import Channel
+from mpitrain.pipeline.pipeline import Channel
 from mpitrain.trace.recorder import SILENT
 
 

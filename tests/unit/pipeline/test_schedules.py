@@ -27,6 +27,7 @@ from mpitrain.pipeline.instructions import (
     with_whole_backwards,
     without_backward,
 )
+from mpitrain.pipeline.schedule_files import check
 from mpitrain.pipeline.schedules import KINDS, SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, Event, goes_in_passes, peak, simulate
 
@@ -69,33 +70,12 @@ def differing(name, measured, formula):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_number_of_stages_micro_batches_and_chunks_deadlocks(name):
-    assert len(points(name)) == {"interleaved": 126, "breadth-first": 384}.get(name, 128)
-    assert [
-        (point, found) for point in points(name) if (found := simulated(name, *point).waits)
-    ] == []
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_chunk_runs_each_micro_batch_once(name):
+def test_every_plan_is_complete_and_cannot_deadlock(name):
+    assert points(name)
     for p, m, v in points(name):
         plan = planned(name, p, m, v)
-        assert (
-            len(plan.stage_of) == p * v
-            and set(plan.stage_of) == set(range(p))
-            and plan.micro_batches == m
-        )
-        done = defaultdict(str)
-        for stage, mine in enumerate(plan.by_stage):
-            for instruction in mine:
-                assert plan.stage_of[instruction.chunk] == stage
-                done[tuple(instruction)] += {
-                    Forward: "F",
-                    BackwardInput: "B",
-                    BackwardWeight: "W",
-                    Backward: "BW",
-                }[type(instruction)]
-        assert done == dict.fromkeys(product(range(p * v), range(m)), "FBW"), (p, m, v)
+        assert len(plan.stage_of) == p * v and len(plan.by_stage) == p
+        check(plan, name, m)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -216,10 +196,6 @@ def test_the_bubble_is_that_of_the_formula(name):
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_makespan_is_that_of_the_formula(name):
     assert differing(name, lambda p, m, v: simulated(name, p, m, v).makespan, TOTALS[name]) == {}
-
-
-def test_every_schedule_has_its_formula():
-    assert {*BUBBLES, *TOTALS} == set(SCHEDULES) == set(LIVE)
 
 
 def test_the_bubble_is_what_is_not_busy():

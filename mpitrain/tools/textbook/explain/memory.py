@@ -13,7 +13,7 @@ from mpitrain.errors import Sentence
 from mpitrain.layers.base import Unit
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.parallel.replica import DynamicLossScale, StepResult
-from mpitrain.pipeline.stage import Stage
+from mpitrain.pipeline.pipeline import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.explain import toy
 from mpitrain.tools.textbook.explain.explanation import (

@@ -17,7 +17,7 @@ from mpitrain.parallel.master import Master
 from mpitrain.parallel.replica import weight_of
 from mpitrain.parallel.servers import Server, Worker
 from mpitrain.parallel.zero import Zero1, Zero2, Zero3
-from mpitrain.pipeline.stage import Stage
+from mpitrain.pipeline.pipeline import Stage
 from mpitrain.regions import Piece
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.plan.mode_traffic import RankFacts, Sample, formula_of
