@@ -311,6 +311,10 @@ class Model(Section):
     """llama: channels of a head; 0: model.width / model.heads"""
     qk_norm: bool = False
     """llama: each head of queries and of keys is normed before its rotation, as in Qwen3"""
+    activation: Literal["silu", "gelu"] = "silu"
+    """llama: activation of the gates of each MLP; gelu, of the tanh form, as in Gemma"""
+    scaled_embedding: bool = False
+    """llama: the embedding is multiplied by the square root of model.width, as in Gemma"""
     qkv_bias: bool = False
     """llama: queries, keys and values have biases, as in Qwen2"""
     theta: float = Field(10_000.0, gt=1)

@@ -37,6 +37,7 @@ from mpitrain.formats.tensors import (
     StoredTensor,
     is_copy,
     reversed_dims,
+    shifted,
 )
 
 WEIGHTS = "model"
@@ -92,6 +93,7 @@ class Architecture(NamedTuple):
     notes         (config) -> sentences about properties of a folder that the run does not have
     heads         beginnings of names: a folder has all tensors with this beginning, or none
     earlier       {part of a name in earlier folders: now}
+    added         (section [model], our name) -> what is added to a tensor of a folder to have ours
     again         {name of a tensor that a folder may have twice: the other name, which counts}
     """
 
@@ -109,6 +111,7 @@ class Architecture(NamedTuple):
     heads: Sequence[str] = ()
     earlier: Mapping[str, str] = {}
     again: Mapping[str, str] = {}
+    added: Callable[[Model, str], float] = lambda keys, name: 0.0
 
     def counterparts(
         self,
@@ -266,6 +269,8 @@ def _matched(
                 )
             stored.append(StoredTensor(tensor, part.is_transposed))
         matched[ours] = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
+        if more := own.added(keys, ours):
+            matched[ours] = shifted(matched[ours], more)
     for head in (row for row in own.tensors(keys) if keys.tied and row.ours == HEAD):
         _check_copy(left.pop(head.theirs.removeprefix(own.prefix), None), matched)
     if strange := sorted(name for name in left if not re.fullmatch(own.buffers, name, re.ASCII)):
@@ -310,6 +315,8 @@ def write(own: Architecture, model: Trained) -> FolderContents:
         for part in parts:
             tensor = tensors[ours] if len(parts) == 1 else RowsOfTensor(tensors[ours], part.rows)
             renamed[part.name] = reversed_dims(tensor) if part.is_transposed else tensor
+            if more := own.added(keys, ours):
+                renamed[part.name] = shifted(renamed[part.name], -more)
     renamed |= {other: renamed[name] for name, other in own.again.items() if name in renamed}
     if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):
         raise ConfigError(

@@ -1,8 +1,9 @@
 """Llamas of HuggingFace's transformers: their tensors and keys of config.json, and ours.
 
 model_type is llama (as SmolLM has), mistral and ministral, with a window, qwen2, with biases of
-queries, keys and values, or qwen3, with norms of queries and keys; both perhaps have a window. A
-tied head has no tensor of its own.
+queries, keys and values, or qwen3, with norms of queries and keys; both perhaps have a window. Or it
+is gemma, with scaled embeddings, gates of GELU, and gains that a folder has minus 1. A tied head has
+no tensor of its own.
 """
 
 import json
@@ -28,6 +29,9 @@ from mpitrain.formats.folder import CONFIGURATION, ModelType, OtherModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in layer_types of a layer without a window, and with one."""
+GELU = "gelu_pytorch_tanh"
+OF_HEADS = ("Qwen3", "Gemma")
+"""Names of models whose head_dim has a default that is not hidden_size / num_attention_heads."""
 EARLIER = "original_max_position_embeddings"
 SCALING = {
     "linear": ("factor",),
@@ -153,6 +157,18 @@ class Qwen3Configuration(Qwen2Configuration):
     attention_bias: bool = False
 
 
+class GemmaConfiguration(_Configuration):
+    """The keys that GemmaConfig reads, with its defaults."""
+
+    num_key_value_heads: Size | None = 16
+    head_dim: Size | None = 256
+    max_position_embeddings: Size = 8192
+    hidden_act: str = GELU
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    use_bidirectional_attention: bool | None = None
+
+
 TENSORS = (
     TensorRow("embedding.tokens", "model.embed_tokens.weight", "VC"),
     TensorRow("blocks.#.attention.norm.gain", "model.layers.#.input_layernorm.weight", "C"),
@@ -230,6 +246,8 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.kv_heads": 0 if shared in (None, heads) else shared,
         "model.head_dim": each,
         "model.qk_norm": config.model_type == "qwen3",
+        "model.activation": "gelu" if config.hidden_act == GELU else "silu",
+        "model.scaled_embedding": config.model_type == "gemma",
         "model.qkv_bias": config.model_type == "qwen2",
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
         "model.rope_scaling": rope.scaling(config.max_position_embeddings),
@@ -250,7 +268,13 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
             "A folder of a Qwen3 has no biases without one of the output, but model.qk_norm and model.qkv_bias are true.",
             "Export a run with one of them.",
         )
+    if keys.scaled_embedding and (keys.qk_norm or keys.qkv_bias or keys.window):
+        raise ConfigError(
+            "A folder of a Gemma has no norms or biases of heads and no window, but this run has one.",
+            "Export a run without them, or without model.scaled_embedding.",
+        )
     name = "Qwen3" if keys.qk_norm else "Qwen2" if keys.qkv_bias else of_window
+    name = "Gemma" if keys.scaled_embedding else name
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
         kind = next(kind for kind, own in SCALING.items() if len(own) == len(keys.rope_scaling))
@@ -268,11 +292,11 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
         "rms_norm_eps": keys.epsilon,
         "rope_theta": keys.theta,
         "rope_parameters": {**rope, "rope_theta": keys.theta},
-        "hidden_act": "silu",
+        "hidden_act": GELU if keys.activation == "gelu" else "silu",
         "mlp_bias": False,
         **({} if name == "Qwen2" else {"attention_bias": False}),
         **({"use_sliding_window": False} if name.startswith("Qwen") else {}),
-        **({"head_dim": keys.head_channels} if keys.head_dim or keys.qk_norm else {}),
+        **({"head_dim": keys.head_channels} if keys.head_dim or name in OF_HEADS else {}),
         **_with_window(keys),
     }
 
@@ -300,9 +324,11 @@ LLAMA = Architecture(
         "ministral": MistralConfiguration,
         "qwen2": Qwen2Configuration,
         "qwen3": Qwen3Configuration,
+        "gemma": GemmaConfiguration,
     },
     only={
-        "hidden_act": ("silu",),
+        "hidden_act": ("silu", GELU),
+        "use_bidirectional_attention": (None, False),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "quantization_config": (None,),
@@ -312,5 +338,6 @@ LLAMA = Architecture(
     described=described,
     prefix="model.",
     buffers=r".*rotary_emb\.inv_freq",
+    added=lambda keys, name: 1.0 if keys.scaled_embedding and name.endswith("norm.gain") else 0.0,
 )
 FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA)

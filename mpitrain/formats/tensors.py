@@ -152,6 +152,16 @@ def as_ours(stored: AnyTensor) -> ComputedTensor:
     return ComputedTensor(lambda: read_whole(stored), stored.shape)
 
 
+def shifted(stored: AnyTensor, by: float) -> ComputedTensor:
+    """Return a tensor plus a number, in the dtype of the tensor."""
+
+    def made() -> np.ndarray:
+        values = read_whole(stored)
+        return values + values.dtype.type(by)
+
+    return ComputedTensor(made, stored.shape)
+
+
 def padded(stored: StoredTensor, dim: int, length: int) -> AnyTensor:
     """Return a matrix that is padded with zeros at the end of `dim`, up to this length."""
     shape = tuple(length if d == dim else own for d, own in enumerate(stored.shape))

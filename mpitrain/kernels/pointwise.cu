@@ -59,9 +59,13 @@ extern "C" __global__ void __launch_bounds__(128) add_bias(
     }
 }
 
-// y[m, c] = silu(x[m, c]) x[m, N + c], silu(z) = z / (1 + e^-z).    x: (M, 2 N), y: (M, N) row-major
+// The part of a gate z that passes: activation(z) / z. SiLU is z / (1 + e^-z).
+__device__ __forceinline__ Sum gate_of(Sum z, bool is_gelu) { return is_gelu ? gelu_gate(z) : logistic(z); }
+
+// y[m, c] = activation(x[m, c]) x[m, N + c]; the activation is GELU or SiLU.    x: (M, 2 N), y: (M, N) row-major
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
-extern "C" __global__ void __launch_bounds__(128) swiglu(int M, int N, const Element* __restrict__ x, Element* __restrict__ y) {
+extern "C" __global__ void __launch_bounds__(128) gated(
+    int M, int N, int is_gelu, const Element* __restrict__ x, Element* __restrict__ y) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const Element* gates = x + (long long)row * 2 * N;
@@ -71,14 +75,14 @@ extern "C" __global__ void __launch_bounds__(128) swiglu(int M, int N, const Ele
         load_run(gates, c, N, vector, gate);
         load_run(gates + N, c, N, vector, up);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) gate[j] *= logistic(gate[j]) * up[j];
+        for (int j = 0; j < WIDE; ++j) gate[j] *= gate_of(gate[j], is_gelu) * up[j];
         store_run(y + (long long)row * N, c, N, vector, gate);
     }
 }
 
-// The gradient of swiglu.    dy: (M, N), dx: (M, 2 N). Launch as above.
-extern "C" __global__ void __launch_bounds__(128) swiglu_backward(
-    int M, int N, const Element* __restrict__ dy, const Element* __restrict__ x, Element* __restrict__ dx) {
+// The gradient of gated.    dy: (M, N), dx: (M, 2 N). Launch as above.
+extern "C" __global__ void __launch_bounds__(128) gated_backward(
+    int M, int N, int is_gelu, const Element* __restrict__ dy, const Element* __restrict__ x, Element* __restrict__ dx) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const Element* gates = x + (long long)row * 2 * N;
@@ -91,10 +95,11 @@ extern "C" __global__ void __launch_bounds__(128) swiglu_backward(
         load_run(dy + (long long)row * N, c, N, vector, d);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) {
-            const Sum share = logistic(gate[j]), slope = share * (Sum(1) + gate[j] * (Sum(1) - share));
-            const Sum silu = gate[j] * share;
+            const Sum share = gate_of(gate[j], is_gelu), value = gate[j] * share;
+            const Sum slope =
+                is_gelu ? activation_slope(gate[j], ACTIVATION_GELU) : share * (Sum(1) + gate[j] * (Sum(1) - share));
             gate[j] = d[j] * up[j] * slope;
-            up[j] = d[j] * silu;
+            up[j] = d[j] * value;
         }
         store_run(to, c, N, vector, gate);
         store_run(to + N, c, N, vector, up);

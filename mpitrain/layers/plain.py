@@ -532,6 +532,7 @@ class Embedding:
 
     has_table  whether the vectors of positions, a second table, are added
     types      number of token types, whose vectors are a third table; 0: there are none
+    scale      factor of the sum
     rows       the rows between layers, and the ranks
     """
 
@@ -546,8 +547,10 @@ class Embedding:
         draw: Draw,
         has_table: bool = True,
         types: int = 0,
+        scale: float = 1.0,
         rows: WholeRows = ALL_ROWS,
     ):
+        self.scale = scale
         self.ops, self.vocab, self.context, self.width, self.draw = ops, vocab, context, width, draw
         self.has_table, self.types, self.rows = has_table, types, rows
         self._entries = rows.share(vocab)
@@ -597,7 +600,15 @@ class Embedding:
             return y, Lookups(saved, others)
 
         shape = *x.shape, self.width
-        return self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
+        y, saved = self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
+        return self._scaled(y, y, arena), saved
+
+    def _scaled(self, x, out, arena):
+        """Return x times the scale, written to `out`, or x itself if the scale is 1."""
+        if self.scale == 1:
+            return x
+        self.ops.weighted_sum(x, self.scale, None, 0.0, out, arena)
+        return out
 
     def _rows_of_tables(self, x, places, arena):
         """Return {table: the row of each token, (B, T)} of the tables to look up beside the tokens'."""
@@ -621,7 +632,9 @@ class Embedding:
         return states
 
     def backward_input(self, w, dy, saved, arena):
-        return None, (self.rows.sequences(self.rows.whole(dy)), saved)
+        whole = self.rows.sequences(self.rows.whole(dy))
+        out = None if self.scale == 1 else arena.take(whole.shape, whole.dtype)
+        return None, (self._scaled(whole, out, arena), saved)
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
@@ -850,14 +863,22 @@ class Plain:
         return now.numbers(every, self.tokens)[self.rows.rank * own % max(1, every) :][:own]
 
     def embedding(
-        self, vocab: int, context: int, width: int, positions: bool = True, types: int = 0
+        self,
+        vocab: int,
+        context: int,
+        width: int,
+        positions: bool = True,
+        types: int = 0,
+        scale: float = 1.0,
     ) -> Embedding:
         """Return an embedding, tokens (B, T) to (B, T, width), by default with learned positions.
 
-        All tables are drawn with deviation 0.02. types: number of token types.
+        All tables are drawn with deviation 0.02. types: number of token types. scale: of the output.
         """
         self.made.add("embedding")
-        return Embedding(self.ops, vocab, context, width, normal(0.02), positions, types, self.rows)
+        return Embedding(
+            self.ops, vocab, context, width, normal(0.02), positions, types, scale, self.rows
+        )
 
     def norm(self, width: int, epsilon: float = 1e-5) -> Norm:
         """Return a LayerNorm over the last dim, of length `width`, with gain 1 and bias 0."""
@@ -899,6 +920,10 @@ class Plain:
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
         return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)
+
+    def geglu(self) -> Activation:
+        """Return a gated activation as `swiglu`, with a GELU of the tanh form."""
+        return Activation(self.ops.geglu, self.ops.geglu_backward, 2)
 
     def joined_linear(
         self,

@@ -5,6 +5,7 @@ Norms without a mean, rotary positions, heads that share keys and values, a gate
 
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
+import math
 from collections.abc import Sequence
 
 from mpitrain.layers.base import Unit
@@ -29,6 +30,8 @@ def llama(
     theta: float = 10_000.0,
     rope_scaling: Sequence[float] = (),
     tied: bool = False,
+    activation: str = "silu",
+    scaled_embedding: bool = False,
     epsilon: float = 1e-5,
     windows: Sequence[int] = (),
     experts: int = 0,
@@ -51,6 +54,10 @@ def llama(
         Base of the angles of rotary positions; the width of a head is even.
     rope_scaling : sequence of float
         Scaling of the angles, as model.rope_scaling. Empty: none.
+    activation : {"silu", "gelu"}
+        Activation of the gates of each MLP.
+    scaled_embedding : bool
+        Whether the embedding is multiplied by the square root of width.
     epsilon : float
         Term of the norms, added to the mean square.
 
@@ -60,7 +67,10 @@ def llama(
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
     shared, inside = kv_heads or heads, heads * (head_dim or width // heads)
     rotary = Rotary(theta, context, tuple(rope_scaling))
-    units = [Unit("embedding", layers.embedding(vocab, context, width, positions=False))]
+    scale = math.sqrt(width) if scaled_embedding else 1.0
+    embedding = layers.embedding(vocab, context, width, positions=False, scale=scale)
+    gated = layers.geglu if activation == "gelu" else layers.swiglu
+    units = [Unit("embedding", embedding)]
     for block in range(depth):
         attention = Sequential(
             norm=layers.rms_norm(width, epsilon),
@@ -82,7 +92,7 @@ def llama(
                 width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
             )
             down = layers.row_linear(hidden, width, onto_residual, bias=False)
-            mlp = Sequential(norm=norm, up=up, gate=layers.swiglu(), down=down)
+            mlp = Sequential(norm=norm, up=up, gate=gated(), down=down)
         units += [
             Unit(f"blocks.{block}.attention", layers.residual(attention)),
             Unit(f"blocks.{block}.mlp", layers.residual(mlp)),

@@ -79,6 +79,8 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         kv_heads=keys.kv_heads,
         head_dim=keys.head_dim,
         qk_norm=keys.qk_norm,
+        activation=keys.activation,
+        scaled_embedding=keys.scaled_embedding,
         qkv_bias=keys.qkv_bias,
         theta=keys.theta,
         rope_scaling=keys.rope_scaling,

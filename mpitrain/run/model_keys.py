@@ -37,6 +37,8 @@ OF_RUN = [
     "kv_heads",
     "head_dim",
     "qk_norm",
+    "activation",
+    "scaled_embedding",
     "qkv_bias",
     "theta",
     "rope_scaling",

@@ -207,9 +207,11 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
-    for key in ("kv_heads", "head_dim", "qk_norm", "qkv_bias", "rope_scaling"):
+    of_a_llama = ("kv_heads", "head_dim", "qk_norm", "qkv_bias", "rope_scaling")
+    for key in (*of_a_llama, "activation", "scaled_embedding"):
         yield (
-            getattr(model, key) and "kv_heads" not in row.split.split(),
+            getattr(model, key) != type(model).model_fields[key].default
+            and "kv_heads" not in row.split.split(),
             f"model.{key} is {getattr(model, key)}, but a model of kind {model.kind} has no such choice.",
             f"Leave out model.{key}, or set model.kind to llama.",
         )

@@ -253,15 +253,15 @@ def check_rms_norm(
     halves(["rms_norm_backward_weight"], ops, (pending,), (truth,), [(c,)], dtype)
 
 
-def check_swiglu(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
-    """SwiGLU, forward and backward; rows of an odd width have no alignment."""
-    ops, arena = bodies.cuda(kernels), Arena()
+def check_gated(kernels: Kernels, name: str, m: int, n: int, dtype: str = "float32") -> None:
+    """SwiGLU and GeGLU, forward and backward; rows of an odd width have no alignment."""
+    ops, arena, back = bodies.cuda(kernels), Arena(), f"{name}_backward"
     x, dy = stored(3 * numbers(1, m, 2 * n), dtype), stored(numbers(2, m, n), dtype)
-    truth, true_saved = reference.swiglu(values(x), None)
-    true_dx = reference.swiglu_backward(values(dy), true_saved, None)
-    y, saved = ops.swiglu(x, arena)
+    truth, true_saved = getattr(reference, name)(values(x), None)
+    true_dx = getattr(reference, back)(values(dy), true_saved, None)
+    y, saved = getattr(ops, name)(x, arena)
     assert_close(y, truth, dtype, "y")
-    assert_close(ops.swiglu_backward(dy, saved, arena), true_dx, dtype, "dx")
+    assert_close(getattr(ops, back)(dy, saved, arena), true_dx, dtype, "dx")
 
 
 def check_rotate(
@@ -544,11 +544,12 @@ def rms_norms() -> Iterator[Callable]:
 
 
 def gates() -> Iterator[Callable]:
-    """pointwise: swiglu."""
-    for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
-        yield partial(check_swiglu, m=m, n=n)
-    for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_swiglu, m=5, n=36, dtype=dtype)
+    """pointwise: gated."""
+    for name in ("swiglu", "geglu"):
+        for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
+            yield partial(check_gated, name=name, m=m, n=n)
+        for dtype in ("float64", "float16", "bfloat16"):
+            yield partial(check_gated, name=name, m=5, n=36, dtype=dtype)
 
 
 def rotations() -> Iterator[Callable]:

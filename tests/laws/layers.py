@@ -187,6 +187,7 @@ def kinds(plain) -> dict[str, Any]:
         "norm": plain.norm(WIDTH),
         "rms norm": plain.rms_norm(WIDTH),
         "gated": Sequential(up=plain.linear(WIDTH, 2 * WIDTH, draw), gate=plain.swiglu()),
+        "gated by gelu": Sequential(up=plain.linear(WIDTH, 2 * WIDTH, draw), gate=plain.geglu()),
         "rotary": Sequential(
             qkv=plain.qkv(WIDTH, 3, draw, 1, bias=False),
             attention=plain.attention(WIDTH, 3, 1, rotary=Rotary(100.0, 9)),

@@ -212,16 +212,32 @@ def add_bias(kernels, x, b, out, arena, residual=None):
 
 
 def swiglu(kernels, x, arena):
-    rows, width = len(x), x.shape[1] // 2
-    y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros
-    by_rows(kernels, "swiglu", (rows, width, x, y), macros, fresh="y")
-    return y, x
+    return _gated(kernels, x, arena, 0)
 
 
 def swiglu_backward(kernels, dy, saved, arena):
+    return _gated_backward(kernels, dy, saved, arena, 0)
+
+
+def geglu(kernels, x, arena):
+    return _gated(kernels, x, arena, 1)
+
+
+def geglu_backward(kernels, dy, saved, arena):
+    return _gated_backward(kernels, dy, saved, arena, 1)
+
+
+def _gated(kernels, x, arena, is_gelu):
+    rows, width = len(x), x.shape[1] // 2
+    y, macros = arena.take((rows, width), x.dtype), KINDS[x.dtype].macros
+    by_rows(kernels, "gated", (rows, width, is_gelu, x, y), macros, fresh="y")
+    return y, x
+
+
+def _gated_backward(kernels, dy, saved, arena, is_gelu):
     macros, dx = KINDS[dy.dtype].macros, arena.take(saved.shape, dy.dtype)
-    arrays = *dy.shape, dy, saved, dx
-    kernels.launch("swiglu_backward", row_blocks(len(dy)), ROWS, arrays, macros=macros, fresh="dx")
+    arrays = *dy.shape, is_gelu, dy, saved, dx
+    kernels.launch("gated_backward", row_blocks(len(dy)), ROWS, arrays, macros=macros, fresh="dx")
     return dx
 
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.polynomial import chebyshev
 
-from mpitrain.machine.backend import has_memory
+from mpitrain.machine.backend import copy_rows, has_memory
 from mpitrain.ops.host.product import (
     block_shape,
     blocks_of,
@@ -380,6 +380,28 @@ def swiglu_backward(dy, saved, arena):
         dgate *= block
         np.multiply(gate, share, out=dup)
         dup *= block
+    return dx
+
+
+def geglu(x, arena):
+    width = x.shape[1] // 2
+    y = arena.take((len(x), width), x.dtype)
+    copy_rows(y, x[:, :width])
+    _gelu(y, None, arena)
+    for block, out in blocks_of(x, y):
+        out *= block[:, width:]
+    return y, x
+
+
+def geglu_backward(dy, saved, arena):
+    width, dx = dy.shape[1], arena.take(saved.shape, dy.dtype)
+    gate = arena.take(dy.shape, dy.dtype)
+    copy_rows(gate, saved[:, :width])
+    every_slope = _gelu(gate, None, arena)
+    for block, x, value, slope, out in blocks_of(dy, saved, gate, every_slope, dx):
+        np.multiply(block, x[:, width:], out=out[:, :width])
+        out[:, :width] *= slope
+        np.multiply(block, value, out=out[:, width:])
     return dx
 
 

@@ -311,6 +311,24 @@ def swiglu_backward(dy, saved, arena):
     return np.concatenate([dy * up * slope, dy * gate * share], -1)
 
 
+@operation("x:M,2N -> y:M,N saved", "y")
+def geglu(x, arena):
+    """Return (y, saved) with y = gelu(gate) up, of the tanh form (Shazeer 2020).
+
+    x: (M, 2 N), gate and then up; y: (M, N)
+    """
+    gate, up = np.split(x, 2, -1)
+    return gelu(gate, None)[0] * up, x
+
+
+@operation("dy:M,N saved@geglu|M,2N -> dx:M,2N", "dx")
+def geglu_backward(dy, saved, arena):
+    """Return dx.    dy: (M, N); dx: (M, 2 N)"""
+    gate, up = np.split(saved, 2, -1)
+    value, own = gelu(gate.copy(), None)
+    return np.concatenate([gelu_backward(dy * up, own, None), dy * value], -1)
+
+
 def _logistic(z):
     return 0.5 * (1 + np.tanh(0.5 * z))
 

@@ -55,7 +55,9 @@ def exact(model):
     import torch
 
     def normal(norm, x):
-        return norm.weight * (x * torch.rsqrt((x * x).mean(-1, True) + norm.variance_epsilon))
+        epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+        gain = norm.weight + (type(norm).__name__ == "GemmaRMSNorm")
+        return gain * (x * torch.rsqrt((x * x).mean(-1, True) + epsilon))
 
     model = model.double()
     for module in model.modules():

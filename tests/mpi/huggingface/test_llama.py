@@ -54,6 +54,7 @@ YARN["original_max_position_embeddings"] = 8
 WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
 """Of a Qwen2."""
 LATER = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 6}
+GEMMA = {"head_dim": 8, "hidden_size": 36, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": None}
 TIED_QWEN3 = {**WINDOW, "head_dim": 6, "tie_word_embeddings": True}
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -74,6 +75,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"head_dim": 10}, 1, [], "float32"),
         ({"kind": "Qwen3ForCausalLM", "head_dim": 8}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Qwen3ForCausalLM", **TIED_QWEN3}, 2, ["layout.pp=2"], "float32"),
+        ({"kind": "GemmaForCausalLM", **GEMMA}, 2, ["layout.tp=2"], "float32"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, 1, [], "float32"),
     ],
     ids=[
         "llama",
@@ -89,6 +92,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "head_dim",
         "qwen3",
         "qwen3, tied, window",
+        "gemma",
+        "gates of gelu",
     ],
 )
 def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
@@ -124,7 +129,7 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate false"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
-        ("model_type", "qwen4", "has gpt2, llama, mistral, ministral, qwen2, qwen3, bert"),
+        ("model_type", "qwen4", "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, bert"),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
@@ -180,17 +185,18 @@ def test_layers_with_other_windows_than_ours_are_refused(kind, keys, says, tmp_p
         run_ranks(1, ours, f"run.init_from={tmp_path}")
 
 
-WINDOWS = {
+SHAPES = {
     "mistral": {"kind": "MistralForCausalLM", "sliding_window": 4},
     "qwen2": {"kind": "Qwen2ForCausalLM", **WINDOW},
     "qwen3": {"kind": "Qwen3ForCausalLM", **WINDOW, "head_dim": 8},
+    "gemma": {"kind": "GemmaForCausalLM", **GEMMA},
 }
 EXACT = ["precision.compute=float64"]
 
 
-@pytest.mark.parametrize("changes", WINDOWS)
-def test_windows_have_the_loss_and_gradients_of_transformers(changes, tmp_path):
-    model = exact(llama(**WINDOWS[changes]))
+@pytest.mark.parametrize("changes", SHAPES)
+def test_every_shape_has_the_loss_and_gradients_of_transformers(changes, tmp_path):
+    model = exact(llama(**SHAPES[changes]))
     model.save_pretrained(tmp_path)
     config = configured(*FLAT, *EXACT, f"run.init_from={tmp_path}")
     (inputs, targets), largest = rows(4), 0.0
@@ -216,11 +222,11 @@ def test_windows_have_the_loss_and_gradients_of_transformers(changes, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("changes", WINDOWS)
-def test_windows_have_the_logits_of_transformers_in_every_layout(
+@pytest.mark.parametrize("changes", SHAPES)
+def test_every_shape_has_the_logits_of_transformers_in_every_layout(
     changes, ranks, settings, tmp_path
 ):
-    model = exact(llama(**WINDOWS[changes]))
+    model = exact(llama(**SHAPES[changes]))
     model.save_pretrained(tmp_path)
     found = run_ranks(ranks, ours, f"run.init_from={tmp_path}", *EXACT, *settings)
     assert any(own is not None for _, own in found)

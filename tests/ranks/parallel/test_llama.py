@@ -100,6 +100,7 @@ def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied, windows)
 
 
 RING = "layout.cp_mode=ring"
+GEMMA = ["model.activation=gelu", "model.scaled_embedding=true", "model.tied=true"]
 QWEN3 = ["model.qk_norm=true", "model.head_dim=6"]
 LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
 LAYOUTS = {
@@ -124,6 +125,8 @@ LAYOUTS = {
         [*QWEN3, "layout.tp=2", "layout.sequence_parallel=true", "memory.recompute=unit"],
     ),
     "normed heads, zero 3": (2, [*QWEN3, "replication.zero=3", "batch.micro_batches=2"]),
+    "gemma, tp 2": (2, [*GEMMA, "layout.tp=2", "layout.sequence_parallel=true"]),
+    "gemma, pp 2": (2, [*GEMMA, "layout.pp=2", "batch.micro_batches=3"]),
     "ring of 3": (3, ["layout.cp=3", "layout.cp_mode=ring", "batch.micro_batches=2"]),
     "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
     "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
@@ -168,7 +171,12 @@ def test_every_layout_equals_one_rank(layout):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "settings",
-    [[], ["layout.tp=2", *QWEN3], ["model.window=3"], ["layout.cp=2", RING, "model.window=4"]],
+    [
+        [],
+        ["layout.tp=2", *QWEN3, *GEMMA],
+        ["model.window=3"],
+        ["layout.cp=2", RING, "model.window=4"],
+    ],
     ids=str,
 )
 def test_the_simulator_trains_as_the_host(settings):
