@@ -34,7 +34,6 @@ OF_LLAMAS = [
     {"attention_bias": True},
     {"mlp_bias": True},
     {"head_dim": 6},
-    {"head_dim": 4},
     {"max_position_embeddings": 64},
     {"attention_dropout": 0.5},
     {"pretraining_tp": 2},
@@ -60,6 +59,7 @@ OF_LLAMAS = [
     {"sliding_window": 4, "layer_types": ["full_attention"] * 2},
     {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
 ]
+KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
 OF_GPT2 = [
     *OF_EVERY_CLASS,
     {"activation_function": "relu"},
@@ -82,13 +82,14 @@ OF_GPT2 = [
 def small(kind):
     if kind == "GPT2":
         return made(tie_word_embeddings=False)
-    return llama(f"{kind}ForCausalLM", num_key_value_heads=4)
+    more = {"head_dim": 6} if kind in ("Qwen3", "Gemma") else {}
+    return llama(f"{kind}ForCausalLM", num_key_value_heads=4, **more)
 
 
 @pytest.mark.parametrize(
     ("kind", "keys"),
-    [("GPT2", OF_GPT2), *((kind, OF_LLAMAS) for kind in ("Llama", "Mistral", "Qwen2"))],
-    ids=["gpt2", "llama", "mistral", "qwen2"],
+    [("GPT2", OF_GPT2), *((kind, OF_LLAMAS) for kind in KINDS)],
+    ids=["gpt2", *map(str.lower, KINDS)],
 )
 def test_every_key_has_the_meaning_of_its_class_or_is_refused(kind, keys, tmp_path):
     small(kind).save_pretrained(tmp_path)
