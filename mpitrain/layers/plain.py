@@ -106,7 +106,8 @@ class Linear:
             "gelu": (ops.linear_gelu, ops.linear_gelu_backward_input),
             "relu": (ops.linear_relu, ops.linear_relu_backward_input),
         }[self.activation]
-        if role == "head" and split == "outputs":
+        self._is_sharded_head = role == "head" and split == "outputs"
+        if self._is_sharded_head:
             self.product = ops.logits
         self._activate, self._activate_backward = {
             None: (None, None),
@@ -142,7 +143,7 @@ class Linear:
         """Return the shape of the output for an input of this shape."""
         if self.split == "outputs":
             entered = *self.rows.entered(shape)[:-1], self.outputs
-            return self.rows.as_sequences(entered) if self.role == "head" else entered
+            return self.rows.as_sequences(entered) if self._is_sharded_head else entered
         own = *shape[:-1], self.outputs
         return self.rows.left(own) if self.split == "inputs" else own
 
@@ -169,41 +170,28 @@ class Linear:
         self, w: Weights, x: Any, now: Now, arena: Arena, residual: Any = None
     ) -> tuple[Any, Any]:
         """Return the output for x, plus the residual, and the state for `backward_input`."""
-        if self.split == "outputs":
-            return self._outputs(w, x, now, arena)
+        whole = self.rows.whole(x) if self.split == "outputs" else x
+        bias, shape = w.get("bias"), (*whole.shape[:-1], self.outputs)
 
         def product(out: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
-            return self._multiply(w, flat_rows(x), now, bias, arena, out, residual)
+            return self._multiply(w, flat_rows(whole), now, bias, arena, out, residual)
 
-        bias, shape = w.get("bias"), (*x.shape[:-1], self.outputs)
-        if self.split == "inputs":
-            y, saved = self.rows.summed(
-                *(product, shape, x.dtype, arena),
-                bias=bias,
-                residual=residual,
-                add_bias=self.ops.add_bias,
-            )
-            if self._activate is None:
-                return y, saved
-            y, slope = self._activate(y, arena)
-            return y, (saved, slope)
-        if self.activation:
-            y, saved = self._activated(w, flat_rows(x), now, arena)
-        else:
+        if self.split != "inputs":
             y, saved = product(None, bias, None if residual is None else flat_rows(residual))
-        return y.reshape(shape), saved
-
-    def _outputs(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
-        """Return this rank's outputs, for all rows of x, and the state for `backward_input`."""
-        whole = self.rows.whole(x)
-        y, saved = self._activated(w, flat_rows(whole), now, arena)
-        y = y.reshape(*whole.shape[:-1], self.outputs)
-        return self.rows.sequences(y) if self.role == "head" else y, self.rows.kept(saved, x, now)
-
-    def _activated(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
-        if self.low_rank:
-            return self.low_rank.activated(w, x, now, w.get("bias"), arena)
-        return self.product(x, w["weight"], w.get("bias"), arena)
+            y = y.reshape(shape)
+            if self.split == "outputs":
+                saved = self.rows.kept(saved, x, now)
+            return self.rows.sequences(y) if self._is_sharded_head else y, saved
+        y, saved = self.rows.summed(
+            *(product, shape, x.dtype, arena),
+            bias=bias,
+            residual=residual,
+            add_bias=self.ops.add_bias,
+        )
+        if self._activate is None:
+            return y, saved
+        y, slope = self._activate(y, arena)
+        return y, (saved, slope)
 
     def saved_again(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
         """Return `saved` of `forward`."""
@@ -215,18 +203,15 @@ class Linear:
         return self._state(w, x, now, arena)
 
     def _multiply(
-        self,
-        w: Weights,
-        x: Any,
-        now: Now,
-        bias: Any,
-        arena: Arena,
-        out: Any = None,
-        residual: Any = None,
+        self, w: Weights, x: Any, now: Now, bias: Any, arena: Arena, out: Any, residual: Any
     ) -> tuple[Any, Any]:
-        """Return x weight^T + bias + residual, (rows, outputs), and the state for its backward."""
+        """Return activation(x weight^T + bias) + residual, (rows, outputs), and the state for its backward."""
+        if self.low_rank and self.activation:
+            return self.low_rank.activated(w, x, now, bias, arena)
         if self.low_rank:
             return self.low_rank.multiply(w, x, now, bias, arena, out, residual)
+        if self.activation or self._is_sharded_head:  # These have no sum and no residual.
+            return self.product(x, w["weight"], bias, arena)
         return self.ops.linear(x, w["weight"], bias, arena, out, residual)
 
     def _state(self, w: Weights, x: Any, now: Now, arena: Arena) -> Any:
@@ -242,55 +227,50 @@ class Linear:
 
         slope  the derivative of the GELU at z, where the input is gelu(z): returns dz; None: dx
         """
-        if self.split == "outputs":
-            return self._sum_of_inputs(w, dy, saved, arena)
-        if self._activate_backward:
-            saved, own_slope = saved
-            dy = self._activate_backward(dy, own_slope, arena)
-        if self.split == "inputs":
-            dy = self.rows.whole(dy)
-        if slope is None:
-            dx, pending = self._multiply_backward(w, flat_rows(dy), saved, arena)
-        else:
-            dx, pending = self.ops.gelu_linear_backward_input(
-                flat_rows(dy), w["weight"], saved, slope, arena
-            )
-        return dx.reshape(*dy.shape[:-1], self.inputs), pending
+        return self._backward(w, dy, saved, arena, slope)
 
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
         """Return the gradient of the input; a sum over the ranks overlaps with the weight half."""
-        if self.split == "outputs":
-            return self._sum_of_inputs(
-                w, dy, saved, arena, beside=lambda pending: self.backward_weight(pending, dw, arena)
-            )[0]
-        dx, pending = self.backward_input(w, dy, saved, arena, slope)
-        del saved
-        self.backward_weight(pending, dw, arena)
-        return dx
 
-    def _sum_of_inputs(
-        self, w: Weights, dy: Any, saved: Any, arena: Arena, **beside: Any
+        def beside(pending: Any) -> None:
+            self.backward_weight(pending, dw, arena)
+
+        return self._backward(w, dy, saved, arena, slope, beside)[0]
+
+    def _backward(
+        self,
+        w: Weights,
+        dy: Any,
+        saved: Any,
+        arena: Arena,
+        slope: Any = None,
+        beside: Callable[[Any], None] = lambda pending: None,
     ) -> tuple[Any, Any]:
-        """Return the sum of the ranks' gradients of the input, and the state for `backward_weight`."""
-        saved = self.rows.regained(saved)
+        """Return the results of `backward_input`; `beside` runs while the ranks sum."""
+        if self._activate_backward:
+            saved, own_slope = saved
+            dy = self._activate_backward(dy, own_slope, arena)
+        if self.split == "inputs":
+            dy = self.rows.whole(dy)
+        if self.split == "outputs":
+            saved = self.rows.regained(saved)
+        shape = *dy.shape[:-1], self.inputs
 
         def product(out: Any, *terms: None) -> tuple[Any, Any]:
-            return self._multiply_backward(w, flat_rows(dy), saved, arena, out)
+            rows = flat_rows(dy)
+            if slope is not None:
+                return self.ops.gelu_linear_backward_input(rows, w["weight"], saved, slope, arena)
+            if self.low_rank:
+                return self.low_rank.backward_input(w, rows, saved, arena, out)
+            return self.product_backward_input(rows, w["weight"], saved, arena, out)
 
-        return self.rows.summed(product, (*dy.shape[:-1], self.inputs), dy.dtype, arena, **beside)
-
-    def _multiply_backward(
-        self, w: Weights, dy: Any, saved: Any, arena: Arena, out: Any = None
-    ) -> tuple[Any, Any]:
-        """Return the gradient of the input (rows, inputs), and the state for `backward_weight`.
-
-        dy and saved are those of `_activated`: they include an activation.
-        """
-        if self.low_rank:
-            return self.low_rank.backward_input(w, dy, saved, arena, out)
-        return self.product_backward_input(dy, w["weight"], saved, arena, out)
+        if self.split == "outputs":
+            return self.rows.summed(product, shape, dy.dtype, arena, beside=beside)
+        dx, pending = product(None)
+        beside(pending)
+        return dx.reshape(shape), pending
 
     def backward_weight(self, pending: Any, dw: Gradients, arena: Arena) -> None:
         """Write the gradients of weight and bias, or add to them."""

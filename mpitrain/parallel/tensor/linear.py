@@ -103,10 +103,9 @@ class ColumnParallelLinear(Linear):
         y, saved = super().forward(w, x, now, arena)
         return self.rows.gathered(y, arena) if self._gathers else y, saved
 
-    def _sum_of_inputs(self, w: Any, dy: Any, saved: Any, arena: Arena, **beside: Any) -> Any:
-        if self._gathers:
-            dy = self.rows.columns_of(dy, arena)
-        return super()._sum_of_inputs(w, dy, saved, arena, **beside)
+    def _backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
+        own = self.rows.columns_of(dy, arena) if self._gathers else dy
+        return super()._backward(w, own, saved, arena, *more)
 
 
 class RowParallelLinear(Linear):
@@ -165,10 +164,8 @@ class RowParallelLinear(Linear):
     def _own(self, x: Any, arena: Arena) -> Any:
         return x if self._is_parallel else self.rows.columns_of(x, arena)
 
-    def backward_input(
-        self, w: Weights, dy: Any, saved: Any, arena: Arena, slope: Any = None
-    ) -> tuple[Any, Any]:
-        dx, pending = super().backward_input(w, dy, saved, arena, slope)
+    def _backward(self, w: Any, dy: Any, saved: Any, arena: Arena, *more: Any) -> Any:
+        dx, pending = super()._backward(w, dy, saved, arena, *more)
         return dx if self._is_parallel else self.rows.gathered(dx, arena), pending
 
 
