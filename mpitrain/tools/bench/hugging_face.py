@@ -27,7 +27,7 @@ def copied(keys: Model, vocabulary: int, arrays: Mapping[str, np.ndarray]) -> An
     own = model.state_dict()
     for ours, parts in architecture.counterparts(keys, vocabulary):
         for part in parts:
-            array = arrays[ours][part.rows]
+            array = arrays[ours][part.rows] - architecture.added(keys, ours)
             array = array.T if part.is_transposed else array
             own[part.name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
     return model

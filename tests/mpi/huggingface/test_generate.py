@@ -23,6 +23,8 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
         [*LLAMA, "model.window=5"],
         [*LLAMA, "model.window=4", "model.window_from=1", "model.qkv_bias=true"],
         [*LLAMA, "model.window=4", "model.window_from=1"],
+        [*LLAMA, "model.qk_norm=true", "model.head_dim=6", "model.rope_scaling=[4,32,1,8,1.1]"],
+        [*LLAMA, "model.activation=gelu", "model.scaled_embedding=true", "model.tied=true"],
     ],
     ids=str,
 )
