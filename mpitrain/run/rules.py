@@ -336,6 +336,11 @@ def of_model(config: Config) -> Iterator[Rule]:
             "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
         ),
         (
+            model.activation != "silu",
+            f"The gates of experts are silu, but model.activation is {model.activation}.",
+            "Leave out model.activation, or set model.experts to 0.",
+        ),
+        (
             config.device.kind in ("cuda", "cuda-sim"),
             f"Experts have no kernels yet, but device.kind is {config.device.kind}.",
             "Set device.kind to cpu, or model.experts to 0.",
