@@ -225,14 +225,14 @@ class Linear:
     ) -> tuple[Any, Any]:
         """Return the gradient of the input, and the state for `backward_weight`.
 
-        slope  the derivative of the GELU at z, where the input is gelu(z): returns dz; None: dx
+        slope  gelu'(z), where the input is gelu(z): returns dz; None: dx
         """
         return self._backward(w, dy, saved, arena, slope)
 
     def backward(
         self, w: Weights, dy: Any, saved: Any, dw: Gradients, arena: Arena, slope: Any = None
     ) -> Any:
-        """Return the gradient of the input; a sum over the ranks overlaps with the weight half."""
+        """Run both halves of backward; a sum over the ranks overlaps with the weight half."""
 
         def beside(pending: Any) -> None:
             self.backward_weight(pending, dw, arena)
@@ -902,7 +902,7 @@ class Plain:
         return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)
 
     def geglu(self) -> Activation:
-        """Return a gated activation as `swiglu`, with a GELU of the tanh form."""
+        """Return `swiglu` with a GELU."""
         return Activation(self.ops.geglu, self.ops.geglu_backward, 2)
 
     def joined_linear(
@@ -962,10 +962,7 @@ class Plain:
     def head_norms(
         self, width: int, heads: int, kv_heads: int | None = None, epsilon: float = 1e-5
     ) -> HeadNorms:
-        """Return norms of the heads of queries and keys, between `qkv` and `attention`.
-
-        width  of the queries of all heads
-        """
+        """Return norms of the heads of queries and keys, for the output of `qkv`."""
         each = divided(width, heads, f"heads do not divide a width of {width}")
         run, own = self._own_heads(heads, heads if kv_heads is None else kv_heads)
         return HeadNorms(self.ops, len(run), len(own), each, epsilon, self.rows)
@@ -1066,7 +1063,7 @@ class Plain:
         bias: bool = True,
         role: str = "",
     ) -> Linear:
-        """Return a linear layer; layout.tp splits its inputs. role: "head" for the last of a model."""
+        """Return a linear layer; layout.tp splits its inputs. role: as of a `Parameter`."""
         runs = [self.rows.run(inputs, "inputs")]
         return Linear(
             self.ops, inputs, outputs, draw, activation, bias, "inputs", runs, self.rows, role
@@ -1075,7 +1072,7 @@ class Plain:
     def linear(
         self, inputs: int, outputs: int, draw: Draw, activation: str | None = None, role: str = ""
     ) -> Linear:
-        """Return a linear layer that layout.tp does not split; role as of `row_linear`."""
+        """Return a linear layer that layout.tp does not split."""
         return Linear(self.ops, inputs, outputs, draw, activation, rows=self.rows, role=role)
 
     def conv(
