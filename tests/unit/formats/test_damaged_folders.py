@@ -61,7 +61,7 @@ def damages():
         ("resid_pdrop", 2.0),
     ):
         yield f"{key} {value}", changed(key, value), "tensor|shape|head|" + key
-    for kind in ("roberta", "qwen3", "gpt_neo", "opt", "t5", "", "GPT2"):
+    for kind in ("roberta", "qwen4", "gpt_neo", "opt", "t5", "", "GPT2"):
         yield f"model_type {kind}", changed("model_type", kind), "model_type"
     for data in (b"", b"{", b"[]"):
         yield f"config.json {data}", replaced(CONFIG, data), CONFIG
