@@ -22,6 +22,7 @@ source   Hockney 1994, Parallel Computing 20(3);
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from mpitrain.collectives.plans.steps import DEPTH, Plan, Step, Transfer
@@ -144,6 +145,23 @@ def work(
     hosts   host name of every rank; ranks of a host need not be adjacent
     cores   number of cores of a host
     """
+    row: object = (
+        TABLES[operation][algorithm] if operation in TABLES else PLANS[operation][algorithm]
+    )
+    return _work(row, operation, algorithm, tuple(hosts), count, itemsize, cores)
+
+
+@lru_cache(maxsize=1024)
+def _work(
+    row: object,
+    operation: str,
+    algorithm: str,
+    hosts: tuple[str, ...],
+    count: int,
+    itemsize: int,
+    cores: int,
+) -> Work:
+    """Return `work`; row: of the algorithm, since another one may get its name."""
     distinct, times = list(dict.fromkeys(hosts)), _segments(operation, algorithm, hosts, count)
     # One segment represents all of them, because a long plan takes seconds to make.
     short, busiest = count // times, Work()

@@ -34,13 +34,16 @@ from mpitrain.pipeline.simulate import Cost, Event, goes_in_passes, peak, simula
 pytestmark = pytest.mark.slow
 
 
+STAGES, MICRO_BATCHES = (1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 15, 16)
+
+
 def points(name):
-    """(stages p, micro-batches m, chunks v): all that a schedule serves."""
+    """(stages p, micro-batches m, chunks v) that a schedule serves: 1, primes, powers of two, multiples of every p."""
     schedule = SCHEDULES[name]
     return [
         (p, m, v)
         for p, m, v in product(
-            range(1, 9), range(1, 17), [schedule.chunks] if schedule.chunks else [1, 2, 3]
+            STAGES, MICRO_BATCHES, [schedule.chunks] if schedule.chunks else [1, 2, 3]
         )
         if not (schedule.grouped and m % p)
     ]
