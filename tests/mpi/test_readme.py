@@ -9,24 +9,25 @@ import pytest
 from tests.processes import mpitrain, run
 
 HERE = Path(__file__).parents[2]
-README, RUNS = (HERE / "README.md").read_text(), (HERE / "mpitrain/run/README.md").read_text()
+README = (HERE / "README.md").read_text()
+EXTENDING = (HERE / "mpitrain/run/EXTENDING.md").read_text()
 COMMAND = r"`mpitrain (launch -n) 2 (-- python own.py)`"
 
 
-def test_the_python_of_the_page_of_runs_starts_ranks_as_threads(tmp_path):
+def test_the_python_of_the_page_of_extending_starts_ranks_as_threads(tmp_path):
     (tmp_path / "threads.py").write_text(
-        re.search(r"<!-- threads -->\n```python\n(.*?)```", RUNS, re.S).group(1)
+        re.search(r"<!-- threads -->\n```python\n(.*?)```", EXTENDING, re.S).group(1)
     )
     done = run([sys.executable, "threads.py"], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[1.5 1.5 1.5]\n"), done.stderr
 
 
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_the_python_of_the_page_of_runs_reduces_and_trains(ranks, tmp_path):
+def test_the_python_of_the_page_of_extending_reduces_and_trains(ranks, tmp_path):
     (tmp_path / "own.py").write_text(
-        re.search(r"<!-- python -->\n```python\n(.*?)```", RUNS, re.S).group(1)
+        re.search(r"<!-- python -->\n```python\n(.*?)```", EXTENDING, re.S).group(1)
     )
-    line, script = re.search(COMMAND, RUNS).groups()
+    line, script = re.search(COMMAND, EXTENDING).groups()
     done = mpitrain(*line.split(), ranks, *script.split(), cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
     array, loss = re.fullmatch(r"\[(.*)\] loss (.*)\n", done.stdout).groups()

@@ -23,8 +23,10 @@ PAGES = [
     HERE / "README.md",
     TESTS,
     COMING_FROM,
-    HERE / "mpitrain" / "run" / "FAILURES.md",
-    HERE / "mpitrain" / "run" / "WRONG.md",
+    *(
+        HERE / "mpitrain" / "run" / f"{name}.md"
+        for name in ("FAILURES", "WRONG", "MEMORY", "EXTENDING")
+    ),
     *sorted((HERE / "mpitrain").rglob("README.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
