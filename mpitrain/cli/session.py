@@ -78,6 +78,10 @@ def mpi_session(
         transport.record(recorder)
     faulthandler.cancel_dump_traceback_later()
     _count_local_ranks(transport, kind)
+    if transport.joins:  # The GPU of the lost rank is free now.
+        place, host = transport.rank, transport.hosts[transport.rank]
+        with suppress(MpitrainError, OSError):
+            process.choose_gpu(kind(), transport.hosts[:place].count(host))
 
     def leaving() -> None:
         if seconds := grace():

@@ -57,6 +57,12 @@ def _with_passed(command: Callable) -> Callable:
     default=0,
     help="Cores of each rank (default: whole hosts, divided by their ranks).",
 )
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    help="Of all these ranks the last SPARES wait for the place of one that dies; uses mpirun.",
+)
 @click.option("--gpus-per-node", type=click.IntRange(0), default=0, help="GPUs of each host.")
 @click.option(
     "-t",
@@ -160,7 +166,7 @@ def command(
         words=words,
         is_program=not target.command,
         seconds=seconds_of(time),
-        by="mpirun" if is_mpirun or system != "slurm" else "srun",
+        by="mpirun" if is_mpirun or options["spares"] or system != "slurm" else "srun",
         sweep=grid(sweep),
         written_by=_written_by(click.get_current_context()),
         **options,
@@ -182,6 +188,8 @@ def command(
             "A directive of a batch script is a line without #, but an option has one or a line break.",
             "Leave it out, or edit the script.",
         )
+    if request.spares:
+        check_spares(request)
     check(request)
     if (submits or follows) and request.goes_on and expedites():
         request = request._replace(extra=("--requeue=expedite", *request.extra))
@@ -203,6 +211,30 @@ def command(
 def _written_by(context: click.Context) -> str:
     words = [word for word in context.meta[LINE] if word not in ("--submit", "--follow")]
     return shlex.join(["mpitrain", *words])
+
+
+def check_spares(request: BatchJob) -> None:
+    """Raise ConfigError unless ranks of this batch job can wait as spares."""
+    kind = "" if request.is_program else request.words[0]
+    for is_wrong, law, way_out in (
+        (
+            request.spares >= request.ranks,
+            f"{request.ranks} rank(s) cannot have {request.spares} spare(s) among them: no rank would compute.",
+            "Take more nodes or ranks of each, or lower --spares.",
+        ),
+        (
+            kind not in ("", "train"),
+            f"Only train and programs of your own go on with spares, but the command is {kind}.",
+            "Leave --spares out.",
+        ),
+        (
+            request.environment.startswith("apptainer"),
+            f"`mpitrain launch` starts spares, but --env {request.environment} starts an image without it.",
+            "Take --env venv or --env module.",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(law, way_out)
 
 
 ALONE = ("launch", "slurm", "plan", "runs", "learn", "plot", "report", "data")
@@ -269,7 +301,12 @@ def _check_training(request: BatchJob, parameters: dict[str, Any], settings: lis
         parameters["preset"],
     )
     check_choices(config)
-    axes(config, request.ranks, servers_of(config))
+    axes(config, request.ranks - request.spares, servers_of(config))
+    if request.spares and config.run.on_failure != "continue":
+        raise ConfigError(
+            f"Spares wait for run.on_failure=continue, but --spares is {request.spares} and run.on_failure is end.",
+            "Add --set run.on_failure=continue, or leave --spares out.",
+        )
     if config.device.kind == "cuda" and not request.gpus_per_node:
         raise ConfigError(
             "device.kind cuda needs GPUs, but --gpus-per-node is not given.",

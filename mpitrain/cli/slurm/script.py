@@ -21,6 +21,7 @@ class BatchJob(NamedTuple):
     is_program      whether it is a user's program
     checkpoint      file or folder that grows where the program has made progress; "": none is named
     ranks_per_node  ranks that the batch system starts on each node
+    spares          how many of these ranks wait for the place of one that dies
     cores_per_rank  0: the ranks of a node divide all its cores
     seconds         time limit
     margin          seconds before the limit at which the script asks the run to stop
@@ -36,6 +37,7 @@ class BatchJob(NamedTuple):
     checkpoint: str
     nodes: int
     ranks_per_node: int
+    spares: int
     cores_per_rank: int
     gpus_per_node: int
     seconds: int
@@ -250,6 +252,7 @@ def _facts(request: BatchJob, name: str) -> dict[str, Any]:
         if any(word.partition("=")[0] == "--resume" for word in r.words)
         else " --resume=auto",
         "ranks": r.ranks,
+        "waiting": f" --spares {r.spares} --fault-tolerant" * bool(r.spares),
         "cores_per_node": r.cores_per_rank * r.ranks_per_node,
         "cores": r.cores_per_rank or "$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))",
         "clock": clock(r.seconds),

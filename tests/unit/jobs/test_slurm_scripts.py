@@ -87,6 +87,12 @@ def test_a_margin_beyond_a_quarter_of_the_time_is_cut_with_a_note(time, margin, 
     assert (f"{cut} s" in done.stderr) if cut else not done.stderr
 
 
+def test_spares_are_tasks_of_the_allocation_that_the_layout_does_not_count():
+    words = "-N 2 --ranks-per-node 3 --spares 2 -- train --tp 4 --set model.heads=4"
+    text = written([*words.split(), "--set", "run.on_failure=continue"])
+    assert "start=(mpitrain launch --launcher mpirun --spares 2 --fault-tolerant --)" in text
+
+
 def test_an_option_of_sbatch_goes_into_the_script_in_place_of_its_own():
     words = "-N 2 -p gpu -q debug --gres gpu:1 --mem 4G --job-name mine -o log --exclusive"
     text = written([*words.split(), "--ntasks-per-node", "3", "--", "train"])
@@ -125,6 +131,10 @@ def test_a_script_names_the_run_directory_literally(out):
         ("--sweep optimizer.lr=0.1,x -- train", "optimizer.lr"),
         ("--sweep optimizer.lr=0.1,0.2 -- train --out a", "--out is a"),
         ("--sweep optimizer.lr=0.1,0.2 -- generate a", "generate"),
+        ("--spares 2 -- train", "2 rank(s) cannot have 2 spare(s)"),
+        ("--spares 1 -- train", "run.on_failure is end"),
+        ("--spares 1 -- bench all-reduce", "the command is bench"),
+        ("--spares 1 --env apptainer:x.sif -- python -c 1", "apptainer:x.sif starts an image"),
         ("--pbs -- train", "--cores-per-rank"),
         ("--pbs --cores-per-rank 2 --submit -- train", "PBS"),
         ("-- bench alreduce", "alreduce"),
