@@ -543,6 +543,7 @@ class Run:
         recorder.facts(
             run=self.job.done.run,
             rank=rank,
+            number=self.recovery.number if self.recovery else rank,
             ranks=transport.size,
             host=transport.hosts[rank],
             process=os.getpid(),

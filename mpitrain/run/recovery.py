@@ -110,6 +110,11 @@ class Recovery:
         self._own = own
 
     @property
+    def number(self) -> int:
+        """This rank's rank in the whole job at the start."""
+        return self._root.number
+
+    @property
     def seconds(self) -> float:
         """Seconds since the first start of this run began."""
         return time.monotonic() - self._began

@@ -41,6 +41,7 @@ class _Facts(BaseModel):
     model_config = ConfigDict(strict=True)
 
     rank: Count = 0
+    number: Count | None = None
     ranks: Annotated[int, Field(ge=1, le=MOST)] = 1
     host: str = ""
     run: str | None = None
@@ -63,6 +64,14 @@ class Trace(NamedTuple):
     names: list[tuple[str, Sequence[int]]]
     records: np.ndarray
     clocks: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def rank_name(self) -> str:
+        """The rank, and the process at the start that has become it after a loss, if that is another one."""
+        rank, number = self.facts["rank"], self.facts.get("number")
+        return f"rank {rank}" + (
+            "" if number in (None, rank) else f" (process {number} of the start)"
+        )
 
 
 _Time = Annotated[float, Field(strict=True, ge=-LATEST, le=LATEST)]

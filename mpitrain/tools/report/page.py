@@ -33,7 +33,7 @@ from mpitrain.trace.recorder import (
     SEND,
     WAIT,
 )
-from mpitrain.trace.timeline import Timeline, described
+from mpitrain.trace.timeline import Timeline, Trace, described
 
 MOST_BARS = 100_000
 """Largest number of bars of a timeline: the newest records, which a browser still moves smoothly."""
@@ -295,7 +295,7 @@ def timeline_plot(timeline: Timeline) -> Any:
     )
 
     bars, texts, zero = timeline_bars(timeline)
-    names = [_row_name(trace.facts) for trace in timeline.traces]
+    names = [_row_name(trace) for trace in timeline.traces]
     end = max((float(columns["right"].max()) for columns in bars.values()), default=1.0)
     window, steps = Range1d(0.0, end), timeline.steps()
     if steps:  # The newest two steps first.
@@ -400,7 +400,7 @@ def timeline_bars(
     return bars, [*numbers], zero
 
 
-def _row_name(facts: Mapping[str, Any]) -> str:
-    place = facts["place"]
+def _row_name(trace: Trace) -> str:
+    place = trace.facts["place"]
     axes = " ".join(f"{axis}{place[axis]}" for axis in sorted(place)) if place else "server"
-    return f"rank {facts['rank']}: {axes}"
+    return f"{trace.rank_name}: {axes}"

@@ -24,7 +24,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     end = timeline.end()
     for trace in timeline.traces:
         rank = trace.facts["rank"]
-        named = {"name": f"rank {rank} on {trace.facts['host']}"}
+        named = {"name": f"{trace.rank_name} on {trace.facts['host']}"}
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": named}
         for thread, name in enumerate(THREADS):
             about = {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name"}
