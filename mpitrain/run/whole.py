@@ -4,14 +4,14 @@ from __future__ import annotations  # help() prints signatures as they are writt
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpitrain.config import Config
-from mpitrain.data import bits_per_byte, perplexity
+from mpitrain.data import Unopened, bits_per_byte, perplexity
 from mpitrain.errors import ConfigError
 from mpitrain.formats.table import has_model
 from mpitrain.run import loop
@@ -139,7 +139,7 @@ class SavedRun:
 
     def __init__(self, folder: Path, best: bool = False, transport: Transport | None = None):
         self.folder, self._best, self._transport = folder, best, transport
-        self._jobs: dict[bool, Job] = {}
+        self._job: Job | None = None
 
     def __repr__(self) -> str:
         records = read_metrics(self.folder / METRICS)
@@ -208,17 +208,20 @@ class SavedRun:
         return {name: np.array([row.get(name, math.nan) for row in rows]) for name in names}
 
     def _opened(self, needs_data: bool) -> Job:
-        """Return the job of a checkpoint, with its data or without; collective."""
-        if needs_data not in self._jobs:
-            self._transport = self._transport or _all_ranks()
-            self._jobs[needs_data] = open_run(
-                self._transport,
-                self.folder,
-                lambda: configured(self.folder, []),
-                needs_data,
-                self._best,
-            )
-        return self._jobs[needs_data]
+        """Return the job of a checkpoint; one that has no data writes text, but is not evaluated; collective."""
+        if self._job and not (needs_data and isinstance(self._job.source, Unopened)):
+            return self._job
+        if self._job:
+            self._job.close()
+        self._transport = self._transport or _all_ranks()
+        self._job = open_run(
+            self._transport,
+            self.folder,
+            partial(configured, self.folder, []),
+            needs_data,
+            self._best,
+        )
+        return self._job
 
 
 def evaluated(job: Job) -> dict[str, Any]:

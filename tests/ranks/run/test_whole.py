@@ -43,7 +43,9 @@ def test_a_run_of_two_ranks_writes_and_is_evaluated_by_one(book):
 
     def opened(transport):
         run = mpitrain.load("run", transport=transport)
-        return run, run.generate("the", tokens=8, temperature=0), run.evaluate()
+        before, numbers = run.generate("the", tokens=8, temperature=0), run.evaluate()
+        assert run.generate("the", tokens=8, temperature=0) == before
+        return run, before, numbers
 
     [(run, likeliest, alone)] = run_ranks(1, opened)
     assert alone["loss"] == pytest.approx(numbers["loss"], rel=1e-5)
