@@ -100,8 +100,9 @@ class Weightless(WithoutMemory):
 
     def argsort(self, *axis: Any, **named: Any) -> Any:
         """Return other columns first in each row: all experts get as many tokens."""
-        rows, columns = self.shape
-        return np.add.outer(np.arange(rows), np.arange(columns)) % columns
+        *rows, columns = self.shape
+        order = np.add.outer(np.arange(math.prod(rows)), np.arange(columns)) % max(1, columns)
+        return order.reshape(self.shape)
 
 
 class WeightlessForKernels(Weightless):
