@@ -169,12 +169,14 @@ def bind_shared(
         return bind_shared_gpu(operation, transport, array, op, agreed.tag, arithmetic)
     slots, window = _slots(transport, array, agreed)
     if not slots:
+        transport.windows.settle()
         return None
     turns = TURNS[operation](transport.rank, array.reshape(-1), slots)
     reduction = SharedMemory(transport, array, op, agreed.tag, turns)
     if window is not None:
         reduction.scratch_bytes = _borrowed(transport, array)[2]
         transport.windows.use(window, reduction)
+    transport.windows.settle()
     return reduction
 
 

@@ -118,6 +118,7 @@ class CallQueue:
         self._thread: threading.Thread | None = None
         # Of the queue of a group:
         self._count, self._is_stuck = 0, False
+        self._looking: threading.Thread | None = None
         self.error: BaseException | None = None
 
     def add(self, call: Call, in_background: bool) -> "CallQueue":
@@ -254,14 +255,49 @@ class CallQueue:
             raise self._refusal(call)
         if time.monotonic() < call.deadline + GRACE:
             return
-        first = next(iter(self._entries.copy()), call)
+        raise self._stuck(call)
+
+    def _stuck(self, call: Call) -> CommError:
+        """Return the error of a call behind one that does not return; the group has failed."""
+        root, first = self._root, next(iter(self._entries.copy()), call)
         error = CommError(
             f"rank {self._transport.members[self._transport.rank]}: {call} has not ended within {call.limit}; "
             + (f"{first} does not return." if first is call else f"it waits for {first}."),
             "Let a callback wait only for calls that it makes itself, or give init_process_group a longer `timeout`.",
         )
         root._is_stuck, root.error = True, root.error or error
-        raise error
+        return error
+
+    def look_for_late(self) -> None:
+        """Let a thread keep the time limits of this group's calls while callbacks run.
+
+        Who waits for a future waits in C++, where nothing keeps them.
+        """
+        if self._looking is None:
+            self._looking = threading.Thread(target=self._look, name="time limits", daemon=True)
+            self._looking.start()
+
+    def _look(self) -> None:
+        while not self.is_closed and not self._is_stuck:
+            time.sleep(1.0)
+            first, *rest = self._entries.copy() or [None]
+            late = [
+                e for e in rest if isinstance(e, Call) and time.monotonic() > e.deadline + GRACE
+            ]
+            if late and isinstance(first, Callbacks):
+                self._on_failure(self._give_up(late[0], rest))
+
+    def _give_up(self, call: Call, entries: "Sequence[Call | Callbacks]") -> Call:
+        """End the entries behind a callback that does not return, each with an error."""
+        call.error = self._stuck(call)
+        for entry in entries:
+            self._entries.remove(entry)
+            if isinstance(entry, Callbacks):
+                entry.complete()
+            else:
+                entry.error = entry.error or self._refusal(entry)
+                entry.end()
+        return call
 
     def _work(self) -> None:
         while True:
@@ -284,7 +320,7 @@ class Callbacks(CallQueue):
         self, transport: Transport, outer: CallQueue, call: Call, complete: Callable[[], object]
     ):
         super().__init__(transport, outer)
-        self._call, self._complete = call, complete
+        self._call, self.complete = call, complete
         # A callback may ask another group for a future; that one's callbacks run in this place, too.
         self._context = copy_context()
 
@@ -293,7 +329,8 @@ class Callbacks(CallQueue):
 
     def _run(self) -> None:
         _RUNNING.set((*_RUNNING.get(), self))
-        self._complete()
+        self._root.look_for_late()
+        self.complete()
         self.close()
 
     def __str__(self) -> str:

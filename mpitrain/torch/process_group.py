@@ -69,6 +69,9 @@ BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"}
 BINDINGS = 256
 """Most collectives that a process group keeps bound; the oldest goes first."""
 
+LEAVE = 30.0
+"""Longest that destroy_process_group waits for the other ranks, in seconds: they may destroy groups in another order."""
+
 SLOW = 2.0
 """Seconds in a call after which a rank compares it with the calls of the others."""
 
@@ -225,11 +228,12 @@ class ProcessGroup(dist.ProcessGroup):
             return leaving.has_one_ended or self._barrier.poll()
 
         def run(call: Call) -> None:
+            seconds = min(self._seconds, LEAVE)
             for _ in range(2):  # A rank that gave up in the first round does not begin the second.
+                call.deadline = time.monotonic() + seconds
                 if not leaving.has_one_ended:
                     self._barrier.start()
                 self._finish(call, is_over, leaving)
-                call.deadline = time.monotonic() + self._seconds
 
         try:
             self._call(DESTROY, run, []).wait()

@@ -614,8 +614,9 @@ class MpiTransport(Transport):
         host = self._ranks_of_this_host()
         # Blocks are whole pages, so that every block is aligned.
         nbytes = -(-max(1, count * np.dtype(dtype).itemsize) // 4096) * 4096
-        facts = nbytes, process.shared_memory(), self.windows.next_number
-        blocks_of, rooms, numbers = zip(*host.gather_text(facts), strict=True)
+        number = self.windows.new_number(host.members[0]) if host.rank == 0 else 0
+        facts = nbytes, process.shared_memory(), number
+        blocks_of, rooms, (number, *_) = zip(*host.gather_text(facts), strict=True)
         # Groups of one host, such as the replicas of each stage, allocate at the same time.
         at_once = self._root.hosts.count(self.hosts[self.rank]) // host.size
         needed, left = process.room_for(max(1, at_once) * sum(blocks_of), host.size), min(rooms)
@@ -634,9 +635,9 @@ class MpiTransport(Transport):
             with host.guard("MPI_Win_free"):
                 window.Free()
 
-        self.windows.add(max(numbers), blocks, free)
-        self._made.append(max(numbers))
-        block = self.windows.lend(max(numbers), self.members[self.rank])
+        self.windows.add(number, blocks, free)
+        self._made.append(number)
+        block = self.windows.lend(number, self.members[self.rank])
         block[:] = 0
         host.barrier()
         return block[: count * np.dtype(dtype).itemsize].view(dtype)

@@ -551,11 +551,11 @@ class ThreadTransport(Transport):
         if not self.needs_all:
             self.meet("barrier", None)
             return array
-        brought = self.meet("allocate", (array.view(np.uint8), self.windows.next_number))
+        brought = self.meet("allocate", (array.view(np.uint8), self.windows.new_number(self.me)))
         local = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         if len(local) == 1:
             return array
-        number = max(brought[rank][1] for rank in local)
+        number = brought[local[0]][1]
         block = brought[self.rank][0]
         self.windows.add(
             number,

@@ -4,6 +4,7 @@ A window is one block of bytes per rank. All its ranks can read and write every 
 finds the window of an array, and the other ranks' blocks in it.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ import numpy as np
 from mpitrain.errors import CommError
 from mpitrain.machine.backend import on_device
 from mpitrain.machine.process import SHARED_MEMORY
+
+MOST_RANKS = 1 << 24
+"""More than the ranks of any job: numbers of windows end with the rank that gave them."""
 
 
 class Location(NamedTuple):
@@ -31,8 +35,8 @@ class Windows:
     all others. A window borrowed from a split transport thus stays usable after that transport is
     closed.
 
-    next_number   the next free number on this rank. Ranks that allocate together use the largest of
-                  their numbers, since they may have allocated with other ranks before
+    Groups may allocate and bind in several threads at the same time.
+
     parts         split-off transports of this rank that are open and still referenced
     closed        the root is closed, and no window is left
     """
@@ -41,7 +45,8 @@ class Windows:
         self._blocks: dict[int, dict[int, np.ndarray]] = {}
         self._free: dict[int, Callable[[], None]] = {}
         self._users: dict[int, list[weakref.ref]] = {}
-        self.next_number = 0
+        self._numbers, self._binding = 0, threading.Lock()
+        self._offered: dict[int, set[int]] = {}
         self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
 
@@ -52,8 +57,18 @@ class Windows:
         blocks  each rank's memory in the window as a uint8 array; keys are ranks in the whole job
         free    function without arguments that frees the window
         """
-        self._blocks[number], self._free[number], self._users[number] = blocks, free, []
-        self.next_number = number + 1
+        with self._binding:
+            self._free[number], self._users[number] = free, []
+            self._blocks[number] = blocks
+
+    def new_number(self, me: int) -> int:
+        """Return a number that no other window of the job has or gets; me: this rank in the whole job.
+
+        The first of the ranks that allocate together calls it.
+        """
+        with self._binding:
+            self._numbers += 1
+            return self._numbers * MOST_RANKS + me
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -71,9 +86,9 @@ class Windows:
 
     def use(self, window: int, user: Any) -> None:
         """Mark the window as in use while `user` exists."""
-        self._users[window] = [one for one in self._users[window] if one() is not None] + [
-            weakref.ref(user)
-        ]
+        with self._binding:
+            living = [one for one in self._users[window] if one() is not None]
+            self._users[window] = [*living, weakref.ref(user)]
 
     def _is_idle(self, window: int) -> bool:
         return all(user() is None for user in self._users[window])
@@ -83,7 +98,7 @@ class Windows:
         if on_device(array):
             return None
         address = array.ctypes.data
-        for window, blocks in self._blocks.items():
+        for window, blocks in [*self._blocks.items()]:
             if me not in blocks:
                 continue
             offset = address - blocks[me].ctypes.data
@@ -108,15 +123,25 @@ class Windows:
         """Return the windows of `nbytes` per rank that only these ranks share and this one does not use.
 
         A window shared with other ranks is left out: those ranks may still read the result of its
-        last reduction.
+        last reduction. They are offered to this thread alone until `settle`.
         """
-        return [
-            window
-            for window, blocks in self._blocks.items()
-            if self._is_idle(window)
-            and blocks.keys() == set(members)
-            and all(block.nbytes == nbytes for block in blocks.values())
-        ]
+        with self._binding:
+            elsewhere = set[int]().union(*self._offered.values())
+            found = [
+                window
+                for window, blocks in self._blocks.items()
+                if self._is_idle(window)
+                and window not in elsewhere
+                and blocks.keys() == set(members)
+                and all(block.nbytes == nbytes for block in blocks.values())
+            ]
+            self._offered[threading.get_ident()] = {*found}
+        return found
+
+    def settle(self) -> None:
+        """End the offer of `idle` to this thread: what it took is in use."""
+        with self._binding:
+            self._offered.pop(threading.get_ident(), None)
 
     def leave(self, part: Any, made: Sequence[int]) -> bool:
         """Free the windows that the closing `part` has made and no rank uses; False if some remain.
@@ -152,8 +177,9 @@ class Windows:
 
     def _release(self, windows: Sequence[int]) -> None:
         for window in windows:
+            with self._binding:
+                del self._blocks[window], self._users[window]
             self._free.pop(window)()
-            del self._blocks[window], self._users[window]
 
 
 class Tenants:

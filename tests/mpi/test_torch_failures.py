@@ -71,8 +71,12 @@ def more_messages(group):
 
 def waiting_callback(group):
     first = dist.all_reduce(ones, group=group, async_op=True).get_future()
-    waited = first.then(lambda future: second.wait())  # It stands before the second call, as on all ranks.
-    second = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    later = []
+    def callback(future):  # It stands before the second call, as on all ranks.
+        while not later: time.sleep(0.01)
+        later[0].wait()
+    waited = first.then(callback)
+    later.append(dist.all_reduce(torch.ones(10), group=group, async_op=True).get_future())
     waited.wait()
 
 def no_sum(group):
