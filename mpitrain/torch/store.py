@@ -32,7 +32,7 @@ LONGEST_PAUSE = 5e-3
 @cache
 def world() -> MpiTransport:
     """Connect to all ranks of the MPI job, once; collective."""
-    process.yield_crowded_cores()
+    process.poll_without_yielding()
     # Registered before `connect` registers the end of a rank, which waits for the other ranks.
     atexit.register(lambda: [store.closing.set() for store in _SERVED])
     transport = connect("multiple")  # Each group has a thread, and all of them call MPI.

@@ -141,6 +141,8 @@ def test_ranks_of_a_crowded_host_leave_its_cores_while_they_wait(ranks, yields, 
     process.yield_crowded_cores()
     assert environ.get("OMPI_MCA_mpi_yield_when_idle") == yields
     assert environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD") == yields
+    process.poll_without_yielding()  # whose waits sleep
+    assert environ["OMPI_MCA_mpi_yield_when_idle"] == "0"
 
 
 def test_the_component_of_ucx_is_left_out_unless_a_device_or_the_user_wants_it(
