@@ -239,7 +239,7 @@ def poll_without_yielding() -> None:
     Call it before MPI starts, in a program whose waits poll and sleep. Beside other work each test
     would cost a turn of that work: a step of four ranks on two cores took 8 times as long.
     """
-    os.environ["OMPI_MCA_mpi_yield_when_idle"] = "0"
+    os.environ |= {"OMPI_MCA_mpi_yield_when_idle": "0"}
 
 
 OPENBLAS_KERNELS, BY_MKL = "OPENBLAS_CORETYPE", "MPITRAIN_MKL"
