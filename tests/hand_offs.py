@@ -8,8 +8,8 @@ from inspect import CO_OPTIMIZED
 from pathlib import Path
 
 import mpitrain
+from mpitrain.config import with_settings
 from mpitrain.transport.threads import run_ranks
-from tests.training import configured
 
 PACKAGE = Path(mpitrain.__file__).parent
 LAYOUTS = {
@@ -49,7 +49,7 @@ def profiles(transport, config):
 def main():
     print(f"{'':16}{'functions':>10}{'lines':>8}{'files':>7}")
     for layout, settings in LAYOUTS.items():
-        config = configured("device.kind=cpu", *settings)
+        config = mpitrain.parse(with_settings({}, ["device.kind=cpu", *settings]))
         for part, entered in zip(
             ("build", "third step"), run_ranks(2, profiles, config)[0], strict=True
         ):

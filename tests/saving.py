@@ -32,7 +32,7 @@ def blocks_of(nbytes, monkeypatch):
 
 
 def manifest(trainer, done, **more):
-    axes = trainer.resolved.axes.sizes
+    axes = trainer.job.axes.sizes
     return Manifest(done, axes, trainer.replica.skips.scalars(), **more)
 
 
@@ -45,7 +45,7 @@ def load(path, trainer):
         trainer.storage,
         trainer.transport,
         trainer.backend,
-        trainer.resolved.axes.sizes,
+        trainer.job.axes.sizes,
     )
     trainer.replica.restore(found.manifest.scalars)
     return found

@@ -79,7 +79,7 @@ def measured(
         assert len(spans) == 3 * chunks * MICRO_BATCHES
         took = max(end for _, end in spans) - min(start for start, _ in spans)
         found.append(1 - sum(end - start for start, end in spans) / (stages * took))
-    plan = fused_at_the_input(trainer.resolved.plan)
+    plan = fused_at_the_input(trainer.job.plan)
     trainer.close()
     return simulate(
         with_messages(plan), [Cost(part_s, part_s, part_s)] * chunks, *sent, host_s

@@ -14,9 +14,10 @@ from time import process_time
 from typing import NamedTuple
 
 from mpitrain.config import with_settings
-from mpitrain.optim import RULES, checked
+from mpitrain.optim import RULES
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
+from mpitrain.run.job import with_hyper_parameters
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
 
@@ -57,7 +58,7 @@ def trained(settings: Sequence[str], rate: float) -> Found:
 def best(name: str, settings: Sequence[str]) -> tuple[Found, bool]:
     """Return the run of a rule with the lowest loss, and whether its rate is between the other two."""
     own = [*settings, f"optimizer.name={name}"]
-    centre = CENTRES.get(name) or checked(parse(with_settings({}, own))).optimizer.lr
+    centre = CENTRES.get(name) or with_hyper_parameters(parse(with_settings({}, own))).optimizer.lr
     runs = [trained(own, float(f"{factor * centre:.2g}")) for factor in FACTORS]
     found = min(runs, key=lambda run: (math.isnan(run.loss), run.loss))
     return found, found is runs[1]

@@ -10,8 +10,7 @@ from textwrap import TextWrapper, fill
 import click
 import tomli_w
 
-from mpitrain.config import Config, ConfigKey
-from mpitrain.config.whole import PATHS
+from mpitrain.config import PATHS, Config, ConfigKey
 from mpitrain.errors import ConfigError
 from mpitrain.files import cannot_write, write_whole
 from mpitrain.hints import foreign

@@ -209,11 +209,10 @@ def configured(
     config_file: Path | None, settings: list[str], preset_name: str | None = None
 ) -> Any:
     """Return the configuration of the file over the preset or the defaults, with the settings."""
-    from mpitrain.config import merged, preset, read_toml, with_settings
+    from mpitrain.config import tables_of
     from mpitrain.run.choices import parse
 
-    tables = merged(preset(preset_name), read_toml(config_file) if config_file else {})
-    return parse(with_settings(tables, settings), config_file)
+    return parse(tables_of(config_file, settings, preset_name), config_file)
 
 
 def check_files(rank: int, written: Sequence[Path | None], drawn: Path | None = None) -> None:

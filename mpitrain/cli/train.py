@@ -109,10 +109,10 @@ def command(
     """
     if described is not None:
         from mpitrain.cli.config_help import print_keys
-        from mpitrain.config import read_toml, with_settings
+        from mpitrain.config import tables_of
         from mpitrain.config.plugins import load
 
-        load(with_settings(read_toml(config_file) if config_file else {}, list(settings)))
+        load(tables_of(config_file, settings))
         print_keys(described)
         return
     changed = changes(settings, **options)
@@ -222,7 +222,7 @@ def _configured(
 
     Without a file, a resumed run has its own configuration, and a preset counts as settings.
     """
-    from mpitrain.config import merged, preset, read_toml, with_settings
+    from mpitrain.config import merged, tables_of, with_settings
     from mpitrain.config.plugins import load
     from mpitrain.errors import ConfigError
     from mpitrain.run.choices import parse
@@ -242,10 +242,8 @@ def _configured(
             )
         settings = [*settings, "run.epochs=0.0"]
     out = with_settings({}, settings).get("run", {}).get("out")
-    tables = merged(preset(preset_name), {})
-    if config_file:
-        tables = merged(tables, read_toml(config_file))
-    elif resume != "no" and isinstance(out, str) and is_run(Path(out)):
+    tables = tables_of(config_file, preset_name=preset_name)
+    if not config_file and resume != "no" and isinstance(out, str) and is_run(Path(out)):
         load(with_settings({}, settings))  # `configuration` asks for the plugins of the run.
         then = configuration(Path(out))
         check_algorithms_named(then, settings, Path(out))
@@ -271,12 +269,12 @@ def _configured(
 
 def _kernels_of_run(config_file: Path | None, settings: list[str]) -> str | None:
     """Return the kernels of OpenBLAS with which the run to resume began, before NumPy is imported."""
-    from mpitrain.config import read_toml, with_settings
+    from mpitrain.config import tables_of
     from mpitrain.errors import ConfigError
     from mpitrain.machine.blas_kernels import recorded_in
 
     with suppress(ConfigError, OSError, KeyError, TypeError):
-        tables = with_settings(read_toml(config_file) if config_file else {}, settings)
+        tables = tables_of(config_file, settings)
         return recorded_in(Path(str(tables["run"]["out"])) / "metrics.jsonl")
     return None
 

@@ -14,6 +14,7 @@ reduce-scatter and then an all-gather give the bits of the all-reduce.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,11 +75,15 @@ class SharedMemory(Reduction):
         self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Turn]
     ):
         self._transport, self._combine = transport, by_numpy(array, op)
-        self._turns, self._turn = turns, 0
+        self._tag, self._turns, self._turn = tag, turns, 0
         self._meetings, self._meetings_left = 3 - len(turns), 0
-        self._meeting = Execution(
-            transport, np.empty(0, np.uint8), "add", barrier(transport.rank, transport.size), tag
-        )
+
+    @cached_property
+    def _meeting(self) -> Execution:
+        """The barrier of a run in the background, made at the first: most activations have none."""
+        transport = self._transport
+        steps = barrier(transport.rank, transport.size)
+        return Execution(transport, np.empty(0, np.uint8), "add", steps, self._tag)
 
     def _run(self) -> None:
         self._bring()

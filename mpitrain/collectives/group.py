@@ -11,6 +11,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,10 +100,13 @@ class Group:
         self.rank, self.size = transport.rank, transport.size
         self.tuning, self.arithmetic = tuning or DEFAULT, arithmetic or HOST
         self.arena = arena or Arena()
-        self._exchanges = ActivationPool(self.arena)
         self._counts: dict[int, tuple[np.ndarray, Reduction]] = {}
         self._route_tags: deque[int] = deque()
         self.scratch_bytes, self.exposed = 0, ExposedTime()
+
+    @cached_property
+    def _exchanges(self) -> ActivationPool:
+        return ActivationPool(self.arena)
 
     def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
         """Bind an all-reduce of `array`, as MPI_Allreduce_init.

@@ -1,4 +1,4 @@
-"""The configuration of a run: `sections` defines the keys, `whole` the Config, and parses it.
+"""The configuration of a run: `sections` defines the keys, `whole` the Config, and `load` makes one.
 
 CONFIG        the name of the file in a run directory with all keys of the run
 KEPT_ON_HOST  the compression formats with error-feedback residuals in host memory
@@ -6,6 +6,17 @@ PATHS         the (section, key) of all paths
 """
 
 # ruff: noqa: F401  these names are the face of the room
+from mpitrain.config.load import (
+    CONFIG,
+    PATHS,
+    check_choice,
+    check_text,
+    parse,
+    read_toml,
+    refusal,
+    tables_of,
+    with_settings,
+)
 from mpitrain.config.presets import PRESETS, merged, preset
 from mpitrain.config.sections import (
     ALL_LINEAR,
@@ -27,16 +38,4 @@ from mpitrain.config.sections import (
     Replication,
     Run,
 )
-from mpitrain.config.whole import (
-    CONFIG,
-    PATHS,
-    Config,
-    ConfigKey,
-    check_choice,
-    check_text,
-    keys,
-    parse,
-    read_toml,
-    refusal,
-    with_settings,
-)
+from mpitrain.config.whole import Config, ConfigKey, keys

@@ -5,8 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpitrain.errors import ConfigError
-
 _MS, _P = r"[0-9]{1,7}(\.[0-9]{1,3})?", r"(0(\.[0-9]{1,9})?|1(\.0{1,9})?)"
 _ONE = rf"([0-9]{{1,6}}:{_MS}|random:{_MS}:{_P})"
 DELAY = rf"^({_ONE}(,{_ONE})*)?$"
@@ -136,46 +134,3 @@ def injection(text: str) -> Injection | None:
     kind, rank, step, point = re.split("[:@]", text + ("" if text.count(":") > 1 else ":"))
     default = "start" if int(step) == 0 else KINDS[kind].points[0]
     return Injection(kind, int(rank), int(step), point or default)
-
-
-def check_injection(text: str, ranks: int, steps: int) -> None:
-    """Raise ConfigError if the failure of run.inject cannot happen.
-
-    steps  run.steps
-    """
-    failure = injection(text)
-    if not failure:
-        return
-    kind = KINDS[failure.kind]
-    if ranks < kind.ranks:
-        raise ConfigError(
-            f"run.inject {failure.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
-            "Start more ranks, or leave run.inject empty.",
-        )
-    if failure.rank >= ranks:
-        raise ConfigError(
-            f"run.inject names rank {failure.rank}, but ranks are 0 to {ranks - 1}.",
-            "Name a rank of the job in run.inject, or start more ranks.",
-        )
-    if failure.point not in kind.points:
-        raise ConfigError(
-            f"run.inject {failure.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is "
-            f"{failure.point}.",
-            "Leave the point out, or name one of these behind the step.",
-        )
-    if failure.point == "publish" and failure.rank:
-        raise ConfigError(
-            f"Rank 0 publishes checkpoints, but run.inject names rank {failure.rank} at publish.",
-            f"Write {failure.kind}:0@{failure.step}:publish.",
-        )
-    if (failure.step == 0) != (failure.point == "start"):
-        raise ConfigError(
-            f"In run.inject step 0 is the start and steps count from 1, but {text!r} has step {failure.step} and "
-            f"point {failure.point}.",
-            f"Write {failure.kind}:{failure.rank}@0 for the start, or a step from 1 on.",
-        )
-    if failure.step > steps:
-        raise ConfigError(
-            f"The step of run.inject is at most run.steps {steps}, but it is {failure.step}.",
-            "Name an earlier step, or raise run.steps.",
-        )

@@ -297,7 +297,7 @@ def numbered(classes: Sized) -> list[str]:
 
 
 def write(own: Architecture, model: Trained) -> FolderContents:
-    keys, tensors = model.config.model, model.tensors
+    keys, tensors = model.keys, model.tensors
     if keys.kind != own.kind:
         raise ConfigError(
             f"A folder of a {own.noun} has a model of kind {own.kind}, but model.kind is {keys.kind}.",
@@ -323,7 +323,7 @@ def write(own: Architecture, model: Trained) -> FolderContents:
             f"A folder of a {own.noun} has no tensor for {strange[0]}, which this run has.",
             "Name another run.",
         )
-    labels = model.config.data.labels
+    labels = model.labels
     names = [*labels, *numbered(range(classes))[len(labels) :]][:classes]
     facts = own.facts(keys, vocabulary, model.special, names)
     return FolderContents(renamed, {CONFIGURATION: json_text({**facts, "dtype": model.dtype})})

@@ -15,7 +15,8 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict
 
-from mpitrain.config import Config
+from mpitrain.config import Lora
+from mpitrain.config import Model as Keys
 from mpitrain.errors import CheckpointError
 from mpitrain.files import ON_READ, reading, remedy, text_of, without_byte_order_mark
 from mpitrain.formats.safetensors_files import BLOCK, FLOATS, Located, located
@@ -74,7 +75,10 @@ class Initial(NamedTuple):
 class Trained(NamedTuple):
     """The model of a checkpoint, which an export writes.
 
-    config   of the run
+    keys     section [model] of the run
+    labels   data.labels of the run
+    lora     section [lora] of the run
+    begun    run.init_from of the run
     tensors  {full name: tensor}, in a file of the checkpoint or computed
     special  {key of config.json: special token, or several}
     dtype    the name of the dtype to write
@@ -82,7 +86,10 @@ class Trained(NamedTuple):
              run has no adapters
     """
 
-    config: Config
+    keys: Keys
+    labels: Sequence[str]
+    lora: Lora
+    begun: str
     tensors: Mapping[str, AnyTensor]
     special: Mapping[str, Any]
     dtype: str

@@ -215,18 +215,18 @@ def _matched(located: Mapping[str, Located]) -> tuple[dict[str, StoredTensor], d
 
 
 def write(model: Trained) -> FolderContents:
-    config = model.config
-    own = ARCHITECTURES.get(config.model.kind)
-    if not config.lora.rank or not own:
+    keys, lora = model.keys, model.lora
+    own = ARCHITECTURES.get(keys.kind)
+    if not lora.rank or not own:
         raise ConfigError(
             f"A folder of kind peft has the adapters of a {' or '.join(ARCHITECTURES)}, but this run has "
-            f"lora.rank {config.lora.rank} and model.kind {config.model.kind}.",
+            f"lora.rank {lora.rank} and model.kind {keys.kind}.",
             "Leave out --to.",
         )
     tensors: dict[str, AnyTensor] = {}
     ranks = {}
-    for layer, pairs in by_layer(model.tensors, config.model).items():
-        adapters = _by_module(own, layer, pairs, config.model)
+    for layer, pairs in by_layer(model.tensors, keys).items():
+        adapters = _by_module(own, layer, pairs, keys)
         if not adapters:
             raise ConfigError(
                 f"A folder of kind peft has adapters of a {own.noun}'s layers, but {layer} is none.",
@@ -280,7 +280,7 @@ def _regions(model: Model) -> dict[str, slice]:
 
 
 def _files(model: Trained, ranks: Mapping[str, int], own: Architecture) -> dict[str, bytes]:
-    lora = model.config.lora
+    lora = model.lora
     rank = max(set(ranks.values()), key=list(ranks.values()).count)
     # A stacked adapter has the scale of its summands: alpha / r stays.
     alphas = {module: lora.alpha * each / lora.rank for module, each in ranks.items()}
@@ -290,7 +290,7 @@ def _files(model: Trained, ranks: Mapping[str, int], own: Architecture) -> dict[
             "peft_type": "LORA",
             # Without a task peft calls the model as it is: it may have one of several heads.
             "task_type": None if own.heads else "CAUSAL_LM",
-            "base_model_name_or_path": model.config.run.init_from or None,
+            "base_model_name_or_path": model.begun or None,
             "r": rank,
             "lora_alpha": _whole(lora.alpha * rank / lora.rank),
             "lora_dropout": 0.0,

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from mpitrain.config import Config, Lora
+from mpitrain.config import Lora
 from mpitrain.config import Model as Keys
-from mpitrain.data import Form, Source, Targets, Unopened, source_kind
+from mpitrain.data import Form, Source, Unopened, source_kind
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Unit, are_units
-from mpitrain.layers.plain import LOSSES, Plain
+from mpitrain.layers.plain import Plain
 from mpitrain.models.classifiers import cnn, mlp
 from mpitrain.models.gpt import gpt
 from mpitrain.tables import Table
@@ -23,7 +23,7 @@ class Model(NamedTuple):
     help      the text after this kind in the help of model.kind
     split     the keys of [model], as words, that layout.tp must divide; empty: layout.tp must be 1
     divides   (key, other key) of [model]: the first value must divide the second, unless it is 0
-    check     raises ConfigError for keys that break a rule of a user's kind
+    check     (section [model]): raises ConfigError for keys that break a rule of a user's kind
     writes    whether it predicts the next token, so that it can generate text
     hides     whether it predicts the tokens that data.mask hides
     has_peer  whether `bench train --peer torch` has the same network
@@ -38,7 +38,7 @@ class Model(NamedTuple):
     help: str
     split: str
     divides: tuple[tuple[str, str], ...] = ()
-    check: Callable[[Config], None] = lambda config: None
+    check: Callable[[Keys], None] = lambda keys: None
     writes: bool = False
     hides: bool = False
     has_peer: bool = False
@@ -207,10 +207,12 @@ def form_for(kind: str, name: str) -> Form:
     return next((form for form in takes if form in (row.form, *row.also)), takes[-1])
 
 
-def is_tied(config: Config) -> bool:
-    """Return whether a head uses the embedding as its weight: that of classes has none to share."""
-    model = config.model
-    return model.tied and form_for(model.kind, config.data.source) == "tokens"
+def is_tied(keys: Keys, name: str) -> bool:
+    """Return whether a head uses the embedding as its weight: that of classes has none to share.
+
+    name  of the data source
+    """
+    return keys.tied and form_for(keys.kind, name) == "tokens"
 
 
 def units_of(keys: Keys, source: Source | Unopened, layers: Plain) -> Sequence[Unit]:
@@ -242,35 +244,20 @@ def kinds(does_count: Callable[[Model], bool]) -> list[str]:
     return [kind for kind, row in MODELS.items() if does_count(row)]
 
 
-def check_data(kind: str, form: Form, name: str) -> None:
-    """Raise ConfigError unless a model takes data of this form.
+def other_form(kind: str, form: Form, name: str) -> ConfigError:
+    """Return the error about data whose form a model of this kind does not take.
 
-    name  name of the data source, for the message
+    name  name of the data source
     """
     takes = MODELS[kind].takes.split()
-    if form in takes:
-        return
     forms = {form, *source_kind(name).also}
     fitting = kinds(lambda row: not forms.isdisjoint(row.takes.split()))
     if not fitting:
-        raise ConfigError(
+        return ConfigError(
             f"model.kind {kind} takes {' or '.join(takes)}, but {name} has {form}, which no model takes.",
             "Choose another data source.",
         )
-    raise ConfigError(
+    return ConfigError(
         f"The model.kind for {name} is {' or '.join(fitting)}, but the configuration says {kind}.",
         f"Train with --set model.kind={fitting[0]}, or choose another data source.",
     )
-
-
-def check_targets(loss: str, targets: Targets, name: str) -> None:
-    """Raise ConfigError unless a loss takes the targets of the data.
-
-    name  of the data source, for the message
-    """
-    if LOSSES[loss].takes != targets:
-        fitting = [other for other, row in LOSSES.items() if row.takes == targets]
-        raise ConfigError(
-            f"model.loss {loss} takes {LOSSES[loss].takes} as targets, but {name} has {targets}.",
-            f"Set model.loss to {' or '.join(fitting)}.",
-        )

@@ -5,15 +5,15 @@ RULES  all update rules; a new one needs a row there and its operation in `ops`
 
 from mpitrain.optim.optimizer import Optimizer, state_bytes
 from mpitrain.optim.rule import check_groups
-from mpitrain.optim.rules import RULES, checked, without_unread
+from mpitrain.optim.rules import RULES, with_defaults, without_unread
 from mpitrain.optim.schedule import learning_rate
 
 __all__ = [
     "RULES",
     "Optimizer",
     "check_groups",
-    "checked",
     "learning_rate",
     "state_bytes",
+    "with_defaults",
     "without_unread",
 ]

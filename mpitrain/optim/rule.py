@@ -197,7 +197,7 @@ class TensorWise(NamedTuple):
     apply   (piece, update): updates the parameters. It runs once for each tensor of which this rank
             updates an element. State that ranks store whole must be computed only from such state
             and from facts, so that it has the same bits on all ranks.
-    whole   its result is `piece.result` in `apply`; such a rule must refuse tensor parallelism
+    whole   its result is `piece.result` in `apply`; such a rule runs without tensor parallelism
     """
 
     rounds: Sequence[Round]
@@ -215,10 +215,6 @@ class TorchClass(NamedTuple):
     arguments: Callable[[config.Optimizer], Mapping[str, Any]]
 
 
-def nowhere(settings: config.Config) -> None:
-    """Return None: the rule runs with every configuration."""
-
-
 class Rule(NamedTuple):
     """The row of an update rule in the table `RULES`.
 
@@ -227,7 +223,7 @@ class Rule(NamedTuple):
     state     {buffer: its shape}, in the order of the operation's arguments
     step      one operation over elements or blocks, or rounds of facts
     defaults  {key of [optimizer]: default of this rule}, where it differs from the section's
-    refusal   (configuration) -> error if the rule cannot run with it, or None
+    needs     {section.key: the value that the rule needs}; other values are refused
     torch     the same rule in PyTorch, or None
     """
 
@@ -236,7 +232,7 @@ class Rule(NamedTuple):
     state: Mapping[str, Shape]
     step: ElementWise | BlockWise | TensorWise
     defaults: Mapping[str, float] = {}
-    refusal: Callable[[config.Config], ConfigError | None] = nowhere
+    needs: Mapping[str, Any] = {}
     torch: TorchClass | None = None
 
     def nbytes(self, itemsize: int) -> float:

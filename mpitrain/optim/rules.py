@@ -1,4 +1,4 @@
-"""The table of all update rules, its rows of whole tensors, and the check of [optimizer] against it.
+"""The table of all update rules, its rows of whole tensors, and the defaults of each.
 
 LAMB: Adam's update of each tensor, scaled to the norm of the tensor.
 
@@ -26,9 +26,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain import config
-from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
-from mpitrain.ops import OPERATIONS
 from mpitrain.ops.codes import SIGNED, UNSIGNED
 from mpitrain.optim.rule import (
     BlockWise,
@@ -47,7 +45,6 @@ from mpitrain.optim.rule import (
     rows,
     scalar,
 )
-from mpitrain.optim.schedule import schedule_error
 from mpitrain.tables import Table
 
 SETTINGS = config.Optimizer.model_fields
@@ -258,15 +255,6 @@ def _apply_muon(piece: TensorPiece, update: Update) -> None:
     )
 
 
-def _needs_whole_matrices(whole: config.Config) -> ConfigError | None:
-    if whole.layout.tp == 1:
-        return None
-    return ConfigError(
-        f"Muon updates whole matrices, but layout.tp {whole.layout.tp} divides them.",
-        "Set layout.tp to 1, or choose another optimizer.name.",
-    )
-
-
 MUON = Rule(
     "orthogonal momentum of hidden matrices, adamw for other tensors (Jordan et al. 2024)",
     (
@@ -285,7 +273,6 @@ MUON = Rule(
     },
     TensorWise([], _apply_muon, Whole(is_hidden_matrix, _momentum, _orthogonalize)),
     defaults={"momentum": 0.95},
-    refusal=_needs_whole_matrices,
 )
 
 
@@ -354,7 +341,8 @@ RULES: Table[str, Rule] = Table(
 """Update rules by optimizer.name."""
 
 
-def _unread_keys(settings: config.Optimizer) -> list[str]:
+def unread_keys(settings: config.Optimizer) -> list[str]:
+    """Return the keys that the rule does not read, and that do not have their defaults."""
     read = (*EVERY, *RULES[settings.name].reads)
     return [
         key
@@ -368,7 +356,7 @@ def without_unread(settings: config.Optimizer) -> config.Optimizer:
 
     Earlier versions accepted such keys; they had no effect.
     """
-    keys = _unread_keys(settings) if settings.name in RULES else []
+    keys = unread_keys(settings) if settings.name in RULES else []
     return settings.model_copy(update={key: SETTINGS[key].default for key in keys})
 
 
@@ -378,40 +366,17 @@ TUNED, TUNED_ADAPTERS = 40, 10
 """
 
 
-def checked(whole: config.Config) -> config.Config:
+def with_defaults(settings: config.Optimizer, divisor: int = 1) -> config.Optimizer:
     """Return a copy in which hyper-parameters that are not set have the rule's own defaults.
 
-    The learning rate is divided if the run starts from a model.
-
-    raises  ConfigError for a key that the rule does not read, or if the rule refuses another key
+    divisor  of the learning rate if it is not set: TUNED or TUNED_ADAPTERS for a run that starts
+             from a model
     """
-    settings = whole.optimizer
-    config.check_choice("optimizer.name", settings.name, RULES)
-    rule = RULES[settings.name]
-    if keys := _unread_keys(settings):
-        readers = [name for name, other in RULES.items() if {*keys} <= {*other.reads}]
-        values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in keys)
-        raise ConfigError(
-            f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
-            f"{', '.join(EVERY[1:])}, but {values}.",
-            f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}"
-            + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
-        )
-    # The data, which give the steps of run.epochs, are not open yet.
-    if not whole.run.epochs and (error := schedule_error(settings, whole.run.steps)):
-        raise error
-    if isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS:
-        raise ConfigError(
-            f"The step of a rule is an operation of the table OPERATIONS, but {settings.name} names {rule.step.op!r}.",
-            "Add the operation to the table, or choose another optimizer.name.",
-        )
-    if refused := rule.refusal(whole):
-        raise refused
     own = {
         key: default
-        for key, default in rule.defaults.items()
+        for key, default in RULES[settings.name].defaults.items()
         if key not in settings.model_fields_set
     }
-    if whole.run.init_from and "lr" not in settings.model_fields_set:
-        own["lr"] = own.get("lr", settings.lr) / (TUNED_ADAPTERS if whole.lora.rank else TUNED)
-    return whole.model_copy(update={"optimizer": settings.model_copy(update=own)})
+    if divisor > 1 and "lr" not in settings.model_fields_set:
+        own["lr"] = own.get("lr", settings.lr) / divisor
+    return settings.model_copy(update=own)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpitrain import config
-from mpitrain.errors import ConfigError
 
 
 class Decay(NamedTuple):
@@ -62,25 +61,3 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
     first = max(first, settings.warmup)
     progress = min(1.0, max(0, step - first) / max(1, steps - first))
     return settings.lr * decay.factor(progress, settings.final)
-
-
-def schedule_error(settings: config.Optimizer, steps: int) -> ConfigError | None:
-    """Return the error if optimizer.final or decay_steps do not fit schedule or run, or None."""
-    fields = config.Optimizer.model_fields
-    keys = [
-        key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default
-    ]
-    if keys and not DECAYS[settings.schedule]:
-        values = " and ".join(f"optimizer.{key} is {getattr(settings, key):g}" for key in keys)
-        return ConfigError(
-            f"optimizer.schedule {settings.schedule} has no decay, but {values}.",
-            f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}, or choose another "
-            "schedule.",
-        )
-    if settings.decay_steps and settings.warmup + settings.decay_steps > steps:
-        return ConfigError(
-            f"Warm-up and decay fit in run.steps, but optimizer.warmup {settings.warmup} + "
-            f"optimizer.decay_steps {settings.decay_steps} > {steps}.",
-            "Lower optimizer.decay_steps, or raise run.steps.",
-        )
-    return None

@@ -11,10 +11,9 @@ from mpitrain import config
 from mpitrain.collectives.engine.executor import Execution
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
-from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Bucket
 from mpitrain.optim.state import StateBuffer
-from mpitrain.parallel.mode import Sizes, has_outer, refuse_float16, without_layouts
+from mpitrain.parallel.mode import SINGLE_RANKS, Sizes, has_outer
 from mpitrain.parallel.replica import Replica, SkippedUpdates, StepResult, mean_of, whole
 from mpitrain.regions import Piece
 
@@ -69,9 +68,11 @@ class Averaging(Replica):
     weight_in_average  of this worker's parameters
     """
 
+    needs = SINGLE_RANKS
+
     @staticmethod
-    def refusal(config: config.Config) -> ConfigError | None:
-        return refuse_float16(config) or without_layouts(config)
+    def is_late(settings: config.Replication) -> bool:
+        return True
 
     @staticmethod
     def exchange(settings: config.Replication) -> int:

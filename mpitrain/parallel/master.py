@@ -8,12 +8,11 @@ import numpy as np
 from mpitrain import config
 from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.data import Source
-from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.mode import Sizes, without_layouts
+from mpitrain.parallel.mode import SINGLE_RANKS, Sizes
 from mpitrain.parallel.replica import Replica, whole
 from mpitrain.regions import Piece
 
@@ -37,10 +36,7 @@ class Master(Replica):
     """
 
     help = "rank 0 alone updates"
-
-    @staticmethod
-    def refusal(config: config.Config) -> ConfigError | None:
-        return without_layouts(config)
+    needs = SINGLE_RANKS
 
     @staticmethod
     def memory(sizes: Sizes) -> float:

@@ -1,11 +1,9 @@
-"""What a replication mode says of itself: the arguments of its memory formula, and refused keys."""
+"""What a replication mode says of itself: the arguments of its memory formula, and the keys that it needs."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from mpitrain.config import Config
 from mpitrain.config import Replication as Settings
-from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import Axes
 
 
@@ -56,78 +54,12 @@ def has_outer(settings: Settings) -> bool:
     return settings.outer_lr != 1 or settings.outer_momentum != 0
 
 
-def first(*rules: Callable[[Config], ConfigError | None]) -> Callable[[Config], ConfigError | None]:
-    """Join several refusals of a mode into one, which returns the first error."""
-    return lambda config: next(filter(None, (rule(config) for rule in rules)), None)
-
-
-def only(key: str, others: str, **needed: str | int) -> Callable[[Config], ConfigError | None]:
-    """Return a refusal of all configurations in which a key does not have the value that it needs.
-
-    key     the key that selected the mode, for the message
-    others  a value of `key` with which the other keys may have any value, for the message
-    needed  {section__key: value}
-    """
-
-    def rule(config: Config) -> ConfigError | None:
-        values = config.flat()
-        title = {"replication.mode": "Mode", "pipeline.schedule": "Schedule"}[key]
-        for name, value in needed.items():
-            other = name.replace("__", ".")
-            if values[other] != value:
-                return ConfigError(
-                    f"{title} {values[key]} needs {other} {value}, but it is {values[other]}.",
-                    f"Set {other} to {value}, or {key} to {others}.",
-                )
-        return None
-
-    return rule
-
-
-def of_zero(config: Config) -> ConfigError | None:
-    """Return the error about a key that the ZeRO stage does not support, or None; for all modes."""
-    settings, compute = config.replication, config.precision.compute
-    if settings.wire != "none" and settings.zero > 1:
-        return ConfigError(
-            "Wire formats carry sums that every replica has whole, but with replication.zero "
-            f"{settings.zero} none has, and replication.wire is {settings.wire}.",
-            "Set replication.wire to none, or replication.zero to 0 or 1.",
-        )
-    if settings.shard != "all" and not settings.zero:
-        return ConfigError(
-            f"replication.shard {settings.shard} says among whom ZeRO divides, but replication.zero is 0.",
-            "Set replication.zero to 1, 2 or 3, or replication.shard to all.",
-        )
-    if settings.gather != "none" and (settings.zero != 3 or compute != "float32"):
-        return ConfigError(
-            f"replication.gather {settings.gather} is of float32 parameters that no rank has whole, but "
-            f"replication.zero is {settings.zero} and precision.compute {compute}.",
-            "Set replication.gather to none, or replication.zero to 3 and precision.compute to float32.",
-        )
-    return None
-
-
-without_layouts = only(
-    "replication.mode",
-    "all-reduce",
-    replication__wire="none",
-    replication__zero=0,
-    layout__tp=1,
-    layout__pp=1,
-    layout__cp=1,
-    layout__ep=1,
-)
-"""The refusal of all modes whose replicas are single ranks with whole gradients."""
-
-
-def refuse_float16(config: Config) -> ConfigError | None:
-    """Return the error of a mode whose ranks have no step in common, if there is a loss scale."""
-    settings = config.replication
-    if config.precision.compute != "float16":
-        return None
-    update = f" with replication.update {settings.update}" if settings.mode == "server" else ""
-    return ConfigError(
-        "In float16 all ranks change the loss scale together after each step, but in mode "
-        f"{settings.mode}{update} they have no step in common.",
-        "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
-    )
+SINGLE_RANKS: Mapping[str, Any] = {
+    "replication.wire": "none",
+    "replication.zero": 0,
+    "layout.tp": 1,
+    "layout.pp": 1,
+    "layout.cp": 1,
+    "layout.ep": 1,
+}
+"""{key: value} that all modes need whose replicas are single ranks with whole gradients."""

@@ -1,12 +1,9 @@
 """The tables of replication modes, ZeRO stages and asynchronous pipelines."""
 
-from mpitrain.config import Config
-from mpitrain.errors import ConfigError
+from mpitrain.config import Replication
 from mpitrain.parallel.async_servers import AsyncWorker
 from mpitrain.parallel.averaging import Gossip, LocalSGD
-from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.master import Master
-from mpitrain.parallel.mode import first, of_zero
 from mpitrain.parallel.replica import Replica
 from mpitrain.parallel.weight_stashing import PipeDream, PipeDream2BW
 from mpitrain.parallel.zero import Zero1, Zero2, Zero3
@@ -30,46 +27,20 @@ STREAMS: Table[str, type[Replica]] = Table({"async": PipeDream, "async-2bw": Pip
 """{pipeline.schedule: class}, for asynchronous pipelines. Their replicas use an all-reduce."""
 
 
-def mode_of(config: Config) -> type[Replica]:
-    """Return the class of a configuration's mode, whose attributes describe the mode."""
-    if config.pipeline.schedule in STREAMS:
-        return STREAMS[config.pipeline.schedule]
-    mode = MODES[config.replication.mode]
-    return ZERO.get(config.replication.zero, mode) if mode is Replica else mode
+def mode_of(settings: Replication, schedule: str) -> type[Replica]:
+    """Return the class of the mode of [replication] and pipeline.schedule; it describes the mode."""
+    if schedule in STREAMS:
+        return STREAMS[schedule]
+    mode = MODES[settings.mode]
+    return ZERO.get(settings.zero, mode) if mode is Replica else mode
 
 
-def class_of(config: Config, grid: Grid) -> type[Replica]:
-    """Return the class of this rank's replica."""
-    return mode_of(config).of_rank(grid.is_server, config.replication)
-
-
-def refusal_of(config: Config) -> ConfigError | None:
-    """Return the error about a key that the configured mode does not support, or None."""
-    return first(of_zero, mode_of(config).refusal)(config)
-
-
-def servers_of(config: Config) -> int:
+def servers_of(settings: Replication, schedule: str) -> int:
     """Return the number of parameter servers, which are the last ranks and compute no rows."""
-    return mode_of(config).servers(config.replication)
+    return mode_of(settings, schedule).servers(settings)
 
 
-def is_synchronous(config: Config) -> bool:
+def is_synchronous(settings: Replication, schedule: str) -> bool:
     """Return whether the ranks take steps together, with one update of all."""
-    mode, settings = mode_of(config), config.replication
-    rare = settings.model_copy(update={"period": 2})
-    is_stream = config.pipeline.schedule in STREAMS
-    return not (is_stream or mode.records(settings) or mode.exchange(rare) > 1)
-
-
-def check_synchronous(config: Config, reason: str) -> None:
-    """Raise ConfigError for a mode or schedule whose ranks update by themselves.
-
-    reason  a clause that says who needs steps of all ranks together, for the message
-    """
-    if not is_synchronous(config):
-        schedule = config.pipeline.schedule
-        key = "pipeline.schedule" if schedule in STREAMS else "replication.mode"
-        raise ConfigError(
-            f"{reason} steps that all ranks take together, but {key} is {config.flat()[key]}.",
-            "Set pipeline.schedule=1f1b and replication.mode=all-reduce.",
-        )
+    mode, rare = mode_of(settings, schedule), settings.model_copy(update={"period": 2})
+    return not (schedule in STREAMS or mode.records(settings) or mode.exchange(rare) > 1)

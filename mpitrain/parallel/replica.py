@@ -16,7 +16,6 @@ from mpitrain.collectives.engine.arithmetic import Wire
 from mpitrain.collectives.engine.executor import ExposedTime, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source, read_rows
-from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Bucket, Storage
 from mpitrain.machine.arena import Arena
@@ -342,6 +341,8 @@ class Replica:
     """
 
     help = "each rank updates from the sum of all gradients"
+    needs: Mapping[str, Any] = {}
+    """{key: the value that the mode needs}; other values are refused"""
     variants: Mapping[str, str] = {}
     is_sharded = False
 
@@ -369,9 +370,9 @@ class Replica:
         return state + sizes.master * sizes.length
 
     @staticmethod
-    def refusal(config: config.Config) -> ConfigError | None:
-        """Return the error about a key that the mode does not support, or None."""
-        return None
+    def is_late(settings: config.Replication) -> bool:
+        """Return whether a rank may update before all ranks have finished the step."""
+        return False
 
     @staticmethod
     def servers(settings: config.Replication) -> int:
@@ -518,13 +519,16 @@ class Replica:
     def cut(self, firsts: Sequence[int] = ()) -> Sequence[Bucket]:
         """Return the buckets, in the order of their reduction; empty: the gradients stay local.
 
-        The ranks of a tensor-parallel group agree on the bytes of a bucket. So a tensor that all of
-        them store is in the same bucket on each, and all sum it in the same order.
+        The buckets of a tensor-parallel group have the same bytes. So a tensor that all of its ranks
+        store is in the same bucket on each, and all sum it in the same order. Between hosts the bytes
+        depend on the length of a rank's buffer, so there the ranks agree on them.
 
         firsts  units at which a bucket must start
         """
         nbytes = best_bytes(self.storage, self.grid.copies, self.settings.bucket_mb)
-        return self.storage.buckets(max(self.grid.tp.transport.gather_text(nbytes)), firsts)
+        if not self.settings.bucket_mb and len({*self.grid.world.transport.hosts}) > 1:
+            nbytes = max(self.grid.tp.transport.gather_text(nbytes))
+        return self.storage.buckets(nbytes, firsts)
 
     def bind(self, bucket: Bucket, gradients: Any) -> Reduction:
         """Bind the sum of a bucket that has no wire format."""

@@ -20,7 +20,7 @@ import numpy as np
 from mpitrain.collectives.engine.arithmetic import arithmetic_of, parse_wire
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.algorithm import is_file
-from mpitrain.config import KEPT_ON_HOST, Config, parse
+from mpitrain.config import KEPT_ON_HOST, Replication, parse
 from mpitrain.errors import CommError, ConfigError, MpitrainError
 from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import GRAIN, FlatLayout
@@ -85,7 +85,7 @@ class GradientSums:
                 messages
         raises  as the constructor of `Replicated`
         """
-        facts, config = agreed(
+        facts, settings, dtype = agreed(
             transport,
             look,
             {"algorithm": algorithm, "wire": wire, "bucket_mb": bucket_mb, "dense_steps": 0},
@@ -93,34 +93,34 @@ class GradientSums:
         part = transport.split(0)
         assert part is not None
         self._own: Transport | None = part
-        self.device = device = device_for(config.device.kind)
+        self.device = device = device_for(facts[0].kind)
         self.arena = device.arena()
-        self._outer = over_device(part, device.backend, config.device.cuda_aware)
+        self._outer = over_device(part, device.backend, "auto")
         # A thread may progress the messages of the buckets, while this one counts faults.
         inner = self._outer.split(0)
         assert inner is not None
         self._inner = inner
         self.group = Group(
-            inner, config.replication.algorithm, arithmetic=arithmetic_of(device), arena=self.arena
+            inner, settings.algorithm, arithmetic=arithmetic_of(device), arena=self.arena
         )
         try:
-            self._build(config, [one.shape for one in facts if one.is_trained])
+            self._build(settings, dtype, [one.shape for one in facts if one.is_trained])
         except MpitrainError:
             inner.close()
             part.close()
             raise
         transport.tenants.add(self._close)
 
-    def _build(self, config: Config, shapes: Sequence[Sequence[int]]) -> None:
+    def _build(self, settings: Replication, dtype: str, shapes: Sequence[Sequence[int]]) -> None:
         layout = FlatLayout(
             [
                 [Parameter(str(index), tuple(shape), zeros, decayed=False)]
                 for index, shape in enumerate(shapes)
             ],
-            np.dtype(config.precision.stored),
+            np.dtype(dtype),
             GRAIN,
         )
-        settings, group = config.replication, self.group
+        group = self.group
         self._flat = self._outer.allocate(layout.length, layout.dtype)
         cuts = layout.buckets(best_bytes(layout, group, settings.bucket_mb))
         self._buckets = Buckets(
@@ -205,13 +205,13 @@ class GradientSums:
 
 def agreed(
     transport: Transport, look: Callable[[], list[TensorFacts]], settings: dict[str, Any]
-) -> tuple[list[TensorFacts], Config]:
-    """Return the facts and the configuration, the same on all ranks; collective.
+) -> tuple[list[TensorFacts], Replication, str]:
+    """Return the facts, the section [replication] and the dtype of the sums, the same on all ranks; collective.
 
     settings  keys of [replication]
     raises    as the constructor of `Replicated`
     """
-    configs: list[Config] = []
+    sections: list[tuple[Replication, str]] = []
 
     def facts() -> list[Any]:
         all_facts = look()
@@ -224,7 +224,8 @@ def agreed(
         is_wide = any(one.is_trained and one.dtype == "float64" for one in all_facts)
         tables = {"replication": own, "device": {"kind": all_facts[0].kind}}
         tables["precision"] = {"compute": "float64" if is_wide else "float32"}
-        configs.append(parse(tables))
+        config = parse(tables)
+        sections.append((config.replication, config.precision.stored))
         _check_wire(own["wire"], is_wide, all_facts[0].kind)
         return [shared, all_facts]
 
@@ -239,7 +240,7 @@ def agreed(
                 raise _differing("name of a parameter", one[0], another[0], rank)
             if one != another:
                 raise _differing(one[0], TensorFacts(*one), TensorFacts(*another), rank)
-    return [TensorFacts(*one) for one in shapes], configs[0]
+    return [TensorFacts(*one) for one in shapes], *sections[0]
 
 
 def _check_wire(wire: str, is_wide: bool, kind: str) -> None:

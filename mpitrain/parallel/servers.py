@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from mpitrain import config
-from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Bucket, Span, dealt
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import Grid
-from mpitrain.parallel.mode import Sizes, refuse_float16, without_layouts
+from mpitrain.parallel.mode import SINGLE_RANKS, Sizes
 from mpitrain.parallel.replica import Replica, StepResult, compact, spread
 from mpitrain.regions import Piece
 from mpitrain.transport.base import Request, Transport
@@ -130,6 +129,7 @@ class Worker(Replica):
     """
 
     help = "parameter servers, which compute no rows, update"
+    needs = SINGLE_RANKS
     variants = {update: f"replication.update={update}" for update in ("sync", "async", "bounded")}
 
     @staticmethod
@@ -152,9 +152,8 @@ class Worker(Replica):
         return super().kept(sizes) - parameters * (1 - (axes.dp + 1) / axes.ranks)
 
     @staticmethod
-    def refusal(config: config.Config) -> ConfigError | None:
-        late = refuse_float16(config) if is_late(config.replication) else None
-        return late or without_layouts(config)
+    def is_late(settings: config.Replication) -> bool:
+        return is_late(settings)
 
     @staticmethod
     def servers(settings: config.Replication) -> int:

@@ -26,23 +26,12 @@ from typing import Any
 import numpy as np
 
 from mpitrain import config
-from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Weights
-from mpitrain.models.table import is_tied
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.mode import Sizes, only
+from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.replica import Replica, StepResult, mean_of, weight_of
 from mpitrain.regions import Piece
 from mpitrain.trace.recorder import UPDATE
-
-_with_other_keys = only(
-    "pipeline.schedule",
-    "1f1b",
-    replication__mode="all-reduce",
-    replication__zero=0,
-    replication__wire="none",
-    layout__cp=1,
-)
 
 
 class PipeDream(Replica):
@@ -62,6 +51,12 @@ class PipeDream(Replica):
     """
 
     help = "(PipeDream) updates after every micro-batch"
+    needs = {
+        "replication.mode": "all-reduce",
+        "replication.zero": 0,
+        "replication.wire": "none",
+        "layout.cp": 1,
+    }
 
     @property
     def every(self) -> int:
@@ -77,20 +72,8 @@ class PipeDream(Replica):
         return sizes.replica + (sizes.axes.pp - 1) / 2 * sizes.computed * sizes.length
 
     @staticmethod
-    def refusal(config: config.Config) -> ConfigError | None:
-        schedule = config.pipeline.schedule
-        if is_tied(config):
-            return ConfigError(
-                f"With schedule {schedule} each stage updates by itself, but model.tied has two share a tensor.",
-                "Set model.tied to false, or pipeline.schedule to 1f1b.",
-            )
-        if config.precision.compute == "float16":
-            return ConfigError(
-                f"With schedule {schedule} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
-                "them.",
-                "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
-            )
-        return _with_other_keys(config)
+    def is_late(settings: config.Replication) -> bool:
+        return True
 
     def build(self, optimizer: config.Optimizer) -> None:
         super().build(optimizer)

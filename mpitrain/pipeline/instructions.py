@@ -222,6 +222,8 @@ def with_messages(plan: Plan, ahead: int = 1) -> Program:
            with computation
     """
     chunks = len(plan.stage_of)
+    if chunks == 1:  # No message goes anywhere.
+        return plan.by_stage
     numbered = [pair for instructions in plan.by_stage for pair in enumerate(instructions)]
     made_at = {made(i, chunks): index for index, i in numbered}
     used_at = {needed(i, chunks): index for index, i in numbered}
@@ -278,7 +280,8 @@ def training_program(plan: Plan, lowest: int = 0) -> Program:
 
     lowest  the first chunk with a backward; all chunks before are frozen
     """
-    return without_backward(with_messages(fused_at_the_input(plan, lowest)), lowest)
+    program = with_messages(fused_at_the_input(plan, lowest))
+    return without_backward(program, lowest) if lowest else program
 
 
 def without_backward(program: Program, first: int) -> Program:

@@ -93,8 +93,12 @@ def cut_in_chunks(
     model = freeze(adapted(made, lora, layers), frozen)
     check_units(model, layers)
     check_saved(layers)
-    chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
-    return Chunks(model, with_recomputation(chunks, layers.memory.segment), tied)
+    chunks, tied = [model], dict[str, list[int]]()
+    if len(stage_of) > 1 or partition:
+        chunks, tied = assign_units(model, cut(model, len(stage_of), partition), stage_of)
+    if size := layers.memory.segment:
+        chunks = with_recomputation(chunks, size)
+    return Chunks(model, chunks, tied)
 
 
 def balanced(

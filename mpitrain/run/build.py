@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.config import CONFIG, EPOCH, Config, Epochs, with_settings
-from mpitrain.config.faults import check_injection
 from mpitrain.config.plugins import load
 from mpitrain.data import (
     Reading,
@@ -37,9 +36,8 @@ from mpitrain.formats.table import format_of, has_model
 from mpitrain.layers.base import freeze
 from mpitrain.layers.plain import LOSSES
 from mpitrain.layers.recomputed import with_recomputation
-from mpitrain.models.table import MODELS, adapted, check_data, check_targets, form_for
+from mpitrain.models.table import MODELS, adapted, form_for, other_form
 from mpitrain.ops.device import Device
-from mpitrain.optim.schedule import schedule_error
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
@@ -57,8 +55,9 @@ from mpitrain.run.job import (
     with_data_found,
     with_micro_batches,
 )
-from mpitrain.run.memory import Room, StepCounts, check_memory
+from mpitrain.run.memory import Room, check_memory
 from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
+from mpitrain.run.rules import check_each, of_injection, of_schedule
 from mpitrain.run.run_dir import (
     check_meaning,
     checkpoint_of,
@@ -112,49 +111,59 @@ def build(
     job = config if isinstance(config, Job) else agree_on(transport, lambda: config)
     checkpoint_dir = saved or job.location.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
-    largest, scaling = (None, None) if source else _scanned(transport, job)
+    scanned = (None, None) if source else _scanned(transport, job)
 
-    models: Models | None = None
-    counts = StepCounts()
+    def opened(job: Job) -> Job:
+        return _opened(transport, job, folder, source, scanned)
 
-    def opened() -> Job:
-        nonlocal job, models, counts
-        data = source or _source(job.config, largest, scaling, job.location)
-        name = "this data source" if source else job.config.data.source
-        job = _fitted(replace(job, source=data), name, transport.rank == 0)
-        models = _models(job, folder, transport.rank)
-        counts = _counted(transport.rank, job, check_memory(transport, job))
-        job = replace(job, facts=_facts(job, models, has_files=not source))
-        return job
-
-    is_timed = job.config.pipeline.partition == TIME
-    does_compile = job.device.kernels is not None and transport.size > 1
-    if is_ahead := is_timed or does_compile:
-        on_all_ranks(transport, opened, FILES, lambda job: job.facts)
-        if is_timed:
+    if job.config.pipeline.partition != TIME and job.device.kernels is None:
+        trainer = Trainer(transport, None, job, opened=opened)  # One agreement on data and units.
+    else:
+        job = on_all_ranks(transport, lambda: opened(job), FILES, lambda job: job.facts)
+        if job.config.pipeline.partition == TIME:
             job = _cut_by_time(transport, job)
-            counts = on_all_ranks(
-                transport, lambda: _counted(transport.rank, job, check_memory(transport, job))
+            job = on_all_ranks(
+                transport, lambda: _counted(job, check_memory(transport, job), transport.rank)
             )
         _prepare(transport, job.device)
-    # Else the ranks agree on the data and on the units together.
-    trainer = Trainer(
-        transport, lambda layers: job.units(layers), job, opened=None if is_ahead else opened
-    )
-    trainer.counted = counts
-    kept = trainer.replica.state()
-    if models:
-        trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
+        trainer = Trainer(transport, None, job)
+    job, kept = trainer.job, trainer.replica.state()
     checkpoint = loading.read_beside(transport, folder) if folder else None
-    if checkpoint:
-        if models:
+    if models := job.models:
+        trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
+        if checkpoint:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)
+    if checkpoint:
         checkpoint = loading.load(
             checkpoint, kept, trainer.storage, transport, trainer.backend, job.axes.sizes
         )
     if checkpoint or models:
         trainer.replica.restore(checkpoint.manifest.scalars if checkpoint else {})
     return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
+
+
+def _opened(
+    transport: Transport,
+    job: Job,
+    checkpoint: Path | None,
+    source: Source | Unopened | None,
+    scanned: tuple[int | None, dict[str, Any] | None],
+) -> Job:
+    """Open the data of a job on this rank: the job with what they determine, counted.
+
+    source   replaces the configured one
+    scanned  the result of `_scanned`
+    """
+    data = source or _source(job.config, *scanned, job.location)
+    name = "this data source" if source else job.config.data.source
+    job = _fitted(replace(job, source=data), name, transport.rank == 0)
+    job = replace(job, models=_models(job, checkpoint, transport.rank))
+    job = _counted(job, check_memory(transport, job), transport.rank)
+    facts = {} if source else _files(job.config)
+    if job.models:
+        facts |= job.models.facts()
+    facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
+    return replace(job, facts=facts)
 
 
 def _fitted(job: Job, name: str, says: bool) -> Job:
@@ -164,24 +173,16 @@ def _fitted(job: Job, name: str, says: bool) -> Job:
     says  whether to print a note about a loss for numbers
     """
     config, data = job.config, job.source
-    check_data(config.model.kind, data.form, name)
-    config = _with_loss(config, targets_of(data), name, says)
-    check_targets(config.model.loss, targets_of(data), name)
-    config = _with_data(config, data, job.location)
-    check_injection(config.run.inject, job.axes.ranks, config.run.steps)
+    if data.form not in MODELS[config.model.kind].takes.split():
+        raise other_form(config.model.kind, data.form, name)
+    if targets_of(data) != LOSSES[config.model.loss].takes:
+        config = _with_loss(config, targets_of(data), name, says)
+    config = config.changed({"data.template": getattr(data, "template", config.data.template)})
+    if config.run.epochs or config.run.eval_every == EPOCH:
+        config = _with_epochs(config, data, job.location)
+    if config.run.epochs and config.run.inject:  # Only now the steps are known.
+        check_each(of_injection(config.run.inject, job.axes.ranks, config.run.steps))
     return replace(job, config=config)
-
-
-def _facts(job: Job, models: Models | None, has_files: bool) -> dict[str, Any]:
-    """Return what must be equal on all ranks, as JSON."""
-    data = job.source
-    return {
-        **(_files(job.config) if has_files else {}),
-        **(models.facts() if models else {}),
-        "inputs": data.inputs,
-        "classes": data.classes,
-        "held_out": data.held_out,
-    }
 
 
 def _prepare(transport: Transport, device: Device) -> None:
@@ -206,29 +207,32 @@ def _models(job: Job, checkpoint: Path | None, rank: int) -> Models | None:
 
 
 def _with_loss(config: Config, targets: Targets, name: str, says: bool) -> Config:
-    """Return the configuration with a loss for numbers, if the targets are numbers and no loss is set."""
+    """Return the configuration with a loss for targets that model.loss does not take."""
     is_set = "loss" in config.model.model_fields_set or config.model.label_smoothing
-    if is_set or targets != "numbers" or LOSSES[config.model.loss].takes == targets:
-        return config
-    if says:
-        say(f"note: the targets of {name} are numbers, so model.loss is {OF_NUMBERS} (or set mae).")
-    return config.changed({"model.loss": OF_NUMBERS})
+    if not is_set and targets == "numbers":
+        if says:
+            say(
+                f"note: the targets of {name} are numbers, so model.loss is {OF_NUMBERS} (or set mae)."
+            )
+        return config.changed({"model.loss": OF_NUMBERS})
+    fitting = [other for other, row in LOSSES.items() if row.takes == targets]
+    raise ConfigError(
+        f"model.loss {config.model.loss} takes {LOSSES[config.model.loss].takes} as targets, but {name} has {targets}.",
+        f"Set model.loss to {' or '.join(fitting)}.",
+    )
 
 
-def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> Config:
-    """Return the configuration with what the data determine: data.template, and run.steps of run.epochs.
+def _with_epochs(config: Config, data: Source | Unopened, begun: RunLocation) -> Config:
+    """Return the configuration with run.steps of run.epochs, and the ends of epochs.
 
     These steps take the rows of the epochs that those before this start have left, with today's batch.
     """
-    template = getattr(data, "template", config.data.template)
-    config = config.changed({"data.template": template})
-    by_epoch = {"run.epochs": config.run.epochs, "run.eval_every": config.run.eval_every == EPOCH}
-    if not any(by_epoch.values()) or isinstance(data, Unopened):
+    if isinstance(data, Unopened):
         return config
     if not (rows := rows_of_epoch(data)):
-        (key, *_) = (key for key, value in by_epoch.items() if value)
         raise ConfigError(
-            f"{key} needs data that know their size, but {config.data.source} does not.",
+            f"{'run.epochs' if config.run.epochs else 'run.eval_every'} needs data that know their size, but "
+            f"{config.data.source} does not.",
             "Set a number of steps instead.",
         )
     config = config.with_epochs(Epochs(rows, config.batch.size, begun.step, begun.samples))
@@ -236,24 +240,24 @@ def _with_data(config: Config, data: Source | Unopened, begun: RunLocation) -> C
         return config
     left = max(0, math.ceil(config.run.epochs * rows) - begun.samples)
     steps = max(1, begun.step + -(-left // config.batch.size))
-    if error := schedule_error(config.optimizer, steps):
-        raise error
+    check_each(of_schedule(config.optimizer, steps))
     return config.changed({"run.steps": steps})
 
 
-def _counted(rank: int, job: Job, room: Room) -> StepCounts:
-    """Count a step of this rank; ConfigError if its activations do not fit in `room`.
+def _counted(job: Job, room: Room, rank: int) -> Job:
+    """Return the job with the counts of a step of this rank; ConfigError if it does not fit in `room`.
 
     A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model:
     counting also finds a layer that returns another output than it states.
     """
     is_own = MODELS.is_added(job.config.model.kind)
     if job.device.kernels is None and not job.config.memory.limit_gb and not is_own:
-        return StepCounts()
+        return job
     from mpitrain.run.count.step import check_activations
 
     again = partial(with_micro_batches, job)
-    return check_activations(job, job.source, job.units, room, rank, again)
+    counts = check_activations(job, job.source, job.units, room, rank, again)
+    return replace(job, counts=counts)
 
 
 def open_data(transport: Transport, job: Job) -> Source:

@@ -148,7 +148,7 @@ def without_plugins(tables: Mapping[str, Any], path: Path | None = None) -> Conf
         tables = with_keys_of_folder(tables)
     config = _with_linear(parse_sections(_with_kind(tables), path, names))
     check_rules(config, path)
-    return config
+    return config.as_checked()
 
 
 def _with_own_algorithms(tables: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -127,7 +127,18 @@ def _export(
     row = FORMATS[name]
     is_model = bool(row.models) and MODELS[config.model.kind].writes
     special, files = _companions(run, config, is_model)
-    written = row.write(Trained(config, tensors, special, dtype, manifest.base))
+    written = row.write(
+        Trained(
+            config.model,
+            config.data.labels,
+            config.lora,
+            config.run.init_from,
+            tensors,
+            special,
+            dtype,
+            manifest.base,
+        )
+    )
     written = written._replace(files={**files, **written.files})
     verify(saved, manifest, 0, 1)
     names = write_folder(folder, row.weights, written, dtype, shard_bytes)

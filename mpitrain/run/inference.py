@@ -168,12 +168,12 @@ def reader(trainer: Any, sequences: int, room: int) -> Reader:
     decoder = None
     if can_decode(chunks):
         decoder = Decoder(
-            trainer.resolved.plan.stage_of,
+            trainer.job.plan.stage_of,
             chunks,
             trainer.grid.pp.transport,
             trainer.replica,
             trainer.arena,
-            trainer.resolved.device.half or trainer.storage.dtype,
+            trainer.job.device.half or trainer.storage.dtype,
             trainer.placed,
             sequences,
             room,

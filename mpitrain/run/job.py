@@ -5,8 +5,6 @@
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
-import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +17,10 @@ from zlib import crc32
 from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
-from mpitrain.config import Config, Memory
-from mpitrain.config.faults import check_injection, delays
+from mpitrain.config import Config
 from mpitrain.data import Source, Unopened, beside, source_kind
 from mpitrain.data.templates import with_day
-from mpitrain.errors import ConfigError, brief, multiples_near, say
+from mpitrain.errors import ConfigError, brief, say
 from mpitrain.layers.base import Unit
 from mpitrain.layers.plain import Plain
 from mpitrain.machine import blas_kernels, process
@@ -32,16 +29,25 @@ from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
-from mpitrain.optim import checked
+from mpitrain.optim import with_defaults
+from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.rows import sequences_together
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.schedule_files import find_plan
-from mpitrain.pipeline.schedules import NAMED, SCHEDULES, plan_of
-from mpitrain.pipeline.simulate import goes_in_passes
+from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.choices import check
+from mpitrain.run.rules import (
+    check_each,
+    of_device,
+    of_optimizer,
+    of_plan,
+    of_ranks,
+    of_rows,
+    of_shares,
+    sequences_of,
+)
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -79,6 +85,21 @@ class RunLocation(NamedTuple):
     day: str = ""
 
 
+class StepCounts(NamedTuple):
+    """The counts of one rank's training step.
+
+    peak        bytes of activations, as `Pipeline.peak_bytes`
+    flops       floating-point operations of matrix products
+    recomputed  of `flops`, those that repeat a forward
+    problem     the reason why the step could not be counted; empty: it was
+    """
+
+    peak: int = 0
+    flops: int = 0
+    recomputed: int = 0
+    problem: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """A run in memory: what the ranks have agreed on and resolved; once built, trainer and data.
@@ -95,6 +116,8 @@ class Job:
     location  the run directory and the checkpoint to resume from
     facts     values that must be equal on all ranks, as JSON; of files and of data
     source    the data source, or only its sizes where no data are needed
+    models    Models that the run starts from, located on this rank; None: there are none
+    counts    activations and FLOPs of a step on this rank, if they are counted before it
     trainer   a Trainer: the model, ready for training or inference
 
     Iteration gives trainer, source and done.
@@ -110,8 +133,10 @@ class Job:
     done: Done = field(default_factory=lambda: Done(0, 0, ""))
     location: RunLocation = field(default_factory=RunLocation)
     facts: dict[str, Any] = field(default_factory=dict)
-    # `build` sets both. The type of the trainer is not named, for its module imports this one.
+    # `build` sets these. The types of models and trainer are not named: their modules import this one.
     source: Source | Unopened = None  # type: ignore[assignment]
+    models: Any = None
+    counts: StepCounts = StepCounts()  # noqa: RUF009  a constant
     trainer: Any = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,6 +151,15 @@ class Job:
     @property
     def step(self) -> int:
         return self.done.step
+
+    @property
+    def layer_settings(self) -> dict[str, Any]:
+        """What the layers compute with: the settings of a `LayerFactory`."""
+        return {
+            "keys": self.config.model,
+            "memory": self.config.memory,
+            "seed": self.config.run.seed,
+        }
 
     def units(self, layers: Plain) -> list[Unit]:
         """Return the units of the whole model for the data source; `layers` makes the layers."""
@@ -191,8 +225,9 @@ def agree_on(
     check_same(FILES, facts, hosts)
     (config,), (job,), location = configs, jobs, RunLocation(*places[0])
     if transport.rank == 0:
-        _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})
-        if location.passes == "auto":
+        if len({*map(tuple, products)}) > 1:
+            _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})
+        if location.passes == "auto" and any(reasons):
             say_why_numpy(reasons, hosts)
     gpus = [Gpu(*gpu) for gpu in seen]
     kind: str = config.device.kind
@@ -214,7 +249,11 @@ def agree_on(
         location=location,
     )
     if transport.rank == 0:
-        _say_that_attention_is_small(config, job.config)
+        if config.memory.recompute != job.config.memory.recompute:
+            say(
+                "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
+                "unit saves more."
+            )
         if kind == "cuda":
             _say_who_shares(gpus, hosts)
     return job
@@ -228,7 +267,8 @@ def with_data_found(config: Config, location: RunLocation, validation: str, toda
     data = config.data
     values = {f"data.{key}": getattr(data, key) or then for key, then in location.named.items()}
     values["data.validation"] = location.held_out or data.validation or validation
-    values["data.template"] = with_day(data.template, location.day or today)
+    if data.template:
+        values["data.template"] = with_day(data.template, location.day or today)
     return config.changed(values)
 
 
@@ -297,20 +337,21 @@ def resolve_here(
     machine  as `machine_of` returns it; None: it is called
     raises   ConfigError if it does not fit the ranks, hosts or this rank's device
     """
+    if not config.is_checked:
+        check(config)
     kind, passes = config.device.kind, config.device.passes
     gpu, lacks = machine or machine_of(config)
     if kind == "auto":
         kind = "cuda" if gpu.seen else "cpu"
+        check_each(of_device(config := config.changed({"device.kind": kind})))
     if (kind, passes) == ("cpu", "auto"):
         passes = "numpy" if lacks else "compiled"
-    config = config.changed({"device.kind": kind, "device.passes": passes})
-    check(config)  # The kind that replaced `auto` has rules of its own.
-    config = checked(config)
-    servers = servers_of(config)
-    sizes = axes(config, len(hosts), servers)
-    divisor(sizes, hosts, config.replication.shard)
+        config = config.changed({"device.passes": passes})
+    check_each(of_optimizer(config))
+    config = with_hyper_parameters(config)
+    sizes = axes(config, len(hosts))
+    divisor(sizes, hosts, config.replication.shard)  # raises an error
     plan = _planned(config, sizes)
-    _check_gathers(config, len(plan.stage_of))
     device = device_for(
         kind,
         config.device.gemm,
@@ -319,147 +360,58 @@ def resolve_here(
         attention=config.memory.attention,
         passes=passes,
     )
-    config = config.model_copy(update={"memory": _with_gain(config, kind)})
     config = config.changed({"batch.micro_batches": plan.micro_batches})
+    if config.memory.recompute == "attention" and _is_tiled(config):
+        # Tiles save only one number of each row, and compute the probabilities again anyway.
+        config = config.changed({"memory.recompute": "none"})
     # Each micro-batch needs a row; their number may have changed.
-    axes(config, len(hosts), servers)
-    check_rows(config, sizes)
+    check_each(of_shares(config, sizes.dp))
+    if config.layout.sequence_parallel:
+        check_each(of_rows(config, sizes))
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
     return Job(config, sizes, plan, wire, tuning, [gpu] * len(hosts) * (kind == "cuda"), device)
 
 
-def axes(config: Config, ranks: int, servers: int) -> Axes:
+def with_hyper_parameters(config: Config) -> Config:
+    """Return the configuration with the rule's own defaults of hyper-parameters that are not set.
+
+    The default learning rate is lower if the run starts from a model.
+    """
+    divisor = (TUNED_ADAPTERS if config.lora.rank else TUNED) if config.run.init_from else 1
+    settings = with_defaults(config.optimizer, divisor)
+    return config.model_copy(update={"optimizer": settings})
+
+
+def axes(config: Config, ranks: int) -> Axes:
     """Return the axes for `ranks` ranks; layout.dp 0 is replaced by the number that fits.
 
-    servers  number of the last ranks, which compute no rows
-    raises   ConfigError if ranks are not dp x cp x tp x pp + servers, if a micro-batch would have no
-             row, if run.delay names a rank that computes no rows, or if run.inject cannot happen
+    raises  ConfigError as `of_ranks`
     """
-    layout = config.layout
+    layout, servers = config.layout, servers_of(config.replication, config.pipeline.schedule)
     dp = layout.dp or max(1, (ranks - servers) // (layout.tp * layout.cp * layout.pp))
     mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp, layout.ep)
-    if mesh.ranks != ranks:
-        beside = f" + servers {servers}" if servers else ""
-        ways = ["--dp (0 takes all ranks)"] if layout.dp else []
-        ways += [f"--{axis}" for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1]
-        if servers:
-            ways.append("replication.servers" if servers > 1 else "replication.mode")
-        raise ConfigError(
-            f"{mesh.product}{beside} needs {mesh.ranks} ranks, but {ranks} were started.",
-            f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
-        )
-    if dp % layout.ep:
-        raise ConfigError(
-            f"layout.ep divides the replicas of layout.dp, but {layout.ep} does not divide {dp}.",
-            f"Set layout.ep to a divisor of {dp}, or start {multiples_near(mesh.ranks, layout.ep * mesh.ranks // dp)} ranks.",
-        )
-    micro_batches, size = config.batch.micro_batches or 1, config.batch.size
-    shares = dp * micro_batches
-    if shares > size:
-        ways = [
-            way
-            for way, helps in (
-                ("lower batch.micro_batches", micro_batches > 1),
-                ("start fewer ranks", dp > 1),
-            )
-            if helps
-        ]
-        raise ConfigError(
-            f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
-            f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
-        )
-    computing = mesh.ranks - servers
-    if absent := [
-        delay.rank
-        for delay in delays(config.run.delay)
-        if delay.rank is not None and delay.rank >= computing
-    ]:
-        raise ConfigError(
-            f"run.delay names rank {absent[0]}, but ranks that compute rows are 0 to {computing - 1}.",
-            "Name one of these in run.delay, or leave it empty.",
-        )
-    # The data, which give the steps of run.epochs, are not open yet.
-    check_injection(
-        config.run.inject, ranks, sys.maxsize if config.run.epochs else config.run.steps
-    )
+    check_each(of_ranks(config, mesh, ranks))
     return mesh
-
-
-def sequences_of(config: Config) -> int:
-    """Return the number of which the sequences of each training micro-batch must be a multiple."""
-    return (
-        sequences_together(config.model.context // config.layout.cp, config.layout.tp)
-        if config.layout.sequence_parallel
-        else 1
-    )
-
-
-def check_rows(config: Config, axes: Axes) -> None:
-    """Check that the rows of each training micro-batch divide among the tensor-parallel ranks.
-
-    config  a configuration with a resolved batch.micro_batches
-    raises  ConfigError with the nearest numbers that do
-    """
-    size, parts = config.batch.size, config.batch.micro_batches
-    tokens, fitting = config.model.context // axes.cp, sequences_of(config)
-    shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
-    odd = [rows for rows in shares if rows % fitting]
-    if not odd:
-        return
-    ways = [
-        # This size gives all micro-batches the same number of sequences.
-        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
-        f"model.context to {multiples_near(tokens * axes.cp, axes.cp * sequences_together(math.gcd(*shares), axes.tp))}",
-    ]
-    most, left = divmod(size, fitting * axes.dp)
-    if not left and axes.pp == 1:
-        smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
-        counts = sorted([*smaller, *(most // count for count in smaller)])
-        ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
-    raise ConfigError(
-        f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
-        f"{tokens} tokens has {odd[0] * tokens}.",
-        f"Set {', '.join(ways)}, or layout.sequence_parallel to false.",
-    )
-
-
-def _shares(count: int, parts: int) -> tuple[int, int]:
-    """Return the lengths of the shortest and the longest of `parts` nearly equal runs."""
-    return count // parts, -(-count // parts)
 
 
 def with_micro_batches(job: Job, micro_batches: int) -> Job | None:
     """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
     config = job.config.changed({"batch.micro_batches": micro_batches})
     try:
-        check_rows(config, job.axes)
+        check_each(of_rows(config, job.axes))
         return replace(job, config=config, plan=_planned(config, job.axes))
     except ConfigError:
         return None
 
 
-def _with_gain(config: Config, kind: str) -> Memory:
-    """Return the section [memory], without memory.recompute=attention if attention is in tiles.
-
-    Tiles save only one number of each row, and compute the probabilities again anyway.
-    """
-    memory = config.memory
-    is_tiled = kind != "cpu" or (
-        memory.attention == "tiled"
-        or (memory.attention == "auto" and config.model.context >= TILED_FROM)
+def _is_tiled(config: Config) -> bool:
+    attention = config.memory.attention
+    return (
+        config.device.kind != "cpu"
+        or attention == "tiled"
+        or (attention == "auto" and config.model.context >= TILED_FROM)
     )
-    if memory.recompute == "attention" and is_tiled:
-        return memory.model_copy(update={"recompute": "none"})
-    return memory
-
-
-def _say_that_attention_is_small(asked: Config, config: Config) -> None:
-    if asked.memory.recompute != config.memory.recompute:
-        say(
-            "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
-            "unit saves more."
-        )
 
 
 def slow_heads(config: Config) -> str:
@@ -481,43 +433,15 @@ def slow_heads(config: Config) -> str:
     )
 
 
-def _check_gathers(config: Config, chunks: int) -> None:
-    """Raise ConfigError if ZeRO 3 would gather units a third time, to recompute segments.
-
-    With several chunks this cannot happen, because a whole chunk is gathered at once.
-    """
-    if config.replication.zero == 3 and config.memory.segment > 1 and chunks == 1:
-        raise ConfigError(
-            f"With replication.zero 3 a unit is gathered twice a micro-batch, but memory.recompute {config.memory.recompute} "
-            "would gather units a third time.",
-            "Set memory.recompute to unit, or replication.zero to 2.",
-        )
-
-
 def _planned(config: Config, sizes: Axes) -> Plan:
     """Make the pipeline plan of the configured schedule, or read it from a file."""
     settings, stages, micro_batches = config.pipeline, sizes.pp, config.batch.micro_batches
-    rows = config.batch.size // sizes.dp
     if not micro_batches and settings.schedule in NAMED:
-        micro_batches = _filling(stages, rows, sequences_of(config))
+        micro_batches = 1
+        if stages > 1:
+            micro_batches = _filling(stages, config.batch.size // sizes.dp, sequences_of(config))
     plan = find_plan(settings.schedule, stages, micro_batches or None, settings.chunks or None)
-    if plan.micro_batches < stages:
-        raise ConfigError(
-            f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
-            f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}."
-            if settings.schedule in NAMED
-            else f"Name a schedule, or a file that has at least {stages} micro-batches.",
-        )
-    if (
-        config.replication.zero > 1
-        and len(plan.stage_of) > 1
-        and not all(map(goes_in_passes, plan.by_stage))
-    ):
-        raise ConfigError(
-            f"With replication.zero {config.replication.zero} all micro-batches go through a chunk of the model before the next, "
-            f"so that it is gathered and reduced once, but {settings.schedule} comes back to chunks.",
-            f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, settings.chunks)}, or replication.zero to 0 or 1.",
-        )
+    check_each(of_plan(config, plan, stages))
     return plan
 
 
@@ -527,19 +451,8 @@ def _filling(stages: int, rows: int, fitting: int) -> int:
     fitting  a number that must divide the rows of a micro-batch; if two micro-batches per stage
              prevent that, there is one per stage
     """
-    count = stages * min(2, max(1, rows // stages)) if stages > 1 else 1
+    count = stages * min(2, max(1, rows // stages))
     return count if fitting == 1 or rows % (count * fitting) == 0 else stages
-
-
-def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
-    """Name the schedules that finish a chunk for all micro-batches before the next chunk."""
-    return " or ".join(
-        name
-        for name, schedule in SCHEDULES.items()
-        if chunks in (0, schedule.chunks or chunks)
-        and not schedule.grouped
-        and all(map(goes_in_passes, plan_of(name, stages, micro_batches, chunks or None).by_stage))
-    )
 
 
 def _say_who_shares(gpus: Sequence[Gpu], hosts: Sequence[str]) -> None:

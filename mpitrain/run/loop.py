@@ -240,7 +240,7 @@ class Run:
         self._claim(agreed, job)
         self._trace()
         self._watchdog.alive("measuring matrix products")
-        places = gpu_identities(self.transport.hosts, job.trainer.resolved.gpus)
+        places = gpu_identities(self.transport.hosts, job.trainer.job.gpus)
         self._rates = utilisation(job, places.count(places[rank]))
         if self.config.run.on_spike == "back":
             from mpitrain.run.checkpoint.snapshot import Snapshots
@@ -314,7 +314,7 @@ class Run:
             newest = self.checkpoints.newest
             self.record({"event": "stopped", "step": newest, **self.limit.reason()})
             return
-        equal, counted = replicas_equal(self.trainer), self.trainer.counted.peak
+        equal, counted = replicas_equal(self.trainer), self.trainer.job.counts.peak
         self.record(
             {
                 "event": "end",
@@ -502,7 +502,9 @@ class Run:
         self.transport = job.trainer.transport
         self.finished, self.steps = job.step, self.config.run.steps
         self.loss, self.source = None, job.data
-        exchange = mode_of(self.config).exchange(self.config.replication)
+        exchange = mode_of(self.config.replication, self.config.pipeline.schedule).exchange(
+            self.config.replication
+        )
         seconds = 3600 * keys.max_hours * (rank == 0)
         self.limit = TimeLimit(self._ends, self.before.checkpoint_s, exchange, seconds)
         self.met_at, self._peaks = -1, [0]
@@ -555,7 +557,7 @@ class Run:
             if grid.is_server
             else {axis: at[axis] for axis in grid.axes.sizes if axis in at},
         )
-        if counted := trainer.counted.peak:
+        if counted := trainer.job.counts.peak:
             # Gradients and optimizer state are zeros whose pages the first step touches.
             state = sum(replica.held_by_kind().values()) - replica.parameters.nbytes
             recorder.facts(counted_activation_bytes=counted, counted_growth_bytes=counted + state)
@@ -604,8 +606,8 @@ class Run:
             record["repeated_s"] = before.repeated_s
         if location.changed:
             record["changed"] = location.changed
-        if trainer.counted.problem:
-            record["uncounted"] = trainer.counted.problem
+        if trainer.job.counts.problem:
+            record["uncounted"] = trainer.job.counts.problem
         self.record(record)
 
     # Parts of a step.
@@ -643,7 +645,7 @@ class Run:
             record["tokens_per_s"] = size * context / step_s
             record["tokens_seen"] = context * record["samples_seen"]
         record |= self._rates(step_s)
-        names = mode_of(config).records(config.replication)
+        names = mode_of(config.replication, config.pipeline.schedule).records(config.replication)
         record |= {name: result.extras.get(name, 0) for name in names}
         if config.model.experts:
             for name in ("expert_tokens", "dropped", "imbalance"):
@@ -916,7 +918,7 @@ class Checkpoints:
         trainer.sync_parameters()
         scalars = trainer.replica.skips.scalars()
         base = trainer.begun_from if config.lora.rank else {}
-        sizes = trainer.resolved.axes.sizes
+        sizes = trainer.job.axes.sizes
         manifest = Manifest(run.after(step), sizes, scalars, base=base, meaning=run.meaning)
         manifest = manifest._replace(metrics=run.written)
         room = room_for_copies(trainer) if in_background and config.checkpoint.background else None
@@ -1007,6 +1009,6 @@ def _claimed(
     place, before = agreed.location, ResumeInfo()
     if place.has_run:  # Where a run begins anew, no line counts.
         before = past(Path(place.folder), job.step if place.saved or job.step else -1)
-    folder, meant, lock = claim(agreed.location, job.trainer.resolved, job.source, job.step, alive)
+    folder, meant, lock = claim(agreed.location, job.trainer.job, job.source, job.step, alive)
     locks.append(lock)
     return str(folder), before, meant

@@ -41,21 +41,6 @@ class Room(NamedTuple):
     allowed: str = "are free"
 
 
-class StepCounts(NamedTuple):
-    """The counts of one rank's training step.
-
-    peak        bytes of activations, as `Pipeline.peak_bytes`
-    flops       floating-point operations of matrix products
-    recomputed  of `flops`, those that repeat a forward
-    problem     the reason why the step could not be counted; empty: it was
-    """
-
-    peak: int = 0
-    flops: int = 0
-    recomputed: int = 0
-    problem: str = ""
-
-
 def check_memory(transport: Transport, job: Job) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
@@ -77,9 +62,9 @@ def check_memory(transport: Transport, job: Job) -> Room:
         estimate = estimate._replace(
             length=0, largest=0, frozen=estimate.length, slot=estimate.largest
         )
-        if ranks * mode_of(config).memory(estimate) <= free:
+        if ranks * mode_of(config.replication, config.pipeline.schedule).memory(estimate) <= free:
             estimate = frozen_sizes(estimate, job)
-    needed = ranks * mode_of(config).memory(estimate)
+    needed = ranks * mode_of(config.replication, config.pipeline.schedule).memory(estimate)
     if needed > free:
         sum_needed, sum_free = gigabytes(needed, free)
         raise ConfigError(
@@ -202,7 +187,7 @@ def copied_bytes(config: Config, sizes: Sizes) -> float:
     rule, zero = RULES[config.optimizer.name], sizes.settings.zero
     if isinstance(rule.step, BlockWise):
         sizes = sizes._replace(state=len(rule.state) * sizes.master)
-    mode, axes = mode_of(config), sizes.axes
+    mode, axes = mode_of(config.replication, config.pipeline.schedule), sizes.axes
     own, state = mode.kept(sizes), mode.kept(sizes) - mode.kept(sizes._replace(state=0))
     if axes.servers > 1:  # A single one has all parameters, as workers have.
         return own + state + sizes.master * sizes.length / axes.ranks

@@ -171,7 +171,10 @@ class Recovery:
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
         # Artificial failures and delays of ranks that are lost are over.
-        delay = of_ranks(self._config.run.delay, size - servers_of(self._config))
+        delay = of_ranks(
+            self._config.run.delay,
+            size - servers_of(self._config.replication, self._config.pipeline.schedule),
+        )
         run = self._config.run.model_copy(update={"inject": "", "delay": delay})
         replication = self._config.replication
         if len({*Counter(self._root.hosts).values()}) > 1:
@@ -280,7 +283,7 @@ class Recovery:
 
 def replica_of(config: Config, rank: int, ranks: int) -> int:
     """Return the number of a rank's replica; a rank that is one, and a server, has its own."""
-    layout, servers = config.layout, servers_of(config)
+    layout, servers = config.layout, servers_of(config.replication, config.pipeline.schedule)
     size = layout.tp * layout.pp * layout.cp
     if size == 1:
         return rank
@@ -299,14 +302,14 @@ def check(config: Config, transport: Transport) -> None:
     """Raise ConfigError, on every rank, if a run of these ranks cannot lose one."""
     layout, replication = config.layout, config.replication
     size = layout.tp * layout.pp * layout.cp
-    replicas = (transport.size - servers_of(config)) // size
+    replicas = (transport.size - servers_of(config.replication, config.pipeline.schedule)) // size
     why, _, way_out = transport.needs_all.partition("; ")
     schedule = config.pipeline.schedule
     for is_refused, need, way in (
         (
             replicas < (1 if transport.spares else 2),
             f"a replica to spare, but there is {'one rank' if transport.size == 1 else f'one of {size} rank(s)'}",
-            f"Start {2 * size + servers_of(config)} or more.",
+            f"Start {2 * size + servers_of(config.replication, config.pipeline.schedule)} or more.",
         ),
         (why, f"a job that outlives a rank, but {why}", f"{way_out}."),
         (
@@ -320,7 +323,7 @@ def check(config: Config, transport: Transport) -> None:
             "Leave --ep out.",
         ),
         (
-            not is_synchronous(config),
+            not is_synchronous(config.replication, config.pipeline.schedule),
             f"ranks that end each step together, but replication.mode is {replication.mode}, and pipeline.schedule {schedule}",
             "Set them to all-reduce and 1f1b, or replication.update to sync.",
         ),

@@ -1,25 +1,35 @@
 """Every rule between keys of a configuration, with the text for a user who breaks it, in one list.
 
-Rules about ranks stand where these are known (`resolve_here`), those about data in `run/build.py`, and
-those of a replication mode in its row of `parallel/modes.py`.
+`check` has those between keys alone. Of a job `run/job.py` checks those with its ranks, its device and its schedule. Rules
+about data stand in `run/build.py`.
 """
 
 from __future__ import annotations  # help() prints signatures as they are written here.
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mpitrain.config import EPOCH, KEPT_ON_HOST, Config, Data, Lora, refusal
+from mpitrain.config import EPOCH, KEPT_ON_HOST, Config, Data, Lora, Optimizer, refusal
+from mpitrain.config.faults import KINDS, delays, injection
 from mpitrain.data import TENTH, absolute, is_fraction, source_kind, spellings, validating
 from mpitrain.data.table import MIXTURE
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.layers.plain import LOSSES
-from mpitrain.models.table import MODELS, form_for, kinds
+from mpitrain.models.table import MODELS, form_for, is_tied, kinds
+from mpitrain.ops import OPERATIONS
 from mpitrain.optim import RULES
-from mpitrain.optim.rule import ElementWise
-from mpitrain.parallel.modes import STREAMS, check_synchronous, refusal_of
+from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise
+from mpitrain.optim.rules import EVERY, unread_keys
+from mpitrain.optim.schedule import DECAYS
+from mpitrain.parallel.grid import Axes
+from mpitrain.parallel.modes import STREAMS, is_synchronous, mode_of
+from mpitrain.parallel.tensor.rows import sequences_together
 from mpitrain.pipeline import schedules
+from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.simulate import goes_in_passes
 
 Rule = tuple[object, str, str]
 """(whether the rule is broken, the law with the values, the way out)"""
@@ -44,13 +54,7 @@ def check_each(rules: Iterable[Rule], path: Path | None = None) -> None:
 def between_keys(config: Config) -> Iterator[Rule]:
     """The rules that need no row of a table."""
     wire, compute = config.replication.wire, config.precision.compute
-    kind, memory, lora, every = (
-        config.device.kind,
-        config.memory,
-        config.lora,
-        config.run.eval_every,
-    )
-    is_on_kernels = kind in ("cuda", "cuda-sim")
+    memory, lora, every = config.memory, config.lora, config.run.eval_every
     yield (
         wire != "none" and config.precision.stored != "float32",
         f"Wire formats carry float32, but precision.compute is {compute} with replication.wire {wire}.",
@@ -62,16 +66,7 @@ def between_keys(config: Config) -> Iterator[Rule]:
         "would spoil, but precision.compute is float16.",
         "Set replication.wire to fp16, bf16, int8 or none, or precision.compute to bfloat16.",
     )
-    yield (
-        kind == "cuda" and wire.startswith(KEPT_ON_HOST),
-        f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda.",
-        "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
-    )
-    yield (
-        is_on_kernels and memory.attention == "whole",
-        f"Kernels compute attention in tiles, but memory.attention is whole on {kind}.",
-        "Set memory.attention to auto, or device.kind to cpu.",
-    )
+    yield from of_device(config)
     yield (
         config.data.attend == "document" and config.data.separator < 0 and not config.data.packing,
         "data.attend=document needs documents, but data.separator is -1 and data.packing is false.",
@@ -103,6 +98,22 @@ def between_keys(config: Config) -> Iterator[Rule]:
         memory.logit_chunks > 1 and config.replication.mode == "master",
         f"In mode master rank 0 computes the loss of all logits, but memory.logit_chunks is {memory.logit_chunks}.",
         "Set memory.logit_chunks to 1, or replication.mode to all-reduce.",
+    )
+
+
+def of_device(config: Config) -> Iterator[Rule]:
+    """The rules of device.kind, which break once more where it replaces `auto`."""
+    kind, compute, wire = config.device.kind, config.precision.compute, config.replication.wire
+    is_on_kernels = kind in ("cuda", "cuda-sim")
+    yield (
+        kind == "cuda" and wire.startswith(KEPT_ON_HOST),
+        f"Wire format {wire} keeps its residuals in host memory, but device.kind is cuda.",
+        "Set replication.wire to fp16, bf16, int8 or none, or device.kind to cpu.",
+    )
+    yield (
+        is_on_kernels and config.memory.attention == "whole",
+        f"Kernels compute attention in tiles, but memory.attention is whole on {kind}.",
+        "Set memory.attention to auto, or device.kind to cpu.",
     )
     layout = config.layout
     yield (
@@ -152,23 +163,305 @@ def of_data(config: Config) -> Iterator[Rule]:
 
 
 def of_modes(config: Config) -> Iterator[Rule]:
-    """The rules of replication modes and schedules; their rows raise some by themselves."""
-    name, run = config.pipeline.schedule, config.run
+    """The rules of replication modes, ZeRO stages and schedules."""
+    settings, name, run = config.replication, config.pipeline.schedule, config.run
+    compute, is_stream = config.precision.compute, config.pipeline.schedule in STREAMS
     yield (
-        (name in STREAMS) != (name in schedules.STREAMS),
+        is_stream != (name in schedules.STREAMS),
         f"An asynchronous schedule has a row in STREAMS of pipeline/schedules.py and of parallel/modes.py, but {name} has "
         "only one of them.",
         "Add the other row, or choose another pipeline.schedule.",
     )
-    if error := refusal_of(config):
-        raise error
-    for is_set, reason in (
-        (run.digest_every, "run.digest_every reads the state between"),
-        (run.on_spike != "ignore", "run.on_spike compares the losses of"),
-        (run.patience, "run.patience ends the run between"),
-    ):
-        if is_set:
-            check_synchronous(config, reason)
+    yield (
+        settings.wire != "none" and settings.zero > 1,
+        "Wire formats carry sums that every replica has whole, but with replication.zero "
+        f"{settings.zero} none has, and replication.wire is {settings.wire}.",
+        "Set replication.wire to none, or replication.zero to 0 or 1.",
+    )
+    yield (
+        settings.shard != "all" and not settings.zero,
+        f"replication.shard {settings.shard} says among whom ZeRO divides, but replication.zero is 0.",
+        "Set replication.zero to 1, 2 or 3, or replication.shard to all.",
+    )
+    yield (
+        settings.gather != "none" and (settings.zero != 3 or compute != "float32"),
+        f"replication.gather {settings.gather} is of float32 parameters that no rank has whole, but "
+        f"replication.zero is {settings.zero} and precision.compute {compute}.",
+        "Set replication.gather to none, or replication.zero to 3 and precision.compute to float32.",
+    )
+    mode = mode_of(settings, name)
+    yield (
+        is_stream and is_tied(config.model, config.data.source),
+        f"With schedule {name} each stage updates by itself, but model.tied has two share a tensor.",
+        "Set model.tied to false, or pipeline.schedule to 1f1b.",
+    )
+    yield (
+        is_stream and compute == "float16",
+        f"With schedule {name} no stage waits until all know of an overflow, but the loss scale of float16 adapts to "
+        "them.",
+        "Set precision.compute to bfloat16 or float32, or pipeline.schedule to 1f1b.",
+    )
+    update = f" with replication.update {settings.update}" if settings.mode == "server" else ""
+    yield (
+        compute == "float16" and mode.is_late(settings),
+        "In float16 all ranks change the loss scale together after each step, but in mode "
+        f"{settings.mode}{update} they have no step in common.",
+        "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",
+    )
+    yield from (
+        of_needs(config, mode.needs, "pipeline.schedule", "1f1b", "Schedule")
+        if is_stream
+        else of_needs(config, mode.needs, "replication.mode", "all-reduce", "Mode")
+    )
+    yield from of_common_steps(config, run.digest_every, "run.digest_every reads the state between")
+    yield from of_common_steps(
+        config, run.on_spike != "ignore", "run.on_spike compares the losses of"
+    )
+    yield from of_common_steps(config, run.patience, "run.patience ends the run between")
+
+
+def of_common_steps(config: Config, is_needed: object, reason: str) -> Iterator[Rule]:
+    """The rule of what needs steps of all ranks together.
+
+    reason  a clause that says who needs them, for the message
+    """
+    schedule = config.pipeline.schedule
+    key = "pipeline.schedule" if schedule in STREAMS else "replication.mode"
+    yield (
+        is_needed and not is_synchronous(config.replication, schedule),
+        f"{reason} steps that all ranks take together, but {key} is {config.flat()[key]}.",
+        "Set pipeline.schedule=1f1b and replication.mode=all-reduce.",
+    )
+
+
+def of_optimizer(config: Config) -> Iterator[Rule]:
+    """The rules of an update rule: of a job, since runs of earlier versions may have broken them."""
+    settings, rule = config.optimizer, RULES[config.optimizer.name]
+    unread = unread_keys(settings)
+    values = " and ".join(f"optimizer.{key} is {getattr(settings, key)}" for key in unread)
+    readers = [name for name, other in RULES.items() if {*unread} <= {*other.reads}]
+    yield (
+        unread,
+        f"Update rule {settings.name} reads {', '.join(rule.reads)} of [optimizer] besides "
+        f"{', '.join(EVERY[1:])}, but {values}.",
+        f"Leave out {' and '.join(f'optimizer.{key}' for key in unread)}"
+        + (f", or set optimizer.name to {' or '.join(readers)}." if readers else "."),
+    )
+    if not config.run.epochs:  # The data, which give the steps of run.epochs, are not open yet.
+        yield from of_schedule(settings, config.run.steps)
+    yield (
+        isinstance(rule.step, ElementWise | BlockWise) and rule.step.op not in OPERATIONS,
+        f"The step of a rule is an operation of the table OPERATIONS, but {settings.name} names "
+        f"{getattr(rule.step, 'op', '')!r}.",
+        "Add the operation to the table, or choose another optimizer.name.",
+    )
+    yield (
+        isinstance(rule.step, TensorWise) and rule.step.whole and config.layout.tp > 1,
+        f"{settings.name.capitalize()} updates whole matrices, but layout.tp {config.layout.tp} divides them.",
+        "Set layout.tp to 1, or choose another optimizer.name.",
+    )
+    yield from of_needs(config, rule.needs, "optimizer.name", "adamw", "Update rule")
+
+
+def of_needs(
+    config: Config, needs: Mapping[str, Any], key: str, other: str, noun: str
+) -> Iterator[Rule]:
+    """The rules of a row: the values of other keys that it needs.
+
+    key, other  the key that names the row, and a name of a row without such rules
+    """
+    values = config.flat() if needs else {}
+    for name, value in needs.items():
+        yield (
+            values[name] != value,
+            f"{noun} {values[key]} needs {name} {value}, but it is {values[name]}.",
+            f"Set {name} to {value}, or {key} to {other}.",
+        )
+
+
+def of_schedule(settings: Optimizer, steps: int) -> Iterator[Rule]:
+    """The rules of a learning-rate schedule in a run of so many steps."""
+    fields = Optimizer.model_fields
+    keys = [
+        key for key in ("final", "decay_steps") if getattr(settings, key) != fields[key].default
+    ]
+    values = " and ".join(f"optimizer.{key} is {getattr(settings, key):g}" for key in keys)
+    yield (
+        keys and not DECAYS[settings.schedule],
+        f"optimizer.schedule {settings.schedule} has no decay, but {values}.",
+        f"Leave out {' and '.join(f'optimizer.{key}' for key in keys)}, or choose another schedule.",
+    )
+    yield (
+        settings.decay_steps and settings.warmup + settings.decay_steps > steps,
+        f"Warm-up and decay fit in run.steps, but optimizer.warmup {settings.warmup} + "
+        f"optimizer.decay_steps {settings.decay_steps} > {steps}.",
+        "Lower optimizer.decay_steps, or raise run.steps.",
+    )
+
+
+def of_ranks(config: Config, mesh: Axes, ranks: int) -> Iterator[Rule]:
+    """The rules of a mesh on so many ranks."""
+    layout, servers, run = config.layout, mesh.servers, config.run
+    ways = ["--dp (0 takes all ranks)"] if layout.dp else []
+    ways += [f"--{axis}" for axis in ("cp", "tp", "pp") if getattr(layout, axis) > 1]
+    if servers:
+        ways.append("replication.servers" if servers > 1 else "replication.mode")
+    yield (
+        mesh.ranks != ranks,
+        f"{mesh.product}{f' + servers {servers}' if servers else ''} needs {mesh.ranks} ranks, but {ranks} were started.",
+        f"Start with `mpitrain launch -n {mesh.ranks} -- train`, or change {' or '.join(ways)}.",
+    )
+    yield (
+        mesh.dp % layout.ep,
+        f"layout.ep divides the replicas of layout.dp, but {layout.ep} does not divide {mesh.dp}.",
+        f"Set layout.ep to a divisor of {mesh.dp}, or start "
+        f"{multiples_near(mesh.ranks, layout.ep * mesh.ranks // mesh.dp)} ranks.",
+    )
+    yield from of_shares(config, mesh.dp)
+    computing = mesh.ranks - servers
+    for rank in (delay.rank for delay in (delays(run.delay) if run.delay else ())):
+        yield (
+            rank is not None and rank >= computing,
+            f"run.delay names rank {rank}, but ranks that compute rows are 0 to {computing - 1}.",
+            "Name one of these in run.delay, or leave it empty.",
+        )
+    if run.inject:  # The data, which give the steps of run.epochs, are not open yet.
+        yield from of_injection(run.inject, ranks, sys.maxsize if run.epochs else run.steps)
+
+
+def of_shares(config: Config, dp: int) -> Iterator[Rule]:
+    """The rule that each micro-batch of each replica has a row."""
+    micro_batches, size = config.batch.micro_batches or 1, config.batch.size
+    ways = ["lower batch.micro_batches"] * (micro_batches > 1) + ["start fewer ranks"] * (dp > 1)
+    shares = dp * micro_batches
+    yield (
+        shares > size,
+        f"Each of dp {dp} x micro-batches {micro_batches} = {shares} shares needs a sequence, but batch.size is {size}.",
+        f"Set batch.size to at least {shares}, or {' or '.join(ways)}.",
+    )
+
+
+def of_injection(text: str, ranks: int, steps: int) -> Iterator[Rule]:
+    """The rules of a failure that can happen.    steps: run.steps"""
+    failure = injection(text)
+    assert failure
+    kind, rank, point = KINDS[failure.kind], failure.rank, failure.point
+    yield (
+        ranks < kind.ranks,
+        f"run.inject {failure.kind} needs at least {kind.ranks} ranks, but the job has {ranks}.",
+        "Start more ranks, or leave run.inject empty.",
+    )
+    yield (
+        rank >= ranks,
+        f"run.inject names rank {rank}, but ranks are 0 to {ranks - 1}.",
+        "Name a rank of the job in run.inject, or start more ranks.",
+    )
+    yield (
+        point not in kind.points,
+        f"run.inject {failure.kind} can happen at {', '.join(dict.fromkeys(kind.points))}, but the point is {point}.",
+        "Leave the point out, or name one of these behind the step.",
+    )
+    yield (
+        point == "publish" and rank,
+        f"Rank 0 publishes checkpoints, but run.inject names rank {rank} at publish.",
+        f"Write {failure.kind}:0@{failure.step}:publish.",
+    )
+    yield (
+        (failure.step == 0) != (point == "start"),
+        f"In run.inject step 0 is the start and steps count from 1, but {text!r} has step {failure.step} and "
+        f"point {point}.",
+        f"Write {failure.kind}:{rank}@0 for the start, or a step from 1 on.",
+    )
+    yield (
+        failure.step > steps,
+        f"The step of run.inject is at most run.steps {steps}, but it is {failure.step}.",
+        "Name an earlier step, or raise run.steps.",
+    )
+
+
+def of_plan(config: Config, plan: Plan, stages: int) -> Iterator[Rule]:
+    """The rules of a pipeline schedule with its stages and its number of micro-batches."""
+    schedule, zero, chunks = config.pipeline.schedule, config.replication.zero, len(plan.stage_of)
+    yield (
+        plan.micro_batches < stages,
+        f"A pipeline of {stages} stages is never full with fewer micro-batches, but there are {plan.micro_batches}.",
+        f"Set batch.micro_batches to at least {stages}, or --pp to at most {plan.micro_batches}."
+        if schedule in schedules.NAMED
+        else f"Name a schedule, or a file that has at least {stages} micro-batches.",
+    )
+    if zero > 1 and chunks > 1 and not all(map(goes_in_passes, plan.by_stage)):
+        yield (
+            True,
+            f"With replication.zero {zero} all micro-batches go through a chunk of the model before the next, "
+            f"so that it is gathered and reduced once, but {schedule} comes back to chunks.",
+            f"Set pipeline.schedule to {_in_passes(stages, plan.micro_batches, config.pipeline.chunks)}, "
+            "or replication.zero to 0 or 1.",
+        )
+    # With several chunks a whole chunk is gathered at once.
+    yield (
+        zero == 3 and config.memory.segment > 1 and chunks == 1,
+        f"With replication.zero 3 a unit is gathered twice a micro-batch, but memory.recompute {config.memory.recompute} "
+        "would gather units a third time.",
+        "Set memory.recompute to unit, or replication.zero to 2.",
+    )
+
+
+def _in_passes(stages: int, micro_batches: int, chunks: int) -> str:
+    """Name the schedules that finish a chunk for all micro-batches before the next chunk."""
+    return " or ".join(
+        name
+        for name, schedule in schedules.SCHEDULES.items()
+        if chunks in (0, schedule.chunks or chunks)
+        and not schedule.grouped
+        and all(
+            map(
+                goes_in_passes,
+                schedules.plan_of(name, stages, micro_batches, chunks or None).by_stage,
+            )
+        )
+    )
+
+
+def sequences_of(config: Config) -> int:
+    """Return the number of which the sequences of each training micro-batch must be a multiple."""
+    return (
+        sequences_together(config.model.context // config.layout.cp, config.layout.tp)
+        if config.layout.sequence_parallel
+        else 1
+    )
+
+
+def of_rows(config: Config, axes: Axes) -> Iterator[Rule]:
+    """The rule that the rows of each training micro-batch divide among the tensor-parallel ranks.
+
+    config  a configuration with a resolved batch.micro_batches
+    """
+    size, parts = config.batch.size, config.batch.micro_batches
+    tokens, fitting = config.model.context // axes.cp, sequences_of(config)
+    shares = [rows for whole in _shares(size, axes.dp) for rows in _shares(whole, parts)]
+    if not (odd := [rows for rows in shares if rows % fitting]):
+        return
+    ways = [
+        # This size gives all micro-batches the same number of sequences.
+        f"batch.size to {multiples_near(size, fitting * axes.dp * parts)}",
+        f"model.context to {multiples_near(tokens * axes.cp, axes.cp * sequences_together(math.gcd(*shares), axes.tp))}",
+    ]
+    most, left = divmod(size, fitting * axes.dp)
+    if not left and axes.pp == 1:
+        smaller = [count for count in range(1, math.isqrt(most) + 1) if most % count == 0]
+        counts = sorted([*smaller, *(most // count for count in smaller)])
+        ways.append(f"batch.micro_batches to {min(counts, key=lambda count: abs(count - parts))}")
+    yield (
+        True,
+        f"With layout.sequence_parallel {axes.tp} ranks divide the rows of each micro-batch, but one of {odd[0]} sequence(s) of "
+        f"{tokens} tokens has {odd[0] * tokens}.",
+        f"Set {', '.join(ways)}, or layout.sequence_parallel to false.",
+    )
+
+
+def _shares(count: int, parts: int) -> tuple[int, int]:
+    """Return the lengths of the shortest and the longest of `parts` nearly equal runs."""
+    return count // parts, -(-count // parts)
 
 
 def of_model(config: Config) -> Iterator[Rule]:
@@ -299,8 +592,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"layout.ep divides tensors that optimizer.name {optimizer} needs whole, but is {layout.ep}.",
         "Set optimizer.name to adamw, or layout.ep to 1.",
     )
-    if layout.ep > 1:
-        check_synchronous(config, "layout.ep sends tokens between ranks in")
+    yield from of_common_steps(config, layout.ep > 1, "layout.ep sends tokens between ranks in")
     share = model.top_k * model.context / max(1, model.experts)
     for is_broken, law, way_out in (
         (
@@ -354,7 +646,7 @@ def of_model(config: Config) -> Iterator[Rule]:
             f"{getattr(model, key)!r} and model.experts is 0.",
             f"Set model.experts, or leave model.{key} out.",
         )
-    row.check(config)
+    row.check(model)
 
 
 def _ways_to_split(config: Config, key: str, tp: int, divisor: str) -> str:

@@ -65,7 +65,7 @@ from mpitrain.files import (
 )
 from mpitrain.formats.companions import INIT_FROM, OF_MODEL, of_folder
 from mpitrain.formats.writing import is_of_bytes
-from mpitrain.optim import checked, without_unread
+from mpitrain.optim import without_unread
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import (
     CHECKPOINTS,
@@ -80,7 +80,7 @@ from mpitrain.run.checkpoint.manifest import (
     verify,
 )
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.job import Job, RunLocation
+from mpitrain.run.job import Job, RunLocation, with_hyper_parameters
 from mpitrain.run.metrics import METRICS, check_kept, cut_after, is_number, read_metrics
 from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
@@ -149,7 +149,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
     check_meaning(then.flat(), newest_saved, manifest)
     check_kept(folder / METRICS, manifest.metrics, manifest.done.step)
     check_named(then.run.plugins, digests(config.run.plugins), folder)
-    changed = _changes(then, checked(config))
+    changed = _changes(then, with_hyper_parameters(config))
     if fixed := [
         f"{key} {then!r} -> {now!r}"
         for key, (then, now) in changed.items()

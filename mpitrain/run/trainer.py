@@ -21,20 +21,13 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.modes import class_of
+from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replica import StepResult
-from mpitrain.parallel.tensor.layer_factory import (
-    LayerFactory,
-    check_used,
-    layers_for,
-    loss_for,
-    settings_of,
-)
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run import inference
 from mpitrain.run.job import FILES, Job, agree_on
-from mpitrain.run.memory import StepCounts
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -221,17 +214,20 @@ class Trainer:
         The transport that connects all ranks. The trainer splits its own from it.
     units : sequence of Unit, or callable
         The whole model: the same list on every rank. A callable receives a layer factory, a
-        `Plain` that divides layers over the ranks of layout.tp, and returns the list.
+        `Plain` that divides layers over the ranks of layout.tp, and returns the list. None: the
+        model of the job.
     config : Config
         The configuration, from `parse`.
     loss : Loss, optional
         The loss function. None: that of model.loss.
     opened : callable, optional
-        Returns the job with what its data determine. It is called on each rank before `units`, and
+        (job) -> the job with what its data determine. It is called on each rank before `units`, and
         an error of one rank is raised on all.
 
     Attributes
     ----------
+    job : Job
+        What the ranks agreed on and resolved, with the data of `opened`.
     units : list of Unit
         The units on this rank; with layout.pp above 1 those of its pipeline stage.
     storage : Storage
@@ -254,22 +250,18 @@ class Trainer:
     def __init__(
         self,
         transport: Transport,
-        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
+        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
         config: Config | Job,
         loss: Loss | None = None,
-        opened: Callable[[], Job] | None = None,
+        opened: Callable[[Job], Job] | None = None,
     ):
-        # Activations and FLOPs of a step on this rank, as `build` counts them beforehand.
-        self.counted = StepCounts()
         # Bytes of snapshots and copies in host memory, which `check_copies` counts.
         self.snapshot_bytes = 0
         # Folder and digests of the initial parameters, if `build` read them from run.init_from.
         self.begun_from: dict[str, Any] = {}
-        self.resolved = resolved = (
-            config if isinstance(config, Job) else agree_on(transport, lambda: config)
-        )
-        self.config = resolved.config
-        self.backend, self.arena = resolved.device.backend, resolved.device.arena()
+        self.job = job = config if isinstance(config, Job) else agree_on(transport, lambda: config)
+        self.config = job.config
+        self.backend, self.arena = job.device.backend, job.device.arena()
         endpoint = transport.split(0)
         assert endpoint is not None
         self._own: Transport | None = endpoint
@@ -278,10 +270,10 @@ class Trainer:
         self.transport = over_device(endpoint, self.backend, self.config.device.cuda_aware)
         self.grid = Grid(
             self.transport,
-            resolved.axes,
+            job.axes,
             self.config.replication.algorithm,
-            resolved.tuning,
-            arithmetic_of(resolved.device),
+            job.tuning,
+            arithmetic_of(job.device),
             arena=self.arena,
             tp_algorithm=self.config.layout.algorithm,
         )
@@ -297,57 +289,57 @@ class Trainer:
 
     def _build(
         self,
-        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]],
+        units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
         loss: Loss | None,
-        opened: Callable[[], Job] | None,
+        opened: Callable[[Job], Job] | None,
     ) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
-        resolved, grid = self.resolved, self.grid
-        ops, stage_of = resolved.device.ops, resolved.plan.stage_of
+        grid, ops, stage_of = self.grid, self.job.device.ops, self.job.plan.stage_of
+
+        def cut_by(layers: LayerFactory) -> Chunks:
+            config, model = self.config, self.job.units if units is None else units
+            return cut_in_chunks(
+                model, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
+            )
 
         def assigned() -> Chunks:
-            if opened:
-                self.resolved = opened()
-                self.config = self.resolved.config
-            config = self.config
+            self.job = job = opened(self.job) if opened else self.job
+            self.config = config = job.config
             self.layers = layers = layers_for(
-                ops, grid.tp, config.layout, grid.cp, ep=grid.ep, **settings_of(config)
+                ops, grid.tp, config.layout, grid.cp, ep=grid.ep, **job.layer_settings
             )
-            cut = cut_in_chunks(
-                units, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
-            )
-            check_used(layers, config)
-            check_groups(
-                config.optimizer,
-                [
-                    unit.full_name(parameter)
-                    for unit in cut.model
-                    for parameter in unit.layer.parameters()
-                ],
-            )
+            cut = cut_by(layers)
+            check_used(layers, config.data.attend, config.layout.cp)
+            if config.optimizer.groups:
+                check_groups(
+                    config.optimizer,
+                    [
+                        unit.full_name(parameter)
+                        for unit in cut.model
+                        for parameter in unit.layer.parameters()
+                    ],
+                )
             grid.check()
             return cut
 
-        cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.resolved.facts)
-        (model, chunks, tied), layers = cut, self.layers
+        cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.job.facts)
+        (model, chunks, tied), job, layers = cut, self.job, self.layers
         self.decoded = chunks  # the units of each chunk with which text is generated
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = self.config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(ops, grid.tp, layout, ep=grid.ep, **settings_of(self.config))
-            config = self.config
-            again = cut_in_chunks(
-                units, whole, stage_of, config.pipeline.partition, config.model.freeze, config.lora
-            )
-            self.decoded = again.chunks
+            whole = layers_for(ops, grid.tp, layout, ep=grid.ep, **job.layer_settings)
+            self.decoded = cut_by(whole).chunks
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
         if tied:
             on_all_ranks(self.transport, grid.check)
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self.loss = loss_for(layers, loss)
-        self.storage = Storage(self.units, self.config.precision.stored, resolved.axes.copies)
-        config, kind = self.config, class_of(self.config, grid)
+        self.storage = Storage(self.units, self.config.precision.stored, job.axes.copies)
+        config = self.config
+        mode = mode_of(config.replication, config.pipeline.schedule)
+        kind = mode.of_rank(grid.is_server, config.replication)
         if config.run.inject:
             from mpitrain.run.injection import failing
 
@@ -355,14 +347,14 @@ class Trainer:
         self.replica = kind(
             grid,
             self.storage,
-            resolved.device,
+            job.device,
             self.arena,
             self.loss,
             settings=config.replication,
             optimizer=config.optimizer,
             batch=config.batch,
             run=config.run,
-            wire=resolved.wire,
+            wire=job.wire,
             compute=config.precision.compute,
             source=config.data.source,
             dense_steps=config.dense_steps,
@@ -373,9 +365,9 @@ class Trainer:
         if layers.loads:
             self._expert_loads = np.zeros(1 + self.config.model.experts)
             self._sum_of_loads = grid.world.bind(self._expert_loads)
-        dtype = resolved.device.half or self.storage.dtype
+        dtype = job.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
-            resolved.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
+            job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
         )
         output_shape = partial(self.pipe.input_shape, len(chunks))
         self.rows = Rows(
@@ -610,7 +602,7 @@ class Trainer:
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
-        half = self.resolved.device.half
+        half = self.job.device.half
         return self.backend.from_host(
             rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
         )

@@ -38,7 +38,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     sharing  ranks on this GPU or, without one, on this host
     """
     trainer, config = job.trainer, job.trainer.config
-    axes, device = trainer.resolved.axes, trainer.resolved.device
+    axes, device = trainer.job.axes, trainer.job.device
     dtype = device.half or trainer.storage.dtype
     kernels = f"{config.device.gemm} {config.device.tiles}"
     peak = gemm_peak(device, dtype, sharing, kernels)

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from mpitrain.errors import ConfigError
 from mpitrain.optim.rule import Round, Rule, TensorWise, scalar
 
 
@@ -25,11 +24,8 @@ def normalised(piece, update):
         piece.mirror[...] = piece.parameters
 
 
-def whole_matrices(config):
-    """Refuse to divide a matrix."""
-    if config.replication.zero or config.layout.tp > 1:
-        return ConfigError("whole needs whole matrices, but they are divided.", "Set tp to 1.")
-    return None
+UNDIVIDED = {"replication.zero": 0, "layout.tp": 1}
+"""What a rule needs whose tensors no ranks may divide."""
 
 
 def whole(piece, update):
@@ -47,5 +43,5 @@ TOYS = {
         TensorWise([Round({"squares": scalar}, add_norm)], normalised),
         {"epsilon": 1e-7},
     ),
-    "whole": Rule("needs whole matrices", (), {}, TensorWise([], whole), refusal=whole_matrices),
+    "whole": Rule("needs whole matrices", (), {}, TensorWise([], whole), needs=UNDIVIDED),
 }

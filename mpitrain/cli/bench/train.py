@@ -254,7 +254,7 @@ def measure_sides(
     for side in sides:
         side.close()
     if config.replication.algorithm == "auto" and (
-        advice := foreign(job.trainer.resolved.tuning, transport.hosts)
+        advice := foreign(job.trainer.job.tuning, transport.hosts)
     ):
         shown.say(f"{advice} in replication.tuning")
     tokens = config.batch.size * config.model.context if job.source.form == "tokens" else 0

@@ -95,7 +95,7 @@ class Restarts:
         self._vain = 0 if is_further else self._vain + 1
         if config.run.on_failure != "continue" or self._vain >= ATTEMPTS:
             return None
-        layout, servers = config.layout, servers_of(config)
+        layout, servers = config.layout, servers_of(config.replication, config.pipeline.schedule)
         size = layout.tp * layout.pp * layout.cp * layout.ep
         most = min(self._ranks, sum(hosts.values())) if self._hosts else self._ranks
         ranks = (most - servers) // size * size + servers

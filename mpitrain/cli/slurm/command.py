@@ -281,7 +281,6 @@ def _parsed(words: list[str]) -> click.Context:
 
 def _check_training(request: BatchJob, parameters: dict[str, Any], settings: list[str]) -> None:
     from mpitrain.cli.train import _configured
-    from mpitrain.parallel.modes import servers_of
     from mpitrain.run.choices import check as check_choices
     from mpitrain.run.job import axes
 
@@ -301,7 +300,7 @@ def _check_training(request: BatchJob, parameters: dict[str, Any], settings: lis
         parameters["preset"],
     )
     check_choices(config)
-    axes(config, request.ranks - request.spares, servers_of(config))
+    axes(config, request.ranks - request.spares)
     if request.spares and config.run.on_failure != "continue":
         raise ConfigError(
             f"Spares wait for run.on_failure=continue, but --spares is {request.spares} and run.on_failure is end.",

@@ -300,7 +300,7 @@ def slow_products(config: Config) -> str:
 
 def way(config: Config) -> str:
     layout, replication = config.layout, config.replication
-    if servers := servers_of(config):
+    if servers := servers_of(config.replication, config.pipeline.schedule):
         return f"{servers} of them {replication.update} server(s)"
     if replication.mode != "all-reduce":
         return f"mode {replication.mode}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from mpitrain.collectives.group import Group
-from mpitrain.config import Config, Layout, Model
+from mpitrain.config import Layout, Model
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import ALL_ROWS, ALL_TOKENS, Layer, Loss, TokenShare, Unit, WholeRows
 from mpitrain.layers.chunked_logits import ChunkedLoss
@@ -111,11 +111,6 @@ def layers_for(
     return LayerFactory(ops, context, rows=rows, tokens=share, **settings)
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """Return what the layers of a job compute with: the settings of its `LayerFactory`."""
-    return {"keys": config.model, "memory": config.memory, "seed": config.run.seed}
-
-
 def described(ops: Ops, layout: Layout, **settings: Any) -> LayerFactory:
     """Return the layer factory of the last tensor-parallel rank, which has the largest shards.
 
@@ -149,15 +144,17 @@ def check_saved(layers: Plain) -> None:
             )
 
 
-def check_used(layers: Plain, config: Config) -> None:
+def check_used(layers: Plain, attend: str, cp: int) -> None:
     """Raise ConfigError if a key of dropout, a window, documents or layout.cp needs a layer that the model lacks.
 
-    layers  the factory, after the model has been built with it
+    layers      the factory, after the model has been built with it
+    attend, cp  data.attend and layout.cp
     """
+    keys = layers.keys
     for key, constructor, value in (
-        ("model.dropout", "dropout", config.model.dropout),
-        ("model.attention_dropout", "attention dropout", config.model.attention_dropout),
-        ("model.window", "a window", config.model.window),
+        ("model.dropout", "dropout", keys.dropout),
+        ("model.attention_dropout", "attention dropout", keys.attention_dropout),
+        ("model.window", "a window", keys.window),
     ):
         if value and constructor not in layers.made:
             raise ConfigError(
@@ -165,8 +162,8 @@ def check_used(layers: Plain, config: Config) -> None:
                 f"Set {key} to 0, or make them with the layer factory.",
             )
     for key, usual, is_set in (
-        ("data.attend=document", "data.attend to window", config.data.attend == "document"),
-        (f"layout.cp={config.layout.cp}", "layout.cp to 1", config.layout.cp > 1),
+        ("data.attend=document", "data.attend to window", attend == "document"),
+        (f"layout.cp={cp}", "layout.cp to 1", cp > 1),
     ):
         if is_set and "attention" not in layers.made:
             raise ConfigError(

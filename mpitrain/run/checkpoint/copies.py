@@ -32,7 +32,7 @@ def state_to_save(trainer: Trainer) -> Sequence[StateBuffer]:
 def room_for_copies(trainer: Trainer) -> saving.HostRoom:
     """Return the memory of this rank's host for copies of a checkpoint, besides snapshots; collective."""
     limit, is_host = trainer.config.memory.limit_gb, trainer.backend.kind != "cuda"
-    held = sum(trainer.replica.held_by_kind().values()) + trainer.counted.peak
+    held = sum(trainer.replica.held_by_kind().values()) + trainer.job.counts.peak
     held += trainer.snapshot_bytes
     return saving.HostRoom(process.free_memory("cpu"), int(limit * 1e9 * is_host), held)
 

@@ -26,8 +26,8 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
-from mpitrain.parallel.grid import Axes, share
-from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for, settings_of
+from mpitrain.parallel.grid import share
+from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
 from mpitrain.pipeline.pipeline import Pipeline
@@ -40,8 +40,8 @@ from mpitrain.run.count.weightless import (
     WeightlessMemory,
     WeightlessOnDevice,
 )
-from mpitrain.run.job import Job
-from mpitrain.run.memory import Room, StepCounts
+from mpitrain.run.job import Job, StepCounts
+from mpitrain.run.memory import Room
 from mpitrain.run.trainer import places_of
 from mpitrain.trace.recorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SILENT, Silent
 from mpitrain.transport.base import Several, Traffic
@@ -117,8 +117,9 @@ class Body:
     layers  the layer factory
     """
 
-    def __init__(self, device: Device, config: Config, axes: Axes, tp: int, cp: int):
-        self.device, self.count = device, Count()
+    def __init__(self, job: Job, tp: int, cp: int):
+        axes = job.axes
+        self.device, self.count, device = job.device, Count(), job.device
         self.memory = WeightlessMemory(_kind_of(device))
         self.arena = Arena(self.memory)
         self.sums = Sums()
@@ -128,10 +129,11 @@ class Body:
         )
         ops = counted(_leasing(device), self.count)
         own_context = context if axes.cp > 1 else None
-        settings = settings_of(config)
         endpoint = self.endpoint(0, axes.ep)
         experts = CountedGroup(endpoint, self.arena, "ep", self.sums) if axes.ep > 1 else None
-        self.layers = layers_for(ops, group, config.layout, own_context, ep=experts, **settings)
+        self.layers = layers_for(
+            ops, group, job.config.layout, own_context, ep=experts, **job.layer_settings
+        )
 
     def endpoint(self, rank: int, ranks: int) -> Any:
         """Return a transport without peers; its recorder tells `count` when a backward runs."""
@@ -218,7 +220,7 @@ class Counter:
     ):
         config, plan = job.config, job.plan
         self.job, self.source = job, source
-        self.body = Body(job.device, config, job.axes, tp, job.axes.cp - 1 if cp is None else cp)
+        self.body = Body(job, tp, job.axes.cp - 1 if cp is None else cp)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self.chunks = cut_in_chunks(

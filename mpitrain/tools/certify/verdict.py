@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mpitrain.config.whole import read_toml
+from mpitrain.config import read_toml
 from mpitrain.errors import ConfigError
 from mpitrain.machine.process import room_for
 from mpitrain.strict_json import complaint

@@ -16,15 +16,15 @@ import numpy as np
 from mpitrain.config import Config
 from mpitrain.data import Source
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.models.table import check_data
+from mpitrain.models.table import MODELS, other_form
 from mpitrain.ops.device import Device
-from mpitrain.parallel.modes import check_synchronous
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import build, open_data
 from mpitrain.run.count.step import bytes_needed
 from mpitrain.run.job import Job, sequences_of, with_micro_batches
 from mpitrain.run.memory import Room, check_memory
 from mpitrain.run.metrics import strict
+from mpitrain.run.rules import check_each, of_common_steps
 from mpitrain.tools.plan.micro_batches import StepPredictions, counts, measured_predictions
 from mpitrain.tools.plan.micro_batches import report as step_report
 from mpitrain.tools.plan.steps import (
@@ -140,8 +140,9 @@ def search(
     """
     on_all_ranks(transport, lambda: _check_mode(resolved.config))
     source = open_data(transport, resolved)
-    name = resolved.config.data.source
-    on_all_ranks(transport, lambda: check_data(resolved.config.model.kind, source.form, name))
+    keys = resolved.config.model
+    if source.form not in MODELS[keys.kind].takes.split():  # the same on all ranks
+        raise other_form(keys.kind, source.form, resolved.config.data.source).on_every_rank()
     show("counting")
     fit = find_largest(transport, resolved, source, most)
     count = partial(counted_bytes, transport, source, fit.room)
@@ -204,7 +205,7 @@ def _choices(resolved: Job, most: int) -> list[int]:
 
 
 def _check_mode(config: Config) -> None:
-    check_synchronous(config, "plan batch measures")
+    check_each(of_common_steps(config, True, "plan batch measures"))
     if config.replication.mode == "master":
         raise ConfigError(
             "plan batch counts the activations of each rank's rows, but with replication.mode master "

@@ -514,7 +514,7 @@ class Planner:
 
         for storage, chunks in self._stages(axes):
             stage = stage_sizes(job, storage, chunks, shards, bucket)
-            nbytes.append(mode_of(config).memory(stage))
+            nbytes.append(mode_of(config.replication, config.pipeline.schedule).memory(stage))
         return np.array(nbytes)
 
     def _exposed(self, layout: ParallelLayout, step: Simulated) -> float:

@@ -15,8 +15,8 @@ from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
 from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
-from mpitrain.run.job import slow_heads
-from mpitrain.run.memory import StepCounts, copied_bytes, stage_sizes
+from mpitrain.run.job import StepCounts, slow_heads
+from mpitrain.run.memory import copied_bytes, stage_sizes
 from mpitrain.run.trainer import parameter_count
 from mpitrain.tools.plan.unit_counts import UnitCount, unit_counts
 from mpitrain.tools.text_table import TextColumn, TextTable
@@ -55,7 +55,9 @@ class Counted(NamedTuple):
 def ranks_of(config: Config) -> int:
     """Return the number of ranks: dp * cp * tp * pp, and servers; an unset dp counts as 1."""
     layout = config.layout
-    return max(1, layout.dp) * layout.cp * layout.tp * layout.pp + servers_of(config)
+    return max(1, layout.dp) * layout.cp * layout.tp * layout.pp + servers_of(
+        config.replication, config.pipeline.schedule
+    )
 
 
 def count(unresolved: Config) -> Counted:
@@ -80,15 +82,23 @@ def count(unresolved: Config) -> Counted:
         return fmean(map(nbytes, every))
 
     copies = {}
-    if is_synchronous(config) and config.checkpoint.background:
+    if (
+        is_synchronous(config.replication, config.pipeline.schedule)
+        and config.checkpoint.background
+    ):
         whole = mean(lambda stage: (stage.master + stage.state) * stage.length)
         copies["copies of a checkpoint"] = whole * axes.tp * axes.pp / axes.ranks
     if config.run.on_spike == "back":
-        copies["two snapshots"] = KEPT * mean(mode_of(config).kept)
+        copies["two snapshots"] = KEPT * mean(
+            mode_of(config.replication, config.pipeline.schedule).kept
+        )
     if config.run.copies_every:
         copied = mean(lambda stage: copied_bytes(config, stage))
         copies["two copies, also of a neighbour's"] = KEPT * copied
-    state, parameters = mean(mode_of(config).memory), parameter_count(counter.model)
+    state, parameters = (
+        mean(mode_of(config.replication, config.pipeline.schedule).memory),
+        parameter_count(counter.model),
+    )
     return Counted(config, axes, parameters, state, copies, rows, stages)
 
 

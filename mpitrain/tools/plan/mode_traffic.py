@@ -233,7 +233,11 @@ def by_use(facts: RankFacts) -> tuple[float, float] | None:
     weights or replication.zero_keep, and if replication.gather compresses the all-gathers.
     """
     config, storage = facts.config, facts.storage
-    if is_tied(config) or config.replication.zero_keep or config.replication.gather != "none":
+    if (
+        is_tied(config.model, config.data.source)
+        or config.replication.zero_keep
+        or config.replication.gather != "none"
+    ):
         return None
     summed, frozen = _scatters_per_step(facts) * storage.length, storage.frozen.spans
     if facts.chunks:

@@ -99,7 +99,7 @@ def measure(
                     ),
                 )
             )
-            for chunk in range(len(trainer.resolved.plan.stage_of))
+            for chunk in range(len(trainer.job.plan.stage_of))
         ]
         spread = max(spread for each, _ in gathered for *_, spread in each.values())
         measurements.append(
@@ -173,7 +173,7 @@ def _kept(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray)
 
 
 def _is_last(trainer: Trainer, chunk: int) -> bool:
-    return chunk == len(trainer.resolved.plan.stage_of) - 1
+    return chunk == len(trainer.job.plan.stage_of) - 1
 
 
 def _output_gradient(trainer: Trainer, y: Any, targets: np.ndarray) -> Any:
@@ -244,7 +244,7 @@ def _way(trainer: Trainer, shape: tuple[int, ...]) -> MessageTime:
 
     shape  of the model's input
     """
-    stage_of, transport = trainer.resolved.plan.stage_of, trainer.grid.pp.transport
+    stage_of, transport = trainer.job.plan.stage_of, trainer.grid.pp.transport
     longest = MessageTime(0.0, 0.0)
     for chunk, (sender, receiver) in enumerate(pairwise(stage_of), 1):
         trainer.transport.barrier()  # Only one boundary is measured at a time.

@@ -136,7 +136,7 @@ def twenty_steps(transport, *settings):
     trainer, source, _ = build(transport, configured(*settings, "memory.limit_gb=1e6"))
     batches = [source.batch(0, step, 12, range(12)) for step in range(20)]
     results = stepped(trainer, source, range(20))
-    assert trainer.counted.peak == trainer.pipe.peak_bytes
+    assert trainer.job.counts.peak == trainer.pipe.peak_bytes
     return batches, [(one.loss, one.grad_norm) for one in results], trainer.tensors()
 
 

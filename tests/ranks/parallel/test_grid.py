@@ -7,7 +7,6 @@ from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.parallel.grid import Axes, Grid
-from mpitrain.parallel.modes import servers_of
 from mpitrain.run.build import build
 from mpitrain.run.job import axes
 from mpitrain.transport.threads import run_ranks
@@ -149,5 +148,5 @@ SERVERS = "replication.mode=server"
 )
 def test_a_refusal_of_a_layout_names_only_what_can_help(ranks, settings, way_out):
     with pytest.raises(ConfigError) as raised:
-        axes(config := parse(with_settings({}, settings)), ranks, servers_of(config))
+        axes(parse(with_settings({}, settings)), ranks)
     assert str(raised.value).endswith(way_out)

@@ -161,7 +161,7 @@ def test_frozen_tensors_have_16_bits_alone_and_stay_as_they_are(kind, zero):
         )
         frozen = trainer.replica.frozen
         flat, first = trainer.backend.to_host(frozen.flat).copy(), trainer.tensors()
-        half = trainer.resolved.device.half
+        half = trainer.job.device.half
         assert frozen.flat.dtype == (half or np.float32)
         length, shards = trainer.storage.frozen.length, 2 if zero == 3 else 1
         assert frozen.flat.size == length // shards > 0

@@ -59,7 +59,7 @@ def search_in(transport, settings, most=64, seconds=0.5):
 def stepped(transport, config):
     trainer, source, _ = build(transport, config)
     trainer.step(0, *trainer.replica.batch(source, 0))
-    return trainer.arena.peak, trainer.resolved
+    return trainer.arena.peak, trainer.job
 
 
 @pytest.mark.counted
@@ -202,7 +202,7 @@ def regression(transport, sigma, micro_batches, rows):
         config,
         Squares(),
     )
-    taken = Steps(replace(trainer.resolved, trainer=trainer, source=source), rows)
+    taken = Steps(replace(trainer.job, trainer=trainer, source=source), rows)
     return steps.measure_noise(taken, rows, 1, bool), source
 
 

@@ -38,8 +38,11 @@ MARKED = "run.stall_seconds=601"
 """A key that changes no bit, by which the runs with a fault are known."""
 
 
-def flipped(kind, step, tensor, element, bit):
-    """The class of replicas that change a bit of their gradient in one step, before its reduction."""
+def flipped(kind, rank, step, tensor, element, bit):
+    """The class of replicas that change a bit of one rank's gradient in one step, before its reduction.
+
+    Only those of marked runs do.
+    """
 
     class Flipped(kind):
         now = 0
@@ -50,7 +53,8 @@ def flipped(kind, step, tensor, element, bit):
 
         def ready(self, unit, is_last):
             units = {entry.unit for entry in self.storage.entries if entry.name == tensor}
-            if is_last and self.now == step and unit in units:
+            is_here = self.run.stall_seconds == 601 and self.grid.transport.rank == rank
+            if is_here and is_last and self.now == step and unit in units:
                 for name, array in leaves(self.gradients(unit)):
                     if tensor.endswith(f".{name}"):
                         bits = array.reshape(-1).view(np.uint32)
@@ -71,17 +75,12 @@ def leaves(nested, before=""):
 @pytest.fixture
 def planted(monkeypatch):
     """Returns a function that plants a fault in marked runs from now on."""
-    real = trainers.class_of
+    real = trainers.mode_of
 
     def plant(rank, *fault):
-        def class_of(config, grid):
-            kind = real(config, grid)
-            is_here = config.run.stall_seconds == 601 and grid.transport.rank == rank
-            return flipped(kind, *fault) if is_here else kind
+        monkeypatch.setattr(trainers, "mode_of", lambda *keys: flipped(real(*keys), rank, *fault))
 
-        monkeypatch.setattr(trainers, "class_of", class_of)
-
-    plant.undo = lambda: monkeypatch.setattr(trainers, "class_of", real)
+    plant.undo = lambda: monkeypatch.setattr(trainers, "mode_of", real)
     return plant
 
 

@@ -46,7 +46,7 @@ def curve(transport, settings):
     """Losses, gradient norms, evaluation, and the counted and measured bytes of activations."""
     trainer, source, _ = build(transport, configured(*settings))
     found = [trainer.step(n, *trainer.replica.batch(source, n)) for n in range(STEPS)]
-    assert trainer.counted.peak == trainer.pipe.peak_bytes > 0
+    assert trainer.job.counts.peak == trainer.pipe.peak_bytes > 0
     facts = [(one.loss, one.grad_norm) for one in found]
     return np.array([*facts, trainer.evaluate(source)])
 

@@ -98,7 +98,7 @@ def peaks(transport, settings):
     """Counted and measured bytes of this rank, after three steps."""
     trainer, source, _ = build(transport, configured(*settings))
     stepped(trainer, source, range(3))
-    return trainer.counted.peak, trainer.pipe.peak_bytes
+    return trainer.job.counts.peak, trainer.pipe.peak_bytes
 
 
 def assert_counted(ranks, settings):

@@ -12,8 +12,8 @@ from mpitrain.cli.bench.train import TrainingJob
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.safetensors_files import read_into
-from mpitrain.optim import checked
 from mpitrain.run.build import build
+from mpitrain.run.job import with_hyper_parameters
 from mpitrain.run.loop import train
 from mpitrain.run.run_dir import configuration
 from mpitrain.tools.plan.memory import count
@@ -219,9 +219,9 @@ def test_a_resumed_run_does_not_need_the_folder(tmp_path, has_file):
     config = resumed(file if has_file else None, settings, "yes")
     then = configuration(run)
     assert config.model.hidden == then.model.hidden
-    assert then.optimizer.lr == checked(config).optimizer.lr == 5e-5
+    assert then.optimizer.lr == with_hyper_parameters(config).optimizer.lr == 5e-5
     adapters = configured(*TINY, f"run.init_from={run}", "lora.rank=2")
-    assert checked(adapters).optimizer.lr == 2e-4
+    assert with_hyper_parameters(adapters).optimizer.lr == 2e-4
     run_ranks(1, lambda own: train(own, lambda: config, "yes", lambda: False))
     assert records(tmp_path)[-1]["event"] == "end"
 

@@ -83,9 +83,9 @@ def picture(layers, keys, source):
     ]
 
 
-def even(config):
-    if config.model.width % 2:
-        raise ConfigError(f"A bigram has an even width, but it is {config.model.width}.")
+def even(keys):
+    if keys.width % 2:
+        raise ConfigError(f"A bigram has an even width, but it is {keys.width}.")
 
 
 @pytest.fixture(autouse=True)

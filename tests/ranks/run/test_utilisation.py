@@ -37,7 +37,7 @@ def works(ranks, *settings):
         job = build(transport, config)
         trainer = job.trainer
         found = work_of(job, trainer.parameter_count)
-        return found, trainer.counted, trainer.parameter_count
+        return found, trainer.job.counts, trainer.parameter_count
 
     config = configured(*settings)
     return run_ranks(ranks, run), config

@@ -7,7 +7,6 @@ import pytest
 from mpitrain.config import Config, read_toml, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.modes import servers_of
 from mpitrain.run.choices import keys, parse
 from mpitrain.run.job import axes
 from tests.processes import mpitrain
@@ -348,7 +347,7 @@ def test_every_key_has_help():
 )
 def test_a_layout_that_does_not_come_out_is_refused(settings, ranks, complaint):
     with pytest.raises(ConfigError) as raised:
-        axes(config := parse(with_settings({}, settings)), ranks, servers_of(config))
+        axes(parse(with_settings({}, settings)), ranks)
     assert complaint in raised.value.law
 
 

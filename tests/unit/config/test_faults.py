@@ -3,18 +3,10 @@
 import pytest
 
 from mpitrain.config import parse, with_settings
-from mpitrain.config.faults import (
-    KINDS,
-    POINTS,
-    Delay,
-    Injection,
-    check_injection,
-    delay_s,
-    delays,
-    injection,
-)
+from mpitrain.config.faults import KINDS, POINTS, Delay, Injection, delay_s, delays, injection
 from mpitrain.errors import ConfigError
 from mpitrain.run.injection import ELEMENT_FAILURES, FAILURES
+from mpitrain.run.rules import check_each, of_injection
 
 
 @pytest.mark.parametrize(
@@ -83,7 +75,7 @@ def test_another_text_is_refused(text):
 )
 def test_a_failure_that_cannot_happen_is_refused(text, ranks, law):
     with pytest.raises(ConfigError) as raised:
-        check_injection(text, ranks, 6)
+        check_each(of_injection(text, ranks, 6))
     assert law in raised.value.law
 
 

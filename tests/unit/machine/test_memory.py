@@ -46,7 +46,7 @@ def config_of(kind="gpt", layers=3, **more):
 
 
 def resolved(config, ranks=1):
-    placed, plan = axes(config, ranks, servers_of(config)), plan_of("1f1b", 1, 1)
+    placed, plan = (axes(config, ranks), plan_of("1f1b", 1, 1))
     return Job(config, placed, plan, parse_wire("none"), DEFAULT, [], device_for("cpu"))
 
 
@@ -134,15 +134,17 @@ def check_held(ranks, sections, rounding=1e-12):
     def held(transport):
         trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
         trainer.sync_parameters()
-        sizes, _ = sizes_of(trainer.resolved, trainer.grid.axes.dp)
+        sizes, _ = sizes_of(trainer.job, trainer.grid.axes.dp)
         if config.model.freeze:
-            sizes = memory.frozen_sizes(sizes, trainer.resolved)
-        row = mode_of(trainer.config)
+            sizes = memory.frozen_sizes(sizes, trainer.job)
+        row = mode_of(trainer.config.replication, trainer.config.pipeline.schedule)
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole
         kept = sum(array.nbytes for array in arrays_of(trainer))
-        unlike = [kept - mode_of(config).kept(sizes)]
-        if trainer.grid.axes.copies > 1 and is_synchronous(config):
+        unlike = [kept - mode_of(config.replication, config.pipeline.schedule).kept(sizes)]
+        if trainer.grid.axes.copies > 1 and is_synchronous(
+            config.replication, config.pipeline.schedule
+        ):
             copies = NeighbourCopies(trainer, "", units_of_all(trainer), [("", "")] * ranks, [])
             unlike.append(copies.nbytes / KEPT - memory.copied_bytes(config, sizes))
         held = sum(trainer.replica.held_by_kind().values())
@@ -153,7 +155,9 @@ def check_held(ranks, sections, rounding=1e-12):
     more, (whole, *_), (in_turns, *_), unlike = zip(*run_ranks(ranks, held), strict=True)
     more, rounding = sum(more) / ranks, rounding * whole
     for each in zip(*unlike, strict=True):
-        assert abs(sum(each)) / ranks <= rounding or not is_synchronous(config)
+        assert abs(sum(each)) / ranks <= rounding or not is_synchronous(
+            config.replication, config.pipeline.schedule
+        )
     assert in_turns - rounding <= more <= 2 * in_turns + rounding
 
 
@@ -163,7 +167,10 @@ def check_held(ranks, sections, rounding=1e-12):
         (name, ranks, ("bfloat16", "float32")[ranks % 2])
         for name, sections in layouts().items()
         for ranks in (1, 2, 3, 4)
-        if ranks > servers_of(config_of(**sections))  # servers need a worker
+        if ranks
+        > servers_of(
+            (own := config_of(**sections)).replication, own.pipeline.schedule
+        )  # servers need a worker
     ],
 )
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
 from mpitrain.ops.codes import BLOCK, SIGNED, TINY, UNSIGNED, block_count, decode, encode
 from mpitrain.optim import Optimizer as OptimizerOfRank
-from mpitrain.optim import checked, state_bytes
+from mpitrain.optim import state_bytes
 from mpitrain.optim.coded import CodedState, is_coded, regions
 from mpitrain.regions import Piece
+from mpitrain.run.job import with_hyper_parameters
 
 MAPS = {"signed": SIGNED, "unsigned": UNSIGNED}
 SHAPES = {"small": (63, 64), "bias": (100,), "weight": (70, 64), "long": (5000,), "tiny": (3,)}
@@ -159,7 +160,7 @@ def test_in_other_pieces_a_value_moves_by_at_most_one_code(name):
 def test_steps_follow_those_of_adamw_and_leave_small_tensors_bitwise_equal():
     parameters = {}
     for name in ("adamw", "adamw8bit"):
-        settings = checked(parse({"optimizer": {"name": name}})).optimizer
+        settings = with_hyper_parameters(parse({"optimizer": {"name": name}})).optimizer
         flat = np.zeros(STORAGE.length, np.float32)
         STORAGE.initialize(flat, 0, HostBackend())
         pieces = [Piece(0, 4192, 0), Piece(4192, STORAGE.length, 4192)]

@@ -12,11 +12,12 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.device import device_for
-from mpitrain.optim import RULES, check_groups, checked
+from mpitrain.optim import RULES, check_groups
 from mpitrain.optim import Optimizer as OptimizerOfRank
 from mpitrain.optim.rule import HyperParameters, group_of
 from mpitrain.regions import Piece
 from mpitrain.run.build import build
+from mpitrain.run.job import with_hyper_parameters
 from mpitrain.transport.threads import run_ranks
 from tests.unit.run.test_run_dir import TINY, trained
 
@@ -85,7 +86,7 @@ def test_a_group_that_is_the_first_match_of_no_tensor_is_refused(groups, fragmen
         ("[1]", "groups.0"),
     ],
 )
-def test_keys_and_values_of_a_group_are_checked(groups, fragment):
+def test_keys_and_values_of_a_group_are_with_hyper_parameters(groups, fragment):
     with pytest.raises(ConfigError) as raised:
         settings_of(f"groups={groups}")
     assert fragment in raised.value.law
@@ -98,7 +99,7 @@ def stepped(name, groups, steps=10, kind="cpu"):
         "optimizer.weight_decay=0.1",
         f"optimizer.groups={groups}",
     ]
-    section = checked(parse(with_settings({}, settings))).optimizer
+    section = with_hyper_parameters(parse(with_settings({}, settings))).optimizer
     device = device_for(kind)
     storage, rng = Storage([Unit("own", Tensors())], "float64"), np.random.default_rng(5)
     parameters, start = np.zeros(storage.length), {}

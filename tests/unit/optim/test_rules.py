@@ -12,11 +12,13 @@ from mpitrain.config import Optimizer, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.layers.base import Parameter
 from mpitrain.ops import OPERATIONS
-from mpitrain.optim import RULES, checked
+from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise, columns, elements, rows, scalar
 from mpitrain.optim.rules import EVERY
 from mpitrain.optim.tensors import blocks
-from mpitrain.parallel.modes import refusal_of
+from mpitrain.run import rules
+from mpitrain.run.choices import parse as parse_names
+from mpitrain.run.job import with_hyper_parameters
 from mpitrain.run.run_dir import configuration, look
 from tests.cases.rules import TOYS
 from tests.unit.run.test_run_dir import TINY, trained
@@ -33,7 +35,9 @@ def config_of(*settings):
 
 
 def optimizer_of(*settings):
-    return checked(config_of(*settings)).optimizer
+    config = config_of(*settings)
+    rules.check_each(rules.of_optimizer(config))
+    return with_hyper_parameters(config).optimizer
 
 
 @pytest.mark.parametrize("name", [*RULES, *TOYS])
@@ -77,7 +81,7 @@ LAYOUTS = {
 def runs(name, settings):
     """Whether the rule and the mode accept this configuration."""
     config = config_of(f"optimizer.name={name}", *settings)
-    return RULES[name].refusal(config) is None and refusal_of(config) is None
+    return not any(rule[0] for of in (rules.of_optimizer, rules.of_modes) for rule in of(config))
 
 
 def test_the_page_says_which_rules_run_in_which_layouts():
@@ -119,20 +123,20 @@ def test_all_keys_that_the_rule_does_not_read_are_named_at_once():
 def test_a_key_at_its_default_is_not_set():
     everything = parse({}).model_dump()
     everything["optimizer"]["name"] = "sgd"
-    assert checked(parse(everything)).model_dump() == everything
+    assert with_hyper_parameters(parse(everything)).model_dump() == everything
 
 
 def test_a_rules_defaults_can_be_overridden_and_are_saved():
     own = "optimizer.name=normalised"
-    found = checked(config_of(own))
+    found = with_hyper_parameters(config_of(own))
     assert found.optimizer.epsilon == 1e-7 and parse({}).optimizer.epsilon == 1e-8
     assert optimizer_of(own, "optimizer.epsilon=1e-8").epsilon == 1e-8
-    assert checked(parse(found.model_dump())) == found
+    assert with_hyper_parameters(parse(found.model_dump())) == found
 
 
 def test_a_name_that_is_no_rule_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'sgd', .* mean lion\?"):
-        optimizer_of("optimizer.name=lyon")
+        parse_names({"optimizer": {"name": "lyon"}})
 
 
 def test_a_rule_of_an_operation_that_is_not_there_is_refused(monkeypatch):
@@ -142,9 +146,9 @@ def test_a_rule_of_an_operation_that_is_not_there_is_refused(monkeypatch):
         optimizer_of("optimizer.name=toy")
 
 
-def test_a_rule_refuses_in_its_own_words():
+def test_a_rule_refuses_the_keys_that_it_cannot_run_with():
     assert optimizer_of("optimizer.name=whole").name == "whole"
-    with pytest.raises(ConfigError, match="whole matrices"):
+    with pytest.raises(ConfigError, match=r"whole needs layout\.tp 1, but it is 2\."):
         optimizer_of("optimizer.name=whole", "layout.tp=2")
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from mpitrain.config import Optimizer, parse, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.optim import checked, learning_rate
+from mpitrain.optim import learning_rate
 from mpitrain.optim.schedule import DECAYS
+from mpitrain.run.rules import check_each, of_optimizer
 
 STEPS = 100
 
@@ -60,5 +61,5 @@ def test_a_decay_that_fits_no_schedule_or_run_is_refused(settings):
         with_settings({}, ["run.steps=100", *(f"optimizer.{setting}" for setting in settings)])
     )
     with pytest.raises(ConfigError) as raised:
-        checked(whole)
+        check_each(of_optimizer(whole))
     assert settings[-1].partition("=")[2] in raised.value.law

@@ -8,9 +8,10 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.device import device_for
-from mpitrain.optim import Optimizer, checked
+from mpitrain.optim import Optimizer
 from mpitrain.optim.rules import is_hidden_matrix
 from mpitrain.regions import Piece
+from mpitrain.run.job import with_hyper_parameters
 
 STEPS, LR, SCALE = 10, 0.03, 0.5
 SHAPES = {"wide": (5, 9), "tall": (8, 3), "row": (1, 6), "table": (7, 4), "bias": (11,)}
@@ -38,7 +39,7 @@ class Tensors:
 def stepped(kind, *settings, steps=STEPS):
     """The settings, and the tensors before and after some steps with the gradients of each."""
     given = parse(with_settings({}, [f"optimizer.{setting}" for setting in settings]))
-    section, device = checked(given).optimizer, device_for(kind)
+    section, device = with_hyper_parameters(given).optimizer, device_for(kind)
     storage, rng = Storage([Unit("own", Tensors())], "float64"), np.random.default_rng(5)
     backend, piece = device.backend, Piece(0, storage.length, 0)
     parameters, flat = (backend.zeros(storage.length, "float64") for _ in range(2))

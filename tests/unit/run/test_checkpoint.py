@@ -152,7 +152,7 @@ def test_the_watchdog_hears_of_each_block_that_a_load_reads(tmp_path, monkeypatc
     manifest.verify(folder, read_manifest_of, 0, 1)
     assert len(heard) == sum(len(file.digests) for file in read_manifest_of.files.values())
     kept = trainer.replica.state()
-    axes = trainer.resolved.axes.sizes
+    axes = trainer.job.axes.sizes
     loading.fill(folder, read_manifest_of, kept, trainer.storage, trainer.backend, axes, 0)
     assert len(heard) > nbytes / (1 << 12) * 0.9
     ON_READ.reset(token)
@@ -329,7 +329,7 @@ def test_what_the_system_does_not_let_one_read_is_not_damaged(tmp_path, monkeypa
     readers = [lambda: read(folder)]
     readers += [lambda: parameters(folder)] * (name not in (STATE, MANIFEST))
     if name != MANIFEST:
-        axes = trainer.resolved.axes.sizes
+        axes = trainer.job.axes.sizes
         state = trainer.replica.state(), trainer.storage, trainer.backend, axes, 0
         readers.append(lambda: loading.fill(folder, checkpoint.manifest, *state))
     for reader in readers:

@@ -208,7 +208,7 @@ def _micro_batch_rows(job: Job) -> list[int]:
 def _between_stages(job: Job) -> int:
     trainer, rows = job.trainer, _micro_batch_rows(job)
     config, lowest = trainer.config, trainer.pipe.lowest
-    plan = fused_at_the_input(trainer.resolved.plan, lowest)
+    plan = fused_at_the_input(trainer.job.plan, lowest)
     program = training_program(plan, lowest)[trainer.grid.coords.pp]
     sent = sum(rows[each.micro] for each in program if isinstance(each, Send))
     elements = sent * config.model.context // config.layout.cp * config.model.width

@@ -9,12 +9,12 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.config import Config, with_settings
 from mpitrain.config.plugins import load
 from mpitrain.errors import ConfigError
-from mpitrain.optim import checked
 from mpitrain.parallel.grid import divisor
-from mpitrain.parallel.modes import MODES, ZERO, servers_of
+from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.run.build import build
 from mpitrain.run.choices import ALGORITHMS, parse
-from mpitrain.run.job import axes, resolve_here
+from mpitrain.run.job import axes, resolve_here, with_hyper_parameters
+from mpitrain.run.rules import check_each, of_optimizer
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -182,8 +182,9 @@ def _job(settings: list[str], hosts: Sequence[str]) -> Config:
             f"{config.run.steps}.",
             "Leave run.steps to --steps.",
         )
-    config = checked(config)
-    divisor(axes(config, len(hosts), servers_of(config)), hosts, config.replication.shard)
+    check_each(of_optimizer(config))
+    config = with_hyper_parameters(config)
+    divisor(axes(config, len(hosts)), hosts, config.replication.shard)
     return config
 
 
@@ -196,7 +197,7 @@ def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
     """
     for mode, config in configs.items():
         try:
-            on_all_ranks(transport, partial(resolve_here, checked(config), transport.hosts))
+            on_all_ranks(transport, partial(resolve_here, config, transport.hosts))
             if any(is_file(config.flat()[key]) for key in ALGORITHMS):
                 build(transport, config).close()
         except ConfigError as error:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from mpitrain.ops.host.attention import TILED_FROM
 from mpitrain.run.build import build
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import check_activations
-from mpitrain.run.job import Job
-from mpitrain.run.memory import Room, StepCounts
+from mpitrain.run.job import Job, StepCounts
+from mpitrain.run.memory import Room
 from mpitrain.run.rules import of_model
 from mpitrain.tools.bench.comparison.formulas import predicted
 from mpitrain.tools.bench.training.steps import Ours, alternate, shown
@@ -262,7 +263,7 @@ def try_all(
     blocks  turns of the job with a trick, and of the job without it
     steps   steps in a turn
     """
-    resolved = job.trainer.resolved
+    resolved = job.trainer.job
     for name in names:
         trick = TRICKS[name]
         is_used, on = trick.is_used(resolved), trick.on(resolved)
@@ -298,13 +299,13 @@ def _count(transport: Transport, job: Job) -> None:
     trainer, unlimited = job.trainer, Room(sys.maxsize, 0, (), "")
 
     def counted() -> StepCounts:
-        if trainer.counted != StepCounts():
-            return trainer.counted
+        if trainer.job.counts != StepCounts():
+            return trainer.job.counts
         return check_activations(
             job, job.source, job.units, unlimited, transport.rank, lambda micro_batches: None
         )
 
-    trainer.counted = on_all_ranks(transport, counted)
+    trainer.job = replace(trainer.job, counts=on_all_ranks(transport, counted))
 
 
 def _tried(
@@ -325,7 +326,7 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
     side.end()
     # The update of a small model needs more of the arena than its activations do.
     memory = {**trainer.replica.held_by_kind(), "activations": trainer.pipe.peak_bytes}
-    measurements = memory, trainer.counted.peak, side.sent / side.steps
+    measurements = memory, trainer.job.counts.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(measurements), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.
     formula = None if trainer.config.dense_steps else predicted(transport, side.job)

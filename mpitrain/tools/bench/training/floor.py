@@ -120,7 +120,7 @@ def recorded(transport: Transport, job: Job) -> list[Operands]:
 
     raises  ConfigError on every rank, if the job computes on a GPU
     """
-    resolved, products = job.trainer.resolved, list[Operands]()
+    resolved, products = job.trainer.job, list[Operands]()
     if resolved.device.kind != "cpu":
         raise ConfigError(
             f"The floor is measured on the host, but device.kind is {resolved.device.kind}.",

@@ -99,7 +99,7 @@ def check_same_work(settings: Sequence[str]) -> None:
 
 def check_common_steps(config: Config) -> None:
     """Raise ConfigError for an asynchronous mode: its ranks have no steps in common to time."""
-    if mode_of(config).records(config.replication):
+    if mode_of(config.replication, config.pipeline.schedule).records(config.replication):
         raise ConfigError(
             "Turns need steps that all ranks make together, but replication.update is "
             f"{config.replication.update}.",
@@ -252,7 +252,7 @@ def stage_rows(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> lis
     inputs, targets  rows of this rank, as many as it had in the step
     """
     pipe, stage = trainer.pipe, trainer.grid.coords.pp
-    plan = fused_at_the_input(trainer.resolved.plan, pipe.lowest)
+    plan = fused_at_the_input(trainer.job.plan, pipe.lowest)
     program = training_program(plan, pipe.lowest)[stage]
     sent, sent_bytes = pipe.channel.sent["activation"]
     returned, returned_bytes = pipe.channel.sent["gradient"]

@@ -20,7 +20,7 @@ from mpitrain.ops import OPERATIONS
 from mpitrain.ops.device import ops_for
 from mpitrain.run.build import build
 from mpitrain.run.count.operations import cost_of
-from mpitrain.run.memory import StepCounts
+from mpitrain.run.job import StepCounts
 from mpitrain.run.trainer import Trainer
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
 from mpitrain.tools.textbook.claims.measure import (
