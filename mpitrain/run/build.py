@@ -159,7 +159,7 @@ def _opened(
     job = _fitted(replace(job, source=data), name, transport.rank == 0)
     job = replace(job, models=_models(job, checkpoint, transport.rank))
     job = _counted(job, check_memory(transport, job), transport.rank)
-    facts = {} if source else _files(job.config)
+    facts: dict[str, Any] = {} if source else {**_files(job.config)}
     if job.models:
         facts |= job.models.facts()
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
