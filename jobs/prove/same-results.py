@@ -181,12 +181,13 @@ def trained(folder, ranks, settings, resume):
     """Train in a folder; return the records, or the error of a refused case. Runs in one of the trees."""
     import mpitrain
     from mpitrain.config import with_settings
+    from mpitrain.run.loop import train
 
     try:
         config = mpitrain.parse(
             with_settings({}, [*COMMON.split(), *settings.split(), f"run.out={folder}"])
         )
-        mpitrain.run_ranks(ranks, mpitrain.train, lambda: config, resume)
+        mpitrain.run_ranks(ranks, train, lambda: config, resume)
     except mpitrain.MpitrainError as error:
         return str(error).splitlines()
     return records(Path(folder))
