@@ -145,7 +145,9 @@ def texts(
     if not all(map(len, prompts)):
         raise ConfigError("A prompt needs at least one token.", "Give --prompt some text.")
     windows = [last_document(prompt, separator)[-context:] for prompt in prompts]
-    share = () if grid.is_server else range(grid.coords.dp, len(windows), grid.axes.dp)
+    # With layout.ep the forwards of all replicas exchange tokens, so each computes all prompts.
+    first, replicas = (0, 1) if grid.ep else (grid.coords.dp, grid.axes.dp)
+    share = () if grid.is_server else range(first, len(windows), replicas)
     longest = max(map(len, windows))
     room = context if count is None else min(context, longest + count)
     generators = [np.random.default_rng(seed + index) for index in range(len(windows))]
@@ -156,7 +158,9 @@ def texts(
     for _ in islice(count_from(), count):
         decision.fill(0)
         if reader and not set(share).isdisjoint(active):
-            decision[1:] = _drawn(trainer, reader, windows, share, active, sampling, generators)
+            drawn = _drawn(trainer, reader, windows, share, active, sampling, generators)
+            if grid.coords.dp == first:
+                decision[1:] = drawn
         if trainer.transport.rank == 0:
             decision[0] = stop_requested()
         broadcast.run()

@@ -15,6 +15,7 @@ from mpitrain.ops import bodies
 from mpitrain.ops.host import experts as host
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
+from mpitrain.run.generate import Sampling, texts
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.laws.layers import draw, placed
@@ -102,6 +103,20 @@ def test_a_checkpoint_of_some_experts_continues_in_any_layout(tmp_path):
             assert np.abs(np.subtract(found, losses[4:])).max() < 1e-9, (first, second)
             for name, (parameter, values) in tensors.items():
                 assert np.abs(values - parameter.part_of(whole[name][1])).max() < 1e-9, name
+
+
+def test_ranks_that_divide_experts_write_and_evaluate_together():
+    """One prompt, and rows that the replicas cannot divide equally."""
+
+    def done(transport, *layout):
+        trainer, source, _ = build(transport, configured(*EXPERTS, "run.eval_rows=7", *layout))
+        told = [*texts(trainer, [[70, 71, 72]], Sampling(), 5, 4, lambda index, token: False)]
+        return told, trainer.evaluate(source)
+
+    ((told, evaluated),) = run_ranks(1, done)
+    for ranks, *layout in ((2, "layout.ep=2"), (4, "layout.ep=2")):
+        for own, own_evaluated in run_ranks(ranks, done, *layout):
+            assert own == told and np.abs(np.subtract(own_evaluated, evaluated)).max() < 1e-9
 
 
 def test_a_layer_sends_what_the_formula_says_of_its_loads():
