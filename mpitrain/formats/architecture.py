@@ -34,7 +34,9 @@ from mpitrain.formats.tensors import (
     AnyTensor,
     JoinedTensor,
     RowsOfTensor,
+    StackedTensor,
     StoredTensor,
+    UnstackedTensor,
     is_copy,
     reversed_dims,
     shifted,
@@ -52,15 +54,21 @@ class TensorRow(NamedTuple):
 
     ours    the name here, with # for the number of a block. Behind a colon stands the output of a
             joined layer, of which the folder has a tensor of its own: attention.qkv.weight:q
-    theirs  the name in the folder
+    theirs  the name in the folder. A star stands for the number of an expert: our tensor has the
+            matrices of all experts, (E, rows, columns)
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, A columns of
             the queries, G of the keys, Q of queries, keys and values, D channels of a head, K classes,
-            2 token types
+            2 token types, E experts
     """
 
     ours: str
     theirs: str
     shape: str
+
+
+def is_stack(ours: str) -> bool:
+    """Return whether a tensor has the matrices of all experts."""
+    return ours.endswith((".experts.up.weight", ".experts.down.weight"))
 
 
 class Counterpart(NamedTuple):
@@ -128,7 +136,7 @@ class Architecture(NamedTuple):
         inside, shared = each * keys.heads, each * (keys.kv_heads or keys.heads)
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
         sizes |= {"A": inside, "G": shared, "Q": inside + 2 * shared, "D": each}
-        sizes |= {"K": classes, "2": 2}
+        sizes |= {"K": classes, "2": 2, "E": keys.experts}
         for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:
@@ -155,8 +163,11 @@ class Architecture(NamedTuple):
         for repeats, rows in groupby(every, lambda row: "#" in row.ours):
             known = [row for row in rows if row.ours != HEAD or not keys.tied]
             for block in range(keys.layers if repeats else 1):
-                for row in known:
-                    yield TensorRow(*(text.replace("#", str(block)) for text in row))
+                numbered = [
+                    TensorRow(*(text.replace("#", str(block)) for text in row)) for row in known
+                ]
+                for _, parts in groupby(numbered, lambda row: row.ours.partition(":")[0]):
+                    yield from _of_each_expert([*parts], keys.experts)
 
     def _modules(self) -> Iterator[tuple[str, str]]:
         """Yield each linear layer, or output of a joined one, and its module, with # for a block."""
@@ -173,6 +184,13 @@ class Architecture(NamedTuple):
         """Return our name for a module; empty unless it is a linear layer."""
         ours = {theirs: layer for layer, theirs in self._modules()}
         return _renamed(module, ours) or _renamed(self.prefix + module, ours)
+
+
+def _of_each_expert(parts: Sequence[TensorRow], experts: int) -> Iterator[TensorRow]:
+    """Yield the rows of one of our tensors, once for each expert if they have a star."""
+    for number in range(experts if "*" in parts[0].theirs else 1):
+        for row in parts:
+            yield row._replace(theirs=row.theirs.replace("*", str(number)))
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -268,7 +286,8 @@ def _matched(
                     f"{name!a} has the shape {tensor.shape}, but {CONFIGURATION} asks for {part.shape}"
                 )
             stored.append(StoredTensor(tensor, part.is_transposed))
-        matched[ours] = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
+        joined = stored[0] if len(stored) == 1 else JoinedTensor(tuple(stored))
+        matched[ours] = StackedTensor(joined, keys.experts) if is_stack(ours) else joined
         if more := own.added(keys, ours):
             matched[ours] = shifted(matched[ours], more)
     for head in (row for row in own.tensors(keys) if keys.tied and row.ours == HEAD):
@@ -313,7 +332,8 @@ def write(own: Architecture, model: Trained) -> FolderContents:
     pairs = dict(own.counterparts(keys, vocabulary, classes, has))
     for ours, parts in pairs.items():
         for part in parts:
-            tensor = tensors[ours] if len(parts) == 1 else RowsOfTensor(tensors[ours], part.rows)
+            whole = UnstackedTensor(tensors[ours]) if is_stack(ours) else tensors[ours]
+            tensor = whole if len(parts) == 1 else RowsOfTensor(whole, part.rows)
             renamed[part.name] = reversed_dims(tensor) if part.is_transposed else tensor
             if more := own.added(keys, ours):
                 renamed[part.name] = shifted(renamed[part.name], -more)

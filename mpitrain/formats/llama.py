@@ -169,6 +169,31 @@ class GemmaConfiguration(_Configuration):
     use_bidirectional_attention: bool | None = None
 
 
+class MixtralConfiguration(_Configuration):
+    """The keys that MixtralConfig reads, with its defaults."""
+
+    num_key_value_heads: Size | None = 8
+    max_position_embeddings: Size = 131_072
+    rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
+    sliding_window: Size | None = None
+    num_local_experts: Size = 8
+    num_experts_per_tok: Size = 2
+
+
+class Qwen3MoeConfiguration(Qwen3Configuration):
+    """The keys that Qwen3MoeConfig reads, with its defaults."""
+
+    head_dim: Size | None = None
+    num_key_value_heads: Size | None = 4
+    moe_intermediate_size: Size = 768
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+
 TENSORS = (
     TensorRow("embedding.tokens", "model.embed_tokens.weight", "VC"),
     TensorRow("blocks.#.attention.norm.gain", "model.layers.#.input_layernorm.weight", "C"),
@@ -190,10 +215,37 @@ TENSORS = (
 )
 
 
+MIXTURE = (
+    TensorRow("blocks.#.mlp.experts.router.weight", "model.layers.#.mlp.gate.weight", "EC"),
+    TensorRow(
+        "blocks.#.mlp.experts.up.weight:gate", "model.layers.#.mlp.experts.*.gate_proj.weight", "HC"
+    ),
+    TensorRow(
+        "blocks.#.mlp.experts.up.weight:up", "model.layers.#.mlp.experts.*.up_proj.weight", "HC"
+    ),
+    TensorRow(
+        "blocks.#.mlp.experts.down.weight", "model.layers.#.mlp.experts.*.down_proj.weight", "CH"
+    ),
+)
+"""In place of the three rows of an MLP, under the names of a Qwen3-MoE."""
+OF_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""{word of a name in MIXTURE: that of a Mixtral}."""
+
+
 def tensors(keys: Model) -> list[TensorRow]:
     """Return the tensors of a model with these keys."""
     left_out = [*(() if keys.qkv_bias else (".bias:",)), *(() if keys.qk_norm else (".norms.",))]
-    return [row for row in TENSORS if not any(part in row.ours for part in left_out)]
+    if not keys.experts:
+        return [row for row in TENSORS if not any(part in row.ours for part in left_out)]
+    words = {} if keys.qk_norm else OF_MIXTRAL
+    mixture = [
+        row._replace(theirs=".".join(words.get(word, word) for word in row.theirs.split(".")))
+        for row in MIXTURE
+    ]
+    left_out += [".mlp.up.", ".mlp.down."]
+    rows = [row for row in TENSORS if not any(part in row.ours for part in left_out)]
+    after = next(n for n, row in enumerate(rows) if row.ours == "head.norm.gain")
+    return [*rows[:after], *mixture, *rows[after:]]
 
 
 class Window(NamedTuple):
@@ -213,6 +265,8 @@ def window_of(config: _Configuration) -> Window:
     types = None
     if isinstance(config, MistralConfiguration):
         tokens, types = config.sliding_window, config.layer_types
+    elif isinstance(config, MixtralConfiguration):
+        tokens = config.sliding_window
     elif isinstance(config, Qwen2Configuration):
         tokens = config.sliding_window if config.use_sliding_window else None
         first, types = config.max_window_layers, config.layer_types
@@ -245,9 +299,9 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.heads": heads,
         "model.kv_heads": 0 if shared in (None, heads) else shared,
         "model.head_dim": each,
-        "model.qk_norm": config.model_type == "qwen3",
         "model.activation": "gelu" if config.hidden_act == GELU else "silu",
         "model.scaled_embedding": config.model_type == "gemma",
+        "model.qk_norm": isinstance(config, Qwen3Configuration),
         "model.qkv_bias": config.model_type == "qwen2",
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
         "model.rope_scaling": rope.scaling(config.max_position_embeddings),
@@ -258,7 +312,24 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.window": window.tokens,
         "model.window_from": window.first,
         "data.vocabulary": config.vocab_size,
+        **_experts(config),
     }
+
+
+def _experts(config: _Configuration) -> dict[str, Any]:
+    """Return the keys of the experts, or that there are none."""
+    if isinstance(config, MixtralConfiguration):
+        count, router, more = config.num_local_experts, "after", {}
+    elif isinstance(config, Qwen3MoeConfiguration):
+        check_only("decoder_sparse_step", config.decoder_sparse_step, [1])
+        check_only("mlp_only_layers", config.mlp_only_layers or [], [[]])
+        count = config.num_experts or config.num_local_experts or 128
+        router = "after" if config.norm_topk_prob else "before"
+        more = {"model.hidden": config.moe_intermediate_size}
+    else:
+        return {"model.experts": 0}
+    own = {"model.experts": count, "model.top_k": config.num_experts_per_tok}
+    return {**more, **own, "model.router": router}
 
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
@@ -273,8 +344,37 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
             "A folder of a Gemma has no norms or biases of heads and no window, but this run has one.",
             "Export a run without them, or without model.scaled_embedding.",
         )
+    if keys.experts:
+        return _described_mixture(keys)
     name = "Qwen3" if keys.qk_norm else "Qwen2" if keys.qkv_bias else of_window
     name = "Gemma" if keys.scaled_embedding else name
+    return _facts(keys, name, name.lower())
+
+
+def _described_mixture(keys: Model) -> dict[str, Any]:
+    """Return the keys of config.json of a Mixtral, or with normed heads of a Qwen3-MoE."""
+    name = "Qwen3Moe" if keys.qk_norm else "Mixtral"
+    for key, is_other, has in (
+        ("qkv_bias", keys.qkv_bias, "no biases"),
+        ("shared", keys.shared, "no shared MLP"),
+        ("capacity", keys.capacity, "no capacity"),
+        ("window_from", keys.window_from, "one window in all layers"),
+        ("router", name == "Mixtral" and keys.router != "after", "weights after the choice"),
+    ):
+        if is_other:
+            raise ConfigError(
+                f"A folder of a {name} has {has}, but model.{key} is {getattr(keys, key)}.",
+                "Export a run without it.",
+            )
+    per_token = {"num_experts_per_tok": keys.top_k}
+    facts = {**_facts(keys, name, "qwen3_moe" if keys.qk_norm else "mixtral"), **per_token}
+    if name == "Mixtral":
+        return {**facts, "num_local_experts": keys.experts}
+    own = {"num_experts": keys.experts, "moe_intermediate_size": keys.hidden_units}
+    return {**facts, **own, "norm_topk_prob": keys.router == "after", "decoder_sparse_step": 1}
+
+
+def _facts(keys: Model, name: str, model_type: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
         kind = next(kind for kind, own in SCALING.items() if len(own) == len(keys.rope_scaling))
@@ -282,7 +382,7 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
         rope |= {EARLIER: int(rope[EARLIER])} if EARLIER in rope else {}
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
+        "model_type": model_type,
         "hidden_size": keys.width,
         "intermediate_size": keys.hidden_units,
         "num_hidden_layers": keys.layers,
@@ -325,6 +425,8 @@ LLAMA = Architecture(
         "qwen2": Qwen2Configuration,
         "qwen3": Qwen3Configuration,
         "gemma": GemmaConfiguration,
+        "mixtral": MixtralConfiguration,
+        "qwen3_moe": Qwen3MoeConfiguration,
     },
     only={
         "hidden_act": ("silu", GELU),

@@ -110,7 +110,49 @@ class RowsOfTensor(NamedTuple):
         )
 
 
-AnyTensor = StoredTensor | ComputedTensor | JoinedTensor | RowsOfTensor
+class StackedTensor(NamedTuple):
+    """Matrices of equal shape, (E, rows, columns), from a matrix with the rows of one after another."""
+
+    of: "AnyTensor"
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.of.shape
+        return self.experts, rows // self.experts, columns
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        matrices, rows, columns = rectangle
+        each = self.shape[1]
+        return np.stack(
+            [
+                self.of.read((slice(n * each + rows.start, n * each + rows.stop), columns))
+                for n in range(matrices.start, matrices.stop)
+            ]
+        )
+
+
+class UnstackedTensor(NamedTuple):
+    """The matrix with the rows of matrices (E, rows, columns), one after another."""
+
+    of: "AnyTensor"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, rows, columns = self.of.shape
+        return count * rows, columns
+
+    def read(self, rectangle: Rectangle) -> np.ndarray:
+        """Read rows of one matrix."""
+        rows, columns = rectangle
+        number, first = divmod(rows.start, self.of.shape[1])
+        own = slice(first, first + rows.stop - rows.start)
+        return self.of.read((slice(number, number + 1), own, columns))[0]
+
+
+AnyTensor = (
+    StoredTensor | ComputedTensor | JoinedTensor | RowsOfTensor | StackedTensor | UnstackedTensor
+)
 
 
 ROWS = 4096
@@ -136,6 +178,8 @@ def read_whole(tensor: AnyTensor) -> np.ndarray:
 
 def parts_of(tensor: AnyTensor) -> tuple[StoredTensor, ...]:
     """Return the tensors in files that make up a tensor; none if it is computed."""
+    if isinstance(tensor, StackedTensor):
+        return parts_of(tensor.of)
     if isinstance(tensor, StoredTensor):
         return (tensor,)
     return tensor.parts if isinstance(tensor, JoinedTensor) else ()

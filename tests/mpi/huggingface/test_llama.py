@@ -56,6 +56,7 @@ WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 
 LATER = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 6}
 GEMMA = {"head_dim": 8, "hidden_size": 36, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": None}
 TIED_QWEN3 = {**WINDOW, "head_dim": 6, "tie_word_embeddings": True}
+MOE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8}
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -77,6 +78,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "Qwen3ForCausalLM", **TIED_QWEN3}, 2, ["layout.pp=2"], "float32"),
         ({"kind": "GemmaForCausalLM", **GEMMA}, 2, ["layout.tp=2"], "float32"),
         ({"hidden_act": "gelu_pytorch_tanh"}, 1, [], "float32"),
+        ({"kind": "MixtralForCausalLM", "num_local_experts": 4}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "Qwen3MoeForCausalLM", **MOE}, 2, ["layout.ep=2"], "float32"),
     ],
     ids=[
         "llama",
@@ -94,6 +97,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "qwen3, tied, window",
         "gemma",
         "gates of gelu",
+        "mixtral",
+        "qwen3 with experts",
     ],
 )
 def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
@@ -129,7 +134,11 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate false"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
-        ("model_type", "qwen4", "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, bert"),
+        (
+            "model_type",
+            "qwen4",
+            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, qwen3_moe, bert",
+        ),
     ],
 )
 def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp_path):
@@ -233,6 +242,45 @@ def test_every_shape_has_the_logits_of_transformers_in_every_layout(
     for tokens, own in found:
         if own is not None:
             assert np.abs(own - logits(model, tokens)).max() <= 1e-11
+
+
+@pytest.mark.parametrize("norm", [None, True, False], ids=["mixtral", "after", "before"])
+def test_experts_have_the_logits_of_transformers_in_float64(norm, tmp_path, monkeypatch):
+    """Their routers compute in float32 otherwise, which chooses alike and rounds the weights."""
+    own = {"kind": "Qwen3MoeForCausalLM", **MOE, "norm_topk_prob": norm}
+    if norm is None:
+        own = {"kind": "MixtralForCausalLM", "num_local_experts": 4}
+    model, softmax = exact(llama(**own)), torch.nn.functional.softmax
+    model.config._experts_implementation = "eager"  # the grouped product has no float64
+    model.save_pretrained(tmp_path)
+    in_float32 = torch.Tensor.float
+    monkeypatch.setattr(
+        torch.Tensor,
+        "float",
+        lambda tensor: tensor if tensor.is_floating_point() else in_float32(tensor),
+    )
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim)
+    )
+    layouts = ((1, []), (2, ["layout.ep=2"]), (2, ["replication.zero=3"]))
+    for ranks, settings in layouts:
+        found = run_ranks(ranks, ours, f"run.init_from={tmp_path}", *EXACT, *settings)
+        for tokens, own_logits in found:
+            assert np.abs(own_logits - logits(model, tokens)).max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "law"),
+    [
+        (["model.shared=8"], "no shared MLP, but model.shared is 8"),
+        (["model.router=before"], "weights after the choice"),
+        (["model.qkv_bias=true"], "no biases"),
+    ],
+)
+def test_experts_that_a_folder_cannot_hold_are_refused(settings, law):
+    keys = configured("model.kind=llama", "model.experts=4", *settings).model
+    with pytest.raises(ConfigError, match=law):
+        LLAMA.described(keys, [])
 
 
 def test_a_window_that_a_folder_cannot_hold_is_refused(tmp_path):
