@@ -55,6 +55,11 @@ def held_by_all(parameter: Parameter, rows: WholeRows) -> Parameter:
     return parameter._replace(holders=rows.holders, partial=rows.partial)
 
 
+def length_of(runs: Sequence[range]) -> int:
+    """Return the length of all runs; `len` fails for a width that no machine has, which is refused later."""
+    return sum(run.stop - run.start for run in runs)
+
+
 class Linear:
     """A linear layer with optional activation, activation(x weight^T + bias), over the last dim.
 
@@ -91,7 +96,7 @@ class Linear:
         role: str = "",
         joined: Mapping[str, range] = NOT_JOINED,
     ):
-        own = sum(map(len, runs))
+        own = length_of(runs)
         self.shape, self.split, self._runs, self.rows = (outputs, inputs), split, runs, rows
         self.inputs = own if split == "inputs" else inputs
         self.outputs = own if split == "outputs" else outputs
@@ -131,7 +136,7 @@ class Linear:
 
     def _of_runs(self, parameter: Parameter, dim: int) -> Parameter:
         """Return the description of this rank's runs along a dim."""
-        if sum(map(len, self._runs)) == parameter.shape[dim]:
+        if length_of(self._runs) == parameter.shape[dim]:
             return parameter
         whole = [slice(0, length) for length in parameter.shape]
         slices = [
