@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
     grad_norm   2-norm of the global gradient, before clipping
     nonfinite   gradient elements that are infinite or NaN
     lr          learning rate of the step
-    updated     whether the parameters were updated
+    updated     False if an update was skipped; with local SGD and gossip, by any worker in the period
     stop        whether any rank has received a request to stop
     comm_s      seconds of the step in which this rank was blocked on communication
     counted     the targets that count, as a fraction of all targets of the update; the update is
