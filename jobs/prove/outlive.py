@@ -321,6 +321,8 @@ def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float
     way, spares = WAYS[(seed + seed // len(MODES)) % len(WAYS)]
     if ranks == 2 and way in ("two at once", "during recovery", "without a spare"):
         mode, ranks = f"{mode} twice", 4
+    if not spares:
+        settings = {**settings, "checkpoint.every": 1}  # Fresh ranks begin from any step.
     same, inject, kills = undisturbed(ranks, settings, cached), {}, list[tuple[int, float]]()
     if way == "a save":
         inject = {"run.inject": f"kill:{dice.randrange(ranks)}@{4 * dice.randint(1, 10)}:save"}
