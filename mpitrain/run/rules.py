@@ -618,11 +618,6 @@ def of_model(config: Config) -> Iterator[Rule]:
             "Set both to 0, or layout.cp to 1.",
         ),
         (
-            model.activation != "silu",
-            f"Experts have gates of silu, but model.activation is {model.activation}.",
-            "Set model.activation to silu, or model.experts to 0.",
-        ),
-        (
             model.experts % layout.ep,
             f"layout.ep divides model.experts, but {layout.ep} does not divide {model.experts}.",
             f"Set model.experts to {multiples_near(model.experts, layout.ep)}, or layout.ep to a divisor.",

@@ -161,7 +161,7 @@ def test_a_layer_sends_what_the_formula_says_of_its_loads():
         (2, ["layout.ep=2", "optimizer.name=lamb"], "optimizer.name lamb needs whole"),
         (2, ["layout.ep=2", "replication.mode=local"], "Mode local needs layout.ep 1"),
         (2, ["layout.tp=2"], "does not divide experts"),
-        (1, ["model.kind=llama", "model.activation=gelu"], "gates of silu"),
+        (1, ["model.kind=llama", "model.activation=gelu"], "gates of experts are silu"),
         (2, ["layout.cp=2"], "count the tokens of whole sequences"),
         (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
         (1, ["model.experts=0", "model.z=0.0"], "model.balance is 0.1 and model.experts is 0"),
