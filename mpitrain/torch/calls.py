@@ -280,11 +280,12 @@ class CallQueue:
     def _look(self) -> None:
         while not self.is_closed and not self._is_stuck:
             time.sleep(1.0)
-            first, *rest = self._entries.copy() or [None]
+            entries = [*self._entries.copy()]
+            first, rest = entries[:1], entries[1:]
             late = [
                 e for e in rest if isinstance(e, Call) and time.monotonic() > e.deadline + GRACE
             ]
-            if late and isinstance(first, Callbacks):
+            if late and isinstance(first[0], Callbacks):
                 self._on_failure(self._give_up(late[0], rest))
 
     def _give_up(self, call: Call, entries: "Sequence[Call | Callbacks]") -> Call:
