@@ -213,6 +213,7 @@ class SavedRun:
             return self._job
         if self._job:
             self._job.close()
+            self._job = None  # also if the next one does not open
         self._transport = self._transport or _all_ranks()
         self._job = open_run(
             self._transport,
@@ -233,11 +234,11 @@ def evaluated(job: Job) -> dict[str, Any]:
     evaluation = trainer.evaluate(job.data)
     assert evaluation is not None  # `evaluate` returns None only after a stop request
     loss, accuracy = evaluation
-    found = {"accuracy": accuracy}
+    scores = {"accuracy": accuracy}
     if math.isnan(accuracy):
-        found = errors(job, [row * job.data.held_out // rows for row in range(rows)])
+        scores = errors(job, [row * job.data.held_out // rows for row in range(rows)])
     numbers: dict[str, Any] = {"loss": loss}
     if job.data.form == "tokens":
         numbers["perplexity"] = perplexity(loss)
-    numbers |= {"bits_per_byte": bits_per_byte(job.data, loss), **found}
+    numbers |= {"bits_per_byte": bits_per_byte(job.data, loss), **scores}
     return numbers | {"rows": rows, "held_out_rows": job.data.held_out}

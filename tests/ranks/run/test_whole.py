@@ -78,6 +78,16 @@ def test_settings_and_folders_that_are_wrong_are_named(book, tmp_path):
     with pytest.raises(mpitrain.MpitrainError, match="checkpoint"):
         run_ranks(1, lambda transport: mpitrain.load("begun", transport=transport).generate("a"))
 
+    def without_data(transport):
+        run = mpitrain.load("run", transport=transport)
+        text = run.generate("a", tokens=4, temperature=0)
+        (tmp_path / "book.txt").unlink()
+        with pytest.raises(mpitrain.MpitrainError, match="book.txt"):
+            run.evaluate()
+        assert run.generate("a", tokens=4, temperature=0) == text
+
+    run_ranks(1, without_data)
+
 
 def test_the_folder_of_a_chat_run_on_bytes_answers_as_the_run_does(book, tmp_path):
     said = [{"instruction": "say", "input": "", "output": "red"}] * 8
