@@ -377,10 +377,13 @@ class CallWork(dist.Work):
         return self._queue.future(self._call)
 
     def is_completed(self) -> bool:
-        return self._call.has_ended
+        if not self._call.has_ended:
+            return False
+        after = self._call.after
+        return after is None or bool(after.query())
 
     def is_success(self) -> bool:
-        return self._call.has_ended and self._call.error is None
+        return self.is_completed() and self._call.error is None
 
     def exception(self) -> BaseException | None:
         return self._call.error

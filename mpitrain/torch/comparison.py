@@ -133,7 +133,7 @@ class Comparison:
                     f"this process group is {call.name} here, and {said.name} on rank {members[rank]}.",
                     "Let all ranks make as many calls before they destroy the group."
                     if DESTROY in (call.name, said.name)
-                    else "Let all ranks call with tensors of the same shape and dtype.",
+                    else "Let all ranks call with tensors of the same shape, dtype and kind of device.",
                 )
 
     def check_failures(self, call: Call, me: int, members: Sequence[int]) -> None:

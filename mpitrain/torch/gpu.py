@@ -21,7 +21,7 @@ import torch
 from mpitrain.collectives.engine.arithmetic import by_kernels
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.selection.tuning import Tuning
-from mpitrain.errors import ConfigError, say
+from mpitrain.errors import MpitrainError, say
 from mpitrain.machine.cuda import cupy_with_gpu
 from mpitrain.ops.device import KERNELS, backend_for
 from mpitrain.transport.base import Transport
@@ -54,8 +54,8 @@ class GpuSide:
             cupy.cuda.Device(device.index or 0).use()
             self._backend: Any = backend_for("cuda")
             kernels = KERNELS["cuda"]()
-        except ConfigError as error:
-            problem = error.law
+        except Exception as error:  # Whatever it is, the other ranks wait for this one's text.
+            problem = error.law if isinstance(error, MpitrainError) else repr(error)
         problems = [each for each in transport.gather_text(problem) if each]
         self.carries = not problems
         if not self.carries:

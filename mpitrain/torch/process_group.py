@@ -156,6 +156,7 @@ class ProcessGroup(dist.ProcessGroup):
         tuning = read_tuning(Path(options.tuning)) if options.tuning else None
         self.transport, self.group = transport, Group(transport, options.algorithm, tuning)
         self._cuda_aware = options.cuda_aware
+        self._device: torch.device | None = None
         self._gpu: gpu.GpuSide | None = None
         self._notices, self._seconds = Notices(store, transport), timeout.total_seconds()
         self._queue = CallQueue(transport, on_failure=self._notices.write_failure)
@@ -264,9 +265,9 @@ class ProcessGroup(dist.ProcessGroup):
         inputs: Sequence = (),
     ) -> CallWork:
         on_gpu = [tensor for tensor in flat([tensors, inputs]) if tensor.is_cuda]
-        device = on_gpu[0].device if on_gpu else None
+        device = self._device_of(on_gpu) if on_gpu else None
         if device is not None:
-            run = self._on_gpu(run, device, on_gpu)
+            run, name = self._on_gpu(run, device, on_gpu), f"{name} on {device.type}"
         seconds = self._seconds
         if opts is not None and opts.timeout.total_seconds() > 0:
             seconds = opts.timeout.total_seconds()
@@ -278,6 +279,18 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _device_of(self, tensors: Tensors) -> torch.device:
+        """Return the GPU of the tensors, the same one in all calls of the group."""
+        for tensor in tensors:
+            self._device = self._device or tensor.device
+            if tensor.device != self._device:
+                raise ConfigError(
+                    f"A process group has one GPU on each rank, but rank {self.rank()} passed tensors of "
+                    f"{self._device} and {tensor.device}.",
+                    "Move them to one GPU, or make a group for each with new_group.",
+                )
+        return tensors[0].device
+
     def _on_gpu(
         self, run: Callable[[Call], object], device: torch.device, tensors: Tensors
     ) -> Callable[[Call], object]:
@@ -287,19 +300,20 @@ class ProcessGroup(dist.ProcessGroup):
         def run_on_gpu(call: Call) -> None:
             if self._gpu is None:
                 self._agree(call, ("GPU",))
-                self._gpu = gpu.GpuSide(
-                    self.transport,
-                    device,
-                    self._cuda_aware,
-                    self.group.algorithm,
-                    self.group.tuning,
-                )
+                with torch.cuda.device(device):
+                    self._gpu = gpu.GpuSide(
+                        self.transport,
+                        device,
+                        self._cuda_aware,
+                        self.group.algorithm,
+                        self.group.tuning,
+                    )
             call.stream = self._gpu.stream
+            for tensor in tensors:  # PyTorch reuses their memory behind this stream, too.
+                tensor.record_stream(call.stream)
             with self._gpu.here(before):
                 run(call)
                 call.after = call.stream.record_event()
-                for tensor in tensors:  # PyTorch reuses their memory behind this stream, too.
-                    tensor.record_stream(call.stream)
 
         return run_on_gpu
 
@@ -520,6 +534,7 @@ class ProcessGroup(dist.ProcessGroup):
             ],
             outputs,
             opts,
+            parts,
         )
 
     def _reduce_scatter(
@@ -615,6 +630,7 @@ class ProcessGroup(dist.ProcessGroup):
             ],
             result,
             opts,
+            inputs,
         )
 
     def _all_gather(self, call: Call, places: Sequence[torch.Tensor], own: torch.Tensor) -> None:
@@ -679,6 +695,7 @@ class ProcessGroup(dist.ProcessGroup):
             ),
             outputs,
             opts,
+            inputs,
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
@@ -692,6 +709,7 @@ class ProcessGroup(dist.ProcessGroup):
             ),
             outputs,
             opts,
+            parts,
         )
 
     def all_to_all_single(

@@ -3,7 +3,7 @@
 PyTorch's operations on them are work on the current stream of the fake; only copies to the host wait.
 """
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -11,9 +11,12 @@ from tests.fakes import cupy
 
 
 class Tensor(torch.Tensor):
-    """A CUDA tensor in the memory of a fake CuPy array. C++ sees a tensor without memory ("meta")."""
+    """A CUDA tensor in the memory of a fake CuPy array. C++ sees a tensor without memory ("meta").
 
-    is_cuda, device = True, torch.device("cuda", 0)
+    is_recorded  whether PyTorch was told that another stream uses the memory, too
+    """
+
+    is_cuda, device, is_recorded = True, torch.device("cuda", 0), False
 
     @staticmethod
     def __new__(cls, array, dtype=None):
@@ -30,7 +33,7 @@ class Tensor(torch.Tensor):
         return self.array.data.ptr
 
     def record_stream(self, stream):
-        pass
+        self.is_recorded = True
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
@@ -63,6 +66,13 @@ class Tensor(torch.Tensor):
         return Tensor(new)
 
 
+class Event(cupy.Event):
+    """An event of torch.cuda."""
+
+    def query(self):
+        return self.done
+
+
 class Stream:
     """A stream of torch.cuda around one of the fake."""
 
@@ -71,7 +81,7 @@ class Stream:
         self.cuda_stream = self._fake.ptr
 
     def record_event(self):
-        return self._fake.record(cupy.Event())
+        return self._fake.record(Event(disable_timing=True))
 
     def wait_event(self, event):
         self._fake.wait_event(event)
@@ -80,10 +90,22 @@ class Stream:
         self._fake.synchronize()
 
 
+@contextmanager
+def current_device(device):
+    """Make a device the current one of this thread in a block, as torch.cuda.device does."""
+    before = cupy.cuda.runtime.getDevice()
+    cupy.devices.current.index = device.index
+    try:
+        yield
+    finally:
+        cupy.devices.current.index = before
+
+
 def play(monkeypatch):
     """Let torch.cuda have the fake's streams; CuPy's context of a stream sets both."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: Stream(fake=cupy.get_current_stream())
     )
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: current_device(Tensor.device))
+    monkeypatch.setattr(torch.cuda, "device", current_device)

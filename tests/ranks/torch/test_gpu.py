@@ -1,6 +1,7 @@
 """CUDA tensors of the backend of PyTorch, on a fake GPU: values, bytes by pointer and staged, and the order of streams."""
 
 import sys
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mpitrain.errors import CommError, ConfigError  # noqa: E402
 from mpitrain.machine import cuda  # noqa: E402
 from mpitrain.torch import GroupOptions, gpu  # noqa: E402
 from mpitrain.torch.process_group import ProcessGroup  # noqa: E402
@@ -117,7 +119,9 @@ def test_every_collective_takes_cuda_tensors(way):
         group.broadcast([root], SYNC).wait()
         assert np.array_equal(values(root), values(of_all[1]))
         places = [tensor(9) for _ in of_all]
-        group.allgather([places], [tensor(rank)], SYNC).wait()
+        own = tensor(rank)
+        group.allgather([places], [own], SYNC).wait()
+        assert own.is_recorded
         for place, sent in zip(places, of_all, strict=True):
             assert np.array_equal(values(place), values(sent))
         part = tensor(9)
@@ -125,12 +129,19 @@ def test_every_collective_takes_cuda_tensors(way):
         group.reduce_scatter([part], [parts], SYNC).wait()
         total = sum(values(tensor(each + 10 * rank)) for each in range(size))
         assert np.array_equal(values(part), total)
+        assert all(each.is_recorded for each in parts)
+        parts = [tensor(rank + 10 * each) for each in range(size)]
         group.alltoall(places, parts, SYNC).wait()
+        assert all(each.is_recorded for each in parts)
         for each, place in enumerate(places):
             assert np.array_equal(values(place), values(tensor(each + 10 * rank)))
         group.gather([places] if rank == 1 else [[]], [tensor(rank)], SYNC).wait()
         if rank == 1:
             assert np.array_equal(values(places[0]), values(of_all[0]))
+        parts = of_all if rank == 1 else []
+        group.scatter([part], [parts], SYNC).wait()
+        assert np.array_equal(values(part), values(of_all[rank]))
+        assert all(each.is_recorded for each in parts)
         turns = [group.send([tensor(5)], 1, 3)] if rank == 0 else [group.recv([part], 0, 3)]
         turns[0].wait()
         assert rank == 0 or np.array_equal(values(part), values(tensor(5)))
@@ -138,11 +149,22 @@ def test_every_collective_takes_cuda_tensors(way):
     on_ranks(way, check)
 
 
-def test_without_cupy_tensors_are_staged_and_rank_0_says_so_once(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cupy", None)
+@pytest.mark.parametrize("breaks", ["no CuPy", "CuPy fails on rank 1"])
+def test_without_cupy_tensors_are_staged_and_rank_0_says_so_once(monkeypatch, capsys, breaks):
+    def fail(kind):
+        if threading.current_thread() in failing:
+            raise cupy.CUDARuntimeError("initialization error")
+        return backend_for(kind)
+
+    failing, backend_for = [], gpu.backend_for
+    monkeypatch.setattr(gpu, "backend_for", fail)
+    if breaks == "no CuPy":
+        monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(gpu, "_SAID", set())
 
     def check(group, rank, size):
+        if rank == 1:
+            failing.append(threading.current_thread())
         for _ in range(2):
             one = tensor(rank)
             group.allreduce([one], SYNC).wait()
@@ -150,3 +172,39 @@ def test_without_cupy_tensors_are_staged_and_rank_0_says_so_once(monkeypatch, ca
 
     on_ranks("memory of one host", check)
     assert capsys.readouterr().err.count("CUDA tensors are copied through host memory") == 1
+
+
+def test_a_call_has_completed_when_the_gpu_has_done_it():
+    def check(group, rank, size):
+        one = tensor(rank)
+        work = group.allreduce([one], SYNC)
+        work._queue.wait(work._call)  # The host has started all of it.
+        # The fake GPU does its work when an event is asked for the second time.
+        assert [work.is_completed() for _ in range(2)] == [False, True]
+        one.array += one.array
+        assert np.array_equal(values(one), 2 * sum(values(tensor(each)) for each in range(size)))
+
+    on_ranks("memory of one host", check)
+
+
+def test_the_current_gpu_stays_the_callers_and_a_second_one_is_refused():
+    def check(group, rank, size):
+        cupy.devices.current.index = 1
+        group.allreduce([tensor(rank)], SYNC).wait()
+        assert cupy.cuda.runtime.getDevice() == 1
+        other = tensor(rank)
+        other.device = torch.device("cuda", 1)
+        with pytest.raises(ConfigError, match="cuda:1"):
+            group.allreduce([other], SYNC)
+
+    on_ranks("memory of one host", check)
+
+
+def test_a_tensor_of_the_host_and_one_of_a_gpu_are_different_calls():
+    def check(group, rank, size):
+        group.transport.admit_thread()  # so the world of threads does not end the wait first
+        one = tensor(rank) if rank else torch.ones(COUNT)
+        with pytest.raises(CommError, match=r"same calls in one order.*on cuda"):
+            group.allreduce([one], SYNC).wait()
+
+    on_ranks("memory of one host", check)
