@@ -82,7 +82,7 @@ def test_settings_and_folders_that_are_wrong_are_named(book, tmp_path):
         run = mpitrain.load("run", transport=transport)
         text = run.generate("a", tokens=4, temperature=0)
         (tmp_path / "book.txt").unlink()
-        with pytest.raises(mpitrain.MpitrainError, match="book.txt"):
+        with pytest.raises(mpitrain.MpitrainError, match=r"book\.txt"):
             run.evaluate()
         assert run.generate("a", tokens=4, temperature=0) == text
 
