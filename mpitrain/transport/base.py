@@ -383,7 +383,7 @@ class Transport(Protocol):
         self.history = [[Place(rank, rank) for rank in range(self.size)]]
 
     def set_spares(self, is_spare: bool) -> None:
-        """Take some ranks of a root transport their place, and number the others anew. Collective, once."""
+        """Make some ranks of a root transport spares, and number the others anew. Collective, once."""
         around = copy(self)
         known = around.gather_text(is_spare)
         numbers = [number for number, waits in enumerate(known) if not waits]
