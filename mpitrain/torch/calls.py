@@ -226,7 +226,8 @@ class CallQueue:
                 return  # A callback may need the thread that waits for the call.
             else:
                 entry.run()
-            self._entries.popleft()
+            with self._condition:  # `_look` drops entries, but never the first.
+                self._entries.popleft()
 
     def _execute(self, call: Call) -> None:
         call.number, self._count = self._count, self._count + 1
@@ -280,19 +281,20 @@ class CallQueue:
     def _look(self) -> None:
         while not self.is_closed and not self._is_stuck:
             time.sleep(1.0)
-            entries = [*self._entries.copy()]
-            first, rest = entries[:1], entries[1:]
-            late = [
-                e for e in rest if isinstance(e, Call) and time.monotonic() > e.deadline + GRACE
-            ]
-            if late and isinstance(first[0], Callbacks):
-                self._on_failure(self._give_up(late[0], rest))
+            with self._condition:  # Meanwhile the callback may end, but no entry behind it begins.
+                first, rest = [*self._entries][:1], [*self._entries][1:]
+                late = [
+                    e for e in rest if isinstance(e, Call) and time.monotonic() > e.deadline + GRACE
+                ]
+                if not late or not isinstance(first[0], Callbacks):
+                    continue
+                late[0].error = self._stuck(late[0])
+                self._entries = deque(first)
+            self._on_failure(self._give_up(late[0], rest))
 
     def _give_up(self, call: Call, entries: "Sequence[Call | Callbacks]") -> Call:
         """End the entries behind a callback that does not return, each with an error."""
-        call.error = self._stuck(call)
         for entry in entries:
-            self._entries.remove(entry)
             if isinstance(entry, Callbacks):
                 entry.complete()
             else:
