@@ -7,6 +7,7 @@ import torch.distributed as dist
 from mpitrain.errors import CommError
 from mpitrain.torch import comparison
 from mpitrain.torch.process_group import DEFAULT, GROUPS, OPEN, TRACED
+from mpitrain.torch.stop import agreement
 from mpitrain.torch.store import close_store, open_store, world
 from mpitrain.transport.mpi import MpiTransport
 from mpitrain.transport.places import Place, change
@@ -31,6 +32,7 @@ def replace() -> None:
             f"{way_out or 'Call it where PeerLost was caught'}.",
         )
     before = transport.history[-1]
+    agreement.cache_clear()
     while True:
         close_store(transport)
         comparison.join()

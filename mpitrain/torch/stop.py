@@ -21,15 +21,18 @@ def stop_requested() -> bool:
     step is enough.
     """
     stop_signals.note(signal.SIGUSR1, signal.SIGTERM)
-    asked, any_rank = _agreement()
+    asked, any_rank = agreement()
     asked[0] = stop_signals.are_noted()
     any_rank.run()
     return bool(asked[0])
 
 
 @cache
-def _agreement() -> tuple[np.ndarray, Reduction]:
-    """Return a flag of this rank, and the reduction that raises it where one rank has raised it."""
+def agreement() -> tuple[np.ndarray, Reduction]:
+    """Return a flag of this rank, and the reduction that raises it where one rank has raised it.
+
+    `replace` drops them: they know the lost rank.
+    """
     transport = connect("multiple")  # A process group that is made later has threads that call MPI.
     asked = np.zeros(1, np.int32)
     return asked, Group(transport, "recursive-doubling").bind(asked, "maximum")

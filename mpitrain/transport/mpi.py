@@ -89,6 +89,8 @@ def connect(thread_level: str = "serialized") -> MpiTransport:
     From then on an uncaught exception of one rank ends the job. If a rank ends by itself, the others
     go on. A rank that waits for the ended rank in the transport ends the job after 2 seconds. This
     works in jobs of at most 256 ranks.
+
+    In a job that outlives the loss of a rank, all calls return one transport.
     """
     transport = join_world(thread_level)
     refuse_strangers()
@@ -106,6 +108,13 @@ def join_world(
     """
     import mpi4py
 
+    if _TOLERANT and _TOLERANT[0].comm:
+        return _TOLERANT[0]
+    if _TOLERANT and process.spares():  # They would not take part.
+        raise ConfigError(
+            "A job with spares connects once, and its transport was closed.",
+            "Close it at the end of the program.",
+        ).on_every_rank()
     process.leave_job_of_parent()
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = thread_level
@@ -118,7 +127,12 @@ def join_world(
         sys.excepthook = transport.end_by_exception
     if not transport.needs_all:
         _await_place(transport, meanwhile)
+        _TOLERANT[:] = [transport]
     return transport
+
+
+_TOLERANT: list[MpiTransport] = []
+"""The transport over all ranks of a job that outlives the loss of one: `survivors` renews it for all its users."""
 
 
 def _await_place(transport: MpiTransport, meanwhile: Callable[[], object]) -> None:

@@ -182,7 +182,8 @@ def test_the_ddp_loop_of_the_page_goes_on_with_a_spare_in_the_place_of_a_killed_
     kill = "if step == 20 and os.environ['OMPI_COMM_WORLD_RANK'] == '0': os.kill(os.getpid(), 9)"
     backward = "            loss.backward()\n"
     assert code.count(backward) == 1 and "steps, size = 0, 200," in code
-    code = code.replace(backward, f"            {kill}\n{backward}").replace(
+    asks = "assert not mpitrain.torch.stop_requested()"  # The agreement is made anew, too.
+    code = code.replace(backward, f"            {asks}\n            {kill}\n{backward}").replace(
         "= 0, 200,", "= 0, 40,"
     )
     (tmp_path / "own.py").write_text(f"import os\n{code}")
