@@ -329,7 +329,15 @@ def write(own: Architecture, model: Trained) -> FolderContents:
     def has(row: TensorRow) -> bool:
         return row.ours in tensors
 
+    labels = model.labels
+    names = [*labels, *numbered(range(classes))[len(labels) :]][:classes]
+    facts = own.facts(keys, vocabulary, model.special, names)
     pairs = dict(own.counterparts(keys, vocabulary, classes, has))
+    if strange := sorted((tensors.keys() ^ pairs.keys()) - {HEAD}):
+        raise ConfigError(
+            f"A folder of a {own.noun} has the tensors of its run, but only one of them has {strange[0]}.",
+            "Name another run.",
+        )
     for ours, parts in pairs.items():
         for part in parts:
             whole = UnstackedTensor(tensors[ours]) if is_stack(ours) else tensors[ours]
@@ -338,12 +346,4 @@ def write(own: Architecture, model: Trained) -> FolderContents:
             if more := own.added(keys, ours):
                 renamed[part.name] = shifted(renamed[part.name], -more)
     renamed |= {other: renamed[name] for name, other in own.again.items() if name in renamed}
-    if strange := sorted(tensors.keys() - pairs.keys() - {HEAD}):
-        raise ConfigError(
-            f"A folder of a {own.noun} has no tensor for {strange[0]}, which this run has.",
-            "Name another run.",
-        )
-    labels = model.labels
-    names = [*labels, *numbered(range(classes))[len(labels) :]][:classes]
-    facts = own.facts(keys, vocabulary, model.special, names)
     return FolderContents(renamed, {CONFIGURATION: json_text({**facts, "dtype": model.dtype})})

@@ -109,6 +109,11 @@ def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
             f"A GPT-2 of transformers sees all earlier tokens, but model.window is {keys.window}.",
             "Continue with `mpitrain generate`, or train a run of model.kind=llama: its folder can have a window.",
         )
+    if keys.experts:
+        raise ConfigError(
+            f"A GPT-2 of transformers has one MLP in each block, but model.experts is {keys.experts}.",
+            "Continue with `mpitrain generate`, or train a run of model.kind=llama: its folder can have experts.",
+        )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -355,6 +355,7 @@ def _described_mixture(keys: Model) -> dict[str, Any]:
     """Return the keys of config.json of a Mixtral, or with normed heads of a Qwen3-MoE."""
     name = "Qwen3Moe" if keys.qk_norm else "Mixtral"
     for key, is_other, has in (
+        ("scaled_embedding", keys.scaled_embedding, "no scaled embedding"),
         ("qkv_bias", keys.qkv_bias, "no biases"),
         ("shared", keys.shared, "no shared MLP"),
         ("capacity", keys.capacity, "no capacity"),

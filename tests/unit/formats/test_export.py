@@ -209,6 +209,21 @@ def test_a_model_that_is_no_gpt_is_refused(tmp_path):
     assert "mlp" in caught.value.law
 
 
+@pytest.mark.parametrize(
+    ("to", "settings", "key"),
+    [
+        ("gpt2", [], "model.experts is 2"),
+        ("llama", ["model.kind=llama", "model.scaled_embedding=true"], "model.scaled_embedding"),
+    ],
+)
+def test_experts_that_a_folder_cannot_have_are_refused_by_their_key(tmp_path, to, settings, key):
+    settings = [*settings, "model.experts=2", "run.steps=0", "run.eval_every=-1"]
+    go(1, [*TINY, *settings, f"run.out={tmp_path / 'run'}"])
+    with pytest.raises(MpitrainError) as caught:
+        export(tmp_path / "run", "--to", to)
+    assert key in caught.value.law
+
+
 def test_the_byte_tokenizer_has_each_byte_once():
     vocabulary = json.loads(byte_level())["model"]["vocab"]
     assert sorted(vocabulary.values()) == list(range(256))
