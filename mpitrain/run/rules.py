@@ -115,6 +115,11 @@ def of_device(config: Config) -> Iterator[Rule]:
         f"Kernels compute attention in tiles, but memory.attention is whole on {kind}.",
         "Set memory.attention to auto, or device.kind to cpu.",
     )
+    yield (
+        is_on_kernels and config.model.experts,
+        f"Experts have no kernels yet, but device.kind is {kind}.",
+        "Set device.kind to cpu, or model.experts to 0.",
+    )
     layout = config.layout
     yield (
         is_on_kernels
@@ -631,11 +636,6 @@ def of_model(config: Config) -> Iterator[Rule]:
             model.activation != "silu",
             f"The gates of experts are silu, but model.activation is {model.activation}.",
             "Leave out model.activation, or set model.experts to 0.",
-        ),
-        (
-            config.device.kind in ("cuda", "cuda-sim"),
-            f"Experts have no kernels yet, but device.kind is {config.device.kind}.",
-            "Set device.kind to cpu, or model.experts to 0.",
         ),
     ):
         yield (model.experts and is_broken, law, way_out)
