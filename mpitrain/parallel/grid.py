@@ -77,20 +77,22 @@ def divisor(axes: Axes, hosts: Sequence[str], shard: str) -> int:
 
     shard   "all": all ranks that have the same parameters; "host": those of one host
     hosts   host of every rank, by rank
-    raises  ConfigError if hosts have different numbers of them
+    raises  ConfigError if hosts have different numbers of them, or of ranks with the same experts
     """
     if shard == "all":
         return axes.copies
-    replicas = Counter(
-        (axes.coords(rank)._replace(dp=0, cp=0), hosts[rank])
-        for rank in range(axes.ranks - axes.servers)
-    )
-    if len(set(replicas.values())) > 1:
-        counts = ", ".join(f"{count} on {host}" for (_, host), count in replicas.items())
-        raise ConfigError(
-            f"With replication.shard host every host has as many replicas as any other, but there are {counts}.",
-            "Start as many ranks on each host, or set replication.shard to all.",
+    coords = [axes.coords(rank) for rank in range(axes.ranks - axes.servers)]
+    for ep, noun in ((axes.ep, "replicas of each part of the experts"), (1, "replicas")):
+        replicas = Counter(
+            (here._replace(dp=here.dp % ep, cp=0), host)
+            for here, host in zip(coords, hosts, strict=False)
         )
+        if len(set(replicas.values())) > 1:
+            counts = ", ".join(f"{count} on {host}" for (_, host), count in replicas.items())
+            raise ConfigError(
+                f"With replication.shard host every host has as many {noun} as any other, but there are {counts}.",
+                "Start as many ranks on each host, or set replication.shard to all.",
+            )
     return next(iter(replicas.values()))
 
 
