@@ -364,8 +364,8 @@ class Model(Section):
     """weights of the chosen experts. after: the softmax over the chosen ones, as Mixtral; before: of
     the softmax over all experts, as Qwen2-MoE and OLMoE"""
     capacity: float = Field(0.0, ge=0)
-    """tokens of a sequence that an expert takes, as a multiple of an equal share; the others pass
-    without it. 0: all"""
+    """tokens of a sequence that an expert takes in training, as a multiple of an equal share; the
+    others pass without it. 0: all"""
     balance: float = Field(0.01, ge=0)
     """weight in the loss of the experts' imbalance within each sequence, 1 if all get as many tokens
     (Switch Transformer)"""

@@ -143,7 +143,8 @@ class Experts:
     activate  the activation and its backward, of rows (R, N) to (R, H)
     hidden    H
     before    1: a weight is that of a softmax over all experts; 0: over the chosen ones
-    capacity  factor of the tokens of a sequence that an expert takes, over an equal share; 0: all
+    capacity  factor of the tokens of a sequence that an expert takes in training, over an equal share;
+              0: all
     balance   weight in the loss of E sum of (fraction of choices times mean probability) of the
               experts, for each sequence: 1 if all get as many tokens (Switch Transformer, Fedus et
               al. 2022, equation 4)
@@ -151,7 +152,7 @@ class Experts:
     z         weight in the loss of the mean square of the log sum of exponentials (ST-MoE)
     """
 
-    output_is_free = True
+    output_is_free = is_rowwise = True
 
     def __init__(
         self,
@@ -178,10 +179,6 @@ class Experts:
         self.activate, self.activate_backward = (
             (ops.swiglu, ops.swiglu_backward) if is_gated else (ops.gelu, ops.gelu_backward)
         )
-
-    @property
-    def is_rowwise(self) -> bool:
-        return not self.capacity
 
     def parameters(self) -> list[Parameter]:
         inner, onto_residual = self.draws
@@ -215,23 +212,26 @@ class Experts:
         weights, chosen, choice = ops.choose(logits, self.k, self.before, arena)
         sequences = len(x) if x.ndim > 2 else 1
         share = len(rows) // max(1, sequences) * self.k / self.experts
-        capacity = int(self.capacity * share)
+        # Without training the output of a token depends on no other row, so that a cache can be used.
+        limits = self.capacity and now.trains
+        capacity = max(1, int(self.capacity * share)) if limits else 0
         routing = routed(chosen, self.experts, sequences, capacity)
         taken, _ = ops.embedding((routing.sources // self.k)[None], rows, None, arena)
-        more = list[Any]()
+        shared_out = shared_states = None
 
         def shared() -> None:
+            nonlocal shared_out, shared_states
             if self.shared:
-                more.extend(self.shared.forward(w["shared"], rows, now, arena))
+                shared_out, shared_states = self.shared.forward(w["shared"], rows, now, arena)
 
         trip = Stay(routing.counts)
         if self.group:
             trip = Trip(ops, self.group, routing.counts, len(taken[0]))
         out, states = self._mlps(w, trip.there(taken[0], arena, shared), trip.counts, arena)
         y, combined = ops.combine(trip.back(out, taken[0], arena), routing.places, weights, arena)
-        if more:
-            ops.add(y, more[0], y, arena)
-        saved = routing_state, choice, routing, trip, states, combined, more[1:], now.weight
+        if self.shared:
+            ops.add(y, shared_out, y, arena)
+        saved = routing_state, choice, routing, trip, states, combined, shared_states, now.weight
         return y.reshape(x.shape), saved
 
     def _mlps(self, w: Weights, rows: Any, counts: np.ndarray, arena: Arena) -> tuple[Any, Any]:
@@ -258,35 +258,39 @@ class Experts:
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         ops = self.ops
-        routing_state, choice, routing, trip, states, combined, shared, weight = saved
+        routing_state, choice, routing, trip, states, combined, shared_states, weight = saved
         up, activated, down = states
         del saved, states
         rows, k = dy.reshape(-1, self.width), self.k
         self.loads.add(routing)
-        dout, dweights = ops.combine_backward(rows, combined, routing.sources, arena)
-        counts, more = trip.counts, []
+        own_dout, dweights = ops.combine_backward(rows, combined, routing.sources, arena)
+        counts, dshared, shared_pending = trip.counts, None, None
 
         def shared_backward() -> None:
+            nonlocal dshared, shared_pending
             if self.shared:
-                more.extend(self.shared.backward_input(w["shared"], rows, *shared, arena))
+                dshared, shared_pending = self.shared.backward_input(
+                    w["shared"], rows, shared_states, arena
+                )
 
-        like, dout = dout, trip.there(dout, arena, shared_backward)
+        dout = trip.there(own_dout, arena, shared_backward)
         dh = arena.take((len(dout), self.hidden), dout.dtype)
         dh[counts.sum() :] = 0
         down = self._products_backward(w["down"]["weight"], dout, counts, down, dh, arena)
         dz = self.activate_backward(dh, activated, arena)
         dtaken = arena.take(dout.shape, dout.dtype)
         up = self._products_backward(w["up"]["weight"], dz, counts, up, dtaken, arena)
-        dx, _ = ops.combine(trip.back(dtaken, like, arena), routing.places, None, arena)
+        dx, _ = ops.combine(trip.back(dtaken, own_dout, arena), routing.places, None, arena)
         share = len(rows) // max(1, len(routing.load)) * k / self.experts
         pulls = (self.balance * weight / max(1.0, share) * routing.load).astype(dout.dtype)
-        dlogits = ops.choose_backward(dweights, choice, pulls, self.z * weight, self.before, arena)
+        z = np.broadcast_to(self.z * weight, (len(pulls), 1)).astype(dout.dtype)
+        dlogits = ops.choose_backward(dweights, choice, pulls, z, self.before, arena)
         router = w["router"]["weight"]
         of_router, router = ops.linear_backward_input(dlogits, router, routing_state, arena)
         ops.add(dx, of_router, dx, arena)
-        if more:
-            ops.add(dx, more[0], dx, arena)
-        return dx.reshape(dy.shape), (router, up, down, more[1:])
+        if self.shared:
+            ops.add(dx, dshared, dx, arena)
+        return dx.reshape(dy.shape), (router, up, down, shared_pending)
 
     def _products_backward(
         self, weight: Any, pulls: Any, counts: np.ndarray, states: list[Any], out: Any, arena: Arena
@@ -308,7 +312,7 @@ class Experts:
                 for matrix, product in zip(leaf.array, products, strict=True):
                     self.ops.linear_backward_weight(product, matrix, adds, arena)
         if self.shared:
-            self.shared.backward_weight(*shared, dw.get("shared", {}), arena)
+            self.shared.backward_weight(shared, dw.get("shared", {}), arena)
 
 
 def parts(counts: np.ndarray) -> list[slice]:

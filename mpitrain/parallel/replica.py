@@ -55,8 +55,9 @@ class StepResult(NamedTuple):
         ended       asynchronous pipelines: this rank's `perf_counter` at the end of the step, which
                     all ranks learn some steps later
         expert_tokens, dropped, imbalance
-                    models with experts: tokens of each expert over all layers, dropped ones included;
-                    the fraction that was dropped; the most tokens of an expert over their mean
+                    models with experts, in common steps: tokens of each expert over all layers,
+                    dropped ones included; the fraction that was dropped; the most tokens of an
+                    expert over their mean
         is_spike    True: the update was skipped because of a spike of the loss, as run.on_spike
     """
 

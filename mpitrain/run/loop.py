@@ -647,7 +647,7 @@ class Run:
         record |= self._rates(step_s)
         names = mode_of(config.replication, config.pipeline.schedule).records(config.replication)
         record |= {name: result.extras.get(name, 0) for name in names}
-        if config.model.experts:
+        if "expert_tokens" in result.extras:
             for name in ("expert_tokens", "dropped", "imbalance"):
                 record[name] = result.extras[name]
         if config.precision.compute == "float16":

@@ -21,7 +21,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.optim import check_groups, learning_rate
 from mpitrain.parallel.grid import Grid, share
-from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
@@ -162,10 +162,15 @@ class Rows:
 
     def ignored(self, targets: np.ndarray) -> int:
         """Return the number of targets that do not count."""
+        return int(targets.size - self.counted(targets).sum())
+
+    def counted(self, targets: np.ndarray) -> np.ndarray:
+        """Return the number of targets of each row that count, (rows, 1)."""
         if not self.takes:
-            return 0
-        is_ignored = targets == IGNORED if self.takes == "classes" else np.isnan(targets)
-        return int(np.count_nonzero(is_ignored))
+            counts = np.ones(targets.shape, bool)
+        else:
+            counts = targets != IGNORED if self.takes == "classes" else ~np.isnan(targets)
+        return counts.sum(axis=tuple(range(1, targets.ndim))).reshape(-1, 1)
 
     def own_tokens(self, rows: np.ndarray, fill: int) -> np.ndarray:
         """Return this rank's tokens of rows (B, T), or of their targets.
@@ -362,7 +367,10 @@ class Trainer:
             chunks=numbers,
             first=cut.first(self.units),
         )
-        if layers.loads:
+        together = is_synchronous(config.replication, config.pipeline.schedule)
+        # Without common steps no sum has all ranks.
+        self._loads = layers.loads if together else None
+        if self._loads:
             self._expert_loads = np.zeros(1 + self.config.model.experts)
             self._sum_of_loads = grid.world.bind(self._expert_loads)
         dtype = job.device.half or self.storage.dtype
@@ -477,7 +485,7 @@ class Trainer:
                 where,
                 "Pass the rows trainer.share() of the global batch.",
             )
-        unpadded = inputs.shape
+        unpadded, counted = inputs.shape, self.rows.counted(targets)
         inputs, targets = self.rows.own_tokens(inputs, 0), self.rows.own_tokens(targets, IGNORED)
         count, *lengths = inputs.shape
         # A row has the tokens of all ranks that divide it, padding included.
@@ -511,7 +519,10 @@ class Trainer:
                         len(part),
                         True,
                         places and places.of(part),
-                        weight=weight * replica.skips.loss_scale,
+                        weight=weight
+                        * replica.skips.loss_scale
+                        * counted[part.start : part.stop]
+                        / predictions,
                     )
                     for part, weight in zip(parts, replica.weights, strict=True)
                 ],
@@ -520,14 +531,14 @@ class Trainer:
                 loss,
             )
         result = replica.finish(bool(stop_requested and stop_requested()))
-        if self.layers.loads:
-            result = result._replace(extras={**result.extras, **self._loads(self.layers.loads)})
+        if self._loads:
+            result = result._replace(extras={**result.extras, **self._sums(self._loads)})
         every = config.memory.release_every
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
 
-    def _loads(self, loads: Loads) -> dict[str, Any]:
+    def _sums(self, loads: Loads) -> dict[str, Any]:
         """Return the tokens of each expert in a step, over all layers and ranks; collective."""
         numbers = self._expert_loads
         numbers[:-1], numbers[-1] = loads.tokens, loads.dropped

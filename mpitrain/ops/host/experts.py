@@ -22,17 +22,19 @@ def choose_backward(dweights, saved, pulls, z, before, arena):
     logits, weights, chosen = saved
     every = np.arange(len(logits))[:, None]
     dlogits = arena.take(logits.shape, logits.dtype)
-    dlogits[...] = np.repeat(pulls, len(logits) // max(1, len(pulls)), axis=0)
+    tokens = len(logits) // max(1, len(pulls))
+    dlogits[...] = np.repeat(pulls, tokens, axis=0)
     if before:
         dlogits[every, chosen] += dweights
     probabilities = _softmax(logits, arena)
-    if z:
+    if z.any():
         # The log of the sum is that of the first logit less that of its probability; both are finite
         # at the largest one.
         largest = chosen[:, :1]
         lse = logits[every, largest] - np.log(probabilities[every, largest])
-        dlogits += 2 * z * lse
-        means = np.einsum("me,me->m", probabilities, dlogits)[:, None] - 2 * z * lse
+        pull = 2 * np.repeat(z, tokens, axis=0) * lse
+        dlogits += pull
+        means = np.einsum("me,me->m", probabilities, dlogits)[:, None] - pull
     else:
         means = np.einsum("me,me->m", probabilities, dlogits)[:, None]
     dlogits -= means

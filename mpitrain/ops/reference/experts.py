@@ -25,19 +25,20 @@ def choose(logits, k, before, arena):
 
 
 @operation(
-    "dweights:BT,2 saved@choose pulls:B,2V z=0.25 before=1 -> dlogits:BT,2V", "dlogits", launches=0
+    "dweights:BT,2 saved@choose pulls:B,2V z:B,1 before=1 -> dlogits:BT,2V", "dlogits", launches=0
 )
 def choose_backward(dweights, saved, pulls, z, before, arena):
     """Return the gradient of the logits, with those of two terms of the loss.
 
     The first term is the sum over the M tokens of sum over e of pulls[b, e] times the softmax of all
-    logits, where b is the sequence of the token. The second is z times the sum of squares of the log
-    of the sum of exponentials.
-    dweights: (M, k); pulls: (B, E), M / B tokens each; dlogits: (M, E)
+    logits, where b is the sequence of the token. The second is the sum of z[b] times the square of the
+    log of the sum of exponentials.
+    dweights: (M, k); pulls: (B, E) and z: (B, 1), M / B tokens each; dlogits: (M, E)
     """
     logits, weights, chosen = saved
     probabilities = _softmax(logits)
-    pull = np.repeat(pulls, len(logits) // max(1, len(pulls)), axis=0)
+    tokens = len(logits) // max(1, len(pulls))
+    pull, z = np.repeat(pulls, tokens, axis=0), np.repeat(z, tokens, axis=0)
     if before:
         pull = pull.copy()
         _add_at(pull, chosen, dweights)

@@ -1,13 +1,16 @@
 """A mixture of experts trains alike in every layout, whatever the router chooses; its bytes are counted."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.routes import route_bytes
 from mpitrain.config import Model
+from mpitrain.data import IGNORED
 from mpitrain.errors import ConfigError
-from mpitrain.layers.base import Now
+from mpitrain.layers.base import READING, Now
 from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
@@ -19,6 +22,8 @@ from mpitrain.run.generate import Sampling, texts
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.laws.layers import draw, placed
+from tests.runs import TINY as RUN
+from tests.runs import go, records
 from tests.saving import load, save
 from tests.training import TINY, configured, curve, held, near, stepped
 
@@ -31,6 +36,7 @@ EXPERTS = [
     "model.balance=0.1",
     "model.z=0.01",
 ]
+ON_HOSTS = ["replication.zero=1", "replication.shard=host"]
 LAYOUTS = (
     (3, "batch.micro_batches=2"),
     (2, "replication.zero=2", "batch.micro_batches=2"),
@@ -150,6 +156,79 @@ def test_a_layer_sends_what_the_formula_says_of_its_loads():
     assert run_ranks(n, sent) == [8 * experts] * n
 
 
+def test_the_terms_of_the_loss_are_means_over_the_targets_that_count():
+    """The step of sgd with them differs from that without them by their gradient alone."""
+
+    def pull(transport, weight, mask):
+        """What one term adds to all parameters in a step."""
+        settings = [*EXPERTS, "optimizer.name=sgd", "optimizer.clip=0.0", "optimizer.warmup=0"]
+        settings += ["optimizer.weight_decay=0.0", "batch.micro_batches=2"]
+        ends = []
+        for terms in (weight, 0):
+            more = [f"model.balance={10 * terms}", f"model.z={terms}"]
+            trainer, source, _ = build(transport, configured(*settings, *more))
+            share = trainer.share()
+            inputs, targets = (rows.copy() for rows in trainer.replica.batch(source, 0))
+            mask(slice(share.start, share.stop), inputs, targets)
+            trainer.step(0, inputs, targets)
+            ends.append({name: values for name, (_, values) in held(trainer).items()})
+        return np.concatenate([(ends[0][name] - ends[1][name]).ravel() for name in ends[0]])
+
+    def none(rows, inputs, targets):
+        pass
+
+    def half(rows, inputs, targets):
+        targets[:, ::2] = IGNORED
+
+    def but_last(rows, inputs, targets, token=65):
+        own = np.arange(rows.start, rows.stop) < 7
+        inputs[own], targets[own] = token, IGNORED
+
+    (whole,) = run_ranks(1, pull, 1.0, none)
+    assert np.abs(whole).max() > 1e-3
+    for other in run_ranks(2, pull, 1.0, half):
+        assert np.abs(other - whole).max() < 1e-9
+    (masked,) = run_ranks(1, pull, 1.0, but_last)
+    for other in run_ranks(3, pull, 1.0, partial(but_last, token=66)):
+        assert np.abs(other - masked).max() < 1e-9, "a row without targets counts"
+
+
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [
+        (3, ["replication.mode=server", "replication.update=async"]),
+        (2, ["layout.pp=2", "pipeline.schedule=async-2bw", "batch.micro_batches=2"]),
+    ],
+)
+def test_ranks_without_common_steps_train_experts_and_do_not_sum_their_tokens(
+    ranks, layout, tmp_path
+):
+    go(
+        ranks,
+        [*RUN, "model.experts=4", "run.eval_every=-1", f"run.out={tmp_path / 'run'}", *layout],
+    )
+    steps = [record for record in records(tmp_path) if "grad_norm" in record]
+    assert len(steps) == 6 and not any("expert_tokens" in record for record in steps)
+
+
+def test_no_token_is_dropped_outside_of_training():
+    """The output for a row does not depend on the others; in training an expert takes at least one token."""
+    layer = Plain(bodies.host(), Model(experts=4, capacity=0.5)).experts(6, 5, draw, draw)
+    weights, *_ = placed(layer, HostBackend())
+    x = np.random.default_rng(3).standard_normal((1, 8, 6))
+    for length in (1, 8):
+        reading, _ = layer.forward(weights, x[:, :length], READING, Arena())
+        training, _ = layer.forward(weights, x[:, :length], Now(0, 0, 1, True), Arena())
+        assert (
+            np.abs(reading - training).max() < 1e-12 if length == 1 else (reading != training).any()
+        )
+        alone = [layer.forward(weights, x[:, [at]], READING, Arena())[0] for at in range(length)]
+        assert np.abs(reading - np.concatenate(alone, 1)).max() < 1e-12
+    crowd = np.repeat(x[:, :1], 2, axis=1)
+    outputs, _ = layer.forward(weights, crowd, Now(0, 0, 1, True), Arena())
+    assert outputs[0, 0].any() and not outputs[0, 1].any()
+
+
 @pytest.mark.parametrize(
     "ranks, settings, law",
     [
@@ -165,6 +244,8 @@ def test_a_layer_sends_what_the_formula_says_of_its_loads():
         (2, ["layout.cp=2"], "count the tokens of whole sequences"),
         (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
         (1, ["model.experts=0", "model.z=0.0"], "model.balance is 0.1 and model.experts is 0"),
+        (1, ["device.kind=cuda-sim", "precision.compute=float32"], "Experts have no kernels yet"),
+        (6, [*ON_HOSTS, "layout.ep=2"], "as many replicas of each part of the experts"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks, settings, law):
@@ -173,5 +254,5 @@ def test_what_cannot_be_is_refused(ranks, settings, law):
             build(transport, configured(*EXPERTS, *settings))
         return str(caught.value)
 
-    for text in run_ranks(ranks, refused):
+    for text in run_ranks(ranks, refused, hosts="aaabbb"[:ranks]):
         assert law in text, text

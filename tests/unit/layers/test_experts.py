@@ -18,11 +18,11 @@ def layer_of(width=6, hidden=5, **keys):
     return plain.experts(width, hidden, draw, draw, is_gated=True)
 
 
-def forward_and_back(layer, x, dy):
+def forward_and_back(layer, x, dy, weight=1 / 14):
     """y, dx, {name: gradient} of a layer with weights of a fixed seed, and its weights."""
     weights, gradients, arrays, slots = placed(layer, HostBackend())
     arena = Arena()
-    y, saved = layer.forward(weights, x, Now(0, 0, 2, True, weight=1 / 14), arena)
+    y, saved = layer.forward(weights, x, Now(0, 0, 2, True, weight=weight), arena)
     dx, pending = layer.backward_input(weights, dy, saved, arena)
     layer.backward_weight(pending, gradients, arena)
     return y, dx, {name: slot.array for name, slot in slots.items()}, arrays
@@ -48,7 +48,8 @@ def test_the_terms_of_the_loss_have_the_gradient_of_their_definitions(router):
     """With no gradient of y, that of the router is of balance and z alone; finite differences of both."""
     x = np.random.default_rng(1).standard_normal((2, 7, 6))
     layer = layer_of(router=router, balance=0.3, z=0.05)
-    _, dx, gradients, arrays = forward_and_back(layer, x, np.zeros_like(x))
+    counted = np.array([[1.0], [0.25]])
+    _, dx, gradients, arrays = forward_and_back(layer, x, np.zeros_like(x), counted / 14)
     weight = arrays["layer.router.weight"]
 
     def terms(router_weight):
@@ -58,8 +59,8 @@ def test_the_terms_of_the_loss_have_the_gradient_of_their_definitions(router):
         # Which experts are chosen does not change within a small difference.
         chosen = np.argsort(-(x @ weight.T), -1)[..., :2]
         part = np.stack([np.bincount(c.reshape(-1), minlength=4) for c in chosen]) / 14
-        balance = 4 * (part * (exponentials / sums).mean(1)).sum(-1).mean()
-        return 0.3 * balance + 0.05 * (np.log(sums) ** 2).mean()
+        balance = 4 * (part * (exponentials / sums).mean(1)).sum(-1) @ counted / 2
+        return (0.3 * balance + 0.05 * (np.log(sums[..., 0]) ** 2).mean(1) @ counted / 2).item()
 
     for at in np.ndindex(weight.shape):
         step = np.zeros_like(weight)
