@@ -302,7 +302,8 @@ class Trainer:
         grid, ops, stage_of = self.grid, self.job.device.ops, self.job.plan.stage_of
 
         def cut_by(layers: LayerFactory) -> Chunks:
-            config, model = self.config, self.job.units if units is None else units
+            config = self.config
+            model = self.job.units if units is None and self.job.source is not None else units
             return cut_in_chunks(
                 model, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
             )

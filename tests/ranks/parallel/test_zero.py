@@ -168,11 +168,9 @@ def test_after_the_first_step_nothing_is_bound_or_allocated(stage):
         trainer = job.trainer
         trainer.step(0, *trainer.replica.batch(job.data, 0))
         held, mode = trainer.arena.allocations, trainer.replica
-        shards = mode.shards
         for transport in (
             trainer.grid.transport,
-            shards.dividing.transport,
-            shards.alike.transport,
+            *(group.transport for group in mode.shards.groups[""]),
         ):
             transport.claim_tag = transport.allocate = None
         for index in (1, 2):
