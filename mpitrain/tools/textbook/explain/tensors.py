@@ -23,6 +23,7 @@ from mpitrain.ops.device import ops_for
 from mpitrain.parallel.tensor.context import RingAttention
 from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, layers_for
 from mpitrain.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpitrain.parallel.tensor.rows import ReplicatedRows
 from mpitrain.tools.textbook.explain.explanation import (
     Columns,
     CountedFormula,
@@ -164,21 +165,15 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
     group, arena = Group(transport, "ring"), Arena()
     layers = layers_for(ops_for("cpu"), group, Layout())
     partial: list[np.ndarray] = []
-    exchange = group.exchange
+    if isinstance(layers.rows, ReplicatedRows):
+        reduction = layers.rows.reduction
 
-    def seen(*like: Any) -> ActivationBuffer:
-        """Lease a buffer whose all-reduce first copies this rank's summand."""
-        lease = exchange(*like)
-        bound = lease.bound_all_reduce
-
-        def copied(*arguments: Any) -> Any:
+        def seen(lease: ActivationBuffer) -> Any:
+            """Copy this rank's summand before it is added to others."""
             partial.append(lease.array.copy())
-            return bound(*arguments)
+            return reduction(lease)
 
-        lease.bound_all_reduce = copied  # type: ignore
-        return lease
-
-    group.exchange = seen  # type: ignore
+        layers.rows.reduction = seen  # type: ignore[method-assign]
     count = FEATURES[transport.size]
     layer = shown.make(layers, count)
     (weight,) = layer.parameters()
@@ -223,7 +218,6 @@ def _run(transport: Transport, shown: ShownLayer) -> _RankCells:
         note("backward: some columns of dx on each rank", dx=_cells(dx[:, own], own, "d"))
     sent = transport.traffic.nbytes - before
     note("backward: dx", dx=_cells(dx, x_at, "d"))
-    group.exchange = exchange  # type: ignore[method-assign]
     return _RankCells(frames, _bytes_of_the_pair(layers, group, count, arena))
 
 
