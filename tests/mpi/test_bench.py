@@ -309,4 +309,6 @@ def test_all_are_the_algorithms_that_can_run_with_the_dtype(two):
 
 
 def test_fit_writes_what_auto_then_reads(two):
-    assert "sizes left out: predicted" in two[2]["fit"] and "  auto: " in two[2]["auto"]
+    fit = two[2]["fit"]
+    assert "bytes decide: auto takes" in fit and "  auto: " in two[2]["auto"]
+    assert "sizes left out: predicted" in fit or "rows are left out: their median" in fit
