@@ -180,6 +180,8 @@ def main(device: str, folder: Path, since: float) -> int:
             results.note(
                 part.name, f"{part.name}: skipped, there is no MPI here (mpirun and mpi4py)", True
             )
+        elif part.program == "process_group.py" and not find_spec("torch"):
+            results.note(part.name, f"{part.name}: skipped, there is no PyTorch here", True)
         elif left < 5:
             results.note(
                 part.name, f"{part.name}: not begun, the seconds of the job are over", False
