@@ -237,7 +237,7 @@ def poll_without_yielding() -> None:
     """Let MPI_Test of Open MPI never leave the core, which it does if ranks exceed cores.
 
     Call it before MPI starts, in a program whose waits poll and sleep. Beside other work each test
-    would cost a turn of that work: a step of four ranks on two cores took 8 times as long.
+    would cost a turn of that work.
     """
     os.environ |= {"OMPI_MCA_mpi_yield_when_idle": "0"}
 

@@ -607,7 +607,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         ),
         (
             model.top_k > model.experts,
-            f"model.top_k experts of model.experts are chosen, but {model.top_k} of {model.experts}.",
+            f"A token chooses model.top_k of model.experts experts, but {model.top_k} of {model.experts} do not exist.",
             f"Set model.top_k to at most {model.experts}, or model.experts to {model.top_k} or more.",
         ),
         (
