@@ -139,15 +139,16 @@ class SharedMemory(Reduction):
             self._meeting.start()
 
 
-def offer(transport: Transport, array: np.ndarray) -> list[Any]:
+def offer(transport: Transport, array: np.ndarray, compares: bool) -> list[Any]:
     """Return the facts of this rank that a binding through shared memory needs.
 
     These are the location of the array in a window, or None, and the numbers of the windows that
-    this rank could borrow for a copy.
+    this rank could borrow for a copy: none unless the ranks tell each other (`compares`).
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])
-    return [location, windows.idle(_borrowed(transport, array)[2], members)]
+    idle = windows.idle(_borrowed(transport, array)[2], members) if compares else []
+    return [location, idle]
 
 
 def bind_shared(

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
-from mpitrain.collectives.direct import give_up_shared, offer
+from mpitrain.collectives.direct import SMALL, give_up_shared, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
 from mpitrain.collectives.engine.executor import (
     Execution,
@@ -381,28 +382,32 @@ def bind_algorithm(
     """Bind an operation of TABLES by the algorithm of this name, or by the choice of "auto".
 
     operation  "allreduce", "reduce-scatter" or "all-gather"
-    compares   as of `agree`; without it, a choice of messages for any memory needs no gather at all
+    compares   as of `agree`
     is_trial   whether this is the second binding of an added algorithm, to whole numbers that
                `check_trial` checks
     """
-    asked, table, offered, choice = algorithm, TABLES[operation], None, {}
+    asked, table, offered = algorithm, TABLES[operation], None
     if unfit(array) is None and not (algorithm in table and table[algorithm].plans):
-        offered = offer(transport, array)
-        if algorithm == "auto":
-            facts = topology_of(transport, array), array.size, array.itemsize
-            choice = {
-                memory: choose(tuning, *facts, memory, operation) for memory in ("window", "plain")
-            }
-            if not compares and len({*choice.values()}) == 1 and table[choice["plain"]].plans:
-                algorithm, offered, choice = choice["plain"], None, {}
-    name, known = title(operation), choices(operation)
+        offered = offer(transport, array, compares)
+    settings = {"op": op}
+    if algorithm == "auto" and tuning is not DEFAULT:
+        settings["tuning"] = f"{crc32(repr(tuning).encode()):08x}"
     agreed = agree(
-        transport, name, array, known, algorithm, offered, compares, op=op, choice=choice
+        transport,
+        title(operation),
+        array,
+        choices(operation),
+        algorithm,
+        offered,
+        compares,
+        **settings,
     )
-    if choice:
+    topology = topology_of(transport, array)
+    if algorithm == "auto":
         is_window = on_device(array) or all(location for location, _ in agreed.owns)
-        algorithm = choice["window" if is_window else "plain"]
-    if refusal := table[algorithm].refusal(topology_of(transport, array)):
+        memory = "window" if is_window else "plain"
+        algorithm = chosen(tuning, topology, array.size, array.itemsize, memory, operation)
+    if refusal := table[algorithm].refusal(topology):
         raise refusal.on_every_rank()
     if table.is_added(algorithm):
         from mpitrain.collectives.selection.own_algorithm import bind_proven, check_trial
@@ -412,7 +417,9 @@ def bind_algorithm(
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     if reduction is None:
         give_up_shared(transport, array, asked)
-        algorithm = choice["plain"] if choice and on_device(array) else "ring"
+        algorithm = "ring"
+        if asked == "auto" and on_device(array):
+            algorithm = chosen(tuning, topology, array.size, array.itemsize, "plain", operation)
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm
@@ -422,6 +429,27 @@ def bind_algorithm(
         trial = bind_algorithm(transport, operation, numbers, *rest, is_trial=True)
         check_trial(transport, operation, trial, numbers, op)
     return reduction
+
+
+def chosen(
+    tuning: Tuning, topology: Topology, count: int, itemsize: int, memory: str, operation: str
+) -> str:
+    """Return the algorithm that "auto" takes for an array of `count` elements in this memory class.
+
+    One rank sends nothing: a ring is an empty loop. Ranks of one host use their shared memory, if
+    the array is in it or is small enough for a copy. The default constants say so for all sizes,
+    and no tuning covers shared GPU memory. All other choices are those of the cost model.
+    """
+    ranks = len(topology.hosts)
+    if ranks == 1:
+        return "ring"
+    if len(set(topology.hosts)) == 1 and (tuning is DEFAULT or topology.is_on_device):
+        is_small = not topology.is_on_device and count * itemsize * ranks <= SMALL
+        if memory == "window" or is_small:
+            return "shared"
+    if topology.is_on_device:
+        memory = "plain"
+    return choose(tuning, topology, count, itemsize, memory, operation)
 
 
 def topology_of(transport: Transport, array: np.ndarray) -> Topology:

@@ -15,10 +15,10 @@ from mpitrain.collectives.group import (
     memory_of,
     topology_of,
 )
+from mpitrain.collectives.group import chosen as chosen_by_auto
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.collectives.routes import ROUTES, route_bytes
 from mpitrain.collectives.selection import table as algorithm_table
-from mpitrain.collectives.selection.cost_model import choose
 from mpitrain.collectives.selection.table import choices
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
@@ -57,7 +57,7 @@ def chosen(transport, array, operation="allreduce"):
     """The algorithm that "auto" chooses for an array; collective."""
     memory = memory_of(transport, array)
     topology = topology_of(transport, array)
-    return choose(DEFAULT, topology, array.size, array.itemsize, memory, operation)
+    return chosen_by_auto(DEFAULT, topology, array.size, array.itemsize, memory, operation)
 
 
 class CollectiveLaws:

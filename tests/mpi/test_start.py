@@ -15,24 +15,17 @@ from tests.processes import python_ranks, run, sets
 
 WORDS = "words of all ranks"
 """The name of a gather of JSON in a trace."""
-EVERYONE = (0, 1, 2, 3)
-CONFIGURATION, OPENED, CONTROL, RUN = [EVERYONE] * 4
-"""Agreements of all ranks:
+CONFIGURATION, OPENED, RUN = AGREED = [(0, 1, 2, 3)] * 3
+"""Agreements of all ranks before the first step; the trainer trusts its own bindings.
 
 CONFIGURATION  with devices, tuning, schedule, location of the run: a file may be missing or differ on a rank
 OPENED         data, memory, layers and stages: each rank reads its own; code of a caller may fail on a rank
-CONTROL        the binding of the control message: address and window of each rank's array
 RUN            the run directory, which rank 0 has made or not, and the earlier part of the run
 """
-DP = (0, 2)
-"""The group of rank 0 with dp 2."""
-AGREED = {
-    # A group of one, tp here, agrees with nobody. The bucket of gradients is bound over dp.
-    "dp 4": [CONFIGURATION, OPENED, EVERYONE, CONTROL, RUN],
-    # Each rank binds a bucket of its own and of replicated tensors.
-    "dp 2 x tp 2": [CONFIGURATION, OPENED, DP, DP, CONTROL, RUN],
-    # Messages need no address, and the trainer trusts its own bindings.
-    "ring": [CONFIGURATION, OPENED, RUN],
+LAYOUTS = {
+    "dp 4": ["--dp", "4"],
+    "dp 2 x tp 2": ["--dp", "2", "--tp", "2"],
+    "ring": ["--dp", "4", *sets(replication__algorithm="ring")],
 }
 REFUSED = [
     (["job.toml"], "On rank 1 (", "The configuration file job.toml cannot be read"),
@@ -82,11 +75,7 @@ def start(tmp_path_factory):
         write_tuning(place / "tuning.json", DEFAULT._replace(machine=machine))
     calls = [
         ["train", "--out", str(folder / name), *words, *TINY, *sets(run__sample=0)]
-        for name, words in (
-            ("dp 4", ["--dp", "4"]),
-            ("dp 2 x tp 2", ["--dp", "2", "--tp", "2"]),
-            ("ring", ["--dp", "4", *sets(replication__algorithm="ring")]),
-        )
+        for name, words in LAYOUTS.items()
     ] + [["train", *words] for words, *_ in REFUSED]
     done = python_ranks(4, PROGRAM.format(calls=calls), folder)
     parts = re.split(r"^=== (.*)\n", done.stderr, flags=re.MULTILINE)
@@ -95,26 +84,25 @@ def start(tmp_path_factory):
 
 
 def test_a_configuration_is_parsed_once_on_each_rank(start):
-    assert [ended for ended, _ in start[1][: len(AGREED)]] == [[(0, 1)] * 4] * len(AGREED)
+    assert [ended for ended, _ in start[1][: len(LAYOUTS)]] == [[(0, 1)] * 4] * len(LAYOUTS)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_a_file_that_differs_on_one_rank_is_refused_on_every_rank(number, start):
-    ended, said = start[1][len(AGREED) + number]
+    ended, said = start[1][len(LAYOUTS) + number]
     assert [code for code, _ in ended] == [2] * 4
     assert said.count("Error: ") == 1 and all(part in said for part in REFUSED[number][1:])
 
 
-@pytest.mark.parametrize("layout", AGREED)
-def test_ranks_agree_at_most_six_times_before_the_first_step(layout, start):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_agree_three_times_before_the_first_step(layout, start):
     folder, _ = start
     trace = read_trace(folder / layout / "trace/rank-00000")
     first = trace.records[trace.records["kind"] == STEP][0]["number"]
     waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["number"] < first)]
     found = [trace.names[name] for name in waits["what"]]
     assert {what for what, _ in found} == {WORDS}, "no barrier, no message"
-    assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
-    assert len(AGREED[layout]) <= 6
+    assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED
 
 
 def test_a_program_that_a_rank_starts_is_no_rank(tmp_path):

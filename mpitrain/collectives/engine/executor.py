@@ -221,7 +221,8 @@ class Agreed(NamedTuple):
     """The agreement of all ranks on the arguments of one binding.
 
     tag   of the collective
-    owns  for each rank, the facts that it passed to `agree` as `own`
+    owns  for each rank, the facts that it passed to `agree` as `own`; where ranks do not compare, those
+          of this rank alone: they hold for all
     """
 
     tag: int
@@ -238,12 +239,12 @@ def agree(
     compares: bool = True,
     **settings: Any,
 ) -> Agreed:
-    """Compare the arguments of a binding over all ranks; collective, in one gather.
+    """Compare the arguments of a binding over all ranks; collective, in at most one gather.
 
     array     the array to bind
     known     names of the algorithms that exist
     own       facts of this rank for the others, serialisable as JSON; None: there are none
-    compares  False: the caller knows that the arguments are equal, so only `own` is gathered
+    compares  False: the caller knows that the arguments are equal on all ranks, and no message is sent
     settings  other arguments that must be the same on all ranks
     raises    CommError on every rank if any argument differs, if any rank's array is not one
               contiguous, writable block of numbers, or if there is no rank `root`;
@@ -262,7 +263,7 @@ def agree(
     elif problem is not None:
         raise _unfit_error(transport, operation, transport.rank, problem)
     elif own is not None:
-        owns = transport.gather_text(own)
+        owns = [own]
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)

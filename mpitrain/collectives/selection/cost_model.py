@@ -349,15 +349,7 @@ def choose(
     memory: str = "window",
     operation: str = "allreduce",
 ) -> str:
-    """Return the algorithm with the shortest predicted time for an array in this memory class.
-
-    memory  "window" for an array on a GPU: the GPUs of a host may read each other's memory
-    """
-    if topology.is_on_device:
-        # No tuning covers shared GPU memory. It is preferred to messages: for those the host must wait.
-        if memory == "window" and 1 == len(set(topology.hosts)) < len(topology.hosts):
-            return "shared"
-        memory = "plain"
+    """Return the algorithm with the shortest predicted time for an array in this memory class."""
 
     def seconds(algorithm: str) -> float:
         predicted = predict(tuning, operation, algorithm, topology.hosts, count, itemsize, memory)

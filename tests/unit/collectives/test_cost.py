@@ -2,10 +2,12 @@
 
 import json
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
+from mpitrain.collectives.direct import SMALL
+from mpitrain.collectives.group import chosen
 from mpitrain.collectives.selection import cost_model
 from mpitrain.collectives.selection.algorithm import Topology
 from mpitrain.collectives.selection.cost_model import (
@@ -24,7 +26,7 @@ from mpitrain.collectives.selection.cost_model import (
     shares,
     work,
 )
-from mpitrain.collectives.selection.table import ALL_REDUCE
+from mpitrain.collectives.selection.table import ALL_REDUCE, TABLES
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning, write_tuning
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.collectives.fit import (
@@ -341,13 +343,13 @@ def test_the_choice_follows_hosts_and_sizes():
 def test_shared_halves_are_chosen_by_hosts_and_memory():
     for operation in ("reduce-scatter", "all-gather"):
 
-        def chosen(hosts, operation=operation, **where):
-            return choose(DEFAULT, Topology(hosts, **where), 1 << 20, 4, operation=operation)
+        def auto(hosts, operation=operation, **where):
+            return chosen(DEFAULT, Topology(hosts, **where), 1 << 20, 4, "window", operation)
 
-        assert chosen(ONE_HOST) == "shared"
-        assert chosen(FOUR_HOSTS) == chosen(FOUR_HOSTS, is_on_device=True) == "bruck"
-        assert chosen(("a", "a", "b", "b")) == chosen(FOUR_HOSTS[:3]) == "ring"
-        assert chosen(ONE_HOST, is_on_device=True) == "shared"
+        assert auto(ONE_HOST) == "shared"
+        assert auto(FOUR_HOSTS) == auto(FOUR_HOSTS, is_on_device=True) == "bruck"
+        assert auto(("a", "a", "b", "b")) == auto(FOUR_HOSTS[:3]) == "ring"
+        assert auto(ONE_HOST, is_on_device=True) == "shared"
         truth = planted(ONE_HOST)
         for nbytes in (0, 1 << 12, 1 << 26):
             half, whole, empty = (
@@ -485,3 +487,15 @@ def test_fit_explains_measured_constants_only(level, terms):
         all(f"{word}: " in lines[-2] for word in ("alpha", "long", "beta", "gamma"))
         and lines[-1] == ""
     )
+
+
+@pytest.mark.parametrize("operation", TABLES)
+def test_on_one_host_auto_is_what_the_default_constants_predict(operation):
+    """`chosen` does not ask the model there: this is the proof that it need not."""
+    for memory, ranks in product(MEMORY, (1, 2, 3, 4, 7, 16, 64)):
+        topology = Topology(("a",) * ranks, "float32", memory == "plain")
+        for count in (0, 1, 5, 16, 100, 1 << 10, 1 << 14, 1 << 20, 1 << 24):
+            is_small = 4 * count * ranks <= SMALL
+            if (is_small or memory == "window") and (operation, ranks) != ("all-gather", 3):
+                facts = count, 4, memory, operation
+                assert chosen(DEFAULT, topology, *facts) == choose(DEFAULT, topology, *facts)
