@@ -2,7 +2,9 @@
 # With a GPU at hand: are the kernels right, and how fast are they beside cuBLAS and PyTorch? One table: what, ours, the peer's,
 # the ratio (above 1: ours is faster), and what it must be. The exit code is 1 if something is wrong, missing or too slow.
 #
-#   jobs/gpu-table.sh [DEVICE] [FOLDER]    the table, in at most ten minutes; results.jsonl and log.txt in FOLDER
+#   jobs/gpu-table.sh [DEVICE] [FOLDER]          the table, in at most ten minutes; results.jsonl and log.txt in FOLDER
+#   jobs/gpu-table.sh modes [DEVICE] [FOLDER]    two ranks on one device in every mode, over IPC, device pointers and host memory:
+#                                                are their losses the CPU's? In at most three minutes
 #
 # DEVICE is cuda, or cuda-sim: that does the same with tiny sizes, to show that it runs; its ratios say nothing.
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;
@@ -12,7 +14,8 @@
 # which jobs/gpu/wheels.sh collects where there is a package index; they go to a folder of their own, which is removed at the end.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-since=$(date +%s)
+since=$(date +%s) job=table
+if [[ ${1:-} == modes ]]; then job=modes && shift; fi
 device=${1:-cuda} folder=$(realpath -m "${2:-${OUT:-runs/gpu-table}}") wheels=$(realpath -m "${WHEELS:-runs/wheels}")
 mkdir -p "$folder"
 
@@ -36,4 +39,4 @@ if [[ $device == cuda ]]; then
     python3 -c "import sys; from mpitrain.machine.process import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }
 fi
-python3 jobs/gpu/job.py "$device" "$folder" "$since"
+python3 jobs/gpu/job.py "$job" "$device" "$folder" "$since"

@@ -1,6 +1,6 @@
-"""Runs the parts of a GPU job one after another, each within its own seconds and all within LIMIT.
+"""Runs the parts of a GPU job one after another, each within its own seconds and all within those of the job.
 
-python3 jobs/gpu/job.py DEVICE FOLDER SINCE    SINCE: when the job began, seconds since 1970
+python3 jobs/gpu/job.py JOB DEVICE FOLDER SINCE    JOB: of JOBS; SINCE: when the job began, seconds since 1970
 
 A part is a program that prints results, a line of JSON each (table.py), as they are known. Here each is added to
 FOLDER/results.jsonl at once, and the table is printed again; everything else that is said goes to FOLDER/log.txt. Whoever
@@ -22,9 +22,6 @@ from typing import Any, NamedTuple
 
 from table import misses, read, shortfalls, table
 
-LIMIT = 560.0
-"""Seconds from the job's begin to the end of its last part; ten minutes less the last lines."""
-
 WITHOUT_GPU = 5
 """Times as many seconds for each part and for all, where kernels are compiled by g++ on few cores: nobody pays for them."""
 
@@ -37,6 +34,8 @@ class Part(NamedTuple):
     seconds  it may take, counted from its start
     program  beside this file, and what follows the kind of device on its command line
     ranks    more than 0: started by mpirun, where there is an MPI
+    cases    whether it prints one result for each of its cases, and begins with the case of the
+             number at the end of its command line; a case that ends it loses only its own result
     """
 
     name: str
@@ -44,9 +43,10 @@ class Part(NamedTuple):
     program: str
     words: tuple[str, ...] = ()
     ranks: int = 0
+    cases: bool = False
 
 
-PARTS = (
+TABLE = (
     Part("predicted", 20, "predicted.py"),
     Part("machine", 40, "kernels.py", ("first",)),
     # What decides comes first: a lent machine may be taken back at any time.
@@ -65,6 +65,22 @@ PARTS = (
     # It compiles for a minute or two, so it takes the seconds that the others have left.
     Part("torch.compile", 150, "training.py", ("compiled",)),
 )
+MODES = tuple(
+    Part(f"modes, {way}", 100, "modes.py", (way,), 2, True) for way in ("ipc", "pointers", "staged")
+)
+
+
+class Work(NamedTuple):
+    """What a job does.
+
+    seconds  from its begin to the end of its last part; the last lines take some more
+    """
+
+    seconds: float
+    parts: tuple[Part, ...]
+
+
+JOBS = {"table": Work(560, TABLE), "modes": Work(170, MODES)}
 
 
 class Results:
@@ -102,8 +118,24 @@ def command(part: Part, device: str) -> list[str]:
     return [*start, sys.executable, str(HERE / part.program), device, *part.words]
 
 
-def run(part: Part, words: Sequence[str], seconds: float, results: Results, log: Path) -> None:
-    """Run a part to its end or that of its seconds, and take down what it finds."""
+def run_cases(
+    part: Part, words: Sequence[str], seconds: float, results: Results, log: Path
+) -> None:
+    """Run a part, and begin it again behind each case that ends it; not if it ends before a result twice in a row."""
+    deadline, first, idle = time.monotonic() + seconds, 0, 0
+    while idle < 2:
+        if (left := deadline - time.monotonic()) < 1:
+            return
+        found, goes_on = run(part, [*words, str(first)], left, results, log)
+        if not goes_on:
+            return
+        first, idle = first + found + 1, 0 if found else idle + 1
+
+
+def run(
+    part: Part, words: Sequence[str], seconds: float, results: Results, log: Path
+) -> tuple[int, bool]:
+    """Run a part to its end or that of its seconds, and take down what it finds: (results, whether it crashed)."""
     with log.open("ab") as file:
         file.write(f"\n=== {part.name}: {' '.join(words)}\n".encode())
         file.flush()
@@ -119,7 +151,7 @@ def run(part: Part, words: Sequence[str], seconds: float, results: Results, log:
                 stop(child)
     if not ended:
         results.note(part.name, f"{part.name}: stopped after its {seconds:.0f} s", False)
-    elif child.returncode or not found:
+    elif child.returncode or not (found or part.cases):
         said = [
             line.strip()
             for line in log.read_bytes()[begins:].decode(errors="replace").splitlines()
@@ -130,6 +162,7 @@ def run(part: Part, words: Sequence[str], seconds: float, results: Results, log:
             said[-1] if said else "no result",
         )
         results.note(part.name, f"{part.name}: exit code {child.returncode}: {word[:110]}", False)
+    return found, ended and child.returncode != 0
 
 
 def listen(child: subprocess.Popen, deadline: float, take: Any, log: Any) -> tuple[int, bool]:
@@ -169,13 +202,13 @@ def stop(child: subprocess.Popen) -> None:
             continue
 
 
-def main(device: str, folder: Path, since: float) -> int:
+def main(work: Work, device: str, folder: Path, since: float) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results, log = Results(folder / "results.jsonl", device), folder / "log.txt"
     has_mpi = bool(shutil.which("mpirun") and find_spec("mpi4py"))
     factor = 1 if device == "cuda" else WITHOUT_GPU
-    for part in PARTS:
-        left = LIMIT * factor - (time.time() - since)
+    for part in work.parts:
+        left = work.seconds * factor - (time.time() - since)
         if part.ranks and not has_mpi:
             results.note(
                 part.name, f"{part.name}: skipped, there is no MPI here (mpirun and mpi4py)", True
@@ -187,11 +220,13 @@ def main(device: str, folder: Path, since: float) -> int:
                 part.name, f"{part.name}: not begun, the seconds of the job are over", False
             )
         else:
-            run(part, command(part, device), min(part.seconds * factor, left), results, log)
+            begin = run_cases if part.cases else run
+            begin(part, command(part, device), min(part.seconds * factor, left), results, log)
     if lines := shortfalls(results.rows):
         print("\n".join(["", *lines]), flush=True)
     return 1 if results.misses else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
+    name, device, folder, since = sys.argv[1:]
+    sys.exit(main(JOBS[name], device, Path(folder), float(since)))

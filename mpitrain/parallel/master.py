@@ -10,6 +10,7 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.data import Source
 from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket
+from mpitrain.machine.backend import copy_rows
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import share
 from mpitrain.parallel.mode import SINGLE_RANKS, Sizes
@@ -118,7 +119,7 @@ class Master(Replica):
                 transport.send(targets, ROOT, tag)
                 transport.recv(packed, ROOT, tag)
                 if packed is not logits:
-                    logits[...] = packed
+                    copy_rows(logits, packed)
             return 0.0, logits
         arena, bounds = self.arena, self._bounds(len(logits))
         everyone = arena.take((bounds[-1].stop, logits.shape[1]), logits.dtype)
@@ -129,7 +130,8 @@ class Master(Replica):
                 for peer, own in enumerate(bounds[1:], 1)
                 for array in (everyone, wanted)
             ]
-            everyone[: len(logits)], wanted[: len(logits)] = logits, targets
+            copy_rows(everyone[: len(logits)], logits)
+            wanted[: len(logits)] = targets
             for request in requests:
                 request.wait()
         loss, gradient = super().loss(everyone, wanted, scale)
@@ -138,7 +140,7 @@ class Master(Replica):
                 transport.start_send(gradient[own.start : own.stop], peer, tag)
                 for peer, own in enumerate(bounds[1:], 1)
             ]
-            logits[:] = gradient[: len(logits)]
+            copy_rows(logits, gradient[: len(logits)])
             for send in sends:
                 send.wait()
         return loss, logits
@@ -147,7 +149,7 @@ class Master(Replica):
         if logits.flags.c_contiguous:
             return logits
         packed = self.arena.take(logits.shape, logits.dtype)
-        packed[...] = logits
+        copy_rows(packed, logits)
         return packed
 
     def _bounds(self, root_logits: int) -> list[range]:

@@ -43,12 +43,14 @@ class Traffic:
     Barriers, `gather_text` and the library's own reductions are not point-to-point and do not
     count.
 
-    waits_for  the request that this rank is blocked on, or None; the watchdog prints it
-    content    a description of the payload that this rank waits for, such as an activation, or ""
+    by_pointer  bytes that MPI read from the memory of a device; they are part of `nbytes`
+    waits_for   the request that this rank is blocked on, or None; the watchdog prints it
+    content     a description of the payload that this rank waits for, such as an activation, or ""
     """
 
     messages: int = 0
     nbytes: int = 0
+    by_pointer: int = 0
     waits_for: Any = None
     content: str = ""
 

@@ -193,6 +193,7 @@ class Direct(DeviceTransport):
 
     def _send(self, array: Any, to: int, tag: int) -> Request:
         self.backend.synchronize()
+        self.host.traffic.by_pointer += array.nbytes
         return self.host.start_send(array, to, tag)
 
     def _recv(self, array: Any, source: int, tag: int) -> Request:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -310,19 +311,28 @@ def _is_pinned(ptr):
         return at > 0 and ptr <= _pinned_spans[at - 1][1]
 
 
-def _in_use(ptr, nbytes, before=()):
-    """Whether work uses the memory that is not among what has ended before."""
+def _in_use(ptr, nbytes, before=(), writes_alone=False):
+    """Whether work uses the memory, or only whether it writes there, that is not among what has ended before."""
     block = _block_of(ptr)
     here = slice(ptr - block.ptr, ptr - block.ptr + nbytes)
     ended = {id(work) for work in before}
     return any(
         work[0] is block
         and id(work) not in ended
+        and (work[1] is block.written or not writes_alone)
         and (part := _overlap(work[2], here))
         and _within(work[2], work[3], part).any()
         for stream in list(block.streams)
         for work in stream._pending
     )
+
+
+@contextmanager
+def only_reads():
+    """Within it this thread takes pointers to read there, as others may meanwhile."""
+    _local.only_reads = True
+    yield
+    _local.only_reads = False
 
 
 def _memcpy_async(target, source, nbytes, kind, stream):
@@ -621,7 +631,8 @@ class ndarray:
         if self.dtype.kind == "V":
             raise TypeError(f"{self.dtype} has no typestr")
         log().append(("pointer", self.nbytes))
-        if self.nbytes and _in_use(self.data.ptr, self.nbytes):
+        reads = getattr(_local, "only_reads", False)
+        if self.nbytes and _in_use(self.data.ptr, self.nbytes, writes_alone=reads):
             faults.append("a pointer to memory that work on the stream uses")
         return {
             "shape": self.shape,

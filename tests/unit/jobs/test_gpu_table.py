@@ -41,14 +41,13 @@ def job(monkeypatch):
 def parts(job, tmp_path, monkeypatch):
     """Runs these programs as parts on a device; (exit code, results)."""
 
-    def run(*programs, device="cuda", seconds=60.0, ranks=0, since=0.0):
+    def run(*programs, device="cuda", seconds=60.0, since=0.0, **facts):
         monkeypatch.setattr(job, "HERE", tmp_path)
         found = []
         for number, code in enumerate(programs):
             (tmp_path / f"{number}.py").write_text(f"{EMIT}good = {GOOD!r}\n{code}\n")
-            found.append(job.Part(f"part {number}", seconds, f"{number}.py", ranks=ranks))
-        monkeypatch.setattr(job, "PARTS", tuple(found))
-        code = job.main(device, tmp_path, time.time() - since)
+            found.append(job.Part(f"part {number}", seconds, f"{number}.py", **facts))
+        code = job.main(job.Work(560, tuple(found)), device, tmp_path, time.time() - since)
         return code, job.read(tmp_path / "results.jsonl")
 
     return run
@@ -200,6 +199,22 @@ def test_a_failed_or_late_section_keeps_its_rows_and_others_go_on(parts):
     assert rows[3]["what"] == "part 1: stopped after its 2 s" and "no result" in rows[4]["what"]
 
 
+def test_a_case_that_ends_its_program_loses_only_its_own_result(parts):
+    program = (
+        "import os, sys\n"
+        "for case in range(int(sys.argv[-1]), 7):\n"
+        "    if case in (1, 3, 4): os._exit(case)\n"
+        "    emit(**good | {'what': str(case)})\n"
+    )
+    code, rows = parts(program, cases=True)
+    assert code == 1
+    assert [row["what"][:19] for row in rows] == [
+        *("0", "part 0: exit code 1", "2", "part 0: exit code 3", "part 0: exit code 4", "5", "6")
+    ]
+    _, rows = parts("raise ValueError('there is no GPU')", cases=True)
+    assert len(rows) == 2, "what ends before its first case is not tried for each"
+
+
 def test_no_part_is_begun_when_the_time_of_all_is_over(parts):
     code, (row,) = parts("emit(**good)", since=569)
     assert code == 1 and "not begun" in row["what"]
@@ -216,8 +231,8 @@ def test_what_was_measured_survives_a_kill(job, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(JOBS / 'gpu')!r})\nimport job, pathlib, time\n"
         f"job.HERE = pathlib.Path({str(tmp_path)!r})\n"
-        "job.PARTS = (job.Part('slow', 20, 'slow.py'),)\n"
-        f"job.main('cuda', job.HERE, time.time())\n"
+        "work = job.Work(560, (job.Part('slow', 20, 'slow.py'),))\n"
+        f"job.main(work, 'cuda', job.HERE, time.time())\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     for line in child.stdout:
