@@ -2,6 +2,7 @@
 
     python jobs/prove/outlive.py [--jobs 76] [--seed 0]       100 ranks are killed, in the mix of NEEDED
     python jobs/prove/outlive.py --spares [--jobs 64]         the same with spares, which take their places
+        [--kept FILE]     adds the jobs to FILE, and prints the table of all jobs in it
     python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine
     python jobs/prove/outlive.py --turns 5                    what a step costs without a loss
 
@@ -13,11 +14,13 @@ loss are those of fresh ranks of that number from that state (float64), no proce
 rank has to be ended by run.grace. A job and its fresh run take 8 s on two idle cores.
 
 With --spares a job is one of MODES and WAYS. If no loss was without a spare, all losses must be bitwise
-those of an undisturbed job. The line of a job has the seconds from a kill to the line of the new start.
+those of an undisturbed job. Seconds are those from a kill to the end of the next step; those of an injected kill
+(in a save) are not known.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -27,10 +30,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 LIMIT = 300
 TOLERANCE = 1e-9
@@ -314,8 +318,38 @@ def undisturbed(
     return cached[key]
 
 
-def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float, str]:
-    """Run one job with spares; return whether it is good, its kills, the longest recovery, and what happened."""
+class Spared(NamedTuple):
+    """A job with spares.
+
+    passed   whether it finished with the right losses
+    how      "bitwise" those of an undisturbed job, or with "fewer" ranks those of fresh ones
+    seconds  of each recovery, to the end of the next step
+    """
+
+    seed: int
+    mode: str
+    way: str
+    kills: int
+    passed: bool
+    how: str
+    seconds: list[float]
+    text: str
+
+
+def recoveries(found: list[dict], kills: list[float]) -> list[float]:
+    """Return the seconds from the last kill before each new start to the end of its first step."""
+    times = []
+    for number, record in enumerate(found):
+        steps = [r for r in found[number + 1 :] if "event" not in r and "loss" in r]
+        before = [at for at in kills if at < record.get("time", 0)]
+        if record.get("event") == "resume" and before and steps:
+            step_s = steps[0]["wall_s"] - record["wall_s"]
+            times.append(record["time"] + step_s - max(before))
+    return times
+
+
+def with_spares(seed: int, folder: Path, cached: dict) -> Spared:
+    """Run one job with spares."""
     dice, out = random.Random(seed), folder / "run"
     mode, ranks, settings = MODES[seed % len(MODES)]
     way, spares = WAYS[(seed + seed // len(MODES)) % len(WAYS)]
@@ -350,7 +384,7 @@ def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float
         time.sleep(dice.uniform(0, 2))
         if way == "a save":
             resumed(1)
-            kills.append((int(inject["run.inject"].split(":")[1].split("@")[0]), 0.0))
+            kills.append((int(inject["run.inject"].split(":")[1].split("@")[0]), math.inf))
         elif way == "two at once":
             shot(*dice.sample(range(ranks), 2))
         elif way == "a spare, then a rank":
@@ -378,35 +412,59 @@ def with_spares(seed: int, folder: Path, cached: dict) -> tuple[bool, int, float
     last = records(out)[-1] if records(out) else {}
     starts = [r for r in records(out) if r.get("event") == "resume"]
     facts = [(r["step"], r["ranks"], r.get("replaced"), r.get("filled_from")) for r in starts]
-    times = [r["time"] - max((at for _, at in kills if at < r["time"]), default=0) for r in starts]
-    longest = max([one for one in times if one < 1e6], default=0.0)
+    times = recoveries(records(out), [at for _, at in kills])
     seconds, numbers = time.monotonic() - began, [number for number, _ in kills]
-    text = f"{mode}, {way}: killed {numbers} -> {facts}, {longest:.1f} of {seconds:.0f} s"
+    took = ", ".join(f"{one:.1f}" for one in times) or "?"
+    text = f"{mode}, {way}: killed {numbers} -> {facts}, {took} of {seconds:.0f} s"
+
+    def result(passed: bool, how: str, text: str) -> Spared:
+        return Spared(seed, mode, way, len(kills), passed, how, times, text)
+
     is_good = not code and last.get("event") == "end" and last["replicas_equal"] and not left
     is_good = is_good and "starting it again" not in said
     if not is_good:
-        return False, len(kills), longest, f"{text}; exit code {code}, left {left}: {said[-600:]}"
+        return result(False, "", f"{text}; exit code {code}, left {left}: {said[-600:]}")
     if all(r["ranks"] == ranks for r in starts):
         wrong = [step for step, loss in same.items() if told(out).get(step) != loss]
         text += "; bitwise" if not wrong else f"; OTHER LOSSES in steps {wrong}"
-        return not wrong, len(kills), longest, text
+        return result(not wrong, "bitwise", text)
     problem = unequal(starts[-1]["ranks"], out, settings)
-    return not problem, len(kills), longest, text + (f"; UNEQUAL: {problem}" if problem else "")
+    return result(not problem, "fewer", text + (f"; UNEQUAL: {problem}" if problem else ""))
 
 
-def all_with_spares(seeds: range) -> bool:
-    cached, kills, longest, good, began = dict[str, dict[int, float]](), 0, [], 0, time.monotonic()
+def table_of(jobs: list[Spared]) -> Iterator[str]:
+    """Yield the lines of a table of jobs with spares: by way, by mode, and in all."""
+    yield f"{'':22}{'jobs':>6}{'kills':>7}{'finished':>10}{'bitwise':>9}{'fewer':>7}{'median s':>10}{'most s':>8}"
+    named = [(f"{one.way}", one) for one in jobs], [(one.mode, one) for one in jobs]
+    for pairs in (*named, [("in all", one) for one in jobs]):
+        for name in dict(pairs):
+            own = [one for other, one in pairs if other == name]
+            seconds = [one for job in own for one in job.seconds] or [math.nan]
+            ways = [
+                sum(job.how == how and job.passed for job in own) for how in ("bitwise", "fewer")
+            ]
+            yield (
+                f"{name:22}{len(own):6}{sum(job.kills for job in own):7}{sum(job.passed for job in own):10}{ways[0]:9}"
+                f"{ways[1]:7}{median(seconds):10.1f}{max(seconds):8.1f}"
+            )
+
+
+def all_with_spares(seeds: range, kept: Path | None) -> bool:
+    """Run the jobs; print a line of each, and the table of all, with those in the file `kept` before."""
+    cached, jobs = dict[str, dict[int, float]](), list[Spared]()
+    if kept and kept.exists():
+        jobs += [Spared(*json.loads(line)) for line in kept.read_text().splitlines()]
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            is_good, killed, seconds, text = with_spares(seed, Path(folder), cached)
-        kills, good = kills + killed, good + is_good
-        longest.append(seconds)
-        print(f"seed {seed}: {'passed' if is_good else 'FAILED'}: {text}", flush=True)
-    print(
-        f"{len(seeds)} jobs with {kills} kills in {time.monotonic() - began:.0f} s: {good} passed; from a kill to the next "
-        f"start {median(longest):.1f} s, at most {max(longest):.1f} s"
-    )
-    return good == len(seeds)
+            jobs.append(with_spares(seed, Path(folder), cached))
+        print(
+            f"seed {seed}: {'passed' if jobs[-1].passed else 'FAILED'}: {jobs[-1].text}", flush=True
+        )
+        if kept:
+            with kept.open("a") as file:
+                file.write(json.dumps(jobs[-1]) + "\n")
+    print(*table_of(jobs), sep="\n")
+    return all(job.passed for job in jobs)
 
 
 def busy(load: int, minutes: float) -> bool:
@@ -471,10 +529,11 @@ def main() -> None:
     for name, usual in (("jobs", 76), ("seed", 0), ("load", 0), ("minutes", 20), ("turns", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--spares", action="store_true")
+    parser.add_argument("--kept", type=Path)
     asked = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader of the lines may have enough.
     if asked.spares:
-        sys.exit(not all_with_spares(range(asked.seed, asked.seed + asked.jobs)))
+        sys.exit(not all_with_spares(range(asked.seed, asked.seed + asked.jobs), asked.kept))
     if asked.load:
         sys.exit(not busy(asked.load, asked.minutes))
     if asked.turns:

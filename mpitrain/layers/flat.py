@@ -149,7 +149,12 @@ class FlatLayout:
         self.spans.append(Span(start, self.length, unit, *kind))
 
     def initialize(
-        self, flat: Any, seed: int, backend: Backend, pieces: Sequence[Piece] | None = None
+        self,
+        flat: Any,
+        seed: int,
+        backend: Backend,
+        pieces: Sequence[Piece] | None = None,
+        is_drawn: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Fill a buffer with initial values, which depend only on (seed, full name).
 
@@ -157,10 +162,13 @@ class FlatLayout:
         on all devices and layouts. They are rounded to the storage's dtype, and then to the dtype
         of `flat`.
 
-        pieces  the pieces of the whole flat buffer that `flat` consists of; None: all of it
+        pieces    the pieces of the whole flat buffer that `flat` consists of; None: all of it
+        is_drawn  (full name of a tensor) -> whether to draw it; others become zero
         """
         flat[:] = 0
         for entry in self.entries:
+            if not is_drawn(entry.name):
+                continue
             parameter = entry.parameter
             generator = np.random.default_rng([seed, zlib.crc32(entry.name.encode())])
             whole = parameter.draw(generator, parameter.shape)

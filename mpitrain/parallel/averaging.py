@@ -94,7 +94,6 @@ class Averaging(Replica):
         storage, grid = self.storage, self.grid
         self.own, self._own_weights = self.parameters, self._weights
         self.average = grid.world.transport.allocate(storage.length, storage.dtype)
-        self.average[:] = self.own
         self._average_weights = (
             storage.weights(self.average, self.frozen.flat)
             if self.mirror is None
@@ -237,7 +236,6 @@ class LocalSGD(Averaging):
                 name: self.device.backend.zeros(self.storage.length, self.storage.dtype)
                 for name in ("outer_start", "outer_momentum")
             }
-            self._outer["outer_start"][:] = self.own
 
     def mix(self, step: int, is_end_of_period: bool) -> None:
         if is_end_of_period:

@@ -270,7 +270,7 @@ class FrozenParameters:
     """
 
     def __init__(self, replica: "Replica", pieces: Sequence[Piece] | None = None):
-        """Allocate and initialise them; not collective.
+        """Allocate them; not collective.
 
         pieces  this rank's shards of the flat buffer of frozen tensors; None: the whole buffer
         """
@@ -279,8 +279,6 @@ class FrozenParameters:
         self._pieces = [Piece(0, layout.length, 0)] if pieces is None else pieces
         length = sum(piece.stop - piece.start for piece in self._pieces)
         self.flat = replica.device.backend.zeros(length, replica.computed)
-        layout.initialize(self.flat, replica.run.seed, replica.device.backend, self._pieces)
-        self.loaded()
 
     def loaded(self) -> None:
         if self._device.mirror and not self._device.half and self.flat.size:
@@ -469,13 +467,11 @@ class Replica:
         self._update_name = recorder.name("the parameters")
 
     def make_parameters(self) -> None:
-        """Allocate and initialise the parameters; collective."""
+        """Allocate the parameters; they have values at the first `restore`. Collective."""
         storage, allocate = self.storage, self.grid.world.transport.allocate
         self.parameters = self.used = allocate(storage.length, storage.dtype)
-        storage.initialize(self.parameters, self.run.seed, self.device.backend)
         if self.device.mirror:
             self.mirror = self.used = allocate(storage.length, self.computed)
-            self.device.mirror(self.parameters, self.mirror, self.arena)
         self.frozen = FrozenParameters(self)
         self._weights = storage.weights(self.used, self.frozen.flat)
         self.parameter_arrays: list[Any] = [self.parameters, self.used, self.frozen.flat]
@@ -827,9 +823,9 @@ class Replica:
         return self.optimizer.arrays() if self.optimizer.pieces else []
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """Continue from a checkpoint, whose arrays `state` already has; collective.
+        """Continue from values that the arrays of `state` already have, such as a checkpoint's; collective.
 
-        scalars  `skips.scalars()` of that checkpoint
+        scalars  `skips.scalars()` of that checkpoint; {}: of a new run
         """
         self.skips.restore(scalars)
         if self.frozen:

@@ -261,7 +261,6 @@ class Server(Replica):
         self.parameters = allocate(length, storage.dtype)
         if self.device.mirror:
             allocate(0, self.computed)  # it is collective: workers allocate their mirrors here
-        storage.initialize(self.parameters, self.run.seed, self.device.backend, pieces)
         self.parameter_arrays = [self.parameters]
         self.owned = dict(zip(pieces, compact(self.parameters, pieces), strict=True))
 

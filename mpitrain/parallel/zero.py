@@ -240,16 +240,12 @@ class Zero1(Replica):
     def make_parameters(self) -> None:
         self.divide()
         device, storage, shards = self.device, self.storage, self.shards
-        # Each rank initialises all that layers compute with, which saves an all-gather.
         self.parameters = self.used = used = self.grid.world.transport.allocate(
             storage.length, self.computed
         )
-        storage.initialize(used, self.run.seed, device.backend)
         views = spread(used, shards.owned)
         self.owned, self.mirrors = dict(zip(shards.owned, views, strict=True)), {}
         if device.mirror:
-            if not device.half:
-                device.mirror(used, used, self.arena)
             self.mirror, self.mirrors = used, self.owned
             self.make_shards()
         self.frozen = FrozenParameters(self)
@@ -268,10 +264,9 @@ class Zero1(Replica):
         self._gathering = mover(shards.dividing.transport, gathers)
 
     def make_shards(self) -> None:
-        """Allocate and initialise the parameters of this rank's shards, concatenated."""
-        owned, backend = self.shards.owned, self.device.backend
-        self.parameters = backend.zeros(self.shards.length, self.storage.dtype)
-        self.storage.initialize(self.parameters, self.run.seed, backend, owned)
+        """Allocate the parameters of this rank's shards, concatenated."""
+        owned, zeros = self.shards.owned, self.device.backend.zeros
+        self.parameters = zeros(self.shards.length, self.storage.dtype)
         self.owned = dict(zip(owned, compact(self.parameters, owned), strict=True))
 
     def open(self, unit: int, micro: int) -> Weights:

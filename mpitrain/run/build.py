@@ -84,6 +84,7 @@ def build(
     config: Config | Job,
     saved: Path | None = None,
     source: Source | Unopened | None = None,
+    fills: bool = False,
 ) -> Job:
     """Build a run from its configuration and, if given, from a checkpoint; collective.
 
@@ -97,6 +98,8 @@ def build(
         A checkpoint directory to load: RUN/checkpoints/step-N.
     source : Source, optional
         A data source that replaces the configured one.
+    fills : bool
+        Whether the caller gives its values to all state that a step changes.
 
     Returns
     -------
@@ -117,7 +120,8 @@ def build(
         return _opened(transport, job, folder, source, scanned)
 
     if job.config.pipeline.partition != TIME and job.device.kernels is None:
-        trainer = Trainer(transport, None, job, opened=opened)  # One agreement on data and units.
+        # One agreement on data and units.
+        trainer = Trainer(transport, None, job, opened=opened, draws=False)
     else:
         job = on_all_ranks(transport, lambda: opened(job), FILES, lambda job: job.facts)
         if job.config.pipeline.partition == TIME:
@@ -126,10 +130,16 @@ def build(
                 transport, lambda: _counted(job, check_memory(transport, job), transport.rank)
             )
         _prepare(transport, job.device)
-        trainer = Trainer(transport, None, job)
-    job, kept = trainer.job, trainer.replica.state()
+        trainer = Trainer(transport, None, job, draws=False)
+    job, models, frozen = trainer.job, trainer.job.models, trainer.replica.frozen
+    kept = trainer.replica.state()
+    if fills:
+        kept = [buffer for buffer in kept if frozen and buffer.array is frozen.flat]
     checkpoint = loading.read_beside(transport, folder) if folder else None
-    if models := job.models:
+    if not checkpoint:
+        given = {entry.name for entry in trainer.storage.entries if fills}
+        trainer.draw(lambda name: name not in given and (not models or models.lack(name)))
+    if models:
         trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
         if checkpoint:
             kept = models.adapters_of(kept, checkpoint.manifest.base, trainer.begun_from)

@@ -56,6 +56,12 @@ class Models(NamedTuple):
         facts: dict[str, Any] = {"run.init_from": self.base.fingerprint}
         return facts | ({"lora.init_from": self.adapter.fingerprint} if self.adapter else {})
 
+    def lack(self, name: str) -> bool:
+        """Return whether a run draws this tensor, as none of them has it."""
+        if is_adapter(name):
+            return not self.adapter
+        return name not in self.base.tensors
+
     def load(
         self, transport: Transport, kept: Sequence[StateBuffer], storage: Storage, backend: Backend
     ) -> dict[str, Any]:

@@ -581,7 +581,9 @@ class Run:
         if ahead := self.config.data.prefetch:
             self.source = Prefetched(self.job.data, ahead, self.steps)
         trainer, job, before, now = self.trainer, self.job, self.before, time.time()
-        recovered = self.recovery.facts if self.recovery else {}
+        recovered, spares = (
+            (self.recovery.facts, self.recovery.spares) if self.recovery else ({}, None)
+        )
         record = {
             "event": "resume" if location.saved or recovered else "start",
             "step": job.step,
@@ -591,6 +593,7 @@ class Run:
             "startup_s": startup_s,
             "version": __version__,
             "ranks": self.transport.size,
+            **({} if spares is None else {"spares": spares}),
             "hosts": len(set(self.transport.hosts)),
             "blas_threads": process.blas_threads_in_use(),
             "blas_kernels": blas_kernels.in_use(),

@@ -81,7 +81,7 @@ class Recovery:
         complete = None
         if self.facts:
             agreed, complete = self._chosen(agreed)
-        job = build(transport, agreed, source=self._source)
+        job = build(transport, agreed, source=self._source, fills=complete is not None)
         if complete:
             fill(job.trainer, complete, [*self._own, *self._copied])
             job = replace(job, done=complete.facts.done)
@@ -113,6 +113,11 @@ class Recovery:
     def number(self) -> int:
         """This rank's rank in the whole job at the start."""
         return self._root.number
+
+    @property
+    def spares(self) -> int | None:
+        """Ranks that wait for a place; None: the job began without any."""
+        return self._root.spares if self._root.had_spares else None
 
     @property
     def seconds(self) -> float:
@@ -166,7 +171,7 @@ class Recovery:
         lost, left, replaced = changed_places = change(before, places, self._root.living)
         self.facts = {"lost": lost, **({"left": left} if left else {})}
         if replaced:
-            self.facts |= {"replaced": replaced, "spares": self._root.spares}
+            self.facts |= {"replaced": replaced}
         self._began = time.monotonic() - max(seconds)
         self._folder = self._folder or next(filter(None, folders), "")
         self._source = self._source if all(are_open) else None
@@ -181,8 +186,7 @@ class Recovery:
             # replication.shard=host needs hosts with equally many ranks.
             replication = replication.model_copy(update={"shard": "all"})
         if self._root.rank == 0:
-            waiting = self._root.spares if self._root.had_spares else None
-            print(changed_places.said(len(before), size, waiting), file=sys.stderr)
+            print(changed_places.said(len(before), size, self.spares), file=sys.stderr)
         if self._folder:
             run = run.model_copy(update={"out": self._folder})
             if self._root.rank == 0:

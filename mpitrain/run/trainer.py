@@ -27,6 +27,7 @@ from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, lay
 from mpitrain.pipeline.async_pipeline import pipeline_for
 from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run import inference
+from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import FILES, Job, agree_on
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -228,6 +229,8 @@ class Trainer:
     opened : callable, optional
         (job) -> the job with what its data determine. It is called on each rank before `units`, and
         an error of one rank is raised on all.
+    draws : bool
+        Whether to draw the initial parameters. Otherwise the caller gives the state its values.
 
     Attributes
     ----------
@@ -259,6 +262,7 @@ class Trainer:
         config: Config | Job,
         loss: Loss | None = None,
         opened: Callable[[Job], Job] | None = None,
+        draws: bool = True,
     ):
         # Bytes of snapshots and copies in host memory, which `check_copies` counts.
         self.snapshot_bytes = 0
@@ -284,6 +288,8 @@ class Trainer:
         )
         try:
             self._build(units, loss, opened)
+            if draws:
+                self.draw()
         except MpitrainError as error:
             if error.agreed:
                 self.grid.close()
@@ -391,6 +397,21 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
+
+    def draw(self, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
+        """Begin with the initial parameters of run.seed, and zero for tensors that are not drawn; collective.
+
+        is_drawn  (full name) -> whether to draw a tensor
+        """
+        trained = None
+        for name, array, pieces, *_, like, entries in self.replica.state():
+            if name == PARAMETERS:
+                layout = self.storage.frozen if entries else self.storage
+                layout.initialize(array, self.config.run.seed, self.backend, pieces, is_drawn)
+                trained = array if trained is None else trained
+            elif like == PARAMETERS:
+                array[:] = trained
+        self.replica.restore({})
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.

@@ -222,6 +222,26 @@ def goodput(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         shares = (f"{100 * max(0.0, part) / total:.1f}% {name}" for name, part in parts.items())
         useful, *others = shares
         yield f"Goodput: of {total:,.1f} s since the first start {useful}, {', '.join(others)}."
+        yield from goodput_of_ranks(records, total)
+
+
+def goodput_of_ranks(records: Sequence[Mapping[str, Any]], total: float) -> Iterator[str]:
+    """Yield a line for a run with spares or lost ranks: the part of the time of all its ranks, spares too, that was useful.
+
+    total  seconds of the run
+    """
+    starts = [n for n, one in enumerate(records) if one.get("event") in ("start", "resume")]
+    ranks = [int(seconds(records[n], "ranks")) for n in starts]
+    spares = [int(seconds(records[n], "spares")) for n in starts]
+    paid = max(map(sum, zip(ranks, spares, strict=True)), default=0)
+    if not any(spares) and len({*ranks}) < 2:
+        return
+    useful = before = 0.0
+    for number, end in zip(ranks, [*(n + 1 for n in starts[1:]), len(records)], strict=True):
+        until = spent(records[:end]).get("useful steps", before)
+        useful, before = useful + (until - before) * number, until
+    waited = f", of which {spares[0]} waited as spares" * bool(spares[0])
+    yield f"Of the time of all {paid} ranks{waited}, {100 * useful / (total * paid):.1f}% was useful."
 
 
 def losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from mpitrain.cli.launch.restarts import Restarts
 from mpitrain.cli.launch.supervise import LauncherOutput
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError, PeerLost, TrainingError
+from mpitrain.layers.flat import FlatLayout
 from mpitrain.run import injection, recovery
 from mpitrain.run.loop import Run, train
 from mpitrain.run.recovery import Recovery, check
@@ -64,6 +65,18 @@ def kill_together(monkeypatch, ranks, size):
         return step(run)
 
     monkeypatch.setattr(Run, "step", dies)
+
+
+def noted_draws(monkeypatch):
+    """Return a list that gets the names of the tensors in each drawing of initial values."""
+    drawn, initialize = [], FlatLayout.initialize
+
+    def noted(layout, flat, seed, backend, pieces, is_drawn):
+        drawn.append([entry.name for entry in layout.entries if is_drawn(entry.name)])
+        initialize(layout, flat, seed, backend, pieces, is_drawn)
+
+    monkeypatch.setattr(FlatLayout, "initialize", noted)
+    return drawn
 
 
 def losses(path):
@@ -278,7 +291,9 @@ def test_spares_take_the_places_of_lost_ranks_and_the_losses_stay_bitwise(
     alone = tmp_path / "alone"
     survive(ranks, [*settings, f"run.out={alone / 'run'}"], spares=spares)
     kill_together(monkeypatch, killed, ranks)
+    drawn = noted_draws(monkeypatch)
     survive(ranks, settings, spares=spares)
+    assert sum(map(bool, drawn)) == ranks  # Nothing is drawn that the living ranks or a file have.
     (resumed,) = [r for r in records(tmp_path) if r.get("event") == "resume"]
     assert [*restarts(tmp_path)[-1], resumed.get("replaced")] == begun
     same, own = losses(alone), losses(tmp_path)
