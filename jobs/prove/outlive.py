@@ -452,9 +452,14 @@ def table_of(jobs: list[Spared]) -> Iterator[str]:
 def all_with_spares(seeds: range, kept: Path | None) -> bool:
     """Run the jobs; print a line of each, and the table of all, with those in the file `kept` before."""
     cached, jobs = dict[str, dict[int, float]](), list[Spared]()
-    if kept and kept.exists():
-        jobs += [Spared(*json.loads(line)) for line in kept.read_text().splitlines()]
+    for line in kept.read_text().splitlines() if kept and kept.exists() else ():
+        job, same = json.loads(line)
+        jobs.append(Spared(*job))
+        cached |= {
+            key: {int(step): loss for step, loss in own.items()} for key, own in same.items()
+        }
     for seed in seeds:
+        known = [*cached]
         with tempfile.TemporaryDirectory() as folder:
             jobs.append(with_spares(seed, Path(folder), cached))
         print(
@@ -462,7 +467,8 @@ def all_with_spares(seeds: range, kept: Path | None) -> bool:
         )
         if kept:
             with kept.open("a") as file:
-                file.write(json.dumps(jobs[-1]) + "\n")
+                same = {key: own for key, own in cached.items() if key not in known}
+                file.write(json.dumps([jobs[-1], same]) + "\n")
     print(*table_of(jobs), sep="\n")
     return all(job.passed for job in jobs)
 

@@ -399,16 +399,17 @@ class Trainer:
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
 
     def draw(self, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
-        """Begin with the initial parameters of run.seed, and zero for tensors that are not drawn; collective.
+        """Begin with the initial parameters of run.seed, those that are not drawn become zero; collective.
 
         is_drawn  (full name) -> whether to draw a tensor
         """
-        trained = None
+        seed, trained = self.config.run.seed, None
         for name, array, pieces, *_, like, entries in self.replica.state():
             if name == PARAMETERS:
                 layout = self.storage.frozen if entries else self.storage
-                layout.initialize(array, self.config.run.seed, self.backend, pieces, is_drawn)
                 trained = array if trained is None else trained
+                if any(is_drawn(entry.name) for entry in layout.entries):
+                    layout.initialize(array, seed, self.backend, pieces, is_drawn)
             elif like == PARAMETERS:
                 array[:] = trained
         self.replica.restore({})

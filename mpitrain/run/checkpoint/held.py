@@ -37,9 +37,12 @@ class StateUnit(NamedTuple):
     name: str
     entry: list[Any]
 
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.entry[2])
+
     def empty(self) -> np.ndarray:
-        dtype, size = self.entry[2:4]
-        return np.empty(size, dtype)
+        return np.empty(self.entry[3], self.dtype)
 
 
 def units_of(rank: int, description: Mapping[str, Any]) -> list[StateUnit]:
@@ -162,15 +165,21 @@ def _fill_alike(
             holder = rank if unit.name in known[rank] else holders[unit.name]
             if transport.rank not in (rank, holder):
                 continue
-            values = unit.empty()
             if transport.rank == holder:
-                values[:] = backend.to_host(own[unit.name][1][:])
-            if holder != rank and transport.rank == holder:
-                transport.send(values, rank, tag)
-            elif holder != rank:
+                values = np.asarray(backend.to_host(own[unit.name][1][:]), unit.dtype)
+            else:
+                values = _in_place(arrays[index], unit)
                 transport.recv(values, holder, tag)
-            if transport.rank == rank:
+            if transport.rank != rank:
+                transport.send(values, rank, tag)
+            elif values is not arrays[index]:
                 arrays[index][:] = backend.from_host(values)
+
+
+def _in_place(array: Any, unit: StateUnit) -> np.ndarray:
+    """Return the memory into which a unit is received: its array itself if that holds these elements."""
+    is_alike = isinstance(array, np.ndarray) and array.dtype == unit.dtype
+    return array if is_alike else unit.empty()
 
 
 def _fill_anew(
