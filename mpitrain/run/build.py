@@ -68,7 +68,7 @@ from mpitrain.run.run_dir import (
     noted_scaling,
     text_in,
 )
-from mpitrain.run.trainer import Trainer
+from mpitrain.run.trainer import Trainer, draw
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
 
@@ -138,7 +138,7 @@ def build(
     checkpoint = loading.read_beside(transport, folder) if folder else None
     if not checkpoint:
         given = {entry.name for entry in trainer.storage.entries if fills}
-        trainer.draw(lambda name: name not in given and (not models or models.lack(name)))
+        draw(trainer, lambda name: name not in given and (not models or models.lack(name)))
     if models:
         trainer.begun_from = models.load(transport, kept, trainer.storage, trainer.backend)
         if checkpoint:

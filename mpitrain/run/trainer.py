@@ -230,7 +230,7 @@ class Trainer:
         (job) -> the job with what its data determine. It is called on each rank before `units`, and
         an error of one rank is raised on all.
     draws : bool
-        Whether to draw the initial parameters. Otherwise the caller gives the state its values.
+        Whether to draw the initial parameters.
 
     Attributes
     ----------
@@ -289,7 +289,7 @@ class Trainer:
         try:
             self._build(units, loss, opened)
             if draws:
-                self.draw()
+                draw(self)
         except MpitrainError as error:
             if error.agreed:
                 self.grid.close()
@@ -397,22 +397,6 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-
-    def draw(self, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
-        """Begin with the initial parameters of run.seed, those that are not drawn become zero; collective.
-
-        is_drawn  (full name) -> whether to draw a tensor
-        """
-        seed, trained = self.config.run.seed, None
-        for name, array, pieces, *_, like, entries in self.replica.state():
-            if name == PARAMETERS:
-                layout = self.storage.frozen if entries else self.storage
-                trained = array if trained is None else trained
-                if any(is_drawn(entry.name) for entry in layout.entries):
-                    layout.initialize(array, seed, self.backend, pieces, is_drawn)
-            elif like == PARAMETERS:
-                array[:] = trained
-        self.replica.restore({})
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -729,3 +713,20 @@ def frozen_count(units: Sequence[Unit]) -> int:
         for p in unit.layer.parameters()
         if p.name not in unit.tied and p.name in unit.frozen
     )
+
+
+def draw(trainer: Trainer, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
+    """Begin with the initial parameters of run.seed; those that are not drawn become zero; collective.
+
+    is_drawn  (full name) -> whether to draw a tensor
+    """
+    seed, trained = trainer.config.run.seed, None
+    for name, array, pieces, *_, like, entries in trainer.replica.state():
+        if name == PARAMETERS:
+            layout = trainer.storage.frozen if entries else trainer.storage
+            trained = array if trained is None else trained
+            if any(is_drawn(entry.name) for entry in layout.entries):
+                layout.initialize(array, seed, trainer.backend, pieces, is_drawn)
+        elif like == PARAMETERS:
+            array[:] = trained
+    trainer.replica.restore({})
