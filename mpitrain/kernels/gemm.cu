@@ -4,6 +4,7 @@
 // TRANSPOSED_A: A is stored (K, M). TRANSPOSED_B: B is stored (N, K). Batch b uses A + b stride_a and so on.
 // The epilogue adds bias (N,), keeps the pre-activation, activates, adds a residual: see gemm_parts.cuh.
 // ROW_SUMS: row_sums[m] = sum over k of op(A)[m, k], which in dw = dy^T x is the bias gradient.
+// GROUPED: rows of A belong to groups, whose ends: (groups,) only the device knows; see gemm_parts.cuh. Then splits = 1.
 //
 // A block of THREADS threads computes TILE_M x TILE_N of C; each warp (4 THREAD_M) x (8 THREAD_N), each thread
 // THREAD_M x THREAD_N in groups of 4 x 4. Tiles of TILE_K columns of A and rows of B pass through registers into one of
@@ -74,12 +75,30 @@ template <bool K_IS_CONTIGUOUS, int WIDTH> struct Piece {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     int M, int N, int K, Sum alpha, const Element* __restrict__ A, int lda, long long stride_a, const Element* __restrict__ B,
     int ldb, long long stride_b, Sum beta, Result* C, int ldc, long long stride_c, const Element* __restrict__ bias,
-    const Result* residual, Result* saved, Sum* row_sums, int splits, Sum* workspace) {
+    const Result* residual, Result* saved, Sum* row_sums, int splits, Sum* workspace, int groups,
+    const long long* __restrict__ ends) {
     __shared__ __align__(16) Sum As[2][TILE_K][TILE_M + PAD];
     __shared__ __align__(16) Sum Bs[2][TILE_K][TILE_N + PAD];
 
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
-    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n, 8);  // on an H100 16 take 1.2 times as long for N = 768
+    const int tiles_m = GROUPED == GROUPED_ROWS ? gridDim.x / tiles_n : tiles_over(M, TILE_M);
+    Tile tile = tile_of(blockIdx.x, tiles_m, tiles_n, 8);  // on an H100 16 take 1.2 times as long for N = 768
+    if (GROUPED == GROUPED_ROWS) {
+        const Rows rows = rows_of(tile.m, TILE_M, M, groups, ends);
+        if (rows.count == 0) return;
+        tile.m = rows.tile;
+        M = rows.count;
+        A += (long long)rows.first * lda;
+        C += (long long)rows.first * ldc;
+        if (rows.group < groups) B += rows.group * stride_b;
+        else K = 0;
+    }
+    if (GROUPED == GROUPED_SUMS) {
+        const int first = batch > 0 ? int(ends[batch - 1]) : 0;
+        K = int(ends[batch]) - first;
+        A += (long long)first * lda;
+        B += (long long)first * ldb;
+    }
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mt = warp / WARPS_N * WARP_M + lane / 8 * 4, nt = warp % WARPS_N * WARP_N + lane % 8 * 4;

@@ -12,6 +12,31 @@ __device__ __forceinline__ Tile tile_of(int block, int tiles_m, int tiles_n, int
 
 __device__ __forceinline__ int tiles_over(int count, int size) { return (count + size - 1) / size; }
 
+// GROUPED: the products of a mixture of experts. Group g has what precedes ends[g] and follows the group before.
+// GROUPED_ROWS: it has rows of A and of C, and B of batch g. Rows behind the last group's become 0.
+// GROUPED_SUMS: it has rows of A, stored transposed, and of B: a part of K; its product is C of batch g.
+// The host knows no ends. So a grid has blocks for as many tiles of rows as there can be, and those without a tile leave at once.
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+#define GROUPED_ROWS 1
+#define GROUPED_SUMS 2
+
+struct Rows { int group, first, count, tile; };    // tile: within the group; count 0: there is none
+
+// The rows of tile `tile`, counted over all groups; those of nobody are those of group `groups`. The walk reads ends that all
+// blocks read: E steps beside hundreds of steps along K.
+__device__ __forceinline__ Rows rows_of(int tile, int height, int M, int groups, const long long* __restrict__ ends) {
+    int first = 0;
+    for (int g = 0;; ++g) {
+        const int end = g < groups ? int(ends[g]) : M, tiles = tiles_over(end - first, height);
+        if (tile < tiles) return {g, first, end - first, tile};
+        if (g == groups) return {g, end, 0, 0};
+        tile -= tiles;
+        first = end;
+    }
+}
+
 // The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
 // saved and residual have the shape and pitch of C. What of this there is, macros say: what is not asked for takes no

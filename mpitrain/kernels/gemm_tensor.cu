@@ -51,13 +51,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     int M, int N, int K, float alpha, const Element* __restrict__ A, int lda, long long stride_a,
     const Element* __restrict__ B, int ldb, long long stride_b, float beta, Result* C, int ldc, long long stride_c,
     const Element* __restrict__ bias, const Result* residual, Result* saved, float* row_sums, int splits,
-    float* workspace) {
+    float* workspace, int groups, const long long* __restrict__ ends) {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     Element* stages = reinterpret_cast<Element*>(dynamic_shared);
 
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
     // The blocks that a large GPU runs at once cover a square of C if these are 2048 rows of it.
-    const Tile tile = tile_of(blockIdx.x, tiles_over(M, TILE_M), tiles_n, 2048 / TILE_M);
+    const int tiles_m = GROUPED == GROUPED_ROWS ? gridDim.x / tiles_n : tiles_over(M, TILE_M);
+    Tile tile = tile_of(blockIdx.x, tiles_m, tiles_n, 2048 / TILE_M);
+    if (GROUPED == GROUPED_ROWS) {
+        const Rows rows = rows_of(tile.m, TILE_M, M, groups, ends);
+        if (rows.count == 0) return;
+        tile.m = rows.tile;
+        M = rows.count;
+        A += (long long)rows.first * lda;
+        C += (long long)rows.first * ldc;
+        if (rows.group < groups) B += rows.group * stride_b;
+        else K = 0;
+    }
+    if (GROUPED == GROUPED_SUMS) {
+        const int first = batch > 0 ? int(ends[batch - 1]) : 0;
+        K = int(ends[batch]) - first;
+        A += (long long)first * lda;
+        B += (long long)first * ldb;
+    }
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mw = warp / WARPS_N * WARP_M, nw = warp % WARPS_N * WARP_N;

@@ -529,7 +529,7 @@ class Now(NamedTuple):
     places    of the tokens of these rows; None: each row is one document, all of it on this rank
     is_again  whether this forward is computed again, just before its backward
     weight    for layers that add to the loss: the factor of a target in its gradient, times the
-              fraction of the row's targets that count; (rows, 1), or one number for all rows
+              fraction of the row's targets that count; (rows, 1) in the device's memory, or None
     """
 
     step: int
@@ -538,7 +538,7 @@ class Now(NamedTuple):
     trains: bool
     places: Places | None = None
     is_again: bool = False
-    weight: Any = 0.0
+    weight: Any = None
 
     def numbers(self, count: int, share: TokenShare = ALL_TOKENS) -> range | np.ndarray:
         """Return the numbers of the rows of an activation within the global batch, a range without

@@ -37,7 +37,7 @@ from mpitrain.layers.base import (
 from mpitrain.layers.chunked_logits import ChunkedHead
 from mpitrain.layers.compose import Residual, Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.experts import Experts, Loads
+from mpitrain.layers.experts import Experts
 from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.recomputed import Recomputed, state_of
@@ -819,6 +819,9 @@ class Plain:
         Which tokens of every row this rank has.
     ep : Group, optional
         The ranks that divide the experts.
+    tally : ndarray, optional
+        (2, model.experts) integers in the device's memory, to which layers add the choices of each
+        expert, and those that it took.
     """
 
     def __init__(
@@ -830,14 +833,15 @@ class Plain:
         rows: WholeRows | None = None,
         tokens: TokenShare | None = None,
         ep: Any = None,
+        tally: Any = None,
     ):
-        self.ops, self.ep, self.rows, self.tokens = ops, ep, rows or ALL_ROWS, tokens or ALL_TOKENS
+        self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
+        self.ep, self.tally = ep, tally
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
-        self.loads: Loads | None = None  # of the experts, if there are any
 
     def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
@@ -877,15 +881,8 @@ class Plain:
         self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool = False
     ) -> Experts:
         """Return a mixture of model.experts MLPs of `hidden` units, gated by `swiglu` or with a GELU."""
-        keys = self.keys
-        self.loads = self.loads or Loads(keys.experts)
-        return Experts(
-            *(self.ops, self.loads, width, hidden, keys.top_k),
-            *(inner, onto_residual, is_gated, keys.router == "before"),
-            *(keys.capacity, keys.balance, keys.z),
-            group=self.ep,
-            shared=self._shared(width, keys.shared, inner, onto_residual, is_gated),
-        )
+        shared = self._shared(width, self.keys.shared, inner, onto_residual, is_gated)
+        return Experts(self, width, hidden, (inner, onto_residual), is_gated, shared)
 
     def _shared(
         self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool

@@ -16,7 +16,7 @@ sizes and of a number: `3HD`. The legend of the letters is below.
                    is not the argument's own; a sum has several such terms, joined by `+`
 
 B, T, C     batch, tokens, channels
-H, E, D     query heads, heads of keys and values, channels of a head
+H, E, D     query heads or experts, heads of keys and values, channels of a head
 M, K, N     rows, inputs (or keys of a part of attention), outputs
 V           vocabulary
 L           length of a flat array

@@ -116,9 +116,9 @@ def of_device(config: Config) -> Iterator[Rule]:
         "Set memory.attention to auto, or device.kind to cpu.",
     )
     yield (
-        is_on_kernels and config.model.experts,
-        f"Experts have no kernels yet, but device.kind is {kind}.",
-        "Set device.kind to cpu, or model.experts to 0.",
+        is_on_kernels and config.layout.ep > 1,
+        f"layout.ep sends tokens from and to host memory, but device.kind is {kind}.",
+        "Set layout.ep to 1, or device.kind to cpu.",
     )
     layout = config.layout
     yield (

@@ -16,7 +16,6 @@ from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import IGNORED, Source, Targets, positions_of, without_ends, without_padding
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
-from mpitrain.layers.experts import Loads
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.optim import check_groups, learning_rate
@@ -306,6 +305,8 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
         grid, ops, stage_of = self.grid, self.job.device.ops, self.job.plan.stage_of
+        experts = self.config.model.experts
+        tally = self.backend.zeros(2 * experts, np.int64).reshape(2, experts)
 
         def cut_by(layers: LayerFactory) -> Chunks:
             config = self.config
@@ -318,7 +319,8 @@ class Trainer:
             self.job = job = opened(self.job) if opened else self.job
             self.config = config = job.config
             self.layers = layers = layers_for(
-                ops, grid.tp, config.layout, grid.cp, ep=grid.ep, **job.layer_settings
+                *(ops, grid.tp, config.layout, grid.cp),
+                **(job.layer_settings | {"ep": grid.ep, "tally": tally}),
             )
             cut = cut_by(layers)
             check_used(layers, config.data.attend, config.layout.cp)
@@ -376,10 +378,10 @@ class Trainer:
         )
         together = is_synchronous(config.replication, config.pipeline.schedule)
         # Without common steps no sum has all ranks.
-        self._loads = layers.loads if together else None
-        if self._loads:
-            self._expert_loads = np.zeros(1 + self.config.model.experts)
-            self._sum_of_loads = grid.world.bind(self._expert_loads)
+        self._tally = tally if together and experts else None
+        if experts:
+            self._loads = np.zeros((2, experts))
+            self._sum_of_loads = grid.world.bind(self._loads)
         dtype = job.device.half or self.storage.dtype
         self.pipe = pipeline_for(self.config.pipeline.schedule)(
             job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
@@ -526,10 +528,10 @@ class Trainer:
                         len(part),
                         True,
                         places and places.of(part),
-                        weight=weight
-                        * replica.skips.loss_scale
-                        * counted[part.start : part.stop]
-                        / predictions,
+                        weight=self._weights(
+                            weight * replica.skips.loss_scale / predictions,
+                            counted[part.start : part.stop],
+                        ),
                     )
                     for part, weight in zip(parts, replica.weights, strict=True)
                 ],
@@ -538,23 +540,29 @@ class Trainer:
                 loss,
             )
         result = replica.finish(bool(stop_requested and stop_requested()))
-        if self._loads:
-            result = result._replace(extras={**result.extras, **self._sums(self._loads)})
+        if self._tally is not None:
+            result = result._replace(extras={**result.extras, **self._sums(self._tally)})
         every = config.memory.release_every
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
 
-    def _sums(self, loads: Loads) -> dict[str, Any]:
+    def _weights(self, factor: float, counted: np.ndarray) -> Any:
+        """Return `weight` of `Now` for rows with so many targets that count."""
+        if not self.config.model.experts:
+            return None
+        return self.backend.from_host((factor * counted).astype(self.storage.dtype), self.arena)
+
+    def _sums(self, tally: Any) -> dict[str, Any]:
         """Return the tokens of each expert in a step, over all layers and ranks; collective."""
-        numbers = self._expert_loads
-        numbers[:-1], numbers[-1] = loads.tokens, loads.dropped
-        loads.tokens[:], loads.dropped = 0, 0.0
+        self._loads[...] = self.backend.to_host(tally)
+        tally.fill(0)
         self._sum_of_loads.run()
-        tokens = numbers[:-1]
+        # The ranks of layout.tp route the same tokens.
+        tokens, taken = self._loads / self.grid.axes.tp
         return {
             "expert_tokens": [int(count) for count in tokens],
-            "dropped": numbers[-1] / max(1.0, tokens.sum()),
+            "dropped": (tokens.sum() - taken.sum()) / max(1.0, tokens.sum()),
             "imbalance": tokens.max() / max(1.0, tokens.mean()),
         }
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.cases import documents, images, layers, products, rings, tensor_steps, training
+from tests.cases import documents, experts, images, layers, products, rings, tensor_steps, training
 from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
-    "gemm": (products.ordinary,),
+    "gemm": (products.ordinary, experts.grouped),
     "gemm_combine": (products.ordinary, products.by_library),
-    "gemm_tensor": (products.tensor,),
+    "gemm_tensor": (products.tensor, experts.grouped_tensor),
     "pointwise": (layers.linears, layers.gates, askew),
     "rotate": (layers.rotations,),
     "dropout": (layers.dropouts,),
@@ -43,6 +43,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "convert": (training.conversions,),
     "wire": (training.wires,),
     "top_k": (training.selections,),
+    "experts": (experts.choices,),
     "images": (images.pictures,),
 }
 """Source -> the groups of cases that would notice a fault in it."""

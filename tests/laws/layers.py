@@ -4,7 +4,6 @@ A law takes the constructors of the layers and the backend whose arrays they com
 """
 
 from copy import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from mpitrain.layers.plain import GeluErf, Plain, Rotary, Tanh
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
-from mpitrain.ops import OPERATIONS
 from tests.unit.placing import place
 
 GPT = {"vocab": 11, "context": 9, "width": 12, "heads": 3, "depth": 2}
@@ -156,7 +154,7 @@ def mixture(factory, is_gated=True, **keys):
     keys = {"experts": 3, "balance": 0.0, **keys}
     model = factory.keys.model_copy(update=keys)
     own = copy(factory)
-    own.keys, own.loads = model, None
+    own.keys = model
     return own.experts(WIDTH, 5, draw, draw, is_gated)
 
 
@@ -176,11 +174,9 @@ def kinds(plain) -> dict[str, Any]:
         layer.drop.number = 1
         return layer
 
-    experts = {}
-    if OPERATIONS["choose"].launches or not isinstance(factory.ops.choose, partial):
-        experts["experts"] = mixture(factory, is_gated=False)
-        experts["gated experts"] = mixture(factory, shared=4, router="before", capacity=0.7)
-    return experts | {
+    return {
+        "experts": mixture(factory, is_gated=False),
+        "gated experts": mixture(factory, shared=4, router="before", capacity=0.7),
         "linear": linear(),
         "relu": linear("relu"),
         "gelu": linear("gelu"),

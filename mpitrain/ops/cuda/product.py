@@ -13,7 +13,7 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.launches import KINDS, c_type, element, in_chunks, sum_rows, sum_type
-from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, count, read_tiles
+from mpitrain.ops.cuda.tiles import DEFAULT, LONGEST, MeasuredTiles, Tiling, count, read_tiles
 
 Multiply = Callable[..., None]
 """`gemm` or `library`."""
@@ -21,6 +21,7 @@ Multiply = Callable[..., None]
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu erf": 3, "tanh": 4, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
 COMBINE = (256,)  # threads of gemm_combine
+DIMS, DIMS_OF_GROUPS = ((2, 2, 2), (3, 3, 3)), ((2, 3, 2), (2, 2, 3))  # of a, b and c
 
 
 def chosen(gemm_key: str, tiles: str = "") -> Multiply:
@@ -77,6 +78,7 @@ def gemm(
     saved: Any = None,
     activation: str | None = None,
     row_sums: Any = None,
+    ends: Any = None,
     table: MeasuredTiles = DEFAULT,
     tiling: Tiling | None = None,
 ) -> None:
@@ -88,6 +90,9 @@ def gemm(
     activation  "gelu", "relu" or None; "gelu backward" multiplies by GELU's derivative at the old
                 content of c
     row_sums    (M,): receives the sums over k of op(a), in the dtype of sums
+    ends        (groups,) int64: the ends of runs of rows of `a`, on the device. Group g multiplies its
+                rows by b[g], into the same rows of c; or, with `a` stored transposed, its rows by
+                those of b, into c[g]. Only alpha and beta go with it
     table       chooses the tiling of the shape, unless `tiling` is given
     raises      KernelError if the shapes do not fit
     """
@@ -104,6 +109,7 @@ def gemm(
         transposed_a,
         transposed_b,
         row_sums is None,
+        ends is None,
         asked,
         table,
         tiling,
@@ -112,18 +118,18 @@ def gemm(
     plan = kernels.plans.get(key)
     if plan is None:
         plan = kernels.plans[key] = _plan(
-            kernels, a, b, c, transposed_a, transposed_b, row_sums, asked, table, tiling
+            kernels, a, b, c, transposed_a, transposed_b, row_sums, ends, asked, table, tiling
         )
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
     operands = m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta
-    epilogue = bias, residual, saved, row_sums
+    epilogue, grouped = (bias, residual, saved, row_sums), (0 if ends is None else len(ends), ends)
     if plan.splits == 1:
         kernels.launch(
             plan.kernel,
             plan.grid,
             plan.block,
-            (*operands, c, ldc, stride_c, *epilogue, 1, None),
+            (*operands, c, ldc, stride_c, *epilogue, 1, None, *grouped),
             plan.shared,
             plan.macros,
             plan.fresh,
@@ -135,7 +141,7 @@ def gemm(
         plan.kernel,
         plan.grid,
         plan.block,
-        (*operands, None, ldc, stride_c, None, None, None, None, plan.splits, workspace),
+        (*operands, None, ldc, stride_c, None, None, None, None, plan.splits, workspace, *grouped),
         plan.shared,
         plan.macros,
         "workspace",
@@ -161,15 +167,26 @@ def _plan(
     transposed_a: bool,
     transposed_b: bool,
     row_sums: Any,
+    ends: Any,
     asked: tuple,
     table: MeasuredTiles,
     tiling: Tiling | None,
 ) -> ProductLaunch:
     """Return the launch for these shapes and types; KernelError if the shapes do not fit."""
-    m, n, k = _check(a, b, c, transposed_a, transposed_b)
-    batches = c.shape[0] if c.ndim == 3 else 1
+    m, n, k = _check(a, b, c, transposed_a, transposed_b, ends)
+    batches, groups = c.shape[0] if c.ndim == 3 else 1, 0 if ends is None else len(ends)
     stored = "NT"[transposed_a] + "NT"[transposed_b]
-    tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
+    if groups:
+        # On average; a sum is not split, so one of three TF32 products would be too long.
+        table = DEFAULT if table.is_3xtf32 and k > LONGEST else table
+        each = (
+            (count(m, groups), n, k, groups) if batches == 1 else (m, n, count(k, groups), groups)
+        )
+        tile, splits = (tiling or table.tiling(a, stored, each, kernels.engine)).tile, 1
+    else:
+        tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
+    # Each group but one may leave a tile of rows incomplete, and so may the rows of nobody.
+    rows = count(m, tile.TILE_M) + (groups if c.ndim == 2 and m else 0)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
     epilogue = _epilogue(*asked)
     chunked = {"CHUNKED": in_chunks(a, b)} if tile.kernel == "gemm_tensor" else {}
@@ -179,6 +196,7 @@ def _plan(
         **chunked,
         **(epilogue if splits == 1 else NO_EPILOGUE),
         SPLIT=int(splits > 1),
+        GROUPED=0 if ends is None else 1 if c.ndim == 2 else 2,
         TRANSPOSED_A=int(transposed_a),
         TRANSPOSED_B=int(transposed_b),
     )
@@ -188,7 +206,7 @@ def _plan(
         tile.kernel,
         splits,
         tile.shared,
-        (count(m, tile.TILE_M) * count(n, tile.TILE_N), 1, batches * splits),
+        (rows * count(n, tile.TILE_N), 1, batches * splits),
         (tile.threads,),
         macros,
         kernels.macros(**types, **epilogue),
@@ -236,13 +254,24 @@ def library(
     saved: Any = None,
     activation: str | None = None,
     row_sums: Any = None,
+    ends: Any = None,
 ) -> None:
     """Compute `gemm` of two dims by cuBLAS (in the simulator by NumPy); our kernels run the
-    epilogue.
+    epilogue, and products of groups.
 
     row_sums   only if `a` is stored transposed and contiguous: the sums down its columns
     raises     KernelError if the shapes do not fit
     """
+    if ends is not None:
+        gemm(
+            *(kernels, arena, a, b, c),
+            transposed_a=transposed_a,
+            transposed_b=transposed_b,
+            alpha=alpha,
+            beta=beta,
+            ends=ends,
+        )
+        return
     m, n, _ = _check(a, b, c, transposed_a, transposed_b)
     if row_sums is not None:
         sum_rows(kernels, a, row_sums, False, arena)
@@ -274,7 +303,9 @@ def library(
         )
 
 
-def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tuple[int, int, int]:
+def _check(
+    a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, ends: Any = None
+) -> tuple[int, int, int]:
     """Return (M, N, K); KernelError if the shapes do not fit."""
     (m, k), (n, inner) = a.shape[-2:], b.shape[-2:]
     m, k = (k, m) if transposed_a else (m, k)
@@ -282,13 +313,17 @@ def _check(a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool) -> tu
     if (
         inner != k
         or c.shape[-2:] != (m, n)
-        or not a.ndim == b.ndim == c.ndim
-        or any(x.ndim == 3 and x.shape[0] != c.shape[0] for x in (a, b))
+        or (a.ndim, b.ndim, c.ndim) not in (DIMS if ends is None else DIMS_OF_GROUPS)
+        or len(
+            {len(x) for x in (a, b, c) if x.ndim == 3}
+            | ({len(ends)} if ends is not None else set())
+        )
+        > 1
     ):
         raise KernelError(
             f"A product of {a.shape}{' transposed' * transposed_a} and {b.shape}{' transposed' * transposed_b} "
             f"does not fit into {c.shape}.",
-            "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size.",
+            "Pass op(a): (M, K), op(b): (K, N), c: (M, N), with one batch size; groups divide M or K.",
         )
     return m, n, k
 

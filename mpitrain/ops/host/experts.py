@@ -1,8 +1,17 @@
-"""A mixture of experts: the choice, and weighted sums of rows, one choice of each token at a time."""
+"""A mixture of experts: the choice, products of each expert's rows, and weighted sums of rows.
+
+The weighted sums take one choice of each token at a time.
+"""
 
 import numpy as np
 
-from mpitrain.ops.host.product import row_blocks
+from mpitrain.ops.host.layers import linear
+from mpitrain.ops.host.product import put_product, row_blocks
+from mpitrain.ops.reference.experts import parts
+
+
+def score(x, w, arena):
+    return linear(x, w, None, arena)
 
 
 def choose(logits, k, before, arena):
@@ -18,21 +27,22 @@ def choose(logits, k, before, arena):
     return weights, chosen, (logits, weights, chosen)
 
 
-def choose_backward(dweights, saved, pulls, z, before, arena):
+def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
     logits, weights, chosen = saved
     every = np.arange(len(logits))[:, None]
-    dlogits = arena.take(logits.shape, logits.dtype)
-    tokens = len(logits) // max(1, len(pulls))
+    tokens = len(logits) // max(1, len(load))
+    weight = np.zeros((len(load), 1)) if weight is None else weight
+    pulls = (balance * weight * load).astype(dlogits.dtype, copy=False)
     dlogits[...] = np.repeat(pulls, tokens, axis=0)
     if before:
         dlogits[every, chosen] += dweights
     probabilities = _softmax(logits, arena)
-    if z.any():
+    if z:
         # The log of the sum is that of the first logit less that of its probability; both are finite
         # at the largest one.
         largest = chosen[:, :1]
         lse = logits[every, largest] - np.log(probabilities[every, largest])
-        pull = 2 * np.repeat(z, tokens, axis=0) * lse
+        pull = 2 * np.repeat((z * weight).astype(dlogits.dtype, copy=False), tokens, axis=0) * lse
         dlogits += pull
         means = np.einsum("me,me->m", probabilities, dlogits)[:, None] - pull
     else:
@@ -42,7 +52,6 @@ def choose_backward(dweights, saved, pulls, z, before, arena):
     if not before:
         inner = (weights * dweights).sum(axis=1, keepdims=True)
         dlogits[every, chosen] += weights * (dweights - inner)
-    return dlogits
 
 
 def _softmax(logits, arena, out=None):
@@ -54,8 +63,18 @@ def _softmax(logits, arena, out=None):
     return out
 
 
-def combine(rows, places, weights, arena):
-    y = arena.take((len(places), rows.shape[1]), rows.dtype)
+def dispatch(x, sources, k, arena, weights=None):
+    rows = arena.take((len(sources), x.shape[1]), x.dtype)
+    for block in row_blocks(rows):
+        if len(x):
+            np.take(x, sources[block] // k, axis=0, out=rows[block], mode="clip")
+            if weights is not None:
+                rows[block] *= weights.reshape(-1)[sources[block], None]
+    return rows
+
+
+def combine(rows, places, weights, arena, out=None):
+    y = arena.take((len(places), rows.shape[1]), rows.dtype) if out is None else out
     for block in row_blocks(y):
         y[block] = 0
         for column in range(places.shape[1]):
@@ -63,19 +82,14 @@ def combine(rows, places, weights, arena):
     return y, (rows, places, weights)
 
 
-def combine_backward(dy, saved, sources, arena):
-    rows, places, weights = saved
-    drows = arena.take(rows.shape, rows.dtype)
-    dweights = arena.take(places.shape, rows.dtype)
-    for block in row_blocks(drows):
-        if len(dy):
-            np.take(dy, sources[block] // places.shape[1], axis=0, out=drows[block], mode="clip")
-            drows[block] *= weights.reshape(-1)[sources[block], None]
+def combine_backward(dy, saved, arena, out=None):
+    rows, places, _ = saved
+    dweights = arena.take(places.shape, rows.dtype) if out is None else out
     for block in row_blocks(dy):
         for column in range(places.shape[1]):
             taken = _taken(rows, places[block, column], None, block, column, arena)
             np.einsum("mc,mc->m", taken, dy[block], out=dweights[block, column])
-    return drows, dweights
+    return dweights
 
 
 def _taken(rows, places, weights, block, column, arena):
@@ -87,3 +101,26 @@ def _taken(rows, places, weights, block, column, arena):
     if weights is not None:
         taken *= weights[block, column, None]
     return taken
+
+
+def grouped_linear(x, w, ends, arena):
+    y = arena.take((len(x), w.shape[1]), x.dtype)
+    y[ends[-1] :] = 0
+    for part, matrix in zip(parts(ends), w, strict=True):
+        put_product(x[part], matrix.T, y[part], False, arena)
+    return y, (x, ends)
+
+
+def grouped_linear_backward_input(dy, w, saved, arena):
+    x, ends = saved
+    dx = arena.take(x.shape, dy.dtype)
+    dx[ends[-1] :] = 0
+    for part, matrix in zip(parts(ends), w, strict=True):
+        put_product(dy[part], matrix, dx[part], False, arena)
+    return dx, (dy, x, ends)
+
+
+def grouped_linear_backward_weight(pending, dw, accumulate, arena):
+    dy, x, ends = pending
+    for part, matrix in zip(parts(ends), dw, strict=True):
+        put_product(dy[part].T, x[part], matrix, accumulate, arena)

@@ -1,15 +1,27 @@
-"""A mixture of experts: the choice of experts for each token, and the weighted sum of their outputs.
+"""A mixture of experts: scores of tokens, the choice, rows sorted by expert, products of their runs, weighted sums.
 
-Tokens are sorted by expert with `embedding` (a gather of rows), and each expert multiplies its rows
-with `linear`. The sums of a gather's gradient are a `combine` without weights.
+M tokens, B sequences, E experts, k experts of a token; R = k M rows, of which the last ones are
+nobody's where tokens are dropped. The rows of expert e end before row ends[e], where those of the next one begin.
 """
+
+from itertools import pairwise
 
 import numpy as np
 
+from mpitrain.ops.reference.layers import into, put
 from mpitrain.ops.table import operation
 
 
-@operation("logits:BT,2V k=2 before=1 -> weights:BT,2 chosen:BT,2 saved", "weights", launches=0)
+@operation("x:M,K w:N,K -> y:M,N saved", "nothing", products="MNK")
+def score(x, w, arena):
+    """Return (y, saved) of a `linear` without bias, whose y is never in half precision.
+
+    x: (M, C); w: (E, C); y: (M, E)
+    """
+    return x @ w.T, x
+
+
+@operation("logits:BT,2V k=2 before=1 -> weights:BT,2 chosen:BT,2 saved", "nothing")
 def choose(logits, k, before, arena):
     """Return (weights, chosen, saved): the k experts with the largest logits of each token, the largest first.
 
@@ -25,35 +37,89 @@ def choose(logits, k, before, arena):
 
 
 @operation(
-    "dweights:BT,2 saved@choose pulls:B,2V z:B,1 before=1 -> dlogits:BT,2V", "dlogits", launches=0
+    "dweights:BT,2 saved@choose load<V:B,2V weight:B,1 balance=0.5 z=0.25 before=1 dlogits:BT,2V -> dlogits",
+    "dlogits",
 )
-def choose_backward(dweights, saved, pulls, z, before, arena):
-    """Return the gradient of the logits, with those of two terms of the loss.
+def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
+    """Write the gradient of the logits, with those of two terms of the loss.
 
-    The first term is the sum over the M tokens of sum over e of pulls[b, e] times the softmax of all
-    logits, where b is the sequence of the token. The second is the sum of z[b] times the square of the
-    log of the sum of exponentials.
-    dweights: (M, k); pulls: (B, E) and z: (B, 1), M / B tokens each; dlogits: (M, E)
+    The first term is `balance` times the sum over the M tokens of weight[b] times the sum over e of
+    load[b, e] times the softmax of all logits, where b is the sequence of the token. The second is `z`
+    times the sum of weight[b] times the square of the log of the sum of exponentials.
+    dweights: (M, k); load: (B, E); weight: (B, 1), M / B tokens each, None: zeros; dlogits: (M, E)
     """
     logits, weights, chosen = saved
     probabilities = _softmax(logits)
-    tokens = len(logits) // max(1, len(pulls))
-    pull, z = np.repeat(pulls, tokens, axis=0), np.repeat(z, tokens, axis=0)
+    tokens = len(logits) // max(1, len(load))
+    weight = np.zeros((len(load), 1)) if weight is None else weight
+    pull, z = (np.repeat(each, tokens, axis=0) for each in (balance * weight * load, z * weight))
     if before:
-        pull = pull.copy()
         _add_at(pull, chosen, dweights)
     shift = logits.max(axis=1, keepdims=True, initial=-np.inf)
     lse = np.log(np.exp(logits - shift).sum(axis=1, keepdims=True)) + shift
     mean = (probabilities * pull).sum(axis=1, keepdims=True)
-    dlogits = probabilities * (pull - mean + 2 * z * lse)
+    dlogits[...] = probabilities * (pull - mean + 2 * z * lse)
     if not before:
         inner = weights * (dweights - (weights * dweights).sum(axis=1, keepdims=True))
         _add_at(dlogits, chosen, inner)
-    return dlogits
 
 
-@operation("rows:M,C places<M!:M,1 weights:M,1 -> y:M,C saved", "y", launches=0)
-def combine(rows, places, weights, arena):
+@operation(
+    "chosen<H:BT,2 experts=H sequences=B capacity=3 -> places:BT,2 sources:2BT load:B,H ends:H",
+    "nothing",
+    launches=3,
+)
+def permute(chosen, experts, sequences, capacity, arena):
+    """Return (places, sources, load, ends): the choices of tokens, sorted by expert.
+
+    Choices of one expert keep their order.
+    chosen    (M, k): the experts of each token
+    capacity  the most choices that an expert takes of one sequence, the first ones; 0: all
+    places    (M, k): the row of each choice; -1: dropped
+    sources   (k M,): the choice of each row, as a number in the flat places: k m + j. Behind the last
+              row stand zeros, so that buffers have one size whatever is dropped
+    load      (B, E): choices of the tokens of each sequence, dropped ones included
+    ends      (E,): the row behind the last one of each expert
+    """
+    flat = chosen.reshape(-1)
+    sequence = np.arange(len(flat)) // max(1, len(flat) // max(1, sequences))
+    kinds = sequence * experts + flat
+    load = np.bincount(kinds, minlength=sequences * experts)
+    kept = np.arange(len(flat))
+    if capacity:
+        order = kinds.argsort(kind="stable")
+        first = np.cumsum(load) - load
+        kept = np.sort(order[np.arange(len(flat)) - first[kinds[order]] < capacity])
+    sources = kept[flat[kept].argsort(kind="stable")]
+    places = np.full(len(flat), -1)
+    places[sources] = np.arange(len(sources))
+    sources = np.pad(sources, (0, len(flat) - len(sources)))
+    ends = np.bincount(flat[kept], minlength=experts).cumsum()
+    return places.reshape(chosen.shape), sources, load.reshape(sequences, experts), ends
+
+
+@operation("load<V:B,H ends@permute tally<V:2,H -> tally", "nothing")
+def add_load(load, ends, tally, arena):
+    """Add to a tally: for each expert the choices of tokens, and those that it took.
+
+    load: (B, E); ends: (E,); tally: (2, E) int64
+    """
+    tally[0] += load.sum(axis=0)
+    tally[1] += np.diff(ends, prepend=0)
+
+
+@operation("x:M,C sources<M:M k=1 -> rows:M,C", "rows")
+def dispatch(x, sources, k, arena, weights=None):
+    """Return rows[r] = x[sources[r] // k], times weights.flat[sources[r]] if there are weights.
+
+    x: (M, C); sources: (R,); weights: (M, k); rows: (R, C)
+    """
+    rows = x[sources // k]
+    return rows if weights is None else rows * weights.reshape(-1)[sources, None]
+
+
+@operation("rows:M,C places<M!:M,1 weights:M,1 -> y:M,C saved", "y")
+def combine(rows, places, weights, arena, out=None):
     """Return (y, saved) with y[m] the sum over j of weights[m, j] rows[places[m, j]].
 
     A place below 0 counts as a row of zeros. Without weights (None), all are 1.
@@ -61,20 +127,59 @@ def combine(rows, places, weights, arena):
     """
     taken = _taken(rows, places)
     y = taken.sum(axis=1) if weights is None else (taken * weights[..., None]).sum(axis=1)
-    return y, (rows, places, weights)
+    return into(out, y), (rows, places, weights)
 
 
-@operation("dy:M,C saved@combine sources<M!:M -> drows:M,C dweights:M,1", "drows", launches=0)
-def combine_backward(dy, saved, sources, arena):
-    """Return (drows, dweights), for rows that each stand in one place.
+@operation("dy:M,C saved@combine -> dweights:M,1", "nothing")
+def combine_backward(dy, saved, arena, out=None):
+    """Return the gradient of the weights; that of the rows is a `dispatch` of dy with weights.
 
-    sources: (R,), the place of each row as a number in the flat places: sources[places[m, j]] is k m + j
-    dy: (M, C); drows: (R, C); dweights: (M, k)
+    dy: (M, C); dweights: (M, k)
     """
-    rows, places, weights = saved
-    drows = dy[sources // places.shape[1]] * weights.reshape(-1)[sources, None]
-    taken = _taken(rows, places)
-    return drows, (taken * dy[:, None]).sum(axis=2)
+    rows, places, _ = saved
+    return into(out, (_taken(rows, places) * dy[:, None]).sum(axis=2))
+
+
+@operation("x:2BT,K w:H,N,K ends@permute -> y:2BT,N saved", "y", products="2BTNK")
+def grouped_linear(x, w, ends, arena):
+    """Return (y, saved): the rows of each expert times its matrix; rows behind the last expert's are 0.
+
+    x: (R, K); w: (E, N, K); ends: (E,), ascending, at most R; y: (R, N)
+    """
+    y = np.zeros((len(x), w.shape[1]), x.dtype)
+    for part, matrix in zip(parts(ends), w, strict=True):
+        y[part] = x[part] @ matrix.T
+    return y, (x, ends)
+
+
+@operation("dy:2BT,N w:H,N,K saved@grouped_linear -> dx:2BT,K pending", "dx", products="2BTNK")
+def grouped_linear_backward_input(dy, w, saved, arena):
+    """Return (dx, pending), the input half of the backward of `grouped_linear`.
+
+    dy: (R, N); w: (E, N, K); dx: (R, K), 0 behind the last expert's rows
+    """
+    x, ends = saved
+    dx = np.zeros(x.shape, dy.dtype)
+    for part, matrix in zip(parts(ends), w, strict=True):
+        dx[part] = dy[part] @ matrix
+    return dx, (dy, x, ends)
+
+
+@operation(
+    "pending@grouped_linear_backward_input|2BT,N+2BT,K dw:H,N,K accumulate=1 -> dw",
+    "nothing",
+    products="2BTNK",
+)
+def grouped_linear_backward_weight(pending, dw, accumulate, arena):
+    """Write or add the gradient of each matrix: that of an expert without rows is 0.    dw: (E, N, K)"""
+    dy, x, ends = pending
+    for part, matrix in zip(parts(ends), dw, strict=True):
+        put(dy[part].T @ x[part], matrix, accumulate)
+
+
+def parts(ends):
+    """Return the rows of each expert, as slices."""
+    return [slice(*run) for run in pairwise([0, *ends])]
 
 
 def _taken(rows, places):

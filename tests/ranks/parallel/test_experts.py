@@ -244,7 +244,11 @@ def test_no_token_is_dropped_outside_of_training():
         (2, ["layout.cp=2"], "count the tokens of whole sequences"),
         (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
         (1, ["model.experts=0", "model.z=0.0"], "model.balance is 0.1 and model.experts is 0"),
-        (1, ["device.kind=cuda-sim", "precision.compute=float32"], "Experts have no kernels yet"),
+        (
+            2,
+            ["layout.ep=2", "device.kind=cuda-sim", "precision.compute=float32"],
+            "from and to host memory",
+        ),
         (6, [*ON_HOSTS, "layout.ep=2"], "as many replicas of each part of the experts"),
     ],
 )

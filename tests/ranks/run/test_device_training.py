@@ -193,6 +193,14 @@ def by_mode(transport, settings):
         ],
         ["layout.pp=3", "pipeline.schedule=async-2bw", "batch.micro_batches=3"],
         ["replication.zero=3", "replication.gather=int8", "device.gemm=library"],
+        [
+            "model.experts=5",
+            "model.capacity=0.8",
+            "model.balance=0.1",
+            "model.z=0.01",
+            "model.shared=8",
+            "memory.recompute=unit",
+        ],
     ],
 )
 def test_modes_and_pipelines_on_a_gpu_equal_the_simulator_bitwise(settings, monkeypatch):

@@ -27,8 +27,8 @@ from tests.cases.suite import SUITE
 
 # What a comparison with it on the right guards an edge, as does a minimum with it. Loops over tiles of fixed size are none.
 EDGES = (
-    "M|N|K|T|C|V|D|B|P|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|rows_left|splits|k_end|k_left|t0|t|ties|"
-    r"apart|past|\(long long\)(?:B|rows)|int\(blockDim|key|whole_end|seen_by_all|masked_end"
+    "M|N|K|T|C|V|D|B|P|E|R|n|HEAD|CHUNKS|end|rows|columns|count|used|runs|warps|found|left|rows_left|splits|k_end|k_left|t0|t|ties|"
+    r"apart|past|capacity|groups|\(long long\)(?:B|rows)|int\(blockDim|key|whole_end|seen_by_all|masked_end"
 )
 BOUNDS = (
     r"n - i|n - mine|end - i|used - here\.first|n|K|tiles_m - first|V - v0|W - 1|width_left - 1|T|"
@@ -154,6 +154,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for (long long round = begin; round <= end; round += ROUND) {",
     ): "one more round finds zeros",
     ("pointwise.cu", "for (int c = WIDE * lane; c <= C; c += 32 * WIDE) {"): EMPTY_RUN,
+    (
+        "experts.cu",
+        "for (int step = 1; step <= 32; step *= 2) {",
+    ): "no lane has another 32 before it",
+    ("experts.cu", "for (int j0 = 0; j0 <= n; j0 += 32) {"): "one more round finds no choice",
+    ("experts.cu", "for (int c = WIDE * (threadIdx.x % 32); c <= C; c += COLUMNS) {"): EMPTY_RUN,
+    (
+        "experts.cu",
+        "for (int c = WIDE * lane; c <= C && places[j] >= 0; c += COLUMNS) {",
+    ): EMPTY_RUN,
 }
 """(file, broken line) -> why the mutant behaves like the original."""
 
