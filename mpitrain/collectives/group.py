@@ -71,7 +71,8 @@ class Group:
     rank, size : int
         Number of this process within the group, from 0; number of ranks.
     exposed : ExposedTime
-        The time that this rank has been blocked in collectives of leases (`exchange`).
+        The time that this rank has been blocked in collectives of leases (`exchange`) and of
+        rows (`routes`).
     scratch_bytes : int
         Bytes that all bound collectives have allocated, beside their arrays.
 
@@ -206,6 +207,7 @@ class Group:
         if k not in self._counts:
             everyone = np.empty((n, n, k), np.int64)
             self._counts[k] = everyone, self.bind_all_gather(everyone)
+            self._counts[k][1].exposed = self.exposed
         everyone, gather = self._counts[k]
         everyone[self.rank] = counts
         gather.run()

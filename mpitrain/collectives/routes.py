@@ -76,6 +76,7 @@ class Routes:
             received = [each[rank] for each in elements]
             bound = execution(all_to_all_of(rank, elements[rank], received), outgoing, incoming)
             bound.algorithm = "pairwise"
+        bound.exposed = self._group.exposed
         return bound
 
     def _is_relayed(self, row_bytes: int) -> bool:

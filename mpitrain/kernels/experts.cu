@@ -59,11 +59,12 @@ extern "C" __global__ void __launch_bounds__(128) choose(
 }
 
 // The gradient of the logits, with those of the sums over rows of
-//     balance weight[b] (load[b] . softmax of the logits)    and    z weight[b] (log of the sum of their exponentials)^2
-// where b = m / T is the row's sequence, and weight: (B,) or null, for zeros. dlogits: (M, E) of type Result.
+//     balance weight[b] (sum of load[:, b] . softmax of the logits)    and    z weight[b] (log of the sum of their exponentials)^2
+// where b = m / T is the row's sequence, and weight: (B,) or null, for zeros. load: (parts, B, E), of parts of the
+// sequences. dlogits: (M, E) of type Result.
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) choose_backward(
-    int M, int T, int E, int k, int before, Sum balance, Sum z, const Element* __restrict__ logits,
+    int M, int T, int E, int k, int before, int parts, Sum balance, Sum z, const Element* __restrict__ logits,
     const Sum* __restrict__ weights, const long long* __restrict__ chosen, const Sum* __restrict__ dweights,
     const long long* __restrict__ load, const Sum* __restrict__ weight, Result* __restrict__ dlogits) {
     const int m = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -73,7 +74,12 @@ extern "C" __global__ void __launch_bounds__(128) choose_backward(
     weights += (long long)m * k;
     chosen += (long long)m * k;
     dweights += (long long)m * k;
-    load += (long long)b * E;
+    const long long size = (long long)(M / T) * E;
+    auto pull = [&](int e) {
+        long long count = 0;
+        for (int p = 0; p < parts; ++p) count += load[p * size + (long long)b * E + e];
+        return balance * Sum(count);
+    };
     dlogits += (long long)m * E;
     const Sum of_sequence = weight ? weight[b] : Sum(0);
     balance *= of_sequence;
@@ -83,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128) choose_backward(
     for (int e = lane; e < E; e += 32) {
         const Sum part = exp(wide(logits[e]) - largest);
         sum += part;
-        mean += part * balance * Sum(load[e]);
+        mean += part * pull(e);
     }
     sum = warp_sum(sum);
     mean = warp_sum(mean) / sum;
@@ -93,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(128) choose_backward(
     const Sum of_all = 2 * z * of_sequence * (log(sum) + largest) - mean - (before ? dot : Sum(0));
     const Sum of_chosen = before ? Sum(0) : dot;
     for (int e = lane; e < E; e += 32) {
-        Sum d = exp(wide(logits[e]) - largest) / sum * (balance * Sum(load[e]) + of_all);
+        Sum d = exp(wide(logits[e]) - largest) / sum * (pull(e) + of_all);
         for (int j = 0; j < k; ++j)
             if (chosen[j] == e) d += weights[j] * (dweights[j] - of_chosen);
         dlogits[e] = narrow<Result>(d);

@@ -21,6 +21,7 @@ from mpitrain.config import Model
 from mpitrain.layers.base import Gradients, Now, Parameter, Weights, WholeRows, flat_rows
 from mpitrain.layers.initial import Draw
 from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import copy_rows
 from mpitrain.ops import Ops
 
 
@@ -97,6 +98,7 @@ class ExpertsFactory(Protocol):
     keys   the section [model]
     rows   the rows between layers, and the ranks of layout.tp
     ep     the expert-parallel group; None: this rank has all experts
+    context  the group of layout.cp; None: this rank has all tokens of its sequences
     tally  (2, E) integers in the device's memory, to which layers add the choices of each expert, and
            those that it took; or None
     """
@@ -105,6 +107,7 @@ class ExpertsFactory(Protocol):
     keys: Model
     rows: WholeRows
     ep: Any
+    context: Any
     tally: Any
 
 
@@ -140,7 +143,8 @@ class Experts:
     ):
         ops = layers.ops
         self.ops, self.keys, self.rows, self.group = ops, layers.keys, layers.rows, layers.ep
-        self.tally, self.width, self.draws, self.shared = layers.tally, width, draws, shared
+        self.context, self.tally, self.width = layers.context, layers.tally, width
+        self.draws, self.shared = draws, shared
         own, outputs = self.rows.run(hidden, "hidden units"), (1 + is_gated) * hidden
         self.shape, self.hidden = (outputs, hidden), own
         self.activate, self.activate_backward = (
@@ -211,7 +215,17 @@ class Experts:
 
     def _share(self, rows: int, sequences: int) -> float:
         """Return the tokens of a sequence that an expert gets if all get as many."""
-        return rows // max(1, sequences) * self.keys.top_k / self.keys.experts
+        tokens = rows // max(1, sequences) * (self.context.size if self.context else 1)
+        return tokens * self.keys.top_k / self.keys.experts
+
+    def _load_of_sequences(self, load: Any) -> Any:
+        """Return (ranks of layout.cp, B, E), the choices in each rank's tokens of each sequence, from this rank's."""
+        if not self.context:
+            return load[None]
+        lease = self.context.exchange((self.context.size * len(load), load.shape[1]), load.dtype)
+        copy_rows(lease.own_rows, load)
+        lease.bound_all_gather().run()
+        return lease.array.reshape(-1, *load.shape)
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         ops, keys = self.ops, self.keys
@@ -246,9 +260,10 @@ class Experts:
 
         dx, _ = self.rows.summed(combined, rows.shape, rows.dtype, arena)
         share = max(1.0, self._share(len(rows), len(routing.load)))
+        load = self._load_of_sequences(routing.load)
         dlogits = arena.take((len(rows), keys.experts), rows.dtype)
         ops.choose_backward(
-            *(dweights, choice, routing.load, weight, keys.balance / share, keys.z),
+            *(dweights, choice, load, weight, keys.balance / share, keys.z),
             *(int(self.is_before), dlogits, arena),
         )
         of_router, router = ops.linear_backward_input(dlogits, w["router"]["weight"], score, arena)

@@ -837,6 +837,7 @@ class Plain:
     ):
         self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
         self.ep, self.tally = ep, tally
+        self.context: Any = None  # the ranks of layout.cp, where a subclass knows them
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called

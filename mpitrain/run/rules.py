@@ -617,10 +617,10 @@ def of_model(config: Config) -> Iterator[Rule]:
             f"Set model.capacity to {1 / share:.3g} or more, or to 0: no token is dropped.",
         ),
         (
-            layout.cp > 1 and (model.capacity or model.balance),
-            "model.capacity and model.balance count the tokens of whole sequences, which layout.cp divides: layout.cp is "
-            f"{layout.cp}, model.capacity {model.capacity:g}, model.balance {model.balance:g}.",
-            "Set both to 0, or layout.cp to 1.",
+            layout.cp > 1 and model.capacity,
+            f"With model.capacity {model.capacity:g} an expert takes the first tokens of a sequence, but no rank knows "
+            f"which are earlier on the {layout.cp} ranks of layout.cp.",
+            "Set model.capacity to 0, or layout.cp to 1.",
         ),
         (
             model.experts % layout.ep,
@@ -628,9 +628,10 @@ def of_model(config: Config) -> Iterator[Rule]:
             f"Set model.experts to {multiples_near(model.experts, layout.ep)}, or layout.ep to a divisor.",
         ),
         (
-            layout.tp > 1,
-            f"Tensor parallelism does not divide experts, but layout.tp is {layout.tp} and model.experts {model.experts}.",
-            "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
+            layout.tp > 1 and layout.sequence_parallel,
+            "A router needs the rows of all tokens of a sequence, which layout.sequence_parallel divides, but "
+            f"model.experts is {model.experts}.",
+            "Set layout.sequence_parallel to false.",
         ),
         (
             model.activation != "silu",

@@ -30,7 +30,7 @@ def check_choice(
     true_weights, true_chosen, truth = reference.choose(values(logits), k, before, None)
     np.testing.assert_array_equal(chosen, true_chosen)
     assert_close(weights, true_weights, kind, "weights")
-    load = np.random.default_rng(2).integers(9, size=(b, experts))
+    load = np.random.default_rng(2).integers(9, size=(1 + k % 2, b, experts))
     dweights, weight = stored(numbers(3, b * t, k), kind), stored(numbers(4, b, 1), kind)
     for given in (weight, None):
         dlogits, expected = np.empty(logits.shape, dtype), np.empty(logits.shape)

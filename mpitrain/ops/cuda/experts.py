@@ -35,12 +35,12 @@ def choose(kernels, logits, k, before, arena):
 
 def choose_backward(kernels, dweights, saved, load, weight, balance, z, before, dlogits, arena):
     logits, weights, _ = saved
-    (rows, experts), tokens = logits.shape, len(logits) // max(1, len(load))
+    (rows, experts), tokens = logits.shape, len(logits) // max(1, load.shape[1])
     by_rows(
         kernels,
         "choose_backward",
         (
-            *(rows, tokens, experts, weights.shape[1], before, balance, z),
+            *(rows, tokens, experts, weights.shape[1], before, len(load), balance, z),
             *(*saved, dweights, load, weight, dlogits),
         ),
         WEIGHTED[logits.dtype, dlogits.dtype],

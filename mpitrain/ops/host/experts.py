@@ -30,6 +30,7 @@ def choose(logits, k, before, arena):
 def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
     logits, weights, chosen = saved
     every = np.arange(len(logits))[:, None]
+    load = load.sum(axis=0)
     tokens = len(logits) // max(1, len(load))
     weight = np.zeros((len(load), 1)) if weight is None else weight
     pulls = (balance * weight * load).astype(dlogits.dtype, copy=False)

@@ -37,19 +37,21 @@ def choose(logits, k, before, arena):
 
 
 @operation(
-    "dweights:BT,2 saved@choose load<V:B,2V weight:B,1 balance=0.5 z=0.25 before=1 dlogits:BT,2V -> dlogits",
+    "dweights:BT,2 saved@choose load<V:2,B,2V weight:B,1 balance=0.5 z=0.25 before=1 dlogits:BT,2V -> dlogits",
     "dlogits",
 )
 def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
     """Write the gradient of the logits, with those of two terms of the loss.
 
     The first term is `balance` times the sum over the M tokens of weight[b] times the sum over e of
-    load[b, e] times the softmax of all logits, where b is the sequence of the token. The second is `z`
+    load[:, b, e] times the softmax of all logits, where b is the sequence of the token. The second is `z`
     times the sum of weight[b] times the square of the log of the sum of exponentials.
-    dweights: (M, k); load: (B, E); weight: (B, 1), M / B tokens each, None: zeros; dlogits: (M, E)
+    dweights: (M, k); load: (P, B, E), of P parts of the sequences; weight: (B, 1), M / B tokens each, None:
+    zeros; dlogits: (M, E)
     """
     logits, weights, chosen = saved
     probabilities = _softmax(logits)
+    load = load.sum(axis=0)
     tokens = len(logits) // max(1, len(load))
     weight = np.zeros((len(load), 1)) if weight is None else weight
     pull, z = (np.repeat(each, tokens, axis=0) for each in (balance * weight * load, z * weight))
