@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 
 from mpitrain.errors import say
-from mpitrain.machine import blas_kernels, process, stop_signals
+from mpitrain.machine import blas_kernels, process, status, stop_signals
 
 STOPPED = 85
 """Exit code of a program that stopped on request, after a checkpoint."""
@@ -22,6 +22,7 @@ def main(words: list[str]) -> None:
     and 85, ends all ranks. Other ranks may be waiting for its messages, but one that has stopped
     leaves together with them. USR1 ends no rank: `mpitrain.torch.stop_requested` tells of it.
     """
+    end = status.ProgramEnd((0, STOPPED))
     stop_signals.note(signal.SIGUSR1)
     process.limit_blas_threads()
     blas_kernels.choose()
@@ -33,10 +34,12 @@ def main(words: list[str]) -> None:
 
     try:
         run_command_line(words)
-    except SystemExit as end:
-        if end.code not in (None, 0, STOPPED):
-            set_abort_status(end)
+    except SystemExit as left:
+        if left.code not in (None, 0, STOPPED):
+            set_abort_status(left)
             leave_at_once()
+        else:
+            end.tell("left")
         raise
     except BaseException as error:
         say(f"rank {process.launched().rank}: ended by an exception on {socket.gethostname()}")
@@ -44,6 +47,7 @@ def main(words: list[str]) -> None:
         set_abort_status(error)
         leave_at_once()
         sys.exit(1)
+    end.tell("left")
 
 
 def _below_here(frames: TracebackType | None) -> TracebackType | None:

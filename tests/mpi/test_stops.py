@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.cli.terminal.stop_requests import FLAG
+from mpitrain.machine.status import FLAG
 from tests.mpi.test_commands import PROGRAM, TINY, python_ranks, records
 from tests.processes import SECONDS, launch, sets
 from tests.terminals import on_a_terminal, rendered

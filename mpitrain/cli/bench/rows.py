@@ -234,7 +234,7 @@ def table_width(options: dict[str, Any]) -> int:
 
 def exit_with(wrong: int) -> None:
     """Exit with 1 if anything is wrong. That is a result, so `launch` hides what mpirun says of it."""
-    from mpitrain.cli.terminal.stop_requests import status
+    from mpitrain.machine.status import status
 
     sys.stdout.write(status("ended"))
     sys.stdout.flush()

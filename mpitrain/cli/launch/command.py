@@ -35,10 +35,11 @@ from mpitrain.cli.launch.program import Program, program
 from mpitrain.cli.launch.restarts import Restarts, answers
 from mpitrain.cli.launch.supervise import LauncherOutput, Requests, run, say
 from mpitrain.cli.terminal.output import Screen
-from mpitrain.cli.terminal.stop_requests import EXIT, FLAG
+from mpitrain.cli.terminal.stop_requests import EXIT
 from mpitrain.errors import ConfigError
 from mpitrain.files import largest_file
 from mpitrain.machine import process
+from mpitrain.machine.status import FLAG
 from mpitrain.transport.library import FAMILIES, family_of, first_number, launcher_of
 
 
@@ -244,12 +245,14 @@ def command(
             partial(_configured, target.words),
         )
         program_words = target.words
+        # mpirun returns 0 after the loss of a host, too. Of fault-tolerant ranks one is enough.
+        is_doubtful = Path(line[0]).name == "mpirun" and hosts_of(granted, placed) > 1
+        leave = (1 if fault_tolerant else ranks) if is_doubtful and target.tells_its_end else 0
         while True:
             output = LauncherOutput()
             started = with_options(line, program_words, ["-X", FLAG, *waiting.words])
-            code = run(
-                started, settings, requests, is_training, bool(target.command), last_line, output
-            )
+            is_ours = bool(target.command)
+            code = run(started, settings, requests, is_training, is_ours, last_line, output, leave)
             can_restart = fault_tolerant and is_training and not requests
             again = restarts.after(output, code) if can_restart else None
             if not again:

@@ -33,13 +33,20 @@ LONGEST = 300
 """Largest number of characters of a report in the last line."""
 
 
+LOST_HOST = re.compile(
+    rb"daemon[^-]*?^  Remote (?:host: +|daemon: +\S+ on node )(\S+)$", re.MULTILINE
+)
+"""What Open MPI says about a host whose daemon has gone."""
+
+
 class Failure:
     """The first failure of a job.
 
     report     the line in which a rank reported its end; "" without one
     refusal    the line in which srun itself reported a failure; "" without one
     is_agreed  whether rank 0 printed an error of all ranks, which says everything
-    aborted    the time at which a rank of a fault-tolerant job ended all of them; 0: none has
+    aborted    the time at which a rank of a fault-tolerant job, or of a user's program, ended all of
+               them; 0: none has
     too_early  whether a rank of such a job ended before the ranks were connected
     """
 

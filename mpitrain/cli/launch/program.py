@@ -13,6 +13,8 @@ from mpitrain.cli import COMMANDS, WORDS
 from mpitrain.errors import ConfigError
 from mpitrain.hints import hint
 
+RANK = "mpitrain.transport.program"
+"""The module that runs a user's program on a rank."""
 PYTHON = ("python", "python3", f"python3.{sys.version_info.minor}")
 
 
@@ -25,6 +27,11 @@ class Program(NamedTuple):
 
     words: list[str]
     command: str
+
+    @property
+    def tells_its_end(self) -> bool:
+        """Whether it is a user's program, whose ranks say that it has ended by itself."""
+        return RANK in self.words
 
 
 def program(arguments: list[str]) -> Program:
@@ -65,10 +72,10 @@ def _python(words: list[str]) -> Program:
             "For example: -- python own.py",
         )
     if not rest:
-        return Program([sys.executable, *options], "")
+        return Program([sys.executable, *options], "")  # as `python -V`
     if not rest[0].startswith("-"):
         _check_readable(rest[0])
-    return Program([sys.executable, *options, "-m", "mpitrain.transport.program", *rest], "")
+    return Program([sys.executable, *options, "-m", RANK, *rest], "")
 
 
 def _check_readable(file: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from mpitrain.cli import NOT_BEGUN, STOPPED, USAGE
-from mpitrain.cli.launch.failed import KILLED, Failure, KilledRanks
+from mpitrain.cli.launch.failed import KILLED, LOST_HOST, Failure, KilledRanks
 from mpitrain.cli.terminal.output import (
     ONE_TERMINAL,
     OUTPUT_TERMINAL,
@@ -59,19 +59,32 @@ class LauncherOutput:
     end      event of the status line that closed the run: "ended", "stopped" or "not begun"; ""
              before
     run      run directory; "" before there is one
+    left     number of ranks whose program of the user has ended by itself
     spoken   whether any byte was shown on standard error
+    lost     the host of which Open MPI says that it is lost; "" before
     killed   the ranks that a signal ended
     failure  the first failure that a rank reported
     """
 
     def __init__(self) -> None:
         self.began = self.spoken = False
-        self.end = self.run = ""
+        self.end, self.run, self.lost, self.left = "", "", "", 0
         self.killed, self.failure = KilledRanks(), Failure()
+
+    @property
+    def loss(self) -> str:
+        """What may have kept ranks from saying that they have ended."""
+        if self.lost:
+            return f"host {self.lost} is lost"
+        return "a rank may have left, or a host may be lost"
 
     def note(self, event: str, run_dir: str) -> None:
         if event == "began":
             self.began, self.run = True, run_dir
+        elif event == "left":
+            self.left += 1
+        elif event == "aborts":
+            self.failure.aborted = self.failure.aborted or time.monotonic()
         elif not self.end:
             self.end = event
 
@@ -92,6 +105,8 @@ class OutputFilter:
         self._recent += chunk
         lines = self._recent[: self._recent.rfind(b"\n") + 1]
         self._words.killed.read(lines)
+        if lost := LOST_HOST.search(lines):
+            self._words.lost = lost[1].decode(errors="replace")
         if self._has_errors:
             self._words.failure.read(lines)
         self._recent = self._recent[-LONGEST:]
@@ -281,6 +296,7 @@ def run(
     is_ours: bool = True,
     last_line: str = "",
     words: LauncherOutput | None = None,
+    leave: int = 0,
 ) -> int:
     """Start the command line in a session of its own; return the exit code of the run.
 
@@ -291,6 +307,7 @@ def run(
     is_ours    whether the program is an mpitrain command, whose ranks may draw bars on the terminal
     last_line  what a program that talks reads at the end of standard input; "": it does not talk
     words      receives what the output shows
+    leave      ranks of a user's program without whose end by itself the launcher's 0 means nothing
     """
     words = words or LauncherOutput()
     environment, screen = {**os.environ, **settings}, Screen()
@@ -326,7 +343,7 @@ def run(
     ]
     process.stdout.close()
     process.stderr.close()
-    warned, passed, reached_run, has_ended = 0, 0, False, False
+    warned, passed, reached_run, has_ended, has_hung = 0, 0, False, False, False
     while (code := process.poll()) is None:
         ends = [number for number in requests if is_ours or number != signal.SIGUSR1]
         if len(requests) - len(ends) > warned:
@@ -345,7 +362,9 @@ def run(
             has_ended = True
             process.terminate()
         if words.failure.aborted and time.monotonic() > words.failure.aborted + ABORTING:
-            _kill(process.pid)  # mpirun waits for the daemon of a host without power.
+            # mpirun waits for the daemon of a host without power.
+            _kill(process.pid)
+            has_hung = True
         time.sleep(0.02)
     _kill(process.pid)  # a killed launcher may have left ranks behind
     for passage in passages:
@@ -369,6 +388,14 @@ def run(
         say(screen, text)
     if is_training:
         return training_code(screen, words, code, passed, process.pid)
+    if has_hung:
+        why = words.failure.report or "a rank has ended all"
+        say(screen, f"{why}, but the launcher did not end: a host may be lost")
+        return 1
+    if code == 0 and words.left < leave:
+        ends = f"the program ended on {words.left} of {leave} ranks"
+        say(screen, f"the launcher returned 0, but {ends}: {words.loss}")
+        return 1
     lost = passages[0].lost
     if lost and lost.errno != errno.EPIPE:
         say(screen, f"standard output takes no more, and the result is lost: {lost.strerror}")
@@ -445,10 +472,7 @@ def training_code(
         return STOPPED
     line = ""
     if code == 0:
-        line = (
-            "the launcher returned 0, but rank 0 did not say that the run ended: a rank may have "
-            "left, or a host may be lost"
-        )
+        line = f"the launcher returned 0, but rank 0 did not say that the run ended: {words.loss}"
     elif code != USAGE and not (requests or words.killed.first()):
         line = words.failure.last_line(_positive(code), words.run, folder_of(launcher))
     if line:

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from mpitrain.cli.terminal import stop_requests
 from mpitrain.cli.terminal.output import shows_output, width
-from mpitrain.cli.terminal.stop_requests import is_launched, status
 from mpitrain.collectives.selection.own_algorithm import shown
 from mpitrain.collectives.selection.tuning import DEFAULT, foreign
 from mpitrain.config import Config
 from mpitrain.data import perplexity, source_kind
 from mpitrain.errors import in_singular, visible
 from mpitrain.machine.process import processor
+from mpitrain.machine.status import is_launched, status
 from mpitrain.ops.host.product import installed_mkl
 from mpitrain.parallel.modes import servers_of
 from mpitrain.parallel.replica import StepResult

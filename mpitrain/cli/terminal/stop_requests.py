@@ -1,9 +1,4 @@
-"""The end of a run: signals that request it, the last line, and the status lines that `launch` reads.
-
-A status line is an element of a JSON text sequence (RFC 7464): record separator, object, line
-break. It is written to standard output, the only channel that every launcher forwards from every
-host. `launch` requests status lines by an option of the Python interpreter, because command lines
-reach all hosts.
+"""The end of a run: signals that request it, the last line, and the filter of status lines in `launch`.
 
 After Ctrl-C or TERM, prterun (the program behind `mpirun` since Open MPI 5) forwards no output. It
 sends its ranks CONT at once, TERM after 0.25 s and KILL after another 0.25 s. None of its options
@@ -17,16 +12,15 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from mpitrain.cli import NOT_BEGUN, STOPPED
 from mpitrain.machine.process import STOPS
+from mpitrain.machine.status import status
 
 SECONDS = 0.25
 """Seconds between CONT and TERM, and again between TERM and KILL."""
@@ -40,9 +34,6 @@ ATTEMPTS = 20
 """Attempts to remove a temporary directory in which files may still appear."""
 EXIT = "/exit"
 """The line that ends a chat, also in place of the end of standard input, which Open MPI forwards to no rank."""
-FLAG = "mpitrain_launched"
-"""The value of Python's option -X on every rank that `launch` starts."""
-Event = Literal["began", "ended", "stopped", "not begun"]
 LONGEST = 8192
 """Upper bound of the bytes of a status line."""
 
@@ -76,24 +67,6 @@ def say_last(text: str) -> None:
             finally:
                 os.close(descriptor)
     print(text, flush=True)
-
-
-def is_launched() -> bool:
-    """Return whether `launch` started this rank: it can stop a run without ending its launcher."""
-    return FLAG in sys._xoptions
-
-
-def status(event: Event, run_dir: str = "") -> str:
-    """Return the status line of an event, or "" if no `launch` reads it.
-
-    began      the run directory exists; `run_dir` is its path
-    ended      all steps are done, and the replicas are bitwise equal
-    stopped    the run stopped on request, after a checkpoint
-    not begun  the run stopped on request, before it had a run directory
-    """
-    if not is_launched():
-        return ""
-    return f"\x1e{json.dumps({'mpitrain': event, 'run_dir': run_dir})}\n"
 
 
 class StatusFilter:

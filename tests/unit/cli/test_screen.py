@@ -8,7 +8,7 @@ import termios
 import pytest
 
 from mpitrain.cli.terminal import output, progress
-from mpitrain.cli.terminal.stop_requests import FLAG
+from mpitrain.machine.status import FLAG
 from tests.golden.curves import TEXT
 from tests.mpi.test_commands import TINY
 from tests.processes import PROGRAM

@@ -16,7 +16,8 @@ import pytest
 from mpitrain.cli import NOT_BEGUN
 from mpitrain.cli.launch.failed import Failure
 from mpitrain.cli.launch.supervise import Errors, LauncherOutput
-from mpitrain.cli.terminal.stop_requests import FLAG, StatusFilter
+from mpitrain.cli.terminal.stop_requests import StatusFilter
+from mpitrain.machine.status import FLAG
 from tests.processes import SECONDS, run
 
 pytestmark = pytest.mark.slow
@@ -44,8 +45,9 @@ EPOLL = b"[warn] Epoll MOD(4) on fd 21 failed. Old events were 6\n"
 REFUSAL = "srun: error: Unable to create step for job 7: More processors requested than permitted"
 SRUN = b"srun: error: node2: task 1: Killed\n"
 BEGAN = '\x1e{"mpitrain": "began", "run_dir": "runs/x"}'
-ENDED, STOPPED, NOTHING = (
-    f'\x1e{{"mpitrain": "{event}", "run_dir": ""}}' for event in ("ended", "stopped", "not begun")
+ENDED, STOPPED, NOTHING, LEFT, ABORTS = (
+    f'\x1e{{"mpitrain": "{event}", "run_dir": ""}}'
+    for event in ("ended", "stopped", "not begun", "left", "aborts")
 )
 
 
@@ -131,13 +133,71 @@ def test_a_lost_host_is_no_success_and_a_killed_launcher_is_its_signal():
     assert supervised(ending, training=False)[0] == 137
 
 
+LOST_HOST = """
+A daemon failed to report back after being spawned. This could
+
+  Local host:    vm
+  Remote host:   node3
+  Daemon exit status: 0
+"""
+
+
+def test_a_program_that_did_not_end_on_all_ranks_is_no_success():
+    own = "False, False, leave=2"
+    for said, code in (
+        ((LEFT, LEFT), 0),
+        ((f"ranks print before it{LEFT}", LEFT), 0),
+        ((LEFT,), 1),
+        ((LOST_HOST,), 1),
+    ):
+        process = started(f"print(*{said!r}, sep='\\n')", training=own)
+        errors = process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode == code, (said, errors)
+        if code:
+            why = "host node3 is lost" if LOST_HOST in said else "a rank may have left, or a host"
+            ends = f"the program ended on {said.count(LEFT)} of 2 ranks: {why}"
+            assert ends in errors.decode(), errors
+
+
 def test_a_launcher_that_waits_for_a_host_without_power_is_killed():
     short = "import mpitrain.cli.launch.supervise as supervise; supervise.ABORTING = 0.2"
-    waits = (
-        "import sys, time; print('rank 2: ends the stalled job', file=sys.stderr); time.sleep(600)"
-    )
-    process = started(waits, prelude=short)
-    assert b"rank 2: ends" in process.communicate(timeout=PATIENCE)[1] and process.returncode == 137
+    for line, of_user, code in (
+        ("rank 2: ends the stalled job", "True", 137),
+        (f"rank 2: ended by an exception on a\n{ABORTS}", "False, False", 1),
+    ):
+        waits = f"import sys, time; print({line!r}, file=sys.stderr); time.sleep(600)"
+        process = started(waits, of_user, short)
+        assert b"rank 2: end" in process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode == code
+
+
+ENDS = """
+import atexit, os, subprocess, sys
+from mpitrain.machine.status import ProgramEnd
+end = ProgramEnd((0, 85))
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+sys.stdout = None
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "way, events",
+    (
+        ("end.tell('left')", ["left"]),
+        ("end.tell('left'); os._exit(0)", ["left"]),
+        ("os._exit(85)", ["left"]),
+        ("os._exit(1)", []),
+        ("raise ValueError", ["aborts"]),
+    ),
+)
+def test_a_rank_tells_once_how_its_program_ends_whatever_became_of_its_output(way, events):
+    said = []
+    out = run([sys.executable, "-X", FLAG, "-c", ENDS + way]).stdout.encode()
+    StatusFilter(lambda event, _: said.append(event)).pass_on(out)
+    assert said == events
 
 
 def test_a_tag_of_the_launcher_before_each_line_does_not_hide_the_end():
@@ -174,7 +234,9 @@ def test_a_status_line_is_read_however_it_is_cut(size):
 
 
 def test_status_lines_are_written_for_launch_only():
-    call = "from mpitrain.cli.terminal.stop_requests import status; print(status('began', 'ü\\n\\udcff'), end='')"
+    call = (
+        "from mpitrain.machine.status import status; print(status('began', 'ü\\n\\udcff'), end='')"
+    )
     for flags, wanted in (([], []), (["-X", FLAG], [("began", "ü\n\udcff")])):
         events = []
         out = run([sys.executable, *flags, "-c", call]).stdout.encode()
