@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from typing import Any
@@ -83,8 +82,10 @@ class Call:
         self._ended.wait(seconds)
 
     def result(self) -> list:
+        """Return the tensors, which the current stream of their GPU may use from now on; raise the error."""
         if self.error is not None:
             raise self.error
+        self.order_behind()
         return self.tensors
 
     def order_behind(self) -> None:
@@ -137,13 +138,7 @@ class CallQueue:
 
     def future(self, call: Call) -> Future:
         """Return a future of a call in this queue; its callbacks may make calls, and wait for them."""
-        begin, future = future_of(call.result, call.device)
-
-        def complete() -> None:
-            # A future with a device notes the current streams; its callbacks go on behind them.
-            with torch.cuda.stream(call.stream) if call.stream is not None else nullcontext():
-                begin()
-
+        complete, future = future_of(call.result, call.device)
         callbacks = Callbacks(self._transport, self, call, complete)
         queue: CallQueue | None = self
         while queue and not queue._append(callbacks, True):
@@ -351,6 +346,9 @@ def future_of(
 
     C++ sees an error only if a callback has raised it. That of `Future.set_exception` is a value for
     C++, which DistributedDataParallel takes for gradients: a segmentation fault.
+
+    device  GPU of the result; `result` is called on a stream of PyTorch's, behind which all that waits
+            for the future goes on
     """
 
     def value(completed: Future) -> Any:
@@ -400,7 +398,8 @@ class CallWork(dist.Work):
 class MessageWork(dist.Work):
     """A point-to-point message in progress, as PyTorch's `Work`.
 
-    finish   called once when the message is complete
+    finish   called once when the message is complete, by a thread that may have another stream
+    device   of its tensors, if that is a GPU, else None
     """
 
     def __init__(
@@ -409,8 +408,10 @@ class MessageWork(dist.Work):
         wait: Callable[[Any, float | None], None],
         finish: Callable[[], None],
         tensors: Sequence[torch.Tensor],
+        device: torch.device | None = None,
     ):
         super().__init__()
+        self._device, self._after = device, None
         self._request, self._wait, self._finish = request, wait, finish
         self._tensors, self._lock, self._has_ended = list(tensors), threading.Lock(), False
 
@@ -419,16 +420,20 @@ class MessageWork(dist.Work):
             if not self._has_ended:
                 self._wait(self._request, timeout.total_seconds() or None)
                 self._end()
+        if self._after is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._after)
         return True
 
     def is_completed(self) -> bool:
         with self._lock:
             if not self._has_ended and self._request.test():
                 self._end()
-            return self._has_ended
+            return self._has_ended and (self._after is None or bool(self._after.query()))
 
     def _end(self) -> None:
         self._finish()
+        if self._device is not None:
+            self._after = torch.cuda.current_stream(self._device).record_event()
         self._has_ended = True
 
     is_success = is_completed
@@ -453,9 +458,10 @@ class MessageWork(dist.Work):
         def ended() -> list[torch.Tensor]:
             if errors:
                 raise errors[0]
+            self.wait()
             return self._tensors
 
-        complete, future = future_of(ended)
+        complete, future = future_of(ended, self._device)
 
         def wait() -> None:
             # Not within the callback: a thread that waits below C++ aborts a process that exits.

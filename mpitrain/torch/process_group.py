@@ -744,6 +744,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _settled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Transport, Any]:
         """Return a block with the tensor's elements, its transport and its bytes, which no stream uses."""
+        if tensor.is_cuda:
+            self._device_of([tensor])
         block = self._block(tensor, self._by_pointer(tensor))
         if block.is_cuda:
             torch.cuda.current_stream(block.device).synchronize()
@@ -766,12 +768,13 @@ class ProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         self._check_tag(tag)
         block, transport, array = self._settled(tensor)
+        device = tensor.device if tensor.is_cuda else None
 
         def finish() -> None:
             copy_home(block, tensor)
 
         wait = partial(self._await, sources)
-        return MessageWork(start(transport, array), wait, finish, tensors)
+        return MessageWork(start(transport, array), wait, finish, tensors, device)
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < FIRST_CLAIMED_TAG:

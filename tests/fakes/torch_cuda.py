@@ -3,10 +3,12 @@
 PyTorch's operations on them are work on the current stream of the fake; only copies to the host wait.
 """
 
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from mpitrain.torch import calls
 from tests.fakes import cupy
 
 
@@ -90,6 +92,66 @@ class Stream:
         self._fake.synchronize()
 
 
+class Future:
+    """A future of C++ (ATen/core/ivalue_inl.h): its value is used behind the streams on which it was set.
+
+    An event is recorded only for a device that has tensors of the value. A callback runs on a new stream, behind
+    these events, and so does who waits.
+    """
+
+    def __init__(self, *, devices=()):
+        self._devices, self._events, self._callbacks = devices, [], []
+        self._lock, self._ended, self._result, self._error = (
+            threading.Lock(),
+            threading.Event(),
+            None,
+            None,
+        )
+
+    def set_result(self, result, error=None):
+        parts = result if isinstance(result, list) else [result]
+        used = {part.device for part in parts if isinstance(part, Tensor)}
+        assert used <= {*self._devices}, (used, self._devices)
+        with self._lock:
+            self._result, self._error = result, error
+            self._events = [torch.cuda.current_stream().record_event() for _ in used]
+            self._ended.set()
+        for callback in self._callbacks:
+            callback()
+
+    def then(self, callback):
+        following = Future(devices=self._devices)
+
+        def run():
+            with cupy.Stream(non_blocking=True) if self._devices else nullcontext():
+                self._follow()
+                try:
+                    following.set_result(callback(self))
+                except Exception as error:
+                    following.set_result(None, error)
+
+        with self._lock:
+            if not (is_ended := self._ended.is_set()):
+                self._callbacks.append(run)
+        if is_ended:
+            run()
+        return following
+
+    def value(self):
+        if self._error:
+            raise self._error
+        return self._result
+
+    def wait(self):
+        self._ended.wait()
+        self._follow()
+        return self.value()
+
+    def _follow(self):
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+
+
 @contextmanager
 def current_device(device):
     """Make a device the current one of this thread in a block, as torch.cuda.device does."""
@@ -109,3 +171,4 @@ def play(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: current_device(Tensor.device))
     monkeypatch.setattr(torch.cuda, "device", current_device)
+    monkeypatch.setattr(calls, "Future", Future)

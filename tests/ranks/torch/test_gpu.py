@@ -1,7 +1,9 @@
 """CUDA tensors of the backend of PyTorch, on a fake GPU: values, bytes by pointer and staged, and the order of streams."""
 
+import gc
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ COUNT = 1001
 SYNC = SimpleNamespace(
     asyncOp=False, timeout=timedelta(0), rootRank=1, reduceOp=dist.ReduceOp(dist.ReduceOp.SUM)
 )
+ASYNC = SimpleNamespace(**{**vars(SYNC), "asyncOp": True})
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +190,74 @@ def test_a_call_has_completed_when_the_gpu_has_done_it():
     on_ranks("memory of one host", check)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("way", WAYS)
+def test_a_future_is_behind_its_call_and_so_are_the_callbacks_and_who_waits(way):
+    def check(group, rank, size):
+        total = sum(values(tensor(each)) for each in range(size))
+        for _ in range(2):  # the first one binds
+            one = tensor(rank)
+            one.array += one.array
+            future = group.allreduce([one], ASYNC).get_future()
+            halved = future.then(lambda future: future.value()[0].div_(2))
+            halved.wait().array += one.array  # as a communication hook of DistributedDataParallel
+            assert np.array_equal(values(one), 2 * total)
+
+    on_ranks(way, check)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_is_behind_what_its_receiver_does_and_so_is_its_future(way):
+    def check(group, rank, size):
+        group.allreduce([tensor(rank)], SYNC).wait()  # finds out how messages go
+        if rank == 0:
+            for _ in range(2):
+                group.send([tensor(5)], 1).wait()
+            return
+        for completes in ("wait", "get_future"):
+            one = tensor(9)
+            read = cupy.zeros(COUNT)
+            read += one.array
+            work = getattr(group.recv([one], 0), completes)()
+            if completes == "get_future":
+                work.wait()
+            one.array += one.array
+            assert np.array_equal(values(one), 2 * values(tensor(5)))
+            assert np.array_equal(read.get(), values(tensor(9)))
+
+    on_ranks(way, check)
+
+
+def test_tensors_live_until_their_call_has_ended():
+    def check(group, rank, size):
+        group.transport.admit_thread()  # rank 0 is about to send
+        group.allreduce([tensor(rank)], SYNC).wait()
+        if rank == 0:
+            own, places = tensor(rank), [tensor(9) for _ in range(size)]
+            lives = [weakref.ref(each) for each in (own, *places)]
+            work = group.allgather([places], [own], ASYNC)
+            message = group.recv([tensor(9)], 1)
+            lives.append(weakref.ref(message.result()[0]))
+            del own, places
+            gc.collect()
+            assert all(each() is not None for each in lives)
+            group.send([torch.zeros(1)], 1)
+            work.wait()
+            assert np.array_equal(values(work.result()[0][1]), values(tensor(1)))
+            message.wait()
+            del work, message
+        else:
+            group.recv([torch.zeros(1)], 0).wait()  # Rank 0 has looked.
+            group.allgather([[tensor(9), tensor(9)]], [tensor(rank)], ASYNC).wait()
+            group.send([tensor(rank)], 0).wait()
+            lives = []
+        group.allreduce([tensor(rank)], ASYNC).wait()  # The reports of deadlocks name it instead.
+        gc.collect()
+        assert [each() for each in lives] == [None] * len(lives)
+
+    on_ranks("staged", check)
+
+
 def test_the_current_gpu_stays_the_callers_and_a_second_one_is_refused():
     def check(group, rank, size):
         cupy.devices.current.index = 1
@@ -194,8 +265,13 @@ def test_the_current_gpu_stays_the_callers_and_a_second_one_is_refused():
         assert cupy.cuda.runtime.getDevice() == 1
         other = tensor(rank)
         other.device = torch.device("cuda", 1)
-        with pytest.raises(ConfigError, match="cuda:1"):
-            group.allreduce([other], SYNC)
+        for call in (
+            lambda: group.allreduce([other], SYNC),
+            lambda: group.send([other], 1 - rank),
+            lambda: group.recv([other], 1 - rank),
+        ):
+            with pytest.raises(ConfigError, match="cuda:1"):
+                call()
 
     on_ranks("memory of one host", check)
 
