@@ -109,6 +109,35 @@ def lie_alike(axes: Axes, hosts: Sequence[str]) -> bool:
     return len({tuple(map(names.index, names)) for names in groups.values()}) == 1
 
 
+def check_hosts(
+    axes: Axes,
+    hosts: Sequence[str],
+    algorithm: str,
+    tp_algorithm: str = "",
+    tied: Mapping[str, Sequence[int]] = {},
+) -> None:
+    """Raise ConfigError if a group of any rank has an algorithm that its hosts rule out.
+
+    All ranks raise the same error, since each looks at the groups of all.
+
+    algorithm, tp_algorithm, tied  as of `Grid` and `Grid.place_model`
+    """
+    alike = axes.tp == 1 or lie_alike(axes, hosts)
+    groups = dict[tuple[Any, ...], list[str]]()
+    for rank in range(axes.ranks - axes.servers):
+        here, host = axes.coords(rank), hosts[rank]
+        groups.setdefault((tp_algorithm or algorithm, here._replace(tp=-1)), []).append(host)
+        own = algorithm if alike else "ring"
+        groups.setdefault((own, here._replace(dp=-1, cp=-1)), []).append(host)
+        for name, stages in tied.items():
+            if here.pp in stages:
+                groups.setdefault((algorithm, here._replace(pp=-1), name), []).append(host)
+    for (name, *_), of_group in groups.items():
+        row = algorithm_table.ALL_REDUCE.get(name)
+        if refusal := row and row.refusal(Topology(of_group)):
+            raise refusal
+
+
 EXPERTS = "ep"
 """`Parameter.holders` of a part of the experts: no other rank of its replica has it, and only some
 copies of the replica have the same part.
@@ -228,19 +257,6 @@ class Grid:
     def summing(self, holders: str) -> Group:
         """Return the group that sums the gradients of tensors with these `Parameter.holders`."""
         return self.same_experts if holders == EXPERTS else self.copies
-
-    def check(self) -> None:
-        """Raise ConfigError if a group of this rank has an algorithm that its hosts rule out.
-
-        It is not collective, so the error may be on some ranks only. The caller must make all ranks
-        agree on it.
-        """
-        for group in {
-            id(group): group for group in (self.tp, self.copies, *self.holders.values())
-        }.values():
-            algorithm = algorithm_table.ALL_REDUCE.get(group.algorithm)
-            if refusal := algorithm and algorithm.refusal(Topology(group.transport.hosts)):
-                raise refusal
 
     def shard_groups(self, shard: str, holders: str = "") -> tuple[Group, Group]:
         """Return the ZeRO sharding group and the replication group (as FSDP's hybrid sharding);

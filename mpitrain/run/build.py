@@ -38,7 +38,7 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, form_for, other_form
 from mpitrain.ops.device import Device
-from mpitrain.parallel.tensor.layer_factory import described
+from mpitrain.parallel.tensor.layer_factory import GroupShape, described
 from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import read_chosen
@@ -111,28 +111,27 @@ def build(
     MpitrainError
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
-    job = config if isinstance(config, Job) else agree_on(transport, lambda: config)
+    if not isinstance(config, Job):
+        new = partial(opened_at_once, transport, saved=saved, source=source)
+        job = agree_on(transport, lambda: config, opened=new)
+    else:
+        job = config
     checkpoint_dir = saved or job.location.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
-    scanned = (None, None) if source else _scanned(transport, job)
-
-    def opened(job: Job) -> Job:
-        return _opened(transport, job, folder, source, scanned)
-
-    if job.config.pipeline.partition != TIME and job.device.kernels is None:
-        # One agreement on data and units.
-        trainer = Trainer(transport, None, job, opened=opened, draws=False)
-    else:
-        job = on_all_ranks(transport, lambda: opened(job), FILES, lambda job: job.facts)
-        if job.config.pipeline.partition == TIME:
-            job = _cut_by_time(transport, job)
-            job = on_all_ranks(
-                transport, lambda: _counted(job, check_memory(transport, job), transport.rank)
-            )
-        _prepare(transport, job.device)
-        trainer = Trainer(transport, None, job, draws=False)
-    job, models, frozen = trainer.job, trainer.job.models, trainer.replica.frozen
-    kept = trainer.replica.state()
+    if job.source is None:
+        scanned = (None, None) if source else _scanned(transport, job)
+        job = on_all_ranks(
+            transport,
+            lambda: _opened(transport, job, folder, source, scanned),
+            FILES,
+            lambda job: job.facts,
+        )
+    if job.config.pipeline.partition == TIME:
+        job = _cut_by_time(transport, job)
+        job = on_all_ranks(transport, lambda: _checked(transport, job))
+    _prepare(transport, job.device)
+    trainer = Trainer(transport, None, job, draws=False)
+    models, frozen, kept = job.models, trainer.replica.frozen, trainer.replica.state()
     if fills:
         kept = [buffer for buffer in kept if frozen and buffer.array is frozen.flat]
     checkpoint = loading.read_beside(transport, folder) if folder else None
@@ -152,6 +151,24 @@ def build(
     return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
 
 
+def opened_at_once(
+    transport: Transport,
+    job: Job,
+    saved: Path | None = None,
+    source: Source | Unopened | None = None,
+) -> Job:
+    """Return the job of a run that begins anew, as `_opened`, if this rank can open its data alone.
+
+    Else the job is as it was: the ranks scan the data together, or GPUs and times are not known yet.
+    """
+    kind = source_kind(job.config.data.source)
+    if job.device.kernels is not None or job.config.pipeline.partition == TIME:
+        return job
+    if not source and (kind.is_token_file or kind.has_arrays):
+        return job
+    return _opened(transport, job, saved, source, (None, None))
+
+
 def _opened(
     transport: Transport,
     job: Job,
@@ -159,7 +176,7 @@ def _opened(
     source: Source | Unopened | None,
     scanned: tuple[int | None, dict[str, Any] | None],
 ) -> Job:
-    """Open the data of a job on this rank: the job with what they determine, counted.
+    """Open the data of a job on this rank: the job with what they determine, checked and counted.
 
     source   replaces the configured one
     scanned  the result of `_scanned`
@@ -168,12 +185,27 @@ def _opened(
     name = "this data source" if source else job.config.data.source
     job = _fitted(replace(job, source=data), name, transport.rank == 0)
     job = replace(job, models=_models(job, checkpoint, transport.rank))
-    job = _counted(job, check_memory(transport, job), transport.rank)
+    job = _checked(transport, job)
     facts: dict[str, Any] = {} if source else {**_files(job.config)}
     if job.models:
         facts |= job.models.facts()
     facts |= {"inputs": data.inputs, "classes": data.classes, "held_out": data.held_out}
     return replace(job, facts=facts)
+
+
+def _checked(transport: Transport, job: Job) -> Job:
+    """Return the job, counted; ConfigError if its model does not fit memory, configuration or ranks."""
+    job = _counted(job, check_memory(transport, job), transport.rank)
+    layout, config = job.config.layout, job.config
+    if config.pipeline.partition == TIME:
+        return job
+    others = {
+        name: GroupShape(ranks - 1, ranks)
+        for name, ranks in (("context", layout.cp), ("ep", layout.ep))
+        if ranks > 1
+    }
+    job.cut(described(job.device.ops, layout, **others, **job.layer_settings))
+    return job
 
 
 def _fitted(job: Job, name: str, says: bool) -> Job:
@@ -290,11 +322,9 @@ def alone(config: Config, hosts: Sequence[str]) -> Job:
     machine, name = machine_of(config), config.data.source
     say_why_numpy([machine[1]], [""])
     job = resolve_here(config, hosts, machine)
-    config = with_data_found(
-        job.config, job.location, beside_source(config), date.today().isoformat()
-    )
+    job = with_data_found(job, job.location, beside_source(config), date.today().isoformat())
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
-    job = _fitted(replace(job, config=config, source=_source(config, largest)), name, True)
+    job = _fitted(replace(job, source=_source(job.config, largest)), name, True)
     _models(job, None, 0)
     return job
 

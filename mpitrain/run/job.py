@@ -29,11 +29,13 @@ from mpitrain.machine.process import Gpu, gpu_identities
 from mpitrain.models.table import MODELS, units_of
 from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.host.attention import TILED_FROM
-from mpitrain.optim import with_defaults
+from mpitrain.optim import check_groups, with_defaults
 from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
-from mpitrain.parallel.grid import Axes, divisor
+from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used
 from mpitrain.pipeline.instructions import Plan
+from mpitrain.pipeline.partition import Chunks, Units, cut_in_chunks
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import Done
@@ -107,6 +109,7 @@ class Job:
     config    with device.kind, device.passes and batch.micro_batches set; `build` adds what the
               data determine
     axes      the size of each mesh axis, with dp set
+    hosts     the host of each rank, by rank
     plan      the pipeline schedule, and the stage of each model chunk
     wire      the format of gradient compression
     tuning    the parameters of the cost model, by which `auto` chooses algorithms
@@ -125,6 +128,7 @@ class Job:
 
     config: Config
     axes: Axes
+    hosts: Sequence[str]
     plan: Plan
     wire: Wire
     tuning: Tuning
@@ -165,6 +169,28 @@ class Job:
         """Return the units of the whole model for the data source; `layers` makes the layers."""
         return list(units_of(self.config.model, self.source, layers))
 
+    def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
+        """Return the model, cut for the pipeline; ConfigError if it does not fit the configuration.
+
+        units  of a caller's model; None: the units of this job
+        """
+        config, keys = self.config, self.config.model
+        cut = cut_in_chunks(
+            self.units if units is None and self.source is not None else units,
+            layers,
+            self.plan.stage_of,
+            config.pipeline.partition,
+            keys.freeze,
+            config.lora,
+        )
+        check_used(layers, config.data.attend, config.layout.cp)
+        if config.optimizer.groups:
+            names = [unit.full_name(p) for unit in cut.model for p in unit.layer.parameters()]
+            check_groups(config.optimizer, names)
+        algorithms = config.replication.algorithm, config.layout.algorithm
+        check_hosts(self.axes, self.hosts, *algorithms, cut.tied)
+        return cut
+
     def close(self) -> None:
         """Free the communicators and windows of the job; collective. Do not use it afterwards."""
         self.trainer.close()
@@ -180,13 +206,15 @@ def agree_on(
     transport: Transport,
     configured: Callable[[], Config],
     look: Callable[[Config], RunLocation | None] = lambda config: RunLocation(),
+    opened: Callable[[Job], Job] = lambda job: job,
 ) -> Job:
     """Agree on a configuration, and resolve its automatic values; collective, in one gather.
 
     configured  returns this rank's configuration
     look        returns the location of the run; that of rank 0 counts
-    raises      MpitrainError on every rank, if either raises it, if configurations differ, or if
-                they do not fit ranks, hosts or a rank's device
+    opened      of a run that begins anew: returns the job with its data, if one rank can open them
+    raises      MpitrainError on every rank, if one of these raises it, if configurations or files
+                differ, or if they do not fit ranks, hosts or a rank's device
     """
     hosts = transport.hosts
     configs: list[Config] = []
@@ -203,24 +231,22 @@ def agree_on(
                 raise
             # The others may see no GPU, and the kind is then cpu; else all resolve cuda below.
             job = resolve_here(config.changed({"device.kind": "cpu"}), hosts, machine)
+        validation, today = beside_source(config), date.today().isoformat()
+        job = opened(with_data_found(job, RunLocation(), validation, today))
         jobs.append(job)
         return [
             config.flat(),
             gpu,
             uuid4().hex,
             location,
-            beside_source(config),
             lacks,
             blas_kernels.in_use(),
-            date.today().isoformat(),
-            [job.config.device.kind, job.config.device.passes],
+            [job.config.device.kind, job.config.device.passes, validation, today],
             facts_of(job),
         ]
 
     everyone = from_all_ranks(transport, record)
-    flats, seen, runs, places, validations, reasons, products, days, own, facts = zip(
-        *everyone, strict=True
-    )
+    flats, seen, runs, places, reasons, products, assumed, facts = zip(*everyone, strict=True)
     check_same("configuration", flats, hosts)
     check_same(FILES, facts, hosts)
     (config,), (job,), location = configs, jobs, RunLocation(*places[0])
@@ -238,38 +264,36 @@ def agree_on(
         passes = location.passes
         if passes == "auto":
             passes = "numpy" if any(reasons) else "compiled"
-    if any(device != [kind, passes] for device in own):  # A rank has chosen without the others.
+    found = [kind, passes, *assumed[0][2:]]
+    if any(each != found for each in assumed):  # A rank has assumed what the others do not.
         device = {"device.kind": kind, "device.passes": passes}
         job = on_all_ranks(transport, lambda: resolve_here(config.changed(device), hosts))
-    job = replace(
-        job,
-        config=with_data_found(job.config, location, validations[0], days[0]),
-        gpus=gpus * (kind == "cuda"),
-        done=Done(0, 0, runs[0]),
-        location=location,
-    )
+    if job.source is None:
+        job = with_data_found(job, location, *assumed[0][2:])
+    gpus *= kind == "cuda"
+    job = replace(job, gpus=gpus, done=Done(0, 0, runs[0]), location=location)
     if transport.rank == 0:
         if config.memory.recompute != job.config.memory.recompute:
             say(
                 "note: memory.recompute=attention changes nothing here: attention in tiles saves one number of each row. "
                 "unit saves more."
             )
-        if kind == "cuda":
+        if gpus:
             _say_who_shares(gpus, hosts)
     return job
 
 
-def with_data_found(config: Config, location: RunLocation, validation: str, today: str) -> Config:
-    """Return the configuration with the keys of [data] that its run, a file or the day determine.
+def with_data_found(job: Job, location: RunLocation, validation: str, today: str) -> Job:
+    """Return the job with the keys of [data] that its run, a file or the day determine.
 
     validation  the default of data.validation, from `beside_source`
     """
-    data = config.data
+    data = job.config.data
     values = {f"data.{key}": getattr(data, key) or then for key, then in location.named.items()}
     values["data.validation"] = location.held_out or data.validation or validation
     if data.template:
         values["data.template"] = with_day(data.template, location.day or today)
-    return config.changed(values)
+    return replace(job, config=job.config.changed(values))
 
 
 def beside_source(config: Config) -> str:
@@ -295,8 +319,9 @@ def machine_of(config: Config) -> tuple[Gpu, str]:
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """Return digests of the files of a configuration, in which all ranks must agree."""
+    """Return facts of a configuration's files and data, in which all ranks must agree."""
     return {
+        **job.facts,
         "replication.tuning": crc32(repr(job.tuning).encode()),
         "pipeline.schedule": crc32(repr(job.plan).encode()),
     }
@@ -370,7 +395,8 @@ def resolve_here(
         check_each(of_rows(config, sizes))
     wire, file = parse_wire(config.replication.wire), config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
-    return Job(config, sizes, plan, wire, tuning, [gpu] * len(hosts) * (kind == "cuda"), device)
+    gpus = [gpu] * len(hosts) * (kind == "cuda")
+    return Job(config, sizes, hosts, plan, wire, tuning, gpus, device)
 
 
 def with_hyper_parameters(config: Config) -> Config:

@@ -32,7 +32,7 @@ from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replica import StepResult
-from mpitrain.run.build import build
+from mpitrain.run.build import build, opened_at_once
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.copies import check_copies, copying, room_for_copies, state_to_save
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
@@ -433,10 +433,13 @@ class Run:
             return config
 
         watchdog.alive("looking for the run directory")
+        # A resumed run opens its data when all ranks know what it has read so far.
+        begins = resume == "no" and not self.recovery
         agreed = agree_on(
             transport,
             watched,
             lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
+            partial(opened_at_once, transport) if begins else lambda job: job,
         )
         keys = agreed.config.run
         if keys.on_failure == "continue" and not self.recovery:

@@ -18,16 +18,15 @@ from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
-from mpitrain.optim import check_groups, learning_rate
+from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used, layers_for, loss_for
+from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import pipeline_for
-from mpitrain.pipeline.partition import Chunks, cut_in_chunks
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
-from mpitrain.run.job import FILES, Job, agree_on
+from mpitrain.run.job import Job, agree_on
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -225,16 +224,13 @@ class Trainer:
         The configuration, from `parse`.
     loss : Loss, optional
         The loss function. None: that of model.loss.
-    opened : callable, optional
-        (job) -> the job with what its data determine. It is called on each rank before `units`, and
-        an error of one rank is raised on all.
     draws : bool
         Whether to draw the initial parameters.
 
     Attributes
     ----------
     job : Job
-        What the ranks agreed on and resolved, with the data of `opened`.
+        What the ranks agreed on and resolved.
     units : list of Unit
         The units on this rank; with layout.pp above 1 those of its pipeline stage.
     storage : Storage
@@ -260,7 +256,6 @@ class Trainer:
         units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
         config: Config | Job,
         loss: Loss | None = None,
-        opened: Callable[[Job], Job] | None = None,
         draws: bool = True,
     ):
         # Bytes of snapshots and copies in host memory, which `check_copies` counts.
@@ -286,7 +281,7 @@ class Trainer:
             tp_algorithm=self.config.layout.algorithm,
         )
         try:
-            self._build(units, loss, opened)
+            self._build(units, loss)
             if draws:
                 draw(self)
         except MpitrainError as error:
@@ -301,57 +296,33 @@ class Trainer:
         self,
         units: Sequence[Unit] | Callable[[LayerFactory], Sequence[Unit]] | None,
         loss: Loss | None,
-        opened: Callable[[Job], Job] | None,
     ) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
-        grid, ops, stage_of = self.grid, self.job.device.ops, self.job.plan.stage_of
-        experts = self.config.model.experts
+        grid, job, config = self.grid, self.job, self.config
+        ops, stage_of, experts = job.device.ops, job.plan.stage_of, config.model.experts
         tally = self.backend.zeros(2 * experts, np.int64).reshape(2, experts)
-
-        def cut_by(layers: LayerFactory) -> Chunks:
-            config = self.config
-            model = self.job.units if units is None and self.job.source is not None else units
-            return cut_in_chunks(
-                model, layers, stage_of, config.pipeline.partition, config.model.freeze, config.lora
-            )
-
-        def assigned() -> Chunks:
-            self.job = job = opened(self.job) if opened else self.job
-            self.config = config = job.config
-            self.layers = layers = layers_for(
-                *(ops, grid.tp, config.layout, grid.cp),
-                **(job.layer_settings | {"ep": grid.ep, "tally": tally}),
-            )
-            cut = cut_by(layers)
-            check_used(layers, config.data.attend, config.layout.cp)
-            if config.optimizer.groups:
-                check_groups(
-                    config.optimizer,
-                    [
-                        unit.full_name(parameter)
-                        for unit in cut.model
-                        for parameter in unit.layer.parameters()
-                    ],
-                )
-            grid.check()
-            return cut
-
-        cut = on_all_ranks(self.transport, assigned, FILES, lambda cut: self.job.facts)
-        (model, chunks, tied), job, layers = cut, self.job, self.layers
+        self.layers = layers = layers_for(
+            *(ops, grid.tp, config.layout, grid.cp),
+            **(job.layer_settings | {"ep": grid.ep, "tally": tally}),
+        )
+        # The ranks have cut the model of a job before; code of a caller may fail on one of them.
+        cut = (
+            job.cut(layers)
+            if units is None and job.source is not None
+            else on_all_ranks(self.transport, lambda: job.cut(layers, units))
+        )
+        model, chunks, tied = cut
         self.decoded = chunks  # the units of each chunk with which text is generated
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
-            layout = self.config.layout.model_copy(update={"sequence_parallel": False})
+            layout = config.layout.model_copy(update={"sequence_parallel": False})
             whole = layers_for(ops, grid.tp, layout, ep=grid.ep, **job.layer_settings)
-            self.decoded = cut_by(whole).chunks
+            self.decoded = job.cut(whole, units).chunks
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
-        if tied:
-            on_all_ranks(self.transport, grid.check)
         self.units, numbers = cut.of_stage(stage_of, grid.coords.pp)
         self.loss = loss_for(layers, loss)
-        self.storage = Storage(self.units, self.config.precision.stored, job.axes.copies)
-        config = self.config
+        self.storage = Storage(self.units, config.precision.stored, job.axes.copies)
         mode = mode_of(config.replication, config.pipeline.schedule)
         kind = mode.of_rank(grid.is_server, config.replication)
         if config.run.inject:

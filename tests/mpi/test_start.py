@@ -15,11 +15,11 @@ from tests.processes import python_ranks, run, sets
 
 WORDS = "words of all ranks"
 """The name of a gather of JSON in a trace."""
-CONFIGURATION, OPENED, RUN = AGREED = [(0, 1, 2, 3)] * 3
-"""Agreements of all ranks before the first step; the trainer trusts its own bindings.
+CONFIGURATION, RUN = AGREED = [(0, 1, 2, 3)] * 2
+"""Agreements of all ranks before the first step of a new run; the trainer trusts its own bindings.
 
-CONFIGURATION  with devices, tuning, schedule, location of the run: a file may be missing or differ on a rank
-OPENED         data, memory, layers and stages: each rank reads its own; code of a caller may fail on a rank
+CONFIGURATION  with devices, tuning, schedule, location of the run, and facts of data and model: a file may be
+               missing or differ on a rank
 RUN            the run directory, which rank 0 has made or not, and the earlier part of the run
 """
 LAYOUTS = {
@@ -95,7 +95,7 @@ def test_a_file_that_differs_on_one_rank_is_refused_on_every_rank(number, start)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_agree_three_times_before_the_first_step(layout, start):
+def test_ranks_agree_twice_before_the_first_step(layout, start):
     folder, _ = start
     trace = read_trace(folder / layout / "trace/rank-00000")
     first = trace.records[trace.records["kind"] == STEP][0]["number"]

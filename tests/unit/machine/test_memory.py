@@ -47,7 +47,16 @@ def config_of(kind="gpt", layers=3, **more):
 
 def resolved(config, ranks=1):
     placed, plan = (axes(config, ranks), plan_of("1f1b", 1, 1))
-    return Job(config, placed, plan, parse_wire("none"), DEFAULT, [], device_for("cpu"))
+    return Job(
+        config,
+        placed,
+        ("",) * placed.ranks,
+        plan,
+        parse_wire("none"),
+        DEFAULT,
+        [],
+        device_for("cpu"),
+    )
 
 
 def check(transport, found, source=SOURCES["gpt"]):
