@@ -94,12 +94,12 @@ class PushPull:
         return [self.transport.start_recv(view, source, self._pieces) for view in views]
 
     def wait(self, request: Request) -> None:
-        self.transport.wait_any([request])
+        self.transport.wait_until(request.test, what=request)
 
     def wait_for_header(self, numbers: np.ndarray) -> int:
         """Sleep until a header of any rank has arrived, and return that rank."""
-        request = self.transport.start_recv_any(numbers, self._headers)
-        self.transport.wait_any([request])
+        request = self.transport.start_recv(numbers, None, self._headers)
+        self.wait(request)
         return request.source
 
 

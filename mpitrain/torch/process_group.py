@@ -759,7 +759,7 @@ class ProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MessageWork:
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         return self._receive(
-            tensors, tag, lambda carrier, array: carrier.start_recv_any(array, tag), others
+            tensors, tag, lambda carrier, array: carrier.start_recv(array, None, tag), others
         )
 
     def _receive(

@@ -98,7 +98,7 @@ def _serve(transport: Transport, tags: Sequence[int], served: Served) -> None:
 def _answer(transport: Transport, tags: Sequence[int], served: Served) -> None:
     ask, answer = tags
     length, pause = np.empty(1, np.int64), 1e-5
-    request = transport.start_recv_any(length, ask)
+    request = transport.start_recv(length, None, ask)
     while not served.closing.is_set():
         if not request.test():
             time.sleep(pause)
@@ -111,7 +111,7 @@ def _answer(transport: Transport, tags: Sequence[int], served: Served) -> None:
         except Exception as error:
             value = RuntimeError(f"{name} of the store: {error}")
         send_object(transport, (number, value), rank, answer)
-        request = transport.start_recv_any(length, ask)
+        request = transport.start_recv(length, None, ask)
 
 
 class Line:

@@ -8,7 +8,8 @@ array. Every point-to-point call takes a `tag`. Messages of one (source, tag) ar
 which they were sent. `rank` and `size` are relative to this transport: `split` makes smaller ones.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import numpy as np
 
 from mpitrain.errors import CommError, PeerLost
 from mpitrain.trace.recorder import LIBRARY_CALLS, MESSAGES, SILENT, Recorder
-from mpitrain.transport.failures import needs
 from mpitrain.transport.places import Place, refilled
 from mpitrain.transport.windows import Tenants, Windows
 
@@ -116,6 +116,8 @@ class Transport(Protocol):
     """Whether the transport checks what MPI trusts, as ranks that are threads do for tests."""
     needs_all: str = "these ranks cannot lose one; Start them by mpitrain launch --fault-tolerant"
     """Why the loss of a rank ends the job, and the way out; "" if `survivors` can connect the others."""
+    _next_tag: int = FIRST_CLAIMED_TAG
+    _last_tag: int = sys.maxsize
     # Of a root transport:
     number: int
     """This rank's rank in the whole job at the start, which it keeps."""
@@ -146,15 +148,17 @@ class Transport(Protocol):
         span = recorder.begin(kind, name, 0, -1, recorder.micro, array.nbytes, peer, tag)
         return name, peer, span
 
-    def _name_tag(self, tag: int) -> None:
-        naming = self.recorder.naming
-        self.names[tag] = self.recorder.name(naming, self.members if naming else ())
-
     def claim_tag(self) -> int:
         """Return a tag, from FIRST_CLAIMED_TAG on, that no other caller on this transport uses.
 
         All ranks get the same tag if they claim tags in the same order. No message is sent.
         """
+        tag = self._next_tag
+        self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
+        if self.recorder.is_on:
+            naming = self.recorder.naming
+            self.names[tag] = self.recorder.name(naming, self.members if naming else ())
+        return tag
 
     def send(self, array: np.ndarray, to: int, tag: int = 0) -> None:
         """Send an array, and return when it may be reused.
@@ -175,7 +179,7 @@ class Transport(Protocol):
         """
         self.start_send(array, to, tag).wait()
 
-    def recv(self, array: np.ndarray, source: int, tag: int = 0) -> None:
+    def recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> None:
         """Fill an array with the next message of one sender and tag; arguments as `send`.
 
         Raises
@@ -186,61 +190,20 @@ class Transport(Protocol):
         """
         self.start_recv(array, source, tag).wait()
 
-    def exchange(
-        self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0
-    ) -> None:
-        """Send one array and receive another at the same time, as MPI_Sendrecv.
-
-        A ring in which every rank calls this cannot deadlock. The arrays must not overlap.
-        """
-        receive = self.start_recv(incoming, source, tag)
-        self.start_send(outgoing, to, tag).wait()
-        receive.wait()
-
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         """Begin to send an array, as MPI_Isend; arguments and errors as `send`.
 
         The array must stay unchanged until the request is complete.
         """
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Request:
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Request:
         """Begin to receive into an array, as MPI_Irecv; arguments and errors as `recv`.
 
-        The content of the array is undefined until the request is complete. Its `test` or `wait`
-        raises CommError if the size of the message differs.
+        With source None the first rank that sends under `tag` is received from, as with
+        MPI_ANY_SOURCE; the request's `source` is that rank once it is complete. The content of the
+        array is undefined until then. `test` or `wait` raises CommError if the size of the message
+        differs.
         """
-
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Request:
-        """Begin to receive from the first rank that sends under `tag`, as MPI_ANY_SOURCE.
-
-        The request's `source` is the sender once it is complete.
-        """
-
-    def wait_any(self, requests: Sequence[Request]) -> int:
-        """Return the index of the first complete request, once there is one, as MPI_Waitany.
-
-        It polls and pauses as `wait_until` does. A complete request stays complete: leave it out of
-        the next call.
-
-        Raises
-        ------
-        CommError
-            If the list is empty.
-        """
-        if not requests:
-            raise CommError(
-                f"rank {self.rank}: wait_any needs a request to wait for, but was given none.",
-                "Leave the loop when no request is left.",
-            )
-        index = -1
-
-        def one_is_complete() -> bool:
-            nonlocal index
-            index = next((i for i, request in enumerate(requests) if request.test()), -1)
-            return index >= 0
-
-        self.wait_until(one_is_complete, what=AnyOf(requests))
-        return index
 
     def wait_until(self, done: Callable[[], bool], pause: float = 1e-6, what: Any = None) -> None:
         """Call `done`, which polls messages in progress, repeatedly until it returns True.
@@ -460,20 +423,6 @@ class Several:
 
     def __str__(self) -> str:
         return named(self._requests)
-
-
-class AnyOf:
-    """The name of a wait for any of several requests, built only when a report needs it."""
-
-    def __init__(self, requests: Sequence[Request]):
-        self._requests = requests
-
-    def needs(self, left: Set[int]) -> bool:
-        """Return whether each request needs a rank of `left`, the ranks that have ended."""
-        return all(needs(request, left) for request in self._requests)
-
-    def __str__(self) -> str:
-        return f"wait_any of ({named(self._requests)})"
 
 
 def named(requests: Iterable[Any]) -> str:

@@ -116,8 +116,7 @@ class DeviceTransport:
     """
 
     admits_threads = False
-    send, recv, exchange = Transport.send, Transport.recv, Transport.exchange
-    wait_any = Transport.wait_any
+    send, recv = Transport.send, Transport.recv
 
     def __init__(self, host: Transport, backend: DeviceBackend):
         self.backend, self.under_way = backend, UnderWay()
@@ -150,20 +149,14 @@ class DeviceTransport:
     def start_send(self, array: Any, to: int, tag: int = 0) -> Request:
         return (self._send if on_device(array) else self.host.start_send)(array, to, tag)
 
-    def start_recv(self, array: Any, source: int, tag: int = 0) -> Request:
+    def start_recv(self, array: Any, source: int | None, tag: int = 0) -> Request:
         return (self._recv if on_device(array) else self.host.start_recv)(array, source, tag)
 
-    def start_recv_any(self, array: Any, tag: int = 0) -> Request:
-        return (self._recv_any if on_device(array) else self.host.start_recv_any)(array, tag)
-
     def _send(self, array: Any, to: int, tag: int) -> Request:
-        """Send an array in device memory, as `start_send`; the next two methods likewise."""
+        """Send an array in device memory, as `start_send`; the next method likewise."""
         raise NotImplementedError
 
-    def _recv(self, array: Any, source: int, tag: int) -> Request:
-        raise NotImplementedError
-
-    def _recv_any(self, array: Any, tag: int) -> Request:
+    def _recv(self, array: Any, source: int | None, tag: int) -> Request:
         raise NotImplementedError
 
     def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
@@ -196,13 +189,9 @@ class Direct(DeviceTransport):
         self.host.traffic.by_pointer += array.nbytes
         return self.host.start_send(array, to, tag)
 
-    def _recv(self, array: Any, source: int, tag: int) -> Request:
+    def _recv(self, array: Any, source: int | None, tag: int) -> Request:
         self.backend.synchronize()
         return self.host.start_recv(array, source, tag)
-
-    def _recv_any(self, array: Any, tag: int) -> Request:
-        self.backend.synchronize()
-        return self.host.start_recv_any(array, tag)
 
     def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
         self.backend.synchronize()
@@ -255,29 +244,22 @@ class Staged(DeviceTransport):
             sends.append(self.host.start_send(buffer[piece], to, tag))
         return Several(sends)
 
-    def _recv(self, array: Any, source: int, tag: int) -> Request:
-        check_message(array, self.rank, (source,), self.size)
+    def _recv(self, array: Any, source: int | None, tag: int) -> Request:
+        check_message(array, self.rank, () if source is None else (source,), self.size)
         flat, buffer = self._staged(array)
         pieces = self._pieces(flat)
+        if source is None and len(pieces) > 1:  # they could come from different ranks
+            raise CommError(
+                f"rank {self.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
+                f"but this array has {array.nbytes}.",
+                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
+            )
         receives = [self.host.start_recv(buffer[piece], source, tag) for piece in pieces]
         return _Receive(
             self.backend,
             self.under_way,
             receives,
             [(flat[piece], buffer[piece]) for piece in pieces],
-        )
-
-    def _recv_any(self, array: Any, tag: int) -> Request:
-        check_message(array, self.rank, (), self.size)
-        flat, buffer = self._staged(array)
-        if len(self._pieces(flat)) > 1:  # several pieces could come from different ranks
-            raise CommError(
-                f"rank {self.rank}: a receive from any rank holds at most {self._piece} bytes where GPU memory is staged, "
-                f"but this array has {array.nbytes}.",
-                "Let the sender announce itself first and receive from that rank, or use an MPI that takes GPU memory.",
-            )
-        return _Receive(
-            self.backend, self.under_way, [self.host.start_recv_any(buffer, tag)], [(flat, buffer)]
         )
 
     def on_host(self, array: Any, work: Callable[[Any], None]) -> None:
@@ -418,7 +400,9 @@ def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
     for count in COUNTS:
         sent = np.arange(count, dtype=np.float32) + 1
         outgoing, incoming = backend.from_host(sent), backend.zeros(count, np.float32)
-        transport.exchange(outgoing, transport.rank, incoming, transport.rank)
+        receive = transport.start_recv(incoming, transport.rank)
+        transport.send(outgoing, transport.rank)
+        receive.wait()
         if not (on_device(incoming) and np.array_equal(backend.to_host(incoming), sent)):
             return False
     return True

@@ -467,13 +467,6 @@ class MpiTransport(Transport):
         """Return the error of mpitrain for an exception of mpi4py in a request."""
         return self.job.error(error, what, self.comm, self.members)
 
-    def claim_tag(self) -> int:
-        tag = self._next_tag
-        self._next_tag = tag + 1 if tag < self._last_tag else FIRST_CLAIMED_TAG
-        if self.recorder.is_on:
-            self._name_tag(tag)
-        return tag
-
     def message(self, array: np.ndarray) -> tuple[list, Any]:
         """Return an mpi4py buffer specification of the array, and the MPI type of one element."""
         unit = self.types.get(array.dtype)
@@ -513,17 +506,12 @@ class MpiTransport(Transport):
         request.note = note
         return request
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> ReceiveRequest:
-        check_message(array, self.rank, (source,), self.size)
-        return self._receive(array, source, tag, self._names[source], self.members[source])
-
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> ReceiveRequest:
-        check_message(array, self.rank, (), self.size)
-        return self._receive(array, self.MPI.ANY_SOURCE, tag, "any rank", -1)
-
-    def _receive(
-        self, array: np.ndarray, source: int, tag: int, name: str, member: int
-    ) -> ReceiveRequest:
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> ReceiveRequest:
+        check_message(array, self.rank, () if source is None else (source,), self.size)
+        if source is None:
+            source, name, member = self.MPI.ANY_SOURCE, "any rank", -1
+        else:
+            name, member = self._names[source], self.members[source]
         note = self.begin_message(RECEIVE, array, tag, member) if self.recorder.is_on else None
         with self.job.lock:
             message, unit = self.message(array)

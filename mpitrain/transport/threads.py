@@ -463,12 +463,6 @@ class ThreadTransport(Transport):
             self.record(self.recorder)
         self._next_tag = FIRST_CLAIMED_TAG
 
-    def claim_tag(self) -> int:
-        self._next_tag += 1
-        if self.recorder.is_on:
-            self._name_tag(self._next_tag - 1)
-        return self._next_tag - 1
-
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Message:
         check_message(array, self.me, [to], self.size)
         message = Message(self, array, to, tag, sends=True)
@@ -479,15 +473,8 @@ class ThreadTransport(Transport):
             self.traffic.nbytes += array.nbytes
         return message.post()
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Message:
-        check_message(array, self.me, [source], self.size)
-        return self._receive(array, source, tag)
-
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Message:
-        check_message(array, self.me, [], self.size)
-        return self._receive(array, None, tag)
-
-    def _receive(self, array: np.ndarray, source: int | None, tag: int) -> Message:
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Message:
+        check_message(array, self.me, [] if source is None else [source], self.size)
         message = Message(self, array, source, tag, sends=False)
         if self.recorder.is_on:
             member = -1 if source is None else self.members[source]

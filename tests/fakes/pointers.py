@@ -35,8 +35,5 @@ class PointerThreads(ThreadTransport):
     def start_recv(self, array, source, tag=0):
         return super().start_recv(behind_pointer(array), source, tag)
 
-    def start_recv_any(self, array, tag=0):
-        return super().start_recv_any(behind_pointer(array), tag)
-
     def start_all_reduce(self, array, op):
         return super().start_all_reduce(behind_pointer(array), op)

@@ -11,7 +11,7 @@ from mpitrain.machine.backend import on_device
 from mpitrain.machine.cuda import CudaBackend
 from mpitrain.transport.device import Direct, Staged
 from tests.fakes import cupy
-from tests.laws.transport import coded, raises_comm_error
+from tests.laws.transport import coded, first_complete, raises_comm_error
 
 PIECE = 64
 """Elements of a piece, so that short messages travel in several."""
@@ -21,7 +21,7 @@ CARRIERS = {"direct": Direct, "staged": lambda host, backend: Staged(host, backe
 
 def next_complete(transport, requests):
     """The name of a request that is complete."""
-    return list(requests)[transport.wait_any(list(requests.values()))]
+    return list(requests)[first_complete(transport, list(requests.values()))]
 
 
 class DeviceLaws:
@@ -141,28 +141,26 @@ class DeviceLaws:
         send = transport.start_send(backend.from_host(coded(host.rank, PIECE)), 0, 3)
         for _ in range(host.size if host.rank == 0 else 0):
             incoming = backend.zeros(PIECE, "float64")
-            request = transport.start_recv_any(incoming, 3)
+            request = transport.start_recv(incoming, None, 3)
             request.wait()
             assert np.array_equal(backend.to_host(incoming), coded(request.source, PIECE))
         send.wait()
         if carrier == "staged":
             text = raises_comm_error(
-                lambda: transport.start_recv_any(backend.zeros(PIECE + 1, "float64"), 3)
+                lambda: transport.start_recv(backend.zeros(PIECE + 1, "float64"), None, 3)
             )
             assert (
                 f"rank {host.rank}: a receive from any rank holds at most 512" in text
                 and "520" in text
             )
 
-    def law_wait_any_takes_messages_of_a_device_and_of_the_host_together(
-        self, host, carrier, backend
-    ):
+    def law_messages_of_a_device_and_of_the_host_are_polled_together(self, host, carrier, backend):
         transport = self.device(host, carrier, backend)
         after, before = (host.rank + 1) % host.size, (host.rank - 1) % host.size
         header, incoming = np.zeros(2), backend.zeros(3 * PIECE + 1, "float64")
         requests = {
             "array": transport.start_recv(incoming, before, 5),
-            "header": transport.start_recv_any(header, 6),
+            "header": transport.start_recv(header, None, 6),
         }
         requests["array sent"] = transport.start_send(
             backend.from_host(coded(host.rank, 3 * PIECE + 1)), after, 5

@@ -16,11 +16,6 @@ LARGE = 1 << 20
 """Elements of a message that no MPI sends before its receive is posted."""
 
 
-def wait_any(transport, peer):
-    array = np.zeros(4)
-    transport.wait_any([transport.start_recv(array, peer), transport.start_recv_any(array, 1)])
-
-
 def poll(transport, peer):
     request = transport.start_recv(np.zeros(4), peer)
     transport.wait_until(request.test, what=request)
@@ -59,11 +54,7 @@ def split(transport, peer):
 CALLS = {
     "send": lambda transport, peer: transport.send(np.zeros(LARGE), peer),
     "recv": lambda transport, peer: transport.recv(np.zeros(4), peer),
-    "recv-any": lambda transport, peer: transport.start_recv_any(np.zeros(4)).wait(),
-    "exchange": lambda transport, peer: transport.exchange(
-        np.zeros(LARGE), peer, np.zeros(LARGE), peer
-    ),
-    "wait-any": wait_any,
+    "recv-any": lambda transport, peer: transport.start_recv(np.zeros(4), None).wait(),
     "wait-until": poll,
     "barrier": lambda transport, peer: transport.barrier(),
     "split": split,

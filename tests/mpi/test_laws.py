@@ -47,7 +47,7 @@ def test_native_reduces_an_array_of_many_parts_at_once_or_begun(mpi_ranks, trans
 
 
 @pytest.mark.parametrize("mpi_ranks", [2])
-def test_a_rank_idle_in_wait_any_uses_less_than_a_tenth_of_a_core(mpi_ranks, transport):
+def test_an_idle_rank_uses_less_than_a_tenth_of_a_core(mpi_ranks, transport):
     assert share_of_a_core(transport, 2.0, time.process_time) < 0.1
 
 

@@ -229,7 +229,9 @@ def look_first(transport: Transport, folder: Path) -> list[float]:
         transport.gather_text(None)
         start = time.perf_counter()
         if near:
-            transport.exchange(outgoing, near[0], incoming, near[1], tag)
+            receive = transport.start_recv(incoming, near[1], tag)
+            transport.send(outgoing, near[0], tag)
+            receive.wait()
             seconds.append(time.perf_counter() - start)
     return seconds
 
@@ -272,7 +274,9 @@ def look_network(transport: Transport, folder: Path) -> list[str] | None:
         return None
     outgoing, incoming = np.zeros(SENT, np.uint8), np.zeros(SENT, np.uint8)
     before = sent_bytes()
-    transport.exchange(outgoing, near[0], incoming, near[1], tag)
+    receive = transport.start_recv(incoming, near[1], tag)
+    transport.send(outgoing, near[0], tag)
+    receive.wait()
     after = sent_bytes()
     return sorted(name for name in after if after[name] - before.get(name, 0) > SENT // 4)
 

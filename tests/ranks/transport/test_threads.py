@@ -141,34 +141,11 @@ def test_a_lossy_all_reduce_that_one_rank_leaves_is_a_deadlock(way):
         assert text.count(" waits in ") == 3 and "no message\n" not in text, text
 
 
-def test_a_deadlock_in_wait_any_names_each_request_of_every_rank():
-    def wait(transport):
-        n, rank = transport.size, transport.rank
-        elsewhere = transport.start_recv(np.zeros(9), rank)
-        requests = [
-            transport.start_recv(np.zeros(2), (rank + 1) % n, tag=4),
-            transport.start_recv_any(np.zeros(3), tag=5),
-        ]
-        text = raises_comm_error(lambda: transport.wait_any(requests))
-        assert "72 bytes" not in text and elsewhere.source == -1, "only what is waited for is named"
-        return text
-
-    waits = [
-        f"wait_any of (recv from rank {after}, tag 4, 16 bytes; recv from any rank, tag 5, 24 bytes)"
-        for after in (1, 2, 0)
-    ]
-    for rank, text in enumerate(run_ranks(3, wait)):
-        assert text == (
-            f"CommError: rank {rank}: {waits[rank]} cannot complete: every rank waits and no message can move.\n"
-            + "\n".join(f"           rank {other} waits in {waits[other]}" for other in range(3))
-        )
-
-
 def test_ranks_that_wait_in_different_ways_are_one_deadlock():
     def wait(transport):
         receive = transport.start_recv(np.zeros(1), 0, tag=transport.rank)
         ways = [
-            lambda: transport.wait_any([receive]),
+            lambda: transport.wait_until(receive.test, what=receive),
             receive.wait,
             lambda: transport.wait_until(receive.test),
         ]
@@ -176,7 +153,7 @@ def test_ranks_that_wait_in_different_ways_are_one_deadlock():
 
     for text in run_ranks(4, wait):
         for what in (
-            "wait_any of (recv from rank 0, tag 0, 8 bytes)",
+            "recv from rank 0, tag 0, 8 bytes",
             "recv from rank 0, tag 1, 8 bytes",
             "recv from rank 0, tag 2, 8 bytes",
             "barrier",
@@ -190,9 +167,7 @@ def test_a_rank_that_waits_while_another_computes_is_no_deadlock():
             time.sleep(0.1)
             transport.send(np.ones(1), 1)
         else:
-            transport.wait_any(
-                [transport.start_recv(np.zeros(1), 0), transport.start_recv_any(np.zeros(1), tag=9)]
-            )
+            transport.wait_until(transport.start_recv(np.zeros(1), 0).test)
 
     run_ranks(2, late)
 

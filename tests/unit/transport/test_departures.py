@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpitrain.transport.base import AnyOf
 from mpitrain.transport.failures import Guard, MpiJob, needs
 from mpitrain.transport.mpi import MpiTransport, SendRequest
 from mpitrain.transport.native import bind_native_all_reduce
@@ -37,12 +36,6 @@ def request(job, peer):
 )
 def test_a_request_needs_its_peer_or_all_ranks_of_a_collective(peer, left, needed, job):
     assert needs(request(job, peer), left) == needed
-
-
-def test_a_wait_for_any_request_needs_the_ranks_of_all(job):
-    two = [request(job, 1), request(job, 2)]
-    assert not needs(AnyOf(two), {4}) and needs(AnyOf(two), {4, 5})
-    assert not needs(AnyOf([*two, "of another kind"]), {4, 5})
 
 
 def test_a_wait_for_progress_needs_the_ranks_of_all_requests(job):

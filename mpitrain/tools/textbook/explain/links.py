@@ -102,13 +102,8 @@ class SlowTransport(ThreadTransport):
         free = self._network.sent((self.context, source, target, tag), source, target, array.nbytes)
         return _Timed(super().start_send(array, to, tag), lambda _: free)
 
-    def start_recv(self, array: np.ndarray, source: int, tag: int = 0) -> Any:
-        return self._received(super().start_recv(array, source, tag), tag, source)
-
-    def start_recv_any(self, array: np.ndarray, tag: int = 0) -> Any:
-        return self._received(super().start_recv_any(array, tag), tag, None)
-
-    def _received(self, request: Request, tag: int, source: int | None) -> Request:
+    def start_recv(self, array: np.ndarray, source: int | None, tag: int = 0) -> Any:
+        request: Any = super().start_recv(array, source, tag)
         target = self.members[self.rank]
 
         def due(received: Request) -> float:
