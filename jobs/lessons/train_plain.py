@@ -121,7 +121,8 @@ class Replica:
             raise FloatingPointError(f"step {number + 1}: {nonfinite:.0f} gradients are not finite")
         clip = min(1.0, config.optimizer.clip / math.sqrt(squares))
         lr = learning_rate(config.optimizer, number, config.run.steps)
-        self.optimizer.update(self.whole, self.parameters, self.sums, clip, lr, number + 1)
+        arrays = {self.whole: (self.parameters, self.sums, None)}  # no mirror in 16 bits
+        self.optimizer.update(arrays, clip, lr, number + 1)
         return loss
 
 

@@ -20,7 +20,7 @@ from mpitrain.layers.flat import GRAIN, Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
 from mpitrain.ops.codes import BLOCK, Map, block_count, decode, encode
-from mpitrain.optim.rule import BlockWise, HyperParameters, Update, Views, group_of
+from mpitrain.optim.rule import BlockWise, HyperParameters, Update, group_of
 from mpitrain.regions import Piece, moved, overlap
 
 LEAST = 4096
@@ -200,9 +200,6 @@ class CodedUpdates:
             name: CodedState(every_region, length, storage.dtype, of, backend)
             for name, of in step.maps.items()
         }
-
-    def sum_facts(self, views: Views, update: Update) -> None:
-        """Do nothing: no element depends on another one."""
 
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update

@@ -9,7 +9,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend
 from mpitrain.ops import Ops
-from mpitrain.optim.rule import BlockWise, ElementWise, Update, Views, group_of
+from mpitrain.optim.rule import Arrays, BlockWise, ElementWise, Update, group_of
 from mpitrain.optim.rules import RULES
 from mpitrain.optim.state import ALONE, FactSums, StateBuffer, layout_of
 from mpitrain.regions import Piece
@@ -67,9 +67,6 @@ class ElementUpdates:
             )
             for piece in pieces
         }
-
-    def sum_facts(self, views: Views, update: Update) -> None:
-        """Do nothing: no element depends on another one."""
 
     def update(
         self, piece: Piece, parameters: Any, gradients: Any, mirror: Any, update: Update
@@ -132,6 +129,7 @@ class Optimizer:
             name: layout_of(shape, storage, self.pieces) for name, shape in rule.state.items()
         }
         self._updates: Any
+        self._sum_facts: Callable[[Arrays, Update], None] | None = None
         if isinstance(rule.step, BlockWise):
             from mpitrain.optim.coded import CodedUpdates
 
@@ -155,6 +153,7 @@ class Optimizer:
             self._updates = TensorUpdates(
                 rule.step, settings, storage, pieces, self.state, views, backend, sums
             )
+            self._sum_facts = self._updates.sum_facts
 
     def arrays(self) -> list[StateBuffer]:
         return [
@@ -164,39 +163,26 @@ class Optimizer:
             for name, array in self.state.items()
         ]
 
-    def sum_facts(
-        self, views: Views, scale: float, lr: float, step: int, delayed: bool = False
-    ) -> None:
-        """Compute sums over whole tensors, before the first `update` of a step; collective.
-
-        Only a tensor-wise rule needs such sums.
-
-        views  (piece) -> its parameters and gradients; the other arguments are those of `update`
-        """
-        self._updates.sum_facts(views, self._update(scale, lr, step, delayed))
-
     def update(
         self,
-        piece: Piece,
-        parameters: Any,
-        gradients: Any,
+        arrays: Arrays,
         scale: float,
         lr: float,
         step: int,
         delayed: bool = False,
-        mirror: Any = None,
+        updated: Callable[[Piece], object] = bool,
     ) -> None:
-        """Update the parameters of a piece in place, from `scale` times its gradients.
+        """Update the parameters of all pieces in place, from `scale` times their gradients; collective
+        with a tensor-wise rule.
 
-        parameters  as long as the piece
-        gradients   as long as the piece
-        step        number of this update, as `Update.step`
-        delayed     as `Update.delayed`
-        mirror      as long as the piece; receives the rounded parameters in the same pass;
-                    None: there is no mirror
+        arrays   of all pieces; a mirror receives the rounded parameters in the same pass
+        step     number of this update, as `Update.step`
+        delayed  as `Update.delayed`
+        updated  called after each piece
         """
-        update = self._update(scale, lr, step, delayed)
-        self._updates.update(piece, parameters, gradients, mirror, update)
-
-    def _update(self, scale: float, lr: float, step: int, delayed: bool) -> Update:
-        return Update(self.settings, self._ops, self._arena, scale, lr, step, delayed)
+        update = Update(self.settings, self._ops, self._arena, scale, lr, step, delayed)
+        if self._sum_facts:
+            self._sum_facts(arrays, update)
+        for piece, (parameters, gradients, mirror) in arrays.items():
+            self._updates.update(piece, parameters, gradients, mirror, update)
+            updated(piece)

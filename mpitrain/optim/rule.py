@@ -67,8 +67,8 @@ def scalar(tensor: Parameter) -> tuple[int, ...]:
     return ()
 
 
-Views = Callable[[Piece], tuple[Any, Any]]
-"""(piece) -> its parameters and gradients, as long as the piece."""
+Arrays = Mapping[Piece, tuple[Any, Any, Any]]
+"""{piece: its parameters, gradients and mirror, as long as the piece}; a mirror of None: there is none."""
 
 
 class Update(NamedTuple):

@@ -10,13 +10,13 @@ from mpitrain.layers.base import Parameter
 from mpitrain.layers.flat import Entry, Storage
 from mpitrain.machine.backend import Backend
 from mpitrain.optim.rule import (
+    Arrays,
     HyperParameters,
     MatrixBlock,
     Shape,
     TensorPiece,
     TensorWise,
     Update,
-    Views,
     group_of,
 )
 from mpitrain.optim.state import FactSums, laid_out, touched
@@ -262,7 +262,7 @@ class TensorUpdates:
             sums.shards if step.whole else None,
         )
 
-    def sum_facts(self, views: Views, update: Update) -> None:
+    def sum_facts(self, arrays: Arrays, update: Update) -> None:
         """Sum the facts of all rounds over all pieces; collective.
 
         Then compute the results of whole tensors whose elements are on several ranks.
@@ -270,7 +270,7 @@ class TensorUpdates:
         for each, sums in zip(self._step.rounds, self._sums, strict=True):
             sums.vector.fill(0)
             for piece, fragments in self._fragments.items():
-                parameters, gradients = views(piece)
+                parameters, gradients, _ = arrays[piece]
                 for fragment in fragments:
                     each.add(
                         self._piece(piece, fragment, parameters, gradients, None),
@@ -279,14 +279,14 @@ class TensorUpdates:
             for view in sums.uncounted:
                 view.fill(0)
             sums.run()
-        self._run_divided(views, update)
+        self._run_divided(arrays, update)
 
-    def _run_divided(self, views: Views, update: Update) -> None:
+    def _run_divided(self, arrays: Arrays, update: Update) -> None:
         whole, divided = self._step.whole, self._results.tensors
         if whole is None or not divided:
             return
         for piece, fragments in self._fragments.items():
-            parameters, gradients = views(piece)
+            parameters, gradients, _ = arrays[piece]
             for fragment in fragments:
                 if fragment.entry.name in divided:
                     tensor_piece = self._piece(piece, fragment, parameters, gradients, None)

@@ -14,6 +14,7 @@ from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import ConfigError
 from mpitrain.machine.arena import Arena
 from mpitrain.optim.state import FactSums
+from mpitrain.transport.agreement import listed
 from mpitrain.transport.base import Transport
 
 
@@ -123,19 +124,20 @@ def check_hosts(
     algorithm, tp_algorithm, tied  as of `Grid` and `Grid.place_model`
     """
     alike = axes.tp == 1 or lie_alike(axes, hosts)
-    groups = dict[tuple[Any, ...], list[str]]()
+    groups = dict[tuple[Any, ...], list[int]]()
     for rank in range(axes.ranks - axes.servers):
-        here, host = axes.coords(rank), hosts[rank]
-        groups.setdefault((tp_algorithm or algorithm, here._replace(tp=-1)), []).append(host)
+        here = axes.coords(rank)
+        groups.setdefault((tp_algorithm or algorithm, here._replace(tp=-1)), []).append(rank)
         own = algorithm if alike else "ring"
-        groups.setdefault((own, here._replace(dp=-1, cp=-1)), []).append(host)
+        groups.setdefault((own, here._replace(dp=-1, cp=-1)), []).append(rank)
         for name, stages in tied.items():
             if here.pp in stages:
-                groups.setdefault((algorithm, here._replace(pp=-1), name), []).append(host)
-    for (name, *_), of_group in groups.items():
+                groups.setdefault((algorithm, here._replace(pp=-1), name), []).append(rank)
+    for (name, *_), ranks in groups.items():
         row = algorithm_table.ALL_REDUCE.get(name)
-        if refusal := row and row.refusal(Topology(of_group)):
-            raise refusal
+        if refusal := row and row.refusal(Topology([hosts[rank] for rank in ranks])):
+            among = f"On rank {listed(ranks, hosts)}: " if len(ranks) < len(hosts) else ""
+            raise ConfigError(f"{among}{refusal.law}", refusal.way_out)
 
 
 EXPERTS = "ep"

@@ -782,16 +782,11 @@ class Replica:
 
         step  number of this update, from 1; skipped updates do not count
         """
-        owned, summed, delayed = self.owned, self.summed, self.buckets.delayed
-        self.optimizer.sum_facts(
-            lambda piece: (owned[piece], summed[piece]), scale, lr, step, delayed
-        )
-        for piece, parameters in owned.items():
-            mirror = self.mirrors.get(piece)
-            self.optimizer.update(
-                piece, parameters, summed[piece], scale, lr, step, delayed, mirror
-            )
-            self.updated(piece)
+        arrays = {
+            piece: (parameters, self.summed[piece], self.mirrors.get(piece))
+            for piece, parameters in self.owned.items()
+        }
+        self.optimizer.update(arrays, scale, lr, step, self.buckets.delayed, self.updated)
 
     def updated(self, piece: Piece) -> None:
         """Pass an updated piece on to the other ranks; here all of them update it themselves."""

@@ -190,6 +190,17 @@ class Transport(Protocol):
         """
         self.start_recv(array, source, tag).wait()
 
+    def exchange(
+        self, outgoing: np.ndarray, to: int, incoming: np.ndarray, source: int, tag: int = 0
+    ) -> None:
+        """Send one array and receive another at the same time, as MPI_Sendrecv.
+
+        A ring in which every rank calls this cannot deadlock. The arrays must not overlap.
+        """
+        receive = self.start_recv(incoming, source, tag)
+        self.start_send(outgoing, to, tag).wait()
+        receive.wait()
+
     def start_send(self, array: np.ndarray, to: int, tag: int = 0) -> Request:
         """Begin to send an array, as MPI_Isend; arguments and errors as `send`.
 

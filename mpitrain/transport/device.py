@@ -116,7 +116,7 @@ class DeviceTransport:
     """
 
     admits_threads = False
-    send, recv = Transport.send, Transport.recv
+    send, recv, exchange = Transport.send, Transport.recv, Transport.exchange
 
     def __init__(self, host: Transport, backend: DeviceBackend):
         self.backend, self.under_way = backend, UnderWay()
@@ -400,9 +400,7 @@ def exchange_is_right(transport: Transport, backend: DeviceBackend) -> bool:
     for count in COUNTS:
         sent = np.arange(count, dtype=np.float32) + 1
         outgoing, incoming = backend.from_host(sent), backend.zeros(count, np.float32)
-        receive = transport.start_recv(incoming, transport.rank)
-        transport.send(outgoing, transport.rank)
-        receive.wait()
+        transport.exchange(outgoing, transport.rank, incoming, transport.rank)
         if not (on_device(incoming) and np.array_equal(backend.to_host(incoming), sent)):
             return False
     return True

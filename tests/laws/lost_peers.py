@@ -55,6 +55,9 @@ CALLS = {
     "send": lambda transport, peer: transport.send(np.zeros(LARGE), peer),
     "recv": lambda transport, peer: transport.recv(np.zeros(4), peer),
     "recv-any": lambda transport, peer: transport.start_recv(np.zeros(4), None).wait(),
+    "exchange": lambda transport, peer: transport.exchange(
+        np.zeros(LARGE), peer, np.zeros(LARGE), peer
+    ),
     "wait-until": poll,
     "barrier": lambda transport, peer: transport.barrier(),
     "split": split,

@@ -52,11 +52,13 @@ class ParameterLaws:
     def law_an_update_shows_on_every_rank_after_a_sync(self, trainer):
         replica, flat, pieces = trainer.replica, coded(trainer), []
 
-        def write(piece, parameters, gradients, scale, lr, step, delayed, mirror):
-            pieces.append(piece)
-            for view in (parameters, mirror):
-                if view is not None:
-                    view[...] = flat[piece.start : piece.stop]
+        def write(arrays, scale, lr, step, delayed, updated):
+            for piece, (parameters, _, mirror) in arrays.items():
+                pieces.append(piece)
+                for view in (parameters, mirror):
+                    if view is not None:
+                        view[...] = flat[piece.start : piece.stop]
+                updated(piece)
 
         replica.optimizer.update = write
         replica.apply(1.0, 0.0, 1)

@@ -31,13 +31,6 @@ def raises_comm_error(call) -> str:
     raise AssertionError("no CommError was raised")
 
 
-def exchange(transport, outgoing, to: int, incoming, source: int) -> None:
-    """Send one array and receive another at the same time."""
-    receive = transport.start_recv(incoming, source)
-    transport.send(outgoing, to)
-    receive.wait()
-
-
 def first_complete(transport, requests) -> int:
     """The index of a complete request, once there is one."""
     transport.wait_until(lambda: any(request.test() for request in requests))
@@ -101,7 +94,7 @@ class TransportLaws:
         ):
             for count in (0, 1, 3, 1001, 1 << 15):
                 incoming = np.ones(count, dtype)
-                exchange(transport, coded(transport.rank, count, dtype), after, incoming, before)
+                transport.exchange(coded(transport.rank, count, dtype), after, incoming, before)
                 assert np.array_equal(incoming, coded(before, count, dtype))
 
     def law_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(self, transport):
@@ -214,7 +207,7 @@ class TransportLaws:
         assert part.hosts == tuple(transport.hosts[rank] for rank in members)
         incoming = np.zeros(3)
         after, before = (part.rank + 1) % part.size, (part.rank - 1) % part.size
-        exchange(part, coded(part.rank, 3), after, incoming, before)
+        part.exchange(coded(part.rank, 3), after, incoming, before)
         assert np.array_equal(incoming, coded((part.rank - 1) % part.size, 3))
         alone = transport.split(None if transport.rank else 0)
         assert (alone is None) == (transport.rank > 0)
@@ -272,8 +265,8 @@ class TransportLaws:
 
     def law_traffic_counts_what_was_sent_by_hand(self, transport):
         messages, nbytes = transport.traffic.messages, transport.traffic.nbytes
-        exchange(transport, np.ones(7), transport.rank, np.ones(7), transport.rank)
-        exchange(transport, np.ones(0), transport.rank, np.ones(0), transport.rank)
+        transport.exchange(np.ones(7), transport.rank, np.ones(7), transport.rank)
+        transport.exchange(np.ones(0), transport.rank, np.ones(0), transport.rank)
         transport.barrier()
         transport.gather_text("not counted")
         native_all_reduce(transport, np.ones(3))

@@ -229,9 +229,7 @@ def look_first(transport: Transport, folder: Path) -> list[float]:
         transport.gather_text(None)
         start = time.perf_counter()
         if near:
-            receive = transport.start_recv(incoming, near[1], tag)
-            transport.send(outgoing, near[0], tag)
-            receive.wait()
+            transport.exchange(outgoing, near[0], incoming, near[1], tag)
             seconds.append(time.perf_counter() - start)
     return seconds
 
@@ -274,9 +272,7 @@ def look_network(transport: Transport, folder: Path) -> list[str] | None:
         return None
     outgoing, incoming = np.zeros(SENT, np.uint8), np.zeros(SENT, np.uint8)
     before = sent_bytes()
-    receive = transport.start_recv(incoming, near[1], tag)
-    transport.send(outgoing, near[0], tag)
-    receive.wait()
+    transport.exchange(outgoing, near[0], incoming, near[1], tag)
     after = sent_bytes()
     return sorted(name for name in after if after[name] - before.get(name, 0) > SENT // 4)
 

@@ -75,7 +75,7 @@ def step(compute, micro_batches=1):
             dy = backward(unit.layer, w, dy, saved.pop(), dw, arena)
     ops.gradient_facts(flat, arena)
     optimizer = OptimizerOfRank(Optimizer(), storage, [whole], ops, HostBackend(), arena)
-    optimizer.update(whole, masters, flat, 1.0, 1e-3, 1, mirror=mirror)
+    optimizer.update({whole: (masters, flat, mirror)}, 1.0, 1e-3, 1)
     return kernels.names
 
 

@@ -168,9 +168,9 @@ def test_steps_follow_those_of_adamw_and_leave_small_tensors_bitwise_equal():
         rng = np.random.default_rng(1)
         for step in range(1, 11):
             gradients = rng.standard_normal(STORAGE.length).astype(np.float32)
-            for piece in pieces:
-                here = slice(piece.start, piece.stop)
-                own.update(piece, flat[here], gradients[here], 1.0, 0.01, step)
+            here = {piece: slice(piece.start, piece.stop) for piece in pieces}
+            arrays = {piece: (flat[at], gradients[at], None) for piece, at in here.items()}
+            own.update(arrays, 1.0, 0.01, step)
         parameters[name] = flat
     one, other = parameters.values()
     for entry in STORAGE.entries:

@@ -111,17 +111,15 @@ def stepped(name, groups, steps=10, kind="cpu"):
         section, storage, pieces, device.ops, device.backend, device.arena()
     )
     gradients, flat = [], np.zeros(storage.length)
-    views = {
-        piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop])
+    arrays = {
+        piece: (parameters[piece.start : piece.stop], flat[piece.start : piece.stop], None)
         for piece in pieces
     }
     for step in range(1, steps + 1):
         for entry in storage.entries:
             entry.view(flat)[...] = rng.standard_normal(entry.parameter.local_shape)
         gradients.append({entry.name: entry.view(flat).copy() for entry in storage.entries})
-        optimizer.sum_facts(views.__getitem__, 0.5, 0.03, step)
-        for piece in pieces:
-            optimizer.update(piece, *views[piece], 0.5, 0.03, step)
+        optimizer.update(arrays, 0.5, 0.03, step)
     found = {entry.name: entry.view(parameters).copy() for entry in storage.entries}
     return section, start, gradients, found
 

@@ -52,8 +52,7 @@ def stepped(kind, *settings, steps=STEPS):
             entry.view(drawn)[...] = rng.standard_normal(entry.parameter.local_shape)
         gradients.append(tensors(storage, SCALE * drawn))
         backend.put(flat, drawn)
-        optimizer.sum_facts(lambda piece: (parameters, flat), SCALE, LR, step)
-        optimizer.update(piece, parameters, flat, SCALE, LR, step)
+        optimizer.update({piece: (parameters, flat, None)}, SCALE, LR, step)
     return section, start, gradients, tensors(storage, backend.to_host(parameters))
 
 
