@@ -60,6 +60,7 @@ class ParameterLaws:
                         view[...] = flat[piece.start : piece.stop]
                 updated(piece)
 
+        replica.sync()
         replica.optimizer.update = write
         replica.apply(1.0, 0.0, 1)
         replica.sync()
