@@ -13,9 +13,21 @@ from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.steps import Plan, Step, Transfer
 from mpitrain.layers.flat import Bucket
 from mpitrain.optim.state import StateBuffer
-from mpitrain.parallel.mode import SINGLE_RANKS, Sizes, has_outer
-from mpitrain.parallel.replica import Replica, SkippedUpdates, StepResult, mean_of, whole
+from mpitrain.parallel.replica import (
+    SINGLE_RANKS,
+    Replica,
+    Sizes,
+    SkippedUpdates,
+    StepResult,
+    mean_of,
+    whole,
+)
 from mpitrain.regions import Piece
+
+
+def has_outer(settings: config.Replication) -> bool:
+    """Return whether local SGD has an outer optimizer (DiLoCo), which keeps two more buffers."""
+    return settings.outer_lr != 1 or settings.outer_momentum != 0
 
 
 class SkippedByWorker(SkippedUpdates):

@@ -13,8 +13,7 @@ from mpitrain.layers.flat import Bucket
 from mpitrain.machine.backend import copy_rows
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.grid import share
-from mpitrain.parallel.mode import SINGLE_RANKS, Sizes
-from mpitrain.parallel.replica import Replica, whole
+from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, whole
 from mpitrain.regions import Piece
 
 ROOT = 0

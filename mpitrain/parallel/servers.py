@@ -23,8 +23,7 @@ from mpitrain.layers.flat import Bucket, Span, dealt
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets
 from mpitrain.parallel.grid import Grid
-from mpitrain.parallel.mode import SINGLE_RANKS, Sizes
-from mpitrain.parallel.replica import Replica, StepResult, compact, spread
+from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, StepResult, compact, spread
 from mpitrain.regions import Piece
 from mpitrain.transport.base import Request, Transport
 

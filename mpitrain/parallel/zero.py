@@ -51,8 +51,7 @@ from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
 from mpitrain.parallel.grid import EXPERTS, Grid, share
-from mpitrain.parallel.mode import Sizes
-from mpitrain.parallel.replica import FrozenParameters, Replica, compact, spread, whole
+from mpitrain.parallel.replica import FrozenParameters, Replica, Sizes, compact, spread, whole
 from mpitrain.regions import Piece
 from mpitrain.transport.base import Transport
 

@@ -194,7 +194,3 @@ class AsyncPipeline(Pipeline):
 
 def _no_forward(*arguments: Any) -> None:
     raise AssertionError(arguments)
-
-
-def pipeline_for(schedule: str) -> type[Pipeline]:
-    return AsyncPipeline if schedule in STREAMS else Pipeline

@@ -17,8 +17,8 @@ from mpitrain.optim import RULES, state_bytes
 from mpitrain.optim.rule import BlockWise
 from mpitrain.parallel.buckets import kept_apart, slots_of
 from mpitrain.parallel.grid import divisor
-from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import mode_of
+from mpitrain.parallel.replica import Sizes
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport

@@ -23,7 +23,9 @@ from mpitrain.parallel.grid import Grid, share
 from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
-from mpitrain.pipeline.async_pipeline import pipeline_for
+from mpitrain.pipeline.async_pipeline import AsyncPipeline
+from mpitrain.pipeline.pipeline import Pipeline
+from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, agree_on
@@ -354,7 +356,7 @@ class Trainer:
             self._loads = np.zeros((2, experts))
             self._sum_of_loads = grid.world.bind(self._loads)
         dtype = job.device.half or self.storage.dtype
-        self.pipe = pipeline_for(self.config.pipeline.schedule)(
+        self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
             job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
         )
         output_shape = partial(self.pipe.input_shape, len(chunks))

@@ -10,8 +10,8 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
 from mpitrain.parallel.grid import Axes, divisor
-from mpitrain.parallel.mode import Sizes
 from mpitrain.parallel.modes import is_synchronous, mode_of, servers_of
+from mpitrain.parallel.replica import Sizes
 from mpitrain.run.build import alone
 from mpitrain.run.checkpoint.snapshot import KEPT
 from mpitrain.run.count.step import Counter
