@@ -142,6 +142,7 @@ MODES: tuple[tuple[str, int, dict], ...] = (
     ("ZeRO 3", 3, {"replication.zero": 3, **COPIED}),
     ("cp 2", 4, {"layout.cp": 2}),
     ("tp 2, one replica", 2, {"layout.tp": 2, **COPIED}),
+    ("ep 2", 4, {"layout.ep": 2, "model.experts": 4}),
 )
 """(name, ranks with a place, settings) of the jobs with spares."""
 WAYS: tuple[tuple[str, int], ...] = (

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.config import Config
+from mpitrain.config import Config, Layout
 from mpitrain.config.faults import of_ranks
 from mpitrain.data import Source, Unopened
 from mpitrain.errors import ConfigError, MpitrainError, PeerLost, TrainingError
@@ -161,12 +161,11 @@ class Recovery:
         if all(place.number in self._root.living for place in before):
             raise TrainingError(f"Messages fail although no rank is lost: {law}")
         layout, size = self._config.layout, self._root.size
-        whole = layout.tp * layout.pp * layout.cp
-        if min(Counter(place.replica for place in places).values()) < whole:
+        if min(Counter(place.replica for place in places).values()) < whole(layout):
             raise PeerLost(
-                f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp} "
-                f"ranks, and {len(self._root.living)} are left.",
-                "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp and --cp.",
+                f"No replica is whole after the loss: each needs tp {layout.tp} x pp {layout.pp} x cp {layout.cp}"
+                f"{f' x ep {layout.ep}' * (layout.ep > 1)} ranks, and {len(self._root.living)} are left.",
+                "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp, --cp and --ep.",
             ).on_every_rank()
         lost, left, replaced = changed_places = change(before, places, self._root.living)
         self.facts = {"lost": lost, **({"left": left} if left else {})}
@@ -285,13 +284,18 @@ class Recovery:
         self._root.abort(error.named())
 
 
+def whole(layout: Layout) -> int:
+    """Return the number of ranks that have the whole state: a replica's, or those of layout.ep replicas."""
+    return layout.tp * layout.pp * layout.cp * layout.ep
+
+
 def replica_of(config: Config, rank: int, ranks: int) -> int:
-    """Return the number of a rank's replica; a rank that is one, and a server, has its own."""
+    """Return the number of the `whole` ranks with this one; a rank that is whole, and a server, has its own."""
     layout, servers = config.layout, servers_of(config.replication, config.pipeline.schedule)
-    size = layout.tp * layout.pp * layout.cp
-    if size == 1:
+    if whole(layout) == 1:
         return rank
-    return Axes(layout.tp, max(1, ranks // size), layout.pp, servers, layout.cp).coords(rank).dp
+    dp = max(1, ranks // whole(layout)) * layout.ep
+    return Axes(layout.tp, dp, layout.pp, servers, layout.cp).coords(rank).dp // layout.ep
 
 
 def updates_alone(config: Config) -> bool:
@@ -305,7 +309,7 @@ def updates_alone(config: Config) -> bool:
 def check(config: Config, transport: Transport) -> None:
     """Raise ConfigError, on every rank, if a run of these ranks cannot lose one."""
     layout, replication = config.layout, config.replication
-    size = layout.tp * layout.pp * layout.cp
+    size = whole(layout)
     replicas = (transport.size - servers_of(config.replication, config.pipeline.schedule)) // size
     why, _, way_out = transport.needs_all.partition("; ")
     schedule = config.pipeline.schedule
@@ -320,11 +324,6 @@ def check(config: Config, transport: Transport) -> None:
             layout.dp,
             f"a number of replicas that may fall, but layout.dp is {layout.dp}",
             "Leave --dp out.",
-        ),
-        (
-            layout.ep > 1,
-            f"replicas that are whole, but layout.ep is {layout.ep}",
-            "Leave --ep out.",
         ),
         (
             not is_synchronous(config.replication, config.pipeline.schedule),

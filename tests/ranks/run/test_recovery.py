@@ -25,6 +25,7 @@ from tests.processes import SECONDS
 from tests.runs import go, records
 
 F32 = "precision.compute=float32"
+EXPERTS = ["layout.ep=2", "model.experts=4"]
 COPIES = ["run.copies_every=2", "checkpoint.every=4"]
 
 
@@ -280,6 +281,8 @@ def test_a_damaged_replica_leaves_as_a_whole(ranks, killed, more, begun, setting
             ["layout.pp=2", "batch.micro_batches=2", *COPIES],
             [2, 4, 1, "copies", None, [[1, 2]]],
         ),
+        (4, 1, (2,), EXPERTS, [4, 5, 1, "ranks", None, [[2, 4]]]),
+        (4, 1, (0, 1), [*EXPERTS, "replication.zero=3", *COPIES], [2, 4, 2, "copies", None, None]),
         (4, 1, (0, 2, 3), ["layout.cp=2"], [2, 5, 3, "ranks", None, [[0, 4]]]),
         (4, 0, (0, 3), ["layout.tp=2"], [2, 5, 2, "ranks", None, [[0, 2]]]),
     ],
