@@ -62,12 +62,13 @@ def python_ranks(ranks, code, folder):
     return run(["mpirun", "-n", ranks, sys.executable, "-c", code], cwd=folder)
 
 
-def calls_of_one_start(ranks, calls, folder, code):
+def calls_of_one_start(ranks, calls, folder, code, before=""):
     """What ranks of one start say of each call, one call after another, and print; `code` is the exit code of all ranks, of
-    every call or a list of one for each.
+    every call or a list of one for each. `before` is a line of Python that comes first.
     """
     program = (
         "import sys; from mpi4py import MPI; from mpitrain.cli import main\n"
+        f"{before}\n"
         f"for words in {calls!r}:\n"
         "    ended = []\n"
         "    try: main(words)\n"

@@ -3,7 +3,7 @@
     overlap.py ROWS BLOCKS STEPS [SECTION.KEY=VALUE ...]
 
 Started by jobs/prove/overlap.sh on one rank per host.
-In turns, BLOCKS times STEPS training steps of the GPT of `mpitrain bench train`
+In turns, BLOCKS times STEPS training steps of the job gpt of `mpitrain compare`
 with ROWS sequences per rank: of each rank alone, of the reductions alone, of both in the ways there are to overlap them, and of
 PyTorch DDP over gloo if it is installed. Exposed is what a step takes longer than it does alone, over what the reductions take.
 """
@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from statistics import median
 
-from mpitrain.cli.bench.train import SHAPE
+from mpitrain.cli.compare import gpt
 from mpitrain.cli.session import mpi_session
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
@@ -41,7 +41,6 @@ def measure(transport, rows, blocks, steps, changes):
 
     def job(where, *settings):
         shape = {
-            **SHAPE,
             "batch.size": rows * where.size,
             "replication.algorithm": "ring",
             "device.kind": "cpu",
@@ -50,7 +49,13 @@ def measure(transport, rows, blocks, steps, changes):
             where,
             parse(
                 with_settings(
-                    {}, [*(f"{key}={value}" for key, value in shape.items()), *settings, *changes]
+                    {},
+                    [
+                        *gpt(),
+                        *(f"{key}={value}" for key, value in shape.items()),
+                        *settings,
+                        *changes,
+                    ],
                 )
             ),
         )

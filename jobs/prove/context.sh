@@ -10,5 +10,5 @@ jobs/hosts/hosts.sh up 4
 job=(--set model.layers=2 --set model.width=64 --set batch.size=1 --set run.eval_rows=1)
 for tokens in ${1:-1024 4096 16384}; do
     jobs/hosts/hosts.sh mpi 4 env OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 mpitrain compare --steps 3 \
-        --modes ulysses4,ring4,tp4,tp4+sequence "${job[@]}" --set "model.context=$tokens" "${@:2}"
+        ulysses4 ring4 tp4 tp4+sequence "${job[@]}" --set "model.context=$tokens" "${@:2}"
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a thread that moves reductions hides of them behind the backward pass, between two hosts joined by 200 Mbit/s: steps of the
-# GPT of `mpitrain bench train` in turns without overlap, with messages moved between layers only, and with the thread; PyTorch
+# job gpt of `mpitrain compare` in turns without overlap, with messages moved between layers only, and with the thread; PyTorch
 # DDP over gloo, if it is installed, beside them. With 16 rows the reductions take longer than the backward pass, with 32 about
 # as long. First a claim: where compute sleeps, all-reduce and ZeRO 1, 2 and 3 with overlap expose at most 30 % of the communication
 # that they expose without. About 5 minutes on two free cores; makes hosts out of network namespaces, needs root and a C compiler.

@@ -11,7 +11,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for late in "random:$ms:0.25" "3:$ms"; do
     for run in server-sync:2 server-bounded:2 server-bounded:8 server-async:2; do
-        "$python" -m mpitrain launch -n 5 -- compare --modes "${run%:*}" --steps "$steps" --blocks 1 --json "$folder/$late,$run.json" \
+        "$python" -m mpitrain launch -n 5 -- compare "${run%:*}" --steps "$steps" --blocks 1 --json "$folder/$late,$run.json" \
             --set replication.staleness="${run#*:}" --set run.delay="random:$ms:1,$late" --set model.layers=1 \
             --set model.width=16 --set model.context=16 --set batch.size=8 > "$folder/log" 2>&1 || { tail -5 "$folder/log"; exit 1; }
     done
@@ -29,7 +29,8 @@ for late, said in ((f"random:{ms}:0.25", "1/4 of all"), (f"3:{ms}", "rank 3's"))
         row, = json.loads((folder / f"{late},{run}.json").read_text())["rows"]
         name, bound = run.removeprefix("server-").split(":")
         name += f"({bound})" * (name == "bounded")
-        ratios[name] = row["samples_per_s"] / ratios.setdefault("base", row["samples_per_s"])
+        rate = row["samples"] / row["step_s"]
+        ratios[name] = rate / ratios.setdefault("base", rate)
         broken = name.startswith("bounded") and not (
             row["lead"] <= int(bound) and row["staleness"] <= (workers - 1) * (2 * int(bound) + 1))
         missed |= broken

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 PAGES = Path("mpitrain/tools/bench/README.md"), Path("mpitrain/tools/plan/README.md")
-BLOCK = re.compile(r"^```\n(\$ mpitrain (launch -n \d+ -- (?:compare --job|plan tricks) .*)\n)(?:.*\n)*?```$", re.M)
+BLOCK = re.compile(r"^```\n(\$ mpitrain (launch -n \d+ -- compare (?:--job|--tricks) .*)\n)(?:.*\n)*?```$", re.M)
 LAST = "step ms: "  # the formulas below it stand on the page of replication
 
 for path in PAGES:

@@ -65,7 +65,8 @@ COMMANDS = {
         "Measure collectives on all ranks of the MPI job: mpitrain launch -n 4 -- bench all-reduce",
     ),
     "compare": Listed(
-        "compare", "Train one job in several modes, in turns, on all ranks of the MPI job."
+        "compare",
+        "Measure one job with several settings, and other programs, in turns: launch -n 2 -- compare ring zero3+tp2",
     ),
     "plan": Listed(
         "plan.command",

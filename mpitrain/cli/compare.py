@@ -1,21 +1,27 @@
-"""`mpitrain compare`: trains one job in several modes, layouts and tricks, and prints a table."""
+"""`mpitrain compare`: measures one job with several settings, and other programs, in turns."""
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from mpitrain.cli.bench.rows import BenchReport
+from mpitrain.cli.bench.rows import CSV, BenchReport
 from mpitrain.cli.job_options import (
     DEVICE,
+    PRESET,
+    SET,
+    Finite,
     changes,
     configured,
     counted,
     language_option,
     output_option,
+    with_options,
 )
-from mpitrain.cli.session import mpi_session
+from mpitrain.cli.session import MOST, mpi_session
 
 JOBS: dict[str, tuple[str, ...]] = {
     "small": (
@@ -32,108 +38,285 @@ JOBS: dict[str, tuple[str, ...]] = {
         "model.context=16",
         "batch.size=8",
     ),
+    "gpt": (
+        "model.layers=4",
+        "model.width=256",
+        "model.heads=4",
+        "model.context=128",
+        "optimizer.clip=0.0",
+        "optimizer.lr=0.001",
+    ),
 }
-"""{--job: its settings}: a small model with a large batch, and a large model with a small batch.
+"""{--job: its settings}. In `small`, activations are most of the memory; in `large`, parameters and their state are.
 
-In the first, activations are most of the memory. In the second, parameters and their state are.
+In `gpt`, which peers can train, each rank computes SEQUENCES sequences.
 """
+SEQUENCES = 16
+"""Sequences per rank in a step of the job `gpt`."""
 EVALUATED = 512
 """Rows of the evaluation: evaluating all of them would take longer than the steps."""
+ROW_SECONDS = 120.0
+"""The default of --row-seconds."""
+ALONE = [
+    "layout.dp=1",
+    "layout.tp=1",
+    "layout.pp=1",
+    "layout.sequence_parallel=false",
+    "replication.mode=all-reduce",
+    "replication.shard=all",
+    "run.delay=",
+    "run.inject=",
+]
+"""Settings that turn a job into a job of one rank."""
+TORCH = ("torch", "torch-compiled")
+BACKENDS = ("gloo", "mpitrain")
+ONE_RANK, PRODUCTS = "one-rank", "bare-products"
+WINDOWS, TRANSFORMERS = WRITERS = "whole-windows", "transformers"
+"""Peers of --generate."""
+PEERS = (*TORCH, *(f"{name}:{BACKENDS[1]}" for name in TORCH), ONE_RANK, PRODUCTS, *WRITERS)
+LEAST_BLOCKS = 5
+"""Fewer blocks of a trick may agree by chance."""
+
+
+class TrainingJob(NamedTuple):
+    """The job of sides that stay in memory, and their turns.
+
+    settings  `section.key=value` that change the job `gpt`, a preset or a file
+    blocks    turns of each side
+    steps     steps in a turn
+    """
+
+    settings: list[str]
+    blocks: int
+    steps: int
+    preset: str | None = None
+    file: Path | None = None
+    job: str | None = None
+
+    def configured(self, ranks: int, more: Sequence[str] = ()) -> Any:
+        """Return the configuration. A step of a preset is one of its micro-batches on each rank.
+
+        ranks  number of ranks, which batch.size depends on
+        more   further `section.key=value`
+        """
+        from mpitrain.config import preset
+        from mpitrain.tools.bench.training.steps import WARM_UP
+
+        settings, job = [*self.settings, *more], list[str]()
+        if self.job in (None, "gpt") and self.file is None:
+            batch = preset(self.preset).get("batch", {"size": SEQUENCES, "micro_batches": 1})
+            rows = batch["size"] // max(1, batch["micro_batches"])
+            job = [] if self.preset else gpt(settings)
+            job += [f"batch.size={rows * ranks}", "batch.micro_batches=0"]
+        elif self.job:
+            job = [*JOBS[self.job]]
+        steps = f"run.steps={WARM_UP + self.blocks * self.steps}"
+        return configured(self.file, [*job, steps, *settings], self.preset)
+
+
+def gpt(settings: Sequence[str] = ()) -> list[str]:
+    """Return the settings of the job `gpt`, without those of the model if run.init_from has a model."""
+    is_given = any(setting.replace(" ", "").startswith("run.init_from=") for setting in settings)
+    return [each for each in JOBS["gpt"] if not (is_given and each.startswith("model."))]
+
+
+FILES = with_options(
+    output_option("--json", "Write the rows to this JSON file as they are measured."),
+    CSV,
+    output_option("--plot", "Draw loss over time to this file, at the end."),
+)
 
 
 @click.command()
-@click.option(
-    "--modes",
-    metavar="A,B",
-    help="Modes to compare: all-reduce algorithms such as star, ring or auto; zero1, zero2, zero3, "
-    "also as zero1-host ..., sharded within each host; other modes of replication; layouts such as "
-    "tp2, pp2:gpipe or pp2:async; precisions bf16 and fp16; accumulate4, recompute, lora8, tiled, "
-    "wire:int8; several joined by +, such as zero3+tp2. Default: star, ring, auto, and "
-    "all modes of replication without -host.",
-)
+@click.argument("words", metavar="[CONFIG.toml] [SETTING]...", nargs=-1)
+@PRESET
 @click.option(
     "--job",
     type=click.Choice([*JOBS]),
-    help="A built-in job: a small model with a large batch, or a large model with a small batch. "
-    "--set changes it.",
+    help="A built-in job: a small model with a large batch, a large model with a small batch, or the GPT that "
+    "is compared with peers.",
 )
-@counted("--steps", 2, 30, "Optimizer steps of each mode.")
-@counted(
-    "--blocks",
-    1,
-    3,
-    "Number of times that each mode is trained, in turns. The median of their times counts.",
+@SET
+@DEVICE
+@click.option(
+    "--peer",
+    "peers",
+    type=click.Choice(PEERS),
+    multiple=True,
+    metavar="NAME",
+    help="Also measure torch, torch-compiled (over our backend: torch:mpitrain), one-rank, or bare-products, the "
+    "matrix products of a step; with --generate: whole-windows, without a cache, or transformers (repeatable).",
 )
 @click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one configuration key for all modes (repeatable).",
+    "--kept", is_flag=True, help="Keep all sides in memory from turn to turn, as with --peer."
 )
-@DEVICE
-@output_option("--json", "Write the rows to this JSON file as they are measured.")
-@output_option("--plot", "Draw loss over time to this file, at the end.")
+@click.option("--tricks", metavar="all|A,B", help="Measure the job with and without each trick.")
+@click.option(
+    "--shapes",
+    metavar="all|A,B",
+    help="Measure a table of shapes on 2 ranks: mpitrain/tools/bench/README.md lists them.",
+)
+@click.option("--generate", is_flag=True, help="Measure the generation of text.")
+@click.option("--tokens", type=click.IntRange(1, MOST), help="Tokens after each prompt.")
+@counted("--prompt-tokens", 1, 1, "Tokens of each prompt.")
+@counted("--batch", 1, 1, "Prompts.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, MOST),
+    help="Turns of each side.  [default: 3 trainings from the start, else 5]",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST),
+    help="Steps of a turn.  [default: 30; 10 in memory, 3 of a trick]",
+)
+@click.option(
+    "--row-seconds",
+    type=Finite(0, min_open=True),
+    help="With --shapes: bound of the turns of a shape.  [default: 120]",
+)
+@click.option("--modes", metavar="A,B", hidden=True)
+@FILES
 @language_option(is_passed=False)
 def command(
+    words: tuple[str, ...],
     modes: str | None,
+    preset: str | None,
     job: str | None,
-    steps: int,
-    blocks: int,
     settings: tuple[str, ...],
     device: str | None,
+    peers: tuple[str, ...],
+    kept: bool,
+    tricks: str | None,
+    shapes: str | None,
+    generate: bool,
+    tokens: int | None,
+    prompt_tokens: int,
+    batch: int,
+    blocks: int | None,
+    steps: int | None,
+    row_seconds: float | None,
     **files: Path | None,
 ) -> None:
-    """Train one job in several modes, in turns, on all ranks of the MPI job.
+    """Measure one job with several settings, and other programs, in turns: launch -n 2 -- compare ring zero3+tp2
 
-    A mode is a mode of replication, a layout, a schedule, a precision or a trick such as
-    recomputation. A + joins several of these words. All modes have the same model, seed, order of
-    the data and global batch. The columns are:
+    A SETTING is a mode of replication, a layout, a schedule, a precision or a technique,
+    SECTION.KEY=VALUE, `job` for the job as it is, or several joined by +. The others are compared
+    with the first. Without any, all modes of replication are measured.
+
+    Each side trains from the start in each turn. Sides of --peer and --kept stay in memory and
+    go on training, on equal batches.
 
     \b
-    step ms     time of a step
+    step ms     time of a step; of all tokens in generation. ~: the blocks
+                disagree whether the side is faster than the first
     exposed ms  time in a step in which a worker waits for messages
     sent bytes  bytes that the busiest rank sends in a step, also by formula;
                 without shared memory and the MPI library's own reductions
     held MB     parameters, gradients, optimizer state and reduction buffers
                 on the fullest rank, without activations
     stale       largest staleness of a gradient, in updates
-    idle %      time in which a worker waits for messages, mean over workers
-
-    A second table has the memory by kind, with the activations. Its last columns are training
-    losses after equal steps and after equal time.
+    ratio       time, or memory, relative to the first side
+    apart       largest difference of a loss from the first side's
+    #same       tokens equal to those of the first side
     """
-    changed = [
-        *JOBS.get(job or "", ()),
-        f"run.steps={steps}",
-        f"run.eval_rows={EVALUATED}",
-        *changes(settings, device=device),
-    ]
-    with mpi_session(kind=lambda: configured(None, changed).device.kind) as transport:
-        measure_modes(transport, modes, changed, blocks, files)
+    file = None
+    if words and words[0].endswith(".toml"):
+        file, words = Path(words[0]), words[1:]
+    words += tuple(modes.split(",")) if modes else ()  # the old form of the settings
+    kinds = {"--tricks": tricks, "--shapes": shapes, "--generate": generate, "--kept": kept}
+    named = [name for name, value in kinds.items() if value]
+    _check_usage(named, words, peers, row_seconds)
+    changed = changes(settings, device=device)
+    built_in = JOBS.get(job or "", ())
+    if tricks:
+        own = [*built_in, *changed]
+        names = None if tricks == "all" else tricks
+        turns = max(LEAST_BLOCKS, blocks or LEAST_BLOCKS), steps or 3
+        run_tricks(lambda: configured(file, own, preset), names, turns, files)
+    elif shapes:
+        work = TrainingJob(changed, blocks or 5, steps or 10)
+        run_shapes(work, shapes, _rivals(peers or TORCH), row_seconds or ROW_SECONDS, files)
+    elif generate:
+        own = [*built_in, *changed]
+        shape = tokens, prompt_tokens, batch
+        run_generation(words, own, shape, blocks or 5, peers, False, files, file, preset)
+    elif kept or peers:
+        work = TrainingJob(changed, blocks or 5, steps or 10, preset, file, job)
+        run_kept(work, words or ("job",), peers, files)
+    else:
+        own = [*built_in, f"run.steps={steps or 30}", f"run.eval_rows={EVALUATED}", *changed]
+        run_trainings(list(dict.fromkeys(words)), own, blocks or 3, files, file, preset)
+
+
+def _check_usage(
+    named: list[str], words: Sequence[str], peers: Sequence[str], row_seconds: float | None
+) -> None:
+    """Raise UsageError for options that do not go together."""
+    if len(named) > 1:
+        raise click.UsageError(f"{' and '.join(named)} are different measurements. Take one.")
+    kind = named[0] if named else ""
+    if row_seconds is not None and kind != "--shapes":
+        raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
+    if kind in ("--tricks", "--shapes") and words:
+        raise click.UsageError(f"{kind} takes no settings beside it, but {words[0]}. Use --set.")
+    if kind == "--tricks" and peers:
+        raise click.UsageError("--tricks takes no --peer.")
+    allowed = WRITERS if kind == "--generate" else TORCH if kind == "--shapes" else PEERS[:-2]
+    for peer in peers:
+        if peer.partition(":")[0] not in allowed:
+            raise click.UsageError(f"--peer {peer} is not for {kind or 'training'}.")
+
+
+def _rivals(peers: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (name, backend) of the peers that are PyTorch."""
+    parts = [peer.partition(":") for peer in dict.fromkeys(peers)]
+    return [(name, backend or BACKENDS[0]) for name, _, backend in parts if name in TORCH]
+
+
+def _level(rivals: Sequence[tuple[str, str]]) -> str:
+    """Return the thread level of MPI that these peers need."""
+    return "multiple" if any(backend == BACKENDS[1] for _, backend in rivals) else "serialized"
+
+
+def _base(file: Path | None, preset: str | None) -> dict[str, Any]:
+    from mpitrain.config import tables_of
+
+    return tables_of(file, [], preset)
+
+
+def run_trainings(
+    words: list[str],
+    settings: list[str],
+    blocks: int,
+    files: dict[str, Any],
+    file: Path | None = None,
+    preset: str | None = None,
+) -> None:
+    with mpi_session(kind=lambda: configured(file, settings, preset).device.kind) as transport:
+        measure_modes(transport, words, settings, blocks, files, lambda: _base(file, preset))
 
 
 def measure_modes(
     transport: Any,
-    modes: str | None,
-    changes: list[str],
+    words: list[str],
+    settings: list[str],
     blocks: int,
-    files: dict[str, Path | None],
+    files: dict[str, Any],
+    base: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    from mpitrain.tools.bench.comparison.compare import (
-        compare,
-        footer,
-        memory_table,
-        mode_table,
-        plot,
-        spread,
-    )
+    """Train a job from the start with each setting, in turns, and print the table. Collective.
+
+    base  () -> tables of the configuration that the settings change
+    """
+    from mpitrain.tools.bench.comparison.compare import compare, footer, memory_table
     from mpitrain.tools.bench.comparison.modes import check_resolved, jobs, usual
     from mpitrain.tools.bench.results import header
+    from mpitrain.tools.bench.table import TRAINED, agreement, plot, table
     from mpitrain.transport.agreement import on_all_ranks
 
-    words = list(dict.fromkeys(modes.split(","))) if modes else usual()
-    configs = on_all_ranks(transport, lambda: jobs(words, changes, transport.hosts))
+    names = words or usual()
+    configs = on_all_ranks(transport, lambda: jobs(names, settings, transport.hosts, base()))
     check_resolved(transport, configs)
     job = next(iter(configs.values()))
     steps = job.run.steps
@@ -144,17 +327,383 @@ def measure_modes(
         f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}"
     )
     shown = BenchReport(transport, facts, files)
-    rows, table = shown.rows, mode_table(words, shown.rows)
+    rows, shape = shown.rows, table(TRAINED, names)
     machine_line = f"{facts['processor']}, {facts['cores']} cores; {facts['mpi']}"
-    shown.begin([title, machine_line, "", *table.heading()], len(configs) * steps * blocks, "steps")
+    shown.begin([title, machine_line, "", *shape.heading()], len(configs) * steps * blocks, "steps")
 
     def stepped(mode: str, loss: float) -> None:
         shown.count(f"{mode}, loss {loss:.3f}")
 
     for row in compare(transport, configs, stepped, blocks):
         rows.append(row)
-        shown.show(table.line(row))
+        shown.show(shape.line(row))
     shown.end(
-        lambda: ["", *memory_table(rows), "", *spread(rows), *footer(rows)],
+        lambda: ["", *memory_table(rows), "", *agreement(rows), *footer(rows)],
         lambda path: plot(rows, title, path),
     )
+
+
+def run_kept(
+    work: TrainingJob, words: Sequence[str], peers: Sequence[str], files: dict[str, Any]
+) -> None:
+    with mpi_session(
+        kind=lambda: work.configured(1).device.kind, thread_level=_level(_rivals(peers))
+    ) as transport:
+        measure_sides(transport, work, list(dict.fromkeys(words)), peers, files)
+
+
+def measure_sides(
+    transport: Any,
+    work: TrainingJob,
+    words: Sequence[str],
+    peers: Sequence[str],
+    files: dict[str, Any],
+) -> None:
+    """Measure the job with each setting in turns with peers, all in memory. Collective.
+
+    words  settings of the sides; the first is that of the job which peers train
+    """
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.collectives.selection.tuning import foreign
+    from mpitrain.run.build import build
+    from mpitrain.tools.bench.comparison.modes import JOB, settings_of
+    from mpitrain.tools.bench.results import header
+    from mpitrain.tools.bench.table import KEPT, agreement, plot, table
+    from mpitrain.tools.bench.training.floor import BareProducts, recorded
+    from mpitrain.tools.bench.training.peers import peer_of
+    from mpitrain.tools.bench.training.steps import (
+        STAGES,
+        LookingOn,
+        Ours,
+        alternate,
+        check_common_steps,
+        check_same_work,
+        stage_rows,
+    )
+    from mpitrain.transport.agreement import on_all_ranks
+
+    set_keys = {setting.partition("=")[0] for setting in work.settings}
+
+    def all_configured() -> list[Any]:
+        own = [[*settings_of(word, set_keys)] for word in words]
+        for each in own:
+            check_same_work(each)
+        configs = [work.configured(transport.size, more) for more in [*own, ALONE]]
+        for config in configs:
+            check_common_steps(config)
+        return configs
+
+    facts = header(transport, "compare", "cpu", sys.argv[1:])
+    shown = BenchReport(transport, facts, files)
+    *configs, single = on_all_ranks(transport, all_configured)
+    names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
+    job = build(transport, configs[0])
+    jobs = [job, *(build(transport, each, source=job.source) for each in configs[1:])]
+    config = job.trainer.config  # here device.kind "auto" is resolved
+    sides: list[Any] = [Ours(*each) for each in zip(jobs, names, strict=True)]
+    if ONE_RANK in peers:
+        own = transport.split(None if transport.rank else 0)
+        alone = on_all_ranks(transport, lambda: own and build(own, single, source=job.source))
+        name = "one rank of mpitrain"
+        sides.append(Ours(alone, name) if alone else LookingOn(name))
+    rivals = [peer_of(transport, job, *peer) for peer in _rivals(peers)]
+    sides += rivals
+    if PRODUCTS in peers:
+        sides.append(BareProducts(recorded(transport, job)))
+    rows = alternate(transport, job, sides, work.blocks, work.steps)
+    of_stages = []
+    if config.layout.pp > 1:
+        of_stages = stage_rows(job.trainer, *job.trainer.replica.batch(job.data, 0))
+    # After an error no side is closed: closing waits for ranks that may not have the error.
+    for side in sides:
+        side.close()
+    if config.replication.algorithm == "auto" and (
+        advice := foreign(job.trainer.job.tuning, transport.hosts)
+    ):
+        shown.say(f"{advice} in replication.tuning")
+    title = (
+        f"{transport.size} ranks, {config.batch.size} rows per step, "
+        f"{job.trainer.parameter_count} parameters, "
+        f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
+        f"{work.blocks} blocks of {work.steps} steps"
+    )
+    lines = [title, *table(KEPT, [row.side for row in rows]).lines(rows), *agreement(rows)]
+    lines += [note for rival in rivals for note in rival.notes()]
+    lines += ["", *STAGES.lines(of_stages)] if of_stages else []
+    facts["device"] = config.device.kind
+    shown.rows += rows
+    shown.show("\n".join(lines))
+    shown.end(draw=lambda path: plot(rows, title, path))
+
+
+def _multiplier(config: Any) -> str:
+    from mpitrain.ops.host.product import multiplier
+
+    if config.device.kind == "cpu":
+        return multiplier()
+    library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
+    return library if config.device.gemm == "library" else "our kernels"
+
+
+def run_shapes(
+    work: TrainingJob,
+    names: str,
+    peers: Sequence[tuple[str, str]],
+    seconds: float,
+    files: dict[str, Any],
+) -> None:
+    with mpi_session(
+        kind=lambda: work.configured(1).device.kind, thread_level=_level(peers)
+    ) as transport:
+        measure_shapes(transport, work, names, peers, seconds, files)
+
+
+def measure_shapes(
+    transport: Any,
+    work: TrainingJob,
+    names: str,
+    peers: Sequence[tuple[str, str]],
+    seconds: float,
+    files: dict[str, Any],
+) -> None:
+    """Measure and print shapes one by one. Collective.
+
+    names    of shapes, separated by commas
+    peers    keys of PEERS and backends of PyTorch
+    seconds  upper limit of the time of a shape's turns
+    """
+    from mpitrain.errors import ConfigError
+    from mpitrain.ops.host.product import multiplier
+    from mpitrain.tools.bench.results import header, printed
+    from mpitrain.tools.bench.table import KEPT, table
+    from mpitrain.tools.bench.training.shapes import SHAPES, chosen, measure_shape, settings
+    from mpitrain.tools.bench.training.steps import check_common_steps
+    from mpitrain.transport.agreement import on_all_ranks
+
+    def all_configured() -> dict[str, Any]:
+        configs = {}
+        for name in chosen(names, transport.size):
+            own = settings(SHAPES[name], transport.size)
+            configs[name] = configured(None, [*gpt(), *own, *work.settings])
+            check_common_steps(configs[name])
+        return configs
+
+    wanted = on_all_ranks(transport, all_configured)
+    facts = header(transport, "compare", "cpu", ["compare", "--shapes", names])
+    facts["products"] = multiplier()
+    shown, shape = (
+        BenchReport(transport, facts, files),
+        table(f"of|{KEPT}", ["torch DDP compiled, mpitrain"]),
+    )
+    products = f"# products by {facts['products']}"
+    shown.begin([*printed(facts), products, "", *shape.heading()], len(wanted), "shapes")
+    for name, config in wanted.items():
+        try:
+            rows, notes = measure_shape(
+                transport, name, config, peers, work.blocks, work.steps, seconds
+            )
+        except ConfigError as error:
+            if not error.agreed:
+                raise
+            lines = [f"{name}: not measured. {error.law}"]
+        else:
+            shown.rows += rows
+            lines = [*map(shape.line, rows), *notes]
+        shown.count()
+        shown.show("\n".join(lines))
+    shown.end()
+    if not shown.rows:
+        raise ConfigError(
+            "--shapes measures at least one shape, but none was measured.", lines[-1]
+        ).on_every_rank()
+
+
+def run_tricks(
+    read: Callable[[], Any], names: str | None, turns: tuple[int, int], files: dict[str, Any]
+) -> None:
+    once = cache(read)
+    with mpi_session(kind=lambda: once().device.kind) as transport:
+        measure_tricks(transport, once, names, turns, files)
+
+
+def measure_tricks(
+    transport: Any,
+    read: Callable[[], Any],
+    names: str | None,
+    turns: tuple[int, int],
+    files: dict[str, Any],
+) -> None:
+    """Measure a job with and without each trick. Collective.
+
+    names  of tricks, separated by commas; None: all
+    turns  blocks, and steps of a block
+    """
+    from mpitrain.cli.terminal.progress import way
+    from mpitrain.config import with_settings
+    from mpitrain.run.build import build
+    from mpitrain.run.choices import parse
+    from mpitrain.tools.bench.comparison.tricks import SAID, names_of, summary, try_all
+    from mpitrain.tools.bench.results import header
+    from mpitrain.tools.bench.table import TRIED, table
+    from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
+    from mpitrain.transport.agreement import on_all_ranks
+
+    blocks, steps = turns
+
+    def checked() -> tuple[Any, list[str]]:
+        tricks, config = names_of(names), read()
+        check_common_steps(config)
+        length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
+        return parse(with_settings(config.model_dump(), [length])), tricks
+
+    facts = header(transport, "compare", "", sys.argv[1:])
+    shown = BenchReport(transport, facts, files)
+    config, tricks = on_all_ranks(transport, checked)
+    job, shape = build(transport, config), table(TRIED, tricks, SAID)
+    config = job.trainer.config
+    facts["device"] = config.device.kind
+    shown.begin(
+        [
+            f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "
+            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}",
+            f"{blocks} blocks of {steps} step(s), with and without each trick in turns",
+            "",
+            *shape.heading(),
+        ],
+        len(tricks),
+        "tricks",
+    )
+    for rows in try_all(transport, job, tricks, blocks, steps):
+        shown.rows += rows
+        shown.count()
+        shown.show("" if rows[-1].reason else shape.line(rows[-1]))
+    job.close()
+    shown.end(lambda: summary(shown.rows))
+
+
+def run_generation(
+    words: Sequence[str],
+    settings: list[str],
+    shape: tuple[int | None, int, int],
+    blocks: int,
+    peers: Sequence[str],
+    with_transformers: bool,
+    files: dict[str, Any],
+    file: Path | None = None,
+    preset: str | None = None,
+) -> None:
+    def read(ranks: int = 1, more: Sequence[str] = ()) -> Any:
+        # Files of tokens take their vocabulary from run.init_from. No data are opened here.
+        random = ["data.source=tokens:random", "layout.dp=1", f"batch.size={ranks}"]
+        return configured(file, [*random, *settings, *more], preset)
+
+    with mpi_session(kind=lambda: read().device.kind) as transport:
+        measure_generation(
+            transport, read, words or ("job",), shape, blocks, peers, with_transformers, files
+        )
+
+
+def measure_generation(
+    transport: Any,
+    read: Callable[..., Any],
+    words: Sequence[str],
+    shape: tuple[int | None, int, int],
+    blocks: int,
+    peers: Sequence[str],
+    with_transformers: bool,
+    files: dict[str, Any],
+) -> None:
+    """Measure the generation of the most likely tokens after random prompts. Collective.
+
+    The model has the weights of run.init_from, or random ones.
+
+    read               (ranks, further settings) -> configuration
+    shape              tokens after each prompt or None for as many as fit, tokens of each prompt, prompts
+    with_transformers  measure transformers, too, if it is installed and can
+    """
+    from importlib.util import find_spec
+
+    import numpy as np
+
+    from mpitrain.data import Unopened
+    from mpitrain.errors import ConfigError
+    from mpitrain.formats.peft import ARCHITECTURES
+    from mpitrain.run.build import build
+    from mpitrain.run.generate import check_writes
+    from mpitrain.tools.bench.comparison.modes import JOB, settings_of
+    from mpitrain.tools.bench.generate import (
+        Cached,
+        GenerationSide,
+        Transformers,
+        WholeWindows,
+        measure,
+    )
+    from mpitrain.tools.bench.table import WRITTEN, agreement, table
+    from mpitrain.transport.agreement import on_all_ranks
+
+    count, prompt_tokens, batch = shape
+
+    def refusal(config: Any) -> str:
+        """Return why transformers cannot be a side; empty if it can."""
+        if not find_spec("transformers"):
+            return "it is not installed"
+        if config.model.kind not in ARCHITECTURES or config.lora.rank:
+            return f"it has no {config.model.kind} with lora.rank {config.lora.rank}"
+        if config.device.kind not in ("cpu", "auto") or config.precision.compute != "float32":
+            return f"it is measured on the CPU in float32, not {config.device.kind}, {config.precision.compute}"
+        return "it is measured on one rank" if transport.size > 1 else ""
+
+    def checked() -> list[Any]:
+        configs = [
+            read(transport.size, settings_of(word, {"replication.algorithm"})) for word in words
+        ]
+        config = configs[0]
+        check_writes(config.model.kind)
+        if prompt_tokens + (count or 1) > config.model.context + 1:
+            raise ConfigError(
+                f"Prompt and tokens fit into model.context {config.model.context}, but there are "
+                f"{prompt_tokens} + {count or 1}.",
+                "Lower --tokens or --prompt-tokens, or raise model.context.",
+            )
+        if WINDOWS in peers and transport.size > 1:
+            raise ConfigError(
+                f"The peer {WINDOWS} is measured on one rank, but there are {transport.size}.",
+                "Leave it out.",
+            )
+        if TRANSFORMERS in peers and (why := refusal(config)):
+            raise ConfigError(
+                f"The peer {TRANSFORMERS} writes what our model writes, but {why}.", "Leave it out."
+            )
+        return configs
+
+    configs = on_all_ranks(transport, checked)
+    config = configs[0]
+    vocabulary, context = config.data.vocabulary or 256, config.model.context
+    many = count or context - prompt_tokens
+    shown = BenchReport(transport, {"op": "compare", "arguments": sys.argv[1:]}, files)
+    source = Unopened("tokens", (context,), vocabulary, vocabulary)
+    trainers = [build(transport, each, source=source).trainer for each in configs]
+    names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
+    sides: list[GenerationSide] = [Cached(*each) for each in zip(trainers, names, strict=True)]
+    trainer = trainers[0]
+    if WINDOWS in peers:
+        sides.append(WholeWindows(trainer))
+    if TRANSFORMERS in peers or (with_transformers and not refusal(trainer.config)):
+        sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
+    prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))
+    shown.rows += measure(sides, prompts.tolist(), many, blocks)
+    facts = {
+        "parameters": trainer.parameter_count,
+        "layers": config.model.layers,
+        "width": config.model.width,
+        "context": context,
+        "vocabulary": vocabulary,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "ranks": transport.size,
+    }
+    shown.facts = {**facts, **shown.facts}
+    shown.begin([", ".join(f"{name} {number:,}" for name, number in facts.items())])
+    lines = table(WRITTEN, [row.side for row in shown.rows]).lines(shown.rows)
+    shown.show("\n".join([*lines, *agreement(shown.rows)]))
+    shown.end()

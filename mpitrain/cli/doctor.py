@@ -41,18 +41,14 @@ def command(folder: Path, json_file: Path | None) -> None:
 
 def _examine(transport: Any, folder: Path, json_file: Path | None) -> bool:
     """Print the report; return whether the ranks loaded different MPI libraries."""
-    from mpitrain.tools.doctor.facts import Rank, facts, look, verdict
+    from mpitrain.tools.doctor.facts import facts, look, of_all, verdict
     from mpitrain.tools.doctor.probes import examine
     from mpitrain.transport.agreement import on_all_ranks
     from mpitrain.transport.device import cuda_messages
 
     on_all_ranks(transport, lambda: check_folder(folder))
     on_all_ranks(transport, lambda: check_files(transport.rank, [json_file]))
-    gathered = transport.gather_text(look())
-    everyone = [
-        Rank(*seen)._replace(host=host)
-        for seen, host in zip(gathered, transport.hosts, strict=True)
-    ]
+    everyone = of_all(transport, look)
     aware = cuda_messages(transport, "auto")
     observed = examine(transport, folder)
     is_refused = any(seen.problems for seen in observed if seen.name == "MPI loaded")

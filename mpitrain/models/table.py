@@ -26,7 +26,7 @@ class Model(NamedTuple):
     check     (section [model]): raises ConfigError for keys that break a rule of a user's kind
     writes    whether it predicts the next token, so that it can generate text
     hides     whether it predicts the tokens that data.mask hides
-    has_peer  whether `bench train --peer torch` has the same network
+    has_peer  whether `compare --peer torch` has the same network
     flops     (section [model], parameters) -> floating-point operations of forward and backward of
               one row, without recomputation; None: they are counted
     linear    the names that all-linear of lora.targets stands for; empty: every layer but the last

@@ -206,7 +206,7 @@ class TensorWise(NamedTuple):
 
 
 class TorchClass(NamedTuple):
-    """The class of torch.optim with the same update, for the peers in `mpitrain bench train`.
+    """The class of torch.optim with the same update, for the peers in `mpitrain compare`.
 
     arguments  (settings) -> arguments of the class, except learning rate and weight decay
     """

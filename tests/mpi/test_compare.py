@@ -15,8 +15,7 @@ def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
         3,
         "compare",
         *TINY,
-        "--modes",
-        "star,ring,zero1,zero3",
+        *("star", "ring", "zero1", "zero3"),
         "--blocks",
         2,
         "--json",
@@ -28,18 +27,21 @@ def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
     assert "\r" not in done.stderr, "no bar where there is no terminal"
     written = json.loads((tmp_path / "rows.json").read_text())
     star, ring, zero, _ = rows = written["rows"]
-    assert [row["mode"] for row in rows] == ["star", "ring", "zero1", "zero3"] and written[
+    assert [row["side"] for row in rows] == ["star", "ring", "zero1", "zero3"] and written[
         "header"
     ]["ranks"] == 3
-    nbytes = star["held_bytes"][1] // 4  # parameters, gradients, two moments
-    assert star["held_bytes"] == [6 * nbytes + 80, 4 * nbytes, 4 * nbytes], (
+    held = {
+        row["side"]: [sum(m.values()) - m["activations"] for m in row["memory"]] for row in rows
+    }
+    nbytes = held["star"][1] // 4  # parameters, gradients, two moments
+    assert held["star"] == [6 * nbytes + 80, 4 * nbytes, 4 * nbytes], (
         "the root receives from two ranks at once"
     )
     for row, divided in (
         (ring, 4 * nbytes),
         (zero, 2 * nbytes + 2 * nbytes // 3),
     ):  # and a chunk that arrives
-        assert [held - divided - nbytes // 3 for held in row["held_bytes"]] == [16, 16, 16], (
+        assert [own - divided - nbytes // 3 for own in held[row["side"]]] == [16, 16, 16], (
             "of the control message as well"
         )
     assert star["sent_bytes"] == [2 * (nbytes + 40), nbytes + 40, nbytes + 40]
@@ -58,30 +60,22 @@ def test_compared_modes_send_their_formulas_bytes_and_reach_one_loss(tmp_path):
             and row["workers"] == 3
             and row["staleness"] == 0
         )
-        assert len(row["curve"]) == 3 and abs(row["val_loss"] - star["val_loss"]) <= 1e-9
-        assert all(
-            abs(loss - wanted) <= 1e-9
-            for (_, loss), (_, wanted) in zip(row["curve"], star["curve"], strict=True)
-        )
-        assert sum(line.startswith(f"{row['mode']} ") for line in done.stdout.splitlines()) == 3
+        assert len(row["losses"]) == 3 and abs(row["val_loss"] - star["val_loss"]) <= 1e-9
+        assert row is star or row["apart"] <= 1e-9
+        assert sum(line.startswith(f"{row['side']} ") for line in done.stdout.splitlines()) == 3
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
     calls = [
-        ["compare", "--modes", "ring,rong"],
+        ["compare", "ring", "rong"],
         ["compare", "--modes", "ring,zero3+pp2:1f1b"],
         ["compare", *sets(batch__size=1)],
         ["compare", "--json", str(tmp_path / "missing/rows.json")],
     ]
     said, shown = calls_of_one_start(2, calls, tmp_path, code=2)
     for words, text in zip(
-        (
-            "--modes names 'rong'",
-            "Mode zero3+pp2:1f1b: ",
-            "but batch.size is 1",
-            "cannot be written",
-        ),
+        ("but this is 'rong'", "zero3+pp2:1f1b: ", "but batch.size is 1", "cannot be written"),
         said,
         strict=True,
     ):
@@ -89,18 +83,21 @@ def test_what_cannot_be_compared_is_one_message_and_no_table(tmp_path):
     assert not any("val loss" in printed for printed in shown)
 
 
-def test_tricks_are_tried_on_a_job_and_their_lines_can_be_set(tmp_path):
+def test_tricks_are_tried_on_a_job_and_their_lines_can_be_set_also_by_the_old_word(tmp_path):
     names = "recomputation,ZeRO 1,sequence parallelism"
-    file = tmp_path / "rows.json"
-    words = ["--tricks", names, "--steps", 1, "--json", file, *TINY_STEPS]
-    done = launch(2, "plan", "tricks", *words)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["name"] for row in rows] == names.split(",")
-    assert [row["settings"] for row in rows[:2]] == [
-        ["memory.recompute=unit"],
-        ["replication.zero=1"],
+    words = [
+        [*call, "--tricks", names, "--steps", "1", "--json", f"{number}.json", *TINY_STEPS]
+        for number, call in enumerate([["compare"], ["plan", "tricks"]])
     ]
-    assert all(len(row["ratios"]) == 5 and row["smaller"] < 1 for row in rows[:2])
-    assert rows[2]["reason"] and "in 4 of 4 jobs" in done.stdout
-    assert "\r" not in done.stderr, "no bar where there is no terminal"
+    said, shown = calls_of_one_start(2, words, tmp_path, code=0)
+    for number, printed in enumerate(shown):
+        rows = json.loads((tmp_path / f"{number}.json").read_text())["rows"]
+        having = [row for row in rows if row["side"] != "without"]
+        assert [row["side"] for row in having] == names.split(",")
+        assert [row["settings"] for row in having[:2]] == [
+            ["memory.recompute=unit"],
+            ["replication.zero=1"],
+        ]
+        assert all(len(row["ratios"]) == 5 and row["space"] < 1 for row in having[:2])
+        assert having[2]["reason"] and "in 4 of 4 jobs" in printed
+    assert "\r" not in said[0], "no bar where there is no terminal"

@@ -1,6 +1,7 @@
 """Ranks of a fault-tolerant job that are killed: before they are connected, before the first step, and in a run."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,9 @@ def test_ranks_that_die_before_all_are_connected_end_the_others_at_once(lost):
     )
     done = mpitrain("launch", "-n", 3, "--fault-tolerant", "--", "python", "-c", program)
     assert done.returncode not in (0, 2), done.stderr
-    for rank in lost:
-        assert f"rank {rank}: ended on " in done.stderr, done.stderr
+    # The first death that is seen ends the job, so a rank that dies a moment later may not be named.
+    named = {int(rank) for rank in re.findall(r"^rank (\d+): ended on ", done.stderr, re.M)}
+    assert named and named <= {*lost}, done.stderr
 
 
 def test_a_death_before_the_first_step_is_a_restart(tmp_path):

@@ -10,7 +10,6 @@ import click
 
 from mpitrain.cli import CommandGroup
 from mpitrain.cli.bench.device import gemm, kernels, transactions
-from mpitrain.cli.bench.generate import command as generate
 from mpitrain.cli.bench.links import bandwidth, pairs
 from mpitrain.cli.bench.program import command as program
 from mpitrain.cli.bench.rows import (
@@ -22,8 +21,8 @@ from mpitrain.cli.bench.rows import (
     sizes_from,
     table_width,
 )
-from mpitrain.cli.bench.train import command as train
 from mpitrain.cli.bench.units import command as units
+from mpitrain.cli.former import generate, train
 from mpitrain.cli.job_options import (
     Finite,
     check_files,

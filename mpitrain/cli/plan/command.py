@@ -49,8 +49,7 @@ def command() -> None:
     """Simulate pipelines and collectives, count memory, and measure which batch and techniques
     suit a job.
 
-    `tricks` and `batch` measure on all ranks of the MPI job. The other commands need one process
-    and no MPI.
+    `batch` measures on all ranks of the MPI job. The other commands need one process and no MPI.
     """
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain plan memory`, `batch` and `tricks`: predictions for a job, counted or measured."""
+"""`mpitrain plan memory` and `batch`: predictions for a job, counted or measured."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from mpitrain.cli.bench.rows import BenchReport
+from mpitrain.cli.former import tricks_of
 from mpitrain.cli.job_options import (
     CONFIG_FILE,
     CP,
@@ -37,9 +38,6 @@ from mpitrain.cli.job_options import (
 from mpitrain.cli.session import mpi_session
 from mpitrain.errors import multiples_near
 from mpitrain.machine import process
-
-LEAST_BLOCKS = 5
-"""Fewer blocks of `plan tricks` may agree by chance."""
 
 
 def job_options(function: Callable) -> Callable:
@@ -305,7 +303,7 @@ def _verify(
     if own in quiet:
         fastest = min(quiet, key=lambda result: result.step_s)
         lines.append(
-            f"measured best: {fastest.name}; a step of {named.micro_batches} takes "
+            f"measured best: {fastest.side}; a step of {named.micro_batches} takes "
             f"{own.step_s / fastest.step_s:.3f} times as long"
         )
     if len(quiet) < len(results):
@@ -316,82 +314,4 @@ def _verify(
         say([*lines, "", f"stages of {named.micro_batches} micro-batches:", *STAGES.lines(rows)])
 
 
-@click.command("tricks")
-@job_options
-@click.option(
-    "--tricks",
-    "names",
-    metavar="A,B",
-    help="Tricks to try, such as recomputation or ZeRO 3. Default: all.",
-)
-@counted("--blocks", LEAST_BLOCKS, LEAST_BLOCKS, "Turns of the job with and without each trick.")
-@counted("--steps", 1, 3, "Steps of a turn.")
-@output_option("--json", "Write the tricks to this JSON file as they are measured.")
-def tricks(
-    config_file: Path | None,
-    preset: str | None,
-    settings: tuple[str, ...],
-    names: str | None,
-    blocks: int,
-    steps: int,
-    json_file: Path | None,
-    **options: Any,
-) -> None:
-    """Measure a job with and without each trick: mpitrain launch -n 2 -- plan tricks job.toml
-
-    Start it like the training run. A trick that the job has already is compared with the job
-    without it. A time counts as faster or slower if all turns agree, otherwise ~ marks it.
-    """
-    changed = changes(settings, **options)
-    read = cache(lambda: configured(config_file, changed, preset))
-    with mpi_session(kind=lambda: read().device.kind) as transport:
-        _try(transport, read, names, blocks, steps, json_file)
-
-
-def _try(
-    transport: Any,
-    read: Callable[[], Any],
-    names: str | None,
-    blocks: int,
-    steps: int,
-    json_file: Path | None,
-) -> None:
-    from mpitrain.cli.terminal.progress import way
-    from mpitrain.config import with_settings
-    from mpitrain.run.build import build
-    from mpitrain.run.choices import parse
-    from mpitrain.tools.bench.comparison.tricks import TABLE, as_row, names_of, summary, try_all
-    from mpitrain.tools.bench.results import header
-    from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
-    from mpitrain.transport.agreement import on_all_ranks
-
-    def checked() -> tuple[Any, list[str]]:
-        tricks, config = names_of(names), read()
-        check_common_steps(config)
-        length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
-        return parse(with_settings(config.model_dump(), [length])), tricks
-
-    facts = header(transport, "tricks", "", sys.argv[1:])
-    shown = BenchReport(transport, facts, {"json_file": json_file})
-    config, tricks = on_all_ranks(transport, checked)
-    job = build(transport, config)
-    config, tried = job.trainer.config, []
-    facts["device"] = config.device.kind
-    shown.begin(
-        [
-            f"{config.model.kind}, {job.trainer.parameter_count:,} parameters: {config.batch.size} rows a step by "
-            f"{transport.size} rank(s), {way(config)}, {config.precision.compute}, {config.device.kind}",
-            f"{blocks} blocks of {steps} step(s), with and without each trick in turns",
-            "",
-            *TABLE.heading(),
-        ],
-        len(tricks),
-        "tricks",
-    )
-    for trial in try_all(transport, job, tricks, blocks, steps):
-        tried.append(trial)
-        shown.rows.append(as_row(trial))
-        shown.count()
-        shown.show("" if trial.reason else TABLE.line(trial))
-    job.close()
-    shown.end(lambda: summary(tried))
+tricks = tricks_of(job_options)

@@ -1,12 +1,10 @@
-"""Three ways to write the most likely tokens, for `bench generate`: by a key-value cache, by whole
+"""Three ways to write the most likely tokens, for `compare --generate`: by a key-value cache, by whole
 windows, and by the package transformers.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,8 +13,7 @@ from mpitrain.machine.process import blas_threads
 from mpitrain.run.generate import Sampling, last_document, separator_of, texts
 from mpitrain.run.inference import reader
 from mpitrain.run.trainer import Trainer
-from mpitrain.tools.bench.turns import take_turns
-from mpitrain.tools.text_table import TextColumn, TextTable
+from mpitrain.tools.bench.turns import Row, measured
 
 GREEDY = Sampling(0, 0, 1)
 SEED = 0
@@ -34,10 +31,8 @@ class GenerationSide(Protocol):
 class Cached:
     """Text generation with a key-value cache, as `mpitrain generate` does it."""
 
-    name = "mpitrain"
-
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, name: str = "mpitrain"):
+        self._trainer, self.name = trainer, name
 
     def write(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -103,64 +98,46 @@ class Transformers:
         return sequences[:, tokens.shape[1] :].tolist()
 
 
-class GenerationRow(NamedTuple):
-    """A line of the table.
+class WritingSide:
+    """A side that writes all tokens in each of its turns.
 
-    seconds  to write all tokens, median over the turns
-    ratio    `seconds` divided by those of the first side
-    same     number of tokens that equal those of the first side. Of each prompt, only the tokens
-             before the first different one count
+    first  the side whose tokens are the right ones; None: this one
     """
 
-    side: str
-    tokens: int
-    seconds: float
-    least_seconds: float
-    tokens_per_s: float
-    ratio: float
-    same: int
+    def __init__(
+        self,
+        writer: GenerationSide,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        first: "WritingSide | None" = None,
+    ):
+        self._writer, self._prompts, self._count, self._first = writer, prompts, count, first
+        self.tokens: list[list[int]] = []
+
+    def turn(self, block: int) -> float:
+        began = time.perf_counter()
+        self.tokens = self._writer.write(self._prompts, self._count)
+        return time.perf_counter() - began
+
+    def row(self) -> Row:
+        right = self._first.tokens if self._first else self.tokens
+        return Row(
+            self._writer.name,
+            samples=len(self._prompts),
+            tokens=self._count * len(self._prompts),
+            same=sum(map(_common_prefix_length, self.tokens, right)),
+        )
 
 
 def measure(
-    sides: Sequence[GenerationSide], prompts: Sequence[Sequence[int]], count: int, turns: int
-) -> list[GenerationRow]:
+    sides: Sequence[GenerationSide], prompts: Sequence[Sequence[int]], count: int, blocks: int
+) -> list[Row]:
     """Measure all sides in turns, after one turn that does not count. Each turn writes all tokens."""
-    written: dict[str, list[list[int]]] = {}
-
-    def turn(side: GenerationSide, block: int) -> float:
-        began = time.perf_counter()
-        written[side.name] = side.write(prompts, count)
-        return time.perf_counter() - began
-
-    times = [*take_turns([partial(turn, side) for side in sides], turns, 1)]
-    first, total = sides[0].name, count * len(prompts)
-    return [
-        GenerationRow(
-            side.name,
-            total,
-            median(taken),
-            min(taken),
-            total / median(taken),
-            median(taken) / median(times[0]),
-            sum(map(_common_prefix_length, written[side.name], written[first])),
-        )
-        for side, taken in zip(sides, times, strict=True)
-    ]
+    first = WritingSide(sides[0], prompts, count)
+    others = [WritingSide(side, prompts, count, first) for side in sides[1:]]
+    return [*measured([first, *others], blocks, 1)]
 
 
 def _common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     differs = np.flatnonzero(np.array(tokens) != np.array(others))
     return int(differs[0]) if len(differs) else len(tokens)
-
-
-TABLE = TextTable(
-    [
-        TextColumn("side", "<15", "side"),
-        TextColumn("tokens", "7,", "tokens"),
-        TextColumn("s", "9.3f", "seconds"),
-        TextColumn("least s", "9.3f", "least_seconds"),
-        TextColumn("tokens/s", "10,.0f", "tokens_per_s"),
-        TextColumn("ratio", "8.2f", "ratio"),
-        TextColumn("#same", "7,", "same"),
-    ]
-)

@@ -9,17 +9,14 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import Config, parse
 from mpitrain.data import Unopened
 from mpitrain.errors import MpitrainError
-from mpitrain.machine import process
-from mpitrain.machine.process import processor
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.tools.bench.collectives.operations import OPERATIONS
@@ -29,13 +26,13 @@ from mpitrain.tools.bench.pairs import BETWEEN, Pair, merged
 from mpitrain.tools.bench.pairs import measure as measure_pairs
 from mpitrain.tools.certify.verdict import (
     Evidence,
-    Facts,
     Jobs,
     Limits,
     Speeds,
     WrongCollective,
     slow_ranks,
 )
+from mpitrain.tools.doctor.facts import Facts, facts_here, of_all
 from mpitrain.tools.doctor.probes import Problem
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
@@ -51,22 +48,6 @@ RUN_STEPS, STOP = 6, 3
 """Steps of a run, and the step after which the third run stops and resumes."""
 
 
-def facts() -> Facts:
-    """Return the facts about this rank, without the name of its node."""
-    blas: dict[str, Any] = next(
-        (pool for pool in threadpool_info() if pool["user_api"] == "blas"), {}
-    )
-    named = [str(blas.get(key) or "") for key in ("internal_api", "version", "architecture")]
-    return Facts(
-        "",
-        process.machine(),
-        process.own_cores(),
-        processor().name,
-        " ".join(filter(None, named)) or "unknown",
-        process.shared_memory(),
-    )
-
-
 def collect(
     transport: Transport,
     limits: Limits,
@@ -75,7 +56,7 @@ def collect(
     sample: Sampler,
     examine: Callable[[], Sequence[Problem]],
     absent: dict[str, str],
-    own: Callable[[], Facts] = facts,
+    own: Callable[[str], Facts] = facts_here,
 ) -> Iterator[Evidence]:
     """Yield the evidence so far before each measurement, and at the end. Collective.
 
@@ -86,12 +67,9 @@ def collect(
     sample   measures one sample of this rank's speed
     examine  returns the problems that `doctor` finds; collective
     absent   {node: reason} of nodes that did not answer
-    own      returns the facts about this rank
+    own      (name of this rank's host) -> the facts about this rank
     """
-    everyone = [
-        Facts(*values)._replace(node=host)
-        for values, host in zip(transport.gather_text(own()), transport.hosts, strict=True)
-    ]
+    everyone = of_all(transport, own)
     known = Evidence(everyone, absent=absent, awaits="probes of doctor")
     yield known
     known = known._replace(findings=examine(), awaits="the same step alone on every rank")

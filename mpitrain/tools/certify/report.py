@@ -45,7 +45,7 @@ def measured(evidence: Evidence) -> list[str]:
         for name, (what, unit, units) in RATES.items():
             rates = [best(own, name) for own in evidence.speeds]
             rank = rates.index(min(rates))
-            whose = f"rank {rank} on {visible(evidence.facts[rank].node)}"
+            whose = f"rank {rank} on {visible(evidence.facts[rank].host)}"
             rows.append(
                 f"{what}: least {figure(rates[rank] / unit)} {units} ({whose}), "
                 f"usual {figure(median(rates) / unit)}"
@@ -76,7 +76,7 @@ def _width(certificate: Certificate) -> int:
 
 
 def _speeds(evidence: Evidence, node: str) -> str:
-    ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.node == node]
+    ranks = [rank for rank, fact in enumerate(evidence.facts) if fact.host == node]
     rates = [
         f"{what} {figure(min(best(evidence.speeds[rank], name) for rank in ranks) / unit)} {units}"
         for name, (what, unit, units) in RATES.items()
@@ -114,7 +114,7 @@ def document(
             "link_us": soon,
         },
         "ranks": [
-            {**fact._asdict(), **own._asdict(), "steps": list(step)}
+            {"node": fact.host, **fact._asdict(), **own._asdict(), "steps": list(step)}
             for fact, own, step in zip(evidence.facts, speeds, steps, strict=True)
         ],
         "pairs": [pair._asdict() for pair in evidence.pairs],

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mpitrain.config import read_toml
 from mpitrain.errors import ConfigError
-from mpitrain.machine.process import room_for
 from mpitrain.strict_json import complaint
 from mpitrain.tools.bench.pairs import BETWEEN, Pair, bad_everywhere, hosts_of, odd_pairs
+from mpitrain.tools.doctor.facts import Facts, by_host, small_shm
 from mpitrain.tools.doctor.probes import Problem
 from mpitrain.tools.text_table import figure
 
@@ -25,25 +25,6 @@ FAR_OFF = {"bandwidth": 4.0, "latency": 100.0}
 """Limits of the links of nodes whose ranks may wait for a core, as `ODD` of pairs."""
 LISTED = 8
 """Largest number of ranks that a reason lists."""
-
-
-class Facts(NamedTuple):
-    """The facts about one rank.
-
-    node       its host name
-    machine    boot identifier of the kernel; namespaces and containers of one machine share it
-    cores      cores that it may use
-    processor  name of the processor; ranks with the same processor compute the same bits
-    blas       name, version and kernels of NumPy's BLAS
-    shared     bytes free in /dev/shm
-    """
-
-    node: str
-    machine: str
-    cores: list[int]
-    processor: str
-    blas: str
-    shared: int
 
 
 class Speeds(NamedTuple):
@@ -108,7 +89,7 @@ class Evidence(NamedTuple):
 
     @property
     def nodes(self) -> list[str]:
-        return list(dict.fromkeys(fact.node for fact in self.facts))
+        return list(dict.fromkeys(fact.host for fact in self.facts))
 
     @property
     def crowded(self) -> set[str]:
@@ -117,7 +98,7 @@ class Evidence(NamedTuple):
         cores: dict[str, set[int]] = {}
         for fact in self.facts:
             cores.setdefault(fact.machine, set()).update(fact.cores)
-        return {fact.node for fact in self.facts if ranks[fact.machine] > len(cores[fact.machine])}
+        return {fact.host for fact in self.facts if ranks[fact.machine] > len(cores[fact.machine])}
 
 
 class Limits(BaseModel):
@@ -223,7 +204,7 @@ def usual_rates(facts: Sequence[Facts], speeds: Sequence[Speeds], name: str) -> 
         nodes: dict[str, list[float]] = {}
         for fact, own in zip(facts, speeds, strict=True):
             if fact.processor == judged.processor:
-                nodes.setdefault(fact.node, []).append(best(own, name))
+                nodes.setdefault(fact.host, []).append(best(own, name))
         # A single node is compared with itself: a slow rank differs from the others.
         usual.append(median(median(of) for of in nodes.values()))
     return usual
@@ -244,18 +225,16 @@ def _least(name: str, limits: Limits) -> float:
 
 
 def _small_shm(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
-    for node in evidence.nodes:
-        free = [fact.shared for fact in evidence.facts if fact.node == node]
-        least = max(limits.shm_MB * 1e6, room_for(0, len(free)))
-        if min(free) < least:
-            yield node, f"/dev/shm has {min(free) / 1e6:.0f} MB free, and needs {least / 1e6:g} MB"
+    for node, ranks in by_host(evidence.facts).items():
+        if short := small_shm(ranks, limits.shm_MB * 1e6):
+            yield node, short
 
 
 def _different_steps(evidence: Evidence) -> Iterator[tuple[str, str]]:
     facts, steps = evidence.facts, evidence.steps
     for rank, (first, again) in enumerate(steps):
         if first != again:
-            yield facts[rank].node, f"rank {rank} computes one step twice with different bits"
+            yield facts[rank].host, f"rank {rank} computes one step twice with different bits"
     for processor in dict.fromkeys(fact.processor for fact in facts):
         ranks = [
             rank
@@ -276,7 +255,7 @@ def _different_steps(evidence: Evidence) -> Iterator[tuple[str, str]]:
             if steps[rank][0] != usual:
                 bits = f"computes one step with other bits than {most} ranks of {processor}"
                 by = f"; BLAS {facts[rank].blas}, theirs {other}" * (facts[rank].blas != other)
-                yield facts[rank].node, f"rank {rank} {bits}{by}"
+                yield facts[rank].host, f"rank {rank} {bits}{by}"
 
 
 def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -289,9 +268,9 @@ def _slow_rates(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]
             rate = best(own, name)
             slow = f"{what} of rank {rank} at {figure(rate / unit)} {units}"
             if not (rate >= limits.ratio * usual[rank]):
-                yield fact.node, f"{slow}, where {figure(usual[rank] / unit)} is usual"
+                yield fact.host, f"{slow}, where {figure(usual[rank] / unit)} is usual"
             elif not (rate >= least):
-                yield fact.node, f"{slow}, and the limit is {figure(least / unit)}"
+                yield fact.host, f"{slow}, and the limit is {figure(least / unit)}"
 
 
 def _links(evidence: Evidence, limits: Limits) -> Iterator[tuple[str, str]]:

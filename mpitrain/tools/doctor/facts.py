@@ -4,7 +4,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -13,58 +13,79 @@ from mpitrain import __version__
 from mpitrain.errors import ConfigError
 from mpitrain.machine import blas_kernels, process
 from mpitrain.machine.blas_kernels import NAMES
-from mpitrain.machine.process import KINDS, processor
+from mpitrain.machine.process import KINDS, processor, room_for
+from mpitrain.transport.base import Transport
 
-SMALL_SHM = 64 << 20
+SMALL_SHM = 64e6
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
 MKL = "mkl"
 """An optional library of `uses` that is not a Python module."""
 
 
-def look() -> "Rank":
-    """Return the environment of this rank. All ranks measure their matrix products at the same
-    time.
-    """
-    from mpitrain.tools.bench.kernels.host_products import rates
-
-    return Rank(
-        "",
-        process.own_cores(),
-        process.processors(),
-        _blas()[1],
-        process.shared_memory(),
-        process.free_memory("cpu"),
-        _kinds(),
-        rates(),
-        _kernels(),
-    )
-
-
-class Rank(NamedTuple):
+class Facts(NamedTuple):
     """The environment of one rank.
 
+    host        its name
+    machine     boot identifier of the kernel; namespaces and containers of one machine share it
     cores       cores that it may use
     processors  number of cores of its host
+    processor   name of the processor; ranks with the same processor compute the same bits
+    blas        name, version and kernels of NumPy's BLAS
     threads     BLAS threads
     shared      free bytes of /dev/shm
     memory      free bytes of main memory
-    kinds       values of --device that it can use
+    kinds       values of --device that it can use; `look` fills it in, and what follows
     rates       {library: float32 operations per second}, measured while all ranks multiply
     kernels     what multiplies in a run, and why; empty where there is no choice
     """
 
     host: str
+    machine: str
     cores: list[int]
     processors: int
+    processor: str
+    blas: str
     threads: int
     shared: int
     memory: int
-    kinds: list[str]
-    rates: dict[str, float]
+    kinds: Sequence[str] = ()
+    rates: dict[str, float] = {}
     kernels: str = ""
 
 
-def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
+def facts_here(host: str) -> Facts:
+    """Return the facts about this rank that need no measurement."""
+    blas, threads = _blas()
+    return Facts(
+        host,
+        process.machine(),
+        process.own_cores(),
+        process.processors(),
+        processor().name,
+        blas,
+        threads,
+        process.shared_memory(),
+        process.free_memory("cpu"),
+    )
+
+
+def look(host: str) -> Facts:
+    """Return all facts about this rank. All ranks measure their matrix products at the same time."""
+    from mpitrain.tools.bench.kernels.host_products import rates
+
+    return facts_here(host)._replace(kinds=_kinds(), rates=rates(), kernels=_kernels())
+
+
+def of_all(transport: Transport, look: Callable[[str], Facts]) -> list[Facts]:
+    """Return the facts about every rank, by rank. Collective.
+
+    look  (name of this rank's host) -> its facts
+    """
+    own = look(transport.hosts[transport.rank])
+    return [Facts(*values) for values in transport.gather_text(own)]
+
+
+def facts(everyone: list[Facts], aware: Any) -> Iterator[tuple[str, str]]:
     """Yield the lines of the report as (name, value).
 
     everyone  the environment of each rank
@@ -96,12 +117,12 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
         yield "", f"without {name}: {BEYOND[name].without}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
     yield "GPUs", gpus()
-    name, threads = _blas()
-    yield "BLAS", f"{name}, {threads} thread(s) per rank, NumPy {numpy.__version__}"
+    first = everyone[0]
+    yield "BLAS", f"{first.blas}, {first.threads} thread(s) per rank, NumPy {numpy.__version__}"
     is_by_mkl = process.blas_kernels() == process.MKL
-    yield "products", described(everyone[0].rates, is_by_mkl, processor().gains_from_mkl)
-    if kernels := everyone[0].kernels:
-        yield "", kernels
+    yield "products", described(first.rates, is_by_mkl, processor().gains_from_mkl)
+    if first.kernels:
+        yield "", first.kernels
     yield "compiler", _compiler()
     usable = extras()
     listed = {module: f"{module} ({use})" for module, use in uses().items()}
@@ -110,7 +131,7 @@ def facts(everyone: list[Rank], aware: Any) -> Iterator[tuple[str, str]]:
     yield "not here", ", ".join(absent) or "nothing"
     by = f"{started.size} started by {started.launcher}"
     by = "started by hand" if started.launcher == "none" else by
-    hosts = _by_host(everyone)
+    hosts = by_host(everyone)
     yield "ranks", f"{len(everyone)} on {len(hosts)} host(s), {by}"
     for host, ranks in hosts.items():
         shares = f"{len(ranks)} rank(s), {share_of_cores([rank.cores for rank in ranks])}"
@@ -127,7 +148,7 @@ def uses() -> dict[str, str]:
         "bokeh": "pages of reports",
         **{row.module: f"data.source={name}" for name, row in SOURCES.items() if row.module},
         "tokenizers": "data prepare",
-        "torch": "bench train --peer torch",
+        "torch": "compare --peer torch",
         MKL: "faster products on Intel processors",
         "cupy": "--device cuda",
     }
@@ -152,7 +173,7 @@ def share_of_cores(sets: list[list[int]]) -> str:
 
 
 def verdict(
-    everyone: list[Rank],
+    everyone: list[Facts],
     started: process.Launched,
     problems: Sequence[str] = (),
     is_refused: bool = False,
@@ -172,13 +193,13 @@ def verdict(
     yield from (f"warning: {warning}" for warning in faults)
 
 
-def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
+def warnings(everyone: list[Facts], started: process.Launched) -> Iterator[str]:
     if started.size > len(everyone):
         yield (
             f"{started.launcher} started {started.size} processes, but MPI tells each that it is alone; they would all "
             "write the same files. Use the launcher of the MPI named above: `mpitrain launch` finds it."
         )
-    for host, ranks in _by_host(everyone).items():
+    for host, ranks in by_host(everyone).items():
         sets = {frozenset(rank.cores) for rank in ranks}
         cores = len(union := frozenset().union(*sets))
         for allowed in (union, *sorted(sets, key=sorted)):
@@ -192,11 +213,24 @@ def warnings(everyone: list[Rank], started: process.Launched) -> Iterator[str]:
                     f"{len(ranks)} ranks on {host} use {ranks[0].threads} BLAS threads each, more than its {cores} cores. "
                     "Unset OMP_NUM_THREADS and OPENBLAS_NUM_THREADS, or set them lower."
                 )
-        if len(ranks) > 1 and ranks[0].shared < SMALL_SHM:
+        if len(ranks) > 1 and (short := small_shm(ranks, SMALL_SHM)):
             yield (
-                f"/dev/shm of {host} has {ranks[0].shared / 1e6:.0f} MB free: ranks of one host share memory there. "
+                f"{short}: ranks of one host share memory there. "
                 "In a container, start it with --shm-size=1g."
             )
+
+
+def small_shm(ranks: Sequence[Facts], least: float) -> str:
+    """Return what is wrong with /dev/shm of the host of these ranks; "" if enough is free.
+
+    least  bytes that must be free; the ranks may need more
+    """
+    free, least = min(rank.shared for rank in ranks), max(least, room_for(0, len(ranks)))
+    if free >= least:
+        return ""
+    return (
+        f"/dev/shm of {ranks[0].host} has {free / 1e6:.0f} MB free, and needs {least / 1e6:.4g} MB"
+    )
 
 
 def _crowded(host: str, ranks: int, allowed: int, cores: int) -> str:
@@ -211,7 +245,7 @@ def _crowded(host: str, ranks: int, allowed: int, cores: int) -> str:
     )
 
 
-def _by_host(everyone: list[Rank]) -> dict[str, list[Rank]]:
+def by_host(everyone: Sequence[Facts]) -> dict[str, list[Facts]]:
     return {
         host: [rank for rank in everyone if rank.host == host]
         for host in dict.fromkeys(rank.host for rank in everyone)
@@ -289,5 +323,8 @@ def _blas() -> tuple[str, int]:
     # Others may be loaded as well, such as MKL. NumPy's wheels have theirs in numpy.libs.
     for pool in sorted(threadpool_info(), key=lambda pool: "numpy" not in pool["filepath"]):
         if pool["user_api"] == "blas":
-            return f"{pool['internal_api']} {pool['version']}", pool["num_threads"]
+            named = [
+                str(pool.get(key) or "") for key in ("internal_api", "version", "architecture")
+            ]
+            return " ".join(filter(None, named)), pool["num_threads"]
     return "unknown", 1

@@ -46,10 +46,8 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
     ]
     rows = measured(words, hosts, "run.steps=2", f"batch.micro_batches={parts}")
     for each in rows:
-        assert max(each.sent_bytes) == each.formula_bytes, each.mode
-        losses, first = (
-            [*(loss for _, loss in row.curve), row.val_loss] for row in (each, rows[0])
-        )
+        assert max(each.sent_bytes) == each.formula_bytes, each.side
+        losses, first = ([*row.losses, row.val_loss] for row in (each, rows[0]))
         assert losses == pytest.approx(first, rel=0, abs=1e-9)
 
 
@@ -84,8 +82,8 @@ def test_layouts_train_as_a_ring_and_send_what_formulas_say(ranks, kind):
     ]
     rows = measured(modes, "a" * ranks, *settings)
     for each in rows:
-        assert max(each.sent_bytes) == each.formula_bytes, each.mode
-        assert ("B T C" in each.formula) == (each.mode != "ring")
+        assert max(each.sent_bytes) == each.formula_bytes, each.side
+        assert ("B T C" in each.formula) == (each.side != "ring")
         assert abs(each.val_loss - rows[0].val_loss) <= 1e-9
 
 
@@ -106,14 +104,14 @@ SHARDED = {
 def test_zero_adapters_and_streams_in_a_layout_send_what_formulas_say(ranks):
     settings = ["run.steps=3", "model.width=12", "model.heads=12"]
     for each in measured(SHARDED[ranks], "a" * ranks, *settings):
-        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
-        assert each.formula, each.mode
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.side
+        assert each.formula, each.side
 
 
 def test_shards_of_a_host_in_a_layout_send_what_the_formula_says():
     modes = ["zero1-host+tp2", "zero2-host+tp2+accumulate2", "zero3-host+tp2"]
     for each in measured(modes, "aaaabbbb", "run.steps=2", "batch.size=8"):
-        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.side
 
 
 CODED = {
@@ -127,27 +125,27 @@ CODED = {
 def test_compressed_gradients_send_what_formulas_say(ranks):
     settings = ["run.steps=8", "precision.compute=float32", "replication.bucket_mb=0.02"]
     for each in measured([f"wire:{word}" for word in CODED[ranks]], "a" * ranks, *settings):
-        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.mode
-        assert each.formula, each.mode
+        assert max(each.sent_bytes) == pytest.approx(each.formula_bytes, abs=1e-6), each.side
+        assert each.formula, each.side
 
 
 def test_formulas_of_rings_are_not_those_of_other_algorithms():
     modes = ["zero1+auto", "zero3+auto", "zero2+star", "local+auto", "local+shared", "star"]
     for each in measured(modes, "aa", "run.steps=2"):
-        assert each.formula_bytes in (None, max(each.sent_bytes)), each.mode
+        assert each.formula_bytes in (None, max(each.sent_bytes)), each.side
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_asynchronous_pipelines_send_a_control_message_per_micro_batch(stages):
     modes = [f"pp{stages}:{name}" for name in ("1f1b", "async", "async-2bw")]
     for each in measured(modes, "a" * stages, "run.steps=3"):
-        assert max(each.sent_bytes) == each.formula_bytes, each.mode
+        assert max(each.sent_bytes) == each.formula_bytes, each.side
 
 
 @pytest.mark.parametrize("name", ["1f1b", "async", "async-2bw"])
 def test_a_step_ends_with_its_last_backward_and_not_with_its_result(name):
     (row,) = measured([f"pp2:{name}"], "aa", "run.steps=2", "run.delay=0:100")
-    ends = [end for end, _ in row.curve]
+    ends = row.ends
     assert row.step_s > 0.05 and 0 <= row.idle <= 1 and ends == sorted(ends)
 
 
@@ -161,7 +159,7 @@ def test_an_impossible_schedule_is_refused_by_name_on_every_rank(mode):
         return error.value.law, error.value.agreed
 
     first, second = run_ranks(2, refused)
-    assert first == second and first[0].startswith(f"Mode {mode}: ") and first[1]
+    assert first == second and first[0].startswith(f"{mode}: ") and first[1]
 
 
 @pytest.mark.parametrize("most, is_right", [(100, False), (10**9, True)])
@@ -178,7 +176,7 @@ def test_files_are_proven_for_every_array_before_a_mode_is_measured(most, is_rig
         try:
             check_resolved(transport, found)
         except ConfigError as error:
-            return error.law.startswith(f"Mode {mode}: ") and error.agreed
+            return error.law.startswith(f"{mode}: ") and error.agreed
 
     assert run_ranks(2, refusal) == [None if is_right else True] * 2
 
@@ -189,12 +187,12 @@ def test_tricks_have_the_bytes_that_are_counted():
     found = jobs(modes, [*TINY, "run.eval_rows=4", "run.steps=2"], "aa")
     rows = run_ranks(2, lambda transport: [*compare(transport, found, lambda mode, loss: None)])[0]
     for each in rows:
-        config = found[each.mode]
+        config = found[each.side]
         layout = config.layout.model_copy(update={"dp": 2 // config.layout.pp})
         stages = count(config.model_copy(update={"layout": layout})).stages
         peaks = [stage.step.peak for stage in stages for _ in range(2 // len(stages))]
         activations = [memory["activations"] for memory in each.memory]
-        assert activations == peaks, each.mode
+        assert activations == peaks, each.side
         sums = [sum(memory.values()) for memory in each.memory]
         assert sums == [*map(sum, zip(each.held_bytes, peaks, strict=True))]
         assert each.memory[0]["parameters"] > 0 and 0 < each.idle < 1
@@ -226,7 +224,7 @@ def test_frozen_tensors_travel_in_the_gathers_of_zero_3_alone(hosts, parts):
     every = measured(words, hosts, *settings)
     some = measured(words, hosts, *settings, f"model.freeze={patterns}")
     for each, whole in zip(some, every, strict=True):
-        assert max(each.sent_bytes) == each.formula_bytes < whole.formula_bytes, each.mode
+        assert max(each.sent_bytes) == each.formula_bytes < whole.formula_bytes, each.side
 
 
 def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
@@ -240,11 +238,11 @@ def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
 def test_bytes_equal_the_formula_for_late_workers_and_several_servers(hosts, servers):
     keys = "run.steps=5", "replication.period=2", "checkpoint.every=2", "replication.staleness=1"
     for each in measured([*APART, "server-sync"], hosts, *keys, f"replication.servers={servers}"):
-        if each.mode == "server-async" and servers > 1:
+        if each.side == "server-async" and servers > 1:
             assert each.formula_bytes is None, "which worker draws most tickets is not known before"
         else:
-            assert max(each.sent_bytes) == each.formula_bytes, each.mode
-        assert each.lead <= 1 or each.mode == "server-async"
+            assert max(each.sent_bytes) == each.formula_bytes, each.side
+        assert each.lead <= 1 or each.side == "server-async"
 
 
 def allocated(ranks, *settings):

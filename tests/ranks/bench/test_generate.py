@@ -1,8 +1,9 @@
-"""`bench generate`: all sides write the same tokens, in turns."""
+"""`compare --generate`: all sides write the same tokens, in turns."""
 
 from mpitrain.config import parse, with_settings
 from mpitrain.run.build import build
-from mpitrain.tools.bench.generate import TABLE, Cached, WholeWindows, measure
+from mpitrain.tools.bench.generate import Cached, WholeWindows, measure
+from mpitrain.tools.bench.table import WRITTEN, table
 from mpitrain.transport.threads import run_ranks
 
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "batch.size=4"]
@@ -17,8 +18,8 @@ def test_whole_windows_write_the_tokens_of_the_cache():
     ((ours, theirs),) = run_ranks(1, run)
     assert [row.side for row in (ours, theirs)] == ["mpitrain", "whole windows"]
     assert ours.tokens == theirs.tokens == ours.same == theirs.same == 30
-    assert ours.ratio == 1 and 0 < theirs.least_seconds <= theirs.seconds
-    assert len({len(line) for line in TABLE.lines([ours, theirs])}) == 1
+    assert ours.ratio == 1 and 0 < min(theirs.blocks) <= theirs.step_s and len(theirs.blocks) == 3
+    assert len({len(line) for line in table(WRITTEN, ["mpitrain"]).lines([ours, theirs])}) == 1
 
 
 class Told:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.bench.train import TrainingJob
+from mpitrain.cli.compare import TrainingJob
 from mpitrain.config import parse
 from mpitrain.pipeline.instructions import with_messages
 from mpitrain.pipeline.schedule_files import find_plan
@@ -71,7 +71,7 @@ def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
     blocks = re.findall(r"^\$ mpitrain .* compare --job .*\n((?s:.*?))```", BENCH.read_text(), re.M)
     assert len(blocks) == 4
     for block in blocks:
-        first, second = re.split(r"^mode +idle .*\n", block, flags=re.M)
+        first, second = re.split(r"^side +idle .*\n", block, flags=re.M)
         row = r"^\S+ +\d+ +[\d.]+~? +[\d.]+ +[\d.]+ +([\d,]+) +([\d,]+|-) "
         rows = re.findall(row, first, re.M)
         assert len(rows) > 5 and all(formula in (sent, "-") for sent, formula in rows)
@@ -82,14 +82,14 @@ def test_tables_of_modes_have_the_bytes_of_formulas_and_sums_of_kinds():
 
 @cache
 def parameters(kind):
-    """Of the job that `train` trains unless told otherwise, or of bench train's."""
+    """Of the job that `train` trains unless told otherwise, or of the job gpt's."""
     config = parse({}) if kind == "train" else TrainingJob([], 1, 1).configured(1)
     return run_ranks(1, lambda transport: build(transport, config).trainer.parameter_count)[0]
 
 
 @pytest.mark.parametrize("page", [README, PARALLEL, PIPELINE, PLAN, BENCH])
 def test_numbers_of_parameters_are_those_of_the_jobs(page):
-    """With commas `train` and `plan` write them, without `bench train`."""
+    """With commas `train` and `plan` write them, `compare` without."""
     found = re.findall(r" ([\d,]+) parameters[, ]", page.read_text())
     assert found
     assert set(found) <= {f"{parameters('train'):,}", f"{parameters('bench')}"}

@@ -11,8 +11,9 @@ from mpitrain.tools.bench import pairs as measuring
 from mpitrain.tools.bench.kernels.host_products import sampler
 from mpitrain.tools.certify import collect as collecting
 from mpitrain.tools.certify.collect import collect, links, measure, repeat, step_digests
-from mpitrain.tools.certify.verdict import Facts, Jobs, Limits, Speeds, judge
+from mpitrain.tools.certify.verdict import Jobs, Limits, Speeds, judge
 from mpitrain.tools.doctor import probes
+from mpitrain.tools.doctor.facts import Facts
 from mpitrain.tools.doctor.probes import PROBES, Problem, Values
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 
@@ -25,7 +26,7 @@ def rank_here():
 
 def certificate(folder, rates=(1e11,) * 4, findings=()):
     """The certificate of four pretended nodes whose ranks sample these rates."""
-    fact = Facts("", "m", [0], "CPU", "", 1 << 30)
+    fact = Facts("", "m", [0], 1, "CPU", "", 1, 1 << 30, 1 << 33)
 
     def one(transport):
         *partial, evidence = collect(
@@ -36,7 +37,7 @@ def certificate(folder, rates=(1e11,) * 4, findings=()):
             lambda: (rates[transport.rank], 1e10),
             lambda: [Problem(*each) for each in findings],
             {},
-            lambda: fact._replace(machine=HOSTS[transport.rank]),
+            lambda host: fact._replace(host=host, machine=host),
         )
         verdicts = [judge(known, Limits()) for known in (*partial, evidence)]
         assert [bool(verdict.awaits) for verdict in verdicts] == [True] * 6 + [False]
@@ -95,8 +96,8 @@ def test_a_slow_pair_and_a_slow_node_are_told_apart(monkeypatch, slow, guilty, o
     monkeypatch.setattr(measuring, "ALONE", 0.02)
     monkeypatch.setattr(collecting, "LONG", 1 << 16)
     pairs = run_ranks(4, links, hosts=HOSTS)[0]
-    fact = Facts("", "", [0], "", "", 1 << 30)
-    facts = [fact._replace(node=node, machine=node) for node in HOSTS]
+    fact = Facts("", "", [0], 1, "", "", 1, 1 << 30, 1 << 33)
+    facts = [fact._replace(host=node, machine=node) for node in HOSTS]
     evidence = collecting.Evidence(facts, pairs=pairs)
     found = judge(evidence, Limits())
     assert (bad(found), len(found.others)) == (guilty, others)

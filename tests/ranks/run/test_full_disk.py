@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from mpitrain.cli import commands
 from mpitrain.cli.bench.collectives import measure_and_fit, measure_collective
 from mpitrain.cli.bench.device import print_rows
-from mpitrain.cli.bench.train import TrainingJob, measure_sides
-from mpitrain.cli.compare import measure_modes
+from mpitrain.cli.compare import TrainingJob, measure_modes, measure_sides
 from mpitrain.collectives.selection.tuning import read_tuning
 from mpitrain.errors import ConfigError
 from mpitrain.files import check_writable
@@ -88,7 +87,7 @@ MEASURED = {
     "compare": (
         lambda transport, file: measure_modes(
             transport,
-            "ring,star",
+            ["ring", "star"],
             ["run.steps=2", "run.eval_rows=8", *SMALL],
             1,
             {"json_file": file},
@@ -98,7 +97,7 @@ MEASURED = {
     ),
     "train": (
         lambda transport, file: measure_sides(
-            transport, TrainingJob([*SMALL, "run.steps=7"], 1, 2), [], False, [], False, file
+            transport, TrainingJob([*SMALL, "run.steps=7"], 1, 2), ["job"], [], {"json_file": file}
         ),
         1,
         "blocks of 2 steps",

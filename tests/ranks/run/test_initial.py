@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpitrain.cli.bench.train import TrainingJob
+from mpitrain.cli.compare import TrainingJob
 from mpitrain.cli.train import _configured as resumed
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.formats.safetensors_files import read_into
@@ -156,7 +156,7 @@ def test_a_key_equal_to_the_folder_is_accepted(tmp_path):
     run_ranks(1, begun, config)
 
 
-def test_the_folder_determines_the_model_of_bench_train(tmp_path):
+def test_the_folder_determines_the_model_of_the_job_gpt(tmp_path):
     folder = written(tmp_path / "gpt2")
     config = TrainingJob([f"run.init_from={folder}", "device.kind=cpu"], 1, 1).configured(1)
     assert (config.model.layers, config.model.width, config.model.context) == (2, 8, 12)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from statistics import median
 
 import pytest
 
@@ -11,21 +12,12 @@ from mpitrain.collectives.selection.table import choices
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.parallel.modes import MODES, ZERO
-from mpitrain.tools.bench.comparison.compare import (
-    KINDS,
-    ModeRow,
-    equal_time,
-    footer,
-    loss_at,
-    mark,
-    memory_table,
-    mode_table,
-    plot,
-    spread,
-)
+from mpitrain.tools.bench.comparison.compare import KINDS, equal_time, footer, loss_at, memory_table
 from mpitrain.tools.bench.comparison.formulas import words_of
 from mpitrain.tools.bench.comparison.modes import FORMS, jobs, settings_by_mode, settings_of, usual
 from mpitrain.tools.bench.results import write_json
+from mpitrain.tools.bench.table import KEPT, TRAINED, TRIED, agreement, plot, table
+from mpitrain.tools.bench.turns import Row, compared
 from mpitrain.tools.plan.memory import count
 from mpitrain.tools.plan.mode_traffic import LETTERS
 
@@ -35,22 +27,20 @@ def words(mode):
 
 
 def row(mode, **changes):
-    measured = ModeRow(
+    measured = Row(
         mode,
-        workers=2,
+        blocks=[0.25, 0.25],
         step_s=0.25,
-        samples_per_s=16.0,
+        samples=4,
+        losses=[2.0, 1.7],
+        ends=[0.5, 1.0],
+        val_loss=1.5,
+        evaluated_s=2.0,
+        workers=2,
         comm_s=0.05,
+        idle=0.125,
         sent_bytes=[1000.0, 3000.0],
         formula_bytes=3000,
-        held_bytes=[4_000_000, 2_000_000],
-        staleness=0,
-        lead=0,
-        val_loss=1.5,
-        curve=[(0.5, 2.0), (1.0, 1.7)],
-        evaluated_s=2.0,
-        blocks=[0.25, 0.5],
-        idle=0.125,
         memory=[dict.fromkeys(KINDS, 1_000_000), dict.fromkeys(KINDS, 500_000)],
         formula=words(mode) if mode in settings_by_mode() else "",
     )
@@ -141,23 +131,34 @@ def test_a_setting_of_all_replaces_the_ring_of_modes_that_name_none(key):
     assert own == dict.fromkeys(words, "tree") | {"ring": ring}
 
 
+def test_the_job_and_keys_keep_the_algorithm_of_the_job():
+    found = jobs(
+        ["job", "model.width=64+optimizer.lr=1e+3", "zero1", "zero1+model.width=64"], [], "aa"
+    )
+    algorithms = [config.replication.algorithm for config in found.values()]
+    assert algorithms == ["auto", "auto", "ring", "ring"]
+    assert [config.model.width for config in found.values()] == [128, 64, 128, 64]
+    assert found["model.width=64+optimizer.lr=1e+3"].optimizer.lr == 1000
+    assert jobs(["job"], [], "aa", {"model": {"width": 32}})["job"].model.width == 32
+
+
 @pytest.mark.parametrize(
     "words, settings, hosts, said",
     [
-        (["ring", "rong"], [], "aa", "--modes names 'rong'"),
+        (["ring", "rong"], [], "aa", "but this is 'rong'"),
         (["zero1-host"], [], "aba", "there are 2 on a, 1 on b"),
-        (["ring+tp"], [], "aa", "names 'tp' of ring+tp"),
+        (["ring+tp"], [], "aa", "this is 'tp' of ring+tp"),
         (["tp0"], [], "aa", "accumulateN, recompute, "),
         (["tp2+tp4"], [], "aaaa", "tp4 sets layout.tp=4"),
         (["ring+star"], [], "aa", "star sets replication.algorithm=star"),
-        (["ring", "local+tp2"], [], "aa", "Mode local+tp2: "),
+        (["ring", "local+tp2"], [], "aa", "local+tp2: "),
         (["ring", "tp4"], [], "aa", "needs 4 ranks"),
         (["ring"], [], "a", "one rank sends nothing"),
         (["ring"], ["layout.dp=4"], "aa", "needs 4 ranks, but 2 were started"),
         (["ring"], ["batch.size=2"], "aaa", "but batch.size is 2"),
         (["ring"], ["run.steps=1"], "aa", "run.steps is 1"),
         (["of-a-plugin"], ["run.plugins=['no.py']"], "aa", "The plugin no.py cannot be read"),
-        (["ring", "local"], ["precision.compute=float16"], "aa", "what works: --modes ring"),
+        (["ring", "local"], ["precision.compute=float16"], "aa", "what works: ring"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settings, hosts, said):
@@ -168,12 +169,12 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(words, settin
 
 def test_lines_have_a_cell_per_column_and_a_dash_where_none_applies():
     star = row("star")
-    heading, line = mode_table(["star"], [star]).lines([star])
+    heading, line = table(TRAINED, ["star"]).lines([star])
     cells = line.split()
     assert len(line) == len(heading)
     assert cells == ["star", "2", "250.0", "16.0", "50.0", "3,000", "3,000", "4.0", "-", "1.5000"]
     late = row("auto", formula_bytes=None, staleness=3)
-    assert mode_table(["auto"], [late]).line(late).split()[6:9] == ["-", "4.0", "3"]
+    assert table(TRAINED, ["auto"]).line(late).split()[6:9] == ["-", "4.0", "3"]
     assert footer([row("auto")]) == []
 
 
@@ -185,20 +186,59 @@ def test_memory_is_split_by_kind_on_the_fullest_rank():
 
 
 def test_losses_are_compared_after_equal_steps_and_after_equal_time():
-    fast, slow = row("ring"), row("star", step_s=0.5, curve=[(0.9, 2.0), (1.9, 1.0)])
+    fast, slow = row("ring"), row("star", step_s=0.5, losses=[2.0, 1.0])
     assert equal_time([fast, slow]) == 2 * 0.25
     assert (loss_at(slow), loss_at(slow, 0.5), loss_at(slow, 0.4)) == (1.5, 2.0, None)
-    assert loss_at(row("ring", curve=[(0.5, None), (1.0, 1.5)])) == 1.5
+    assert loss_at(row("ring", losses=[None, 1.5])) == 1.5
 
 
-def test_a_time_is_marked_where_blocks_disagree_which_mode_is_faster():
-    first = row("ring", blocks=[1.0, 1.0, 1.0])
-    faster, unsure = row("a", blocks=[0.9, 0.8, 0.9]), row("b", blocks=[0.9, 1.1, 0.9])
-    assert [mark(each, first) for each in (first, faster, unsure)] == ["", "", "~"]
-    lines = mode_table(["ring", "a", "b"], [first]).lines([first, faster, unsure])
-    assert ["250.0~" in line.split() for line in lines] == [False, False, False, True]
-    assert "1 of 3 modes" in spread([first, faster, unsure])[0]
-    assert spread([row("ring", blocks=[1.0])]) == []
+def timed(name, blocks, first=None, **changes):
+    """A row whose values relative to the first side's are filled in."""
+    own = row(name, blocks=blocks, step_s=median(blocks), **changes)
+    return compared(own, first or own)
+
+
+FIRST = timed("ring", [1.0] * 5)
+
+
+@pytest.mark.parametrize(
+    "blocks, speed, word, ratio",
+    [
+        ([0.5, 0.9, 0.8, 0.7, 0.9], "faster", "yes", "0.800"),
+        ([1.1, 1.2, 2.0, 1.1, 1.3], "slower", "no", "1.200"),
+        ([0.6, 0.6, 0.6, 0.6, 1.1], "~", "~", "0.600"),
+        ([1.0, 0.6, 0.6, 0.6, 0.6], "~", "~", "0.600"),
+        ([9.0, 1.0, 9.0, 9.0, 9.0], "spoilt", "spoilt", "-"),
+    ],
+)
+def test_a_side_is_faster_or_slower_only_if_every_block_agrees(blocks, speed, word, ratio):
+    """In the table of trainings, ~ marks the time of the others."""
+    other = timed("star", blocks, FIRST)
+    assert other.speed == speed
+    cells = table(KEPT, ["star"]).line(other).split()
+    assert cells[2] == ratio and cells[6] == word
+    is_marked = "~" in table(TRAINED, ["star"]).line(other)
+    assert is_marked == (speed in ("~", "spoilt"))
+    assert f"~ {int(is_marked)} of 2 sides" in agreement([FIRST, other])[0]
+
+
+def test_one_side_or_one_block_has_no_line_about_agreement():
+    assert agreement([FIRST]) == []
+    assert agreement([timed("ring", [1.0]), timed("a", [2.0], timed("ring", [1.0]))]) == []
+
+
+def test_times_are_compared_for_as_many_samples_and_memory_on_the_fullest_rank():
+    half = [dict.fromkeys(KINDS, 100_000), dict.fromkeys(KINDS, 500_000)]
+    twice = timed("larger", [1.0] * 5, FIRST, samples=8, memory=half, settings=["batch.size=8"])
+    assert (twice.ratio, twice.space, twice.speed) == (0.5, 0.5, "faster")
+    line = table(TRIED, ["larger"]).line(twice)
+    assert "2.50   0.50" in line and line.endswith("  batch.size=8")
+    assert table(TRIED, ["larger"]).line(twice._replace(is_used=True)).endswith("  set already")
+
+
+def test_losses_are_compared_step_by_step():
+    assert timed("a", [1.0] * 5, FIRST, losses=[2.0, 1.45]).apart == 0.25
+    assert timed("a", [1.0] * 5, FIRST, losses=[]).apart is None
 
 
 def test_the_formulas_below_the_table_explain_their_letters():
@@ -223,13 +263,10 @@ def test_the_formulas_below_the_table_explain_their_letters():
 @pytest.mark.slow
 def test_a_nonfinite_loss_is_null_in_the_file_and_absent_in_the_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [
-        row("star", val_loss=math.nan, curve=[(0.5, 2.0), (1.0, None)]),
-        row("ring", curve=[(0.5, 2.0), (1.0, 1.5)]),
-    ]
+    rows = [row("star", val_loss=math.nan, losses=[2.0, None]), row("ring", losses=[2.0, 1.5])]
     write_json(tmp_path / "rows.json", {"ranks": 2}, rows)
     star, ring = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert star["curve"] == [[0.5, 2.0], [1.0, None]]
+    assert star["losses"] == [2.0, None]
     assert (star["val_loss"], ring["val_loss"]) == (None, 1.5)
     plot(rows, "a job", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

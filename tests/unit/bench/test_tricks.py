@@ -1,4 +1,4 @@
-"""The table of `mpitrain plan tricks`: its verdicts, its lines, and the keys that it sets."""
+"""The tricks of `mpitrain compare`: their checks, their lines below the table, and the keys that they set."""
 
 import pytest
 
@@ -6,74 +6,46 @@ from mpitrain.config import parse
 from mpitrain.errors import ConfigError
 from mpitrain.strict_json import parsed
 from mpitrain.tools.bench.comparison.compare import KINDS
-from mpitrain.tools.bench.comparison.tricks import (
-    TABLE,
-    TRICKS,
-    TrickSide,
-    Tried,
-    as_row,
-    checks,
-    names_of,
-    summary,
-)
+from mpitrain.tools.bench.comparison.tricks import TRICKS, WITHOUT, checks, names_of, summary
 from mpitrain.tools.bench.results import write_json
+from mpitrain.tools.bench.turns import Row, compared
 
 
-def side(blocks, nbytes=1_000_000, formula=3000.0):
-    memory = [dict.fromkeys(KINDS, nbytes // 5), dict.fromkeys(KINDS, nbytes // 10)]
-    return TrickSide(blocks, memory, [nbytes // 5, nbytes // 10], [1000.0, 3000.0], formula)
+def row(name, formula=3000.0, **more):
+    memory = [dict.fromkeys(KINDS, 200_000), dict.fromkeys(KINDS, 100_000)]
+    own = Row(
+        name,
+        of="recomputation",
+        settings=["memory.recompute=unit"],
+        blocks=[1.0],
+        step_s=1.0,
+        memory=memory,
+        counted=[200_000, 100_000],
+        sent_bytes=[1000.0, 3000.0],
+        formula_bytes=formula,
+    )
+    return own._replace(**more)
 
 
-def tried(on, off, **more):
-    return Tried("recomputation", ["memory.recompute=unit"], False, "", on, off)._replace(**more)
-
-
-@pytest.mark.parametrize(
-    "blocks, speed, word",
-    [
-        ([0.5, 0.9, 0.8, 0.7, 0.9], "faster", "yes"),
-        ([1.1, 1.2, 2.0, 1.1, 1.3], "slower", "no"),
-        ([0.5, 0.5, 0.5, 0.5, 1.1], "~", "~"),
-        ([1.0, 0.5, 0.5, 0.5, 0.5], "~", "~"),
-        ([float("nan"), 0.5, 0.5, 0.5, 0.5], "~", "~"),
-    ],
-)
-def test_a_trick_is_faster_or_slower_only_if_every_block_agrees(blocks, speed, word):
-    found = tried(side(blocks), side([1.0] * 5))
-    assert found.speed == speed and TABLE.line(found).split()[1] == word
-
-
-def test_memory_is_compared_on_the_fullest_rank():
-    small, large = side([1.0], 500_000), side([1.0], 1_000_000)
-    for on, off, ratio, words in (
-        (small, large, 0.5, "yes 0.50"),
-        (large, small, 2.0, "no 2.00"),
-        (large, large, 1.0, " same "),
-    ):
-        assert tried(on, off).smaller == ratio and words in TABLE.line(tried(on, off))
-
-
-def test_a_line_ends_with_the_settings_or_says_that_they_are_set():
-    found = tried(side([1.0]), side([1.0]))
-    assert TABLE.line(found).endswith("  memory.recompute=unit")
-    assert TABLE.line(found._replace(is_used=True)).endswith("  set already")
-    assert TABLE.heading()[0].index("  set") == TABLE.line(found).index("  memory.recompute")
+ABSENT = Row("ZeRO 1", "ZeRO 1", reason="one replica")
 
 
 def test_counted_bytes_and_formulas_are_checked_on_both_sides():
-    right, wrong = side([1.0]), side([1.0], formula=None)._replace(counted=[1, 2])
-    off_by_one = right._replace(formula=3001.0)
-    assert checks([tried(right, wrong), tried(right, off_by_one)]) == ((3, 4), (2, 3))
-    lines = summary([tried(right, wrong), Tried("ZeRO 1", [], False, "one replica")])
+    right, wrong = row(WITHOUT), row(WITHOUT, formula=None, counted=[1, 2])
+    off_by_one = compared(row("recomputation", formula=3001.0), right)
+    having = compared(row("recomputation"), right)
+    assert checks([wrong, having, right, off_by_one]) == ((3, 4), (2, 3))
+    lines = summary([wrong, having, ABSENT])
     assert lines[-1] == "ZeRO 1: one replica" and "in 1 of 2 jobs" in lines[3]
 
 
 def test_the_file_has_every_trick_with_its_reason_or_its_measurements(tmp_path):
-    tricks = [tried(side([1.0]), side([2.0])), Tried("ZeRO 1", [], False, "one replica")]
-    write_json(tmp_path / "rows.json", {}, [*map(as_row, tricks)])
-    first, second = parsed((tmp_path / "rows.json").read_bytes())["rows"]
-    assert (first["speed"], first["ratios"], first["off"]["blocks"]) == ("faster", [2.0], [2.0])
-    assert second["reason"] == "one replica" and second["on"] is None
+    off = row(WITHOUT, blocks=[2.0])
+    rows = [off, compared(row("recomputation"), off), ABSENT]
+    write_json(tmp_path / "rows.json", {}, rows)
+    first, second, third = parsed((tmp_path / "rows.json").read_bytes())["rows"]
+    assert (second["speed"], second["ratios"], first["blocks"]) == ("faster", [0.5], [2.0])
+    assert third["reason"] == "one replica" and third["blocks"] == []
 
 
 def test_settings_without_a_trick_are_values_of_existing_keys():

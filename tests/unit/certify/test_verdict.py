@@ -10,11 +10,10 @@ import pytest
 
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.pairs import BETWEEN, Pair
-from mpitrain.tools.certify.collect import facts, moved, turns
+from mpitrain.tools.certify.collect import moved, turns
 from mpitrain.tools.certify.report import document, junit, lines
 from mpitrain.tools.certify.verdict import (
     Evidence,
-    Facts,
     Jobs,
     Limits,
     Speeds,
@@ -22,10 +21,11 @@ from mpitrain.tools.certify.verdict import (
     judge,
     read_limits,
 )
+from mpitrain.tools.doctor.facts import Facts, facts_here
 from mpitrain.tools.doctor.probes import Problem
 
 NODES = "abcd"
-FACT = Facts("", "m", [0], "CPU", "openblas 1 Zen", 1 << 30)
+FACT = Facts("", "m", [0], 1, "CPU", "openblas 1 Zen", 1, 1 << 30, 1 << 33)
 JOBS = Jobs("1", "1", "1")
 
 
@@ -40,7 +40,7 @@ def pairs(slow=(), factor=10.0, n=4):
 
 
 def sound(n=4, **changes):
-    facts = [FACT._replace(node=node, machine=node) for node in NODES[:n]]
+    facts = [FACT._replace(host=node, machine=node) for node in NODES[:n]]
     speeds = [Speeds([9e10, 1e11], [1e10, 2e10]) for _ in range(n)]
     found = Evidence(facts, speeds, [("x", "x")] * n, pairs(n=n), 50, [], [], JOBS, {})
     return found._replace(**changes)
@@ -187,14 +187,14 @@ def test_limits_of_a_file_hold_for_every_node(limits, bad):
 def test_of_shared_memory_only_what_is_free_counts(monkeypatch):
     full = SimpleNamespace(f_bavail=1, f_blocks=1 << 20, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    assert facts().shared == 4096
+    assert facts_here("a").shared == 4096
 
 
 @pytest.mark.parametrize(
     "changes, bad",
     [
         ({"absent": {"e": "silent"}}, ("e", 0)),
-        ({"facts": changed(sound().facts, 2, FACT._replace(node="c", shared=1 << 20))}, ("c", 0)),
+        ({"facts": changed(sound().facts, 2, FACT._replace(host="c", shared=1 << 20))}, ("c", 0)),
         ({"findings": [Problem("b", "no locks"), Problem("", "all")]}, ("b", 1)),
         ({"wrong": [WrongCollective("reduce", "star", 3)]}, ("", 1)),
         ({"jobs": Jobs("1", "2", "1")}, ("", 1)),

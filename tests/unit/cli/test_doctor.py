@@ -12,9 +12,9 @@ from mpitrain.tools.bench.kernels import host_products
 from mpitrain.tools.bench.kernels.host_products import described
 from mpitrain.tools.bench.kernels.host_products import rates as measured_rates
 from mpitrain.tools.doctor import facts as doctor
-from mpitrain.tools.doctor.facts import Rank, share_of_cores, verdict
+from mpitrain.tools.doctor.facts import Facts, share_of_cores, verdict
 
-FINE = Rank("a", [0, 1], 2, 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"], {"NumPy": 5e10})
+FINE = Facts("a", "m", [0, 1], 2, "CPU", "openblas 1 Zen", 1, 1 << 30, 8 << 30, ["cpu", "cuda-sim"])
 
 
 def said(*everyone, size=0):

@@ -22,7 +22,7 @@ ANSWERS = {
     "merge": "--merge`",
     "serve": "none; `mpitrain export",
     "evaluate": "`mpitrain eval runs/a`",
-    "benchmark": "`mpitrain bench train`",
+    "benchmark": "`mpitrain compare --peer torch`",
     "ds_report": "`mpitrain doctor --dir .`",
     "all_reduce_perf": "`mpitrain launch -n 4 -- bench all-reduce`",
     "all_reduce": "`mpitrain launch -n 4 -- bench all-reduce`",

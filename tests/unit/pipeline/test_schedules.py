@@ -34,17 +34,18 @@ from mpitrain.pipeline.simulate import Cost, Event, goes_in_passes, peak, simula
 pytestmark = pytest.mark.slow
 
 
-STAGES, MICRO_BATCHES = (1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 15, 16)
+MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 15, 16)
+GRID = dict.fromkeys((1, 2, 3, 4, 5, 8), MICRO_BATCHES) | {6: (1, 5, 6, 12), 7: (1, 6, 7, 8, 14)}
+"""{stages: numbers of micro-batches}: 1, primes, powers of two, neighbours and multiples of every p."""
 
 
 def points(name):
-    """(stages p, micro-batches m, chunks v) that a schedule serves: 1, primes, powers of two, multiples of every p."""
+    """(stages p, micro-batches m, chunks v) that a schedule serves."""
     schedule = SCHEDULES[name]
     return [
         (p, m, v)
-        for p, m, v in product(
-            STAGES, MICRO_BATCHES, [schedule.chunks] if schedule.chunks else [1, 2, 3]
-        )
+        for p, counts in GRID.items()
+        for m, v in product(counts, [schedule.chunks] if schedule.chunks else [1, 2, 3])
         if not (schedule.grouped and m % p)
     ]
 

@@ -1,8 +1,9 @@
-"""Modes of `mpitrain compare`: each is some words joined by +, and stands for settings of a job."""
+"""Words of `mpitrain compare`: some, joined by +, stand for settings of a job."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from mpitrain.collectives.selection.algorithm import is_file
 from mpitrain.collectives.selection.table import choices
@@ -52,6 +53,10 @@ FORMS: dict[str, tuple[str, ...]] = {
 }
 """{form of a word: its settings}. N stands for an integer, another word in capitals for a name."""
 
+JOB = "job"
+"""The word for the job as it is."""
+JOINED = re.compile(r"\+(?!\d)")
+"""Between two words; 1e+3 is one."""
 _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 
 
@@ -81,7 +86,7 @@ def settings_by_mode() -> dict[str, tuple[str, ...]]:
 
 
 def usual() -> list[str]:
-    """Return the modes that `compare` measures without --modes.
+    """Return the modes that `compare` measures without settings.
 
     Modes with the suffix `-host` are not among them: on one host they equal those without it.
     """
@@ -92,14 +97,16 @@ def usual() -> list[str]:
 def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
     """Return the settings of a mode as `section.key=value`.
 
-    mode      words joined by +, such as zero3+tp2
+    mode      words and `section.key=value` joined by +, such as zero3+tp2; unless a word names an
+              algorithm, they reduce by a ring, but JOB and keys alone keep that of the job
     set_keys  keys that --set names; a word does not set them to a value of COUNTED
     raises    ConfigError for an unknown word, and for words that set one key to different values
     """
     known = settings_by_mode()
     settings: dict[str, tuple[str, str]] = {}
-    for word in mode.split("+"):
-        for setting in known.get(word) or _formed(word, mode):
+    words = JOINED.split(mode)
+    for word in words:
+        for setting in () if word == JOB else _settings_of_word(word, mode, known):
             key, _, value = setting.partition("=")
             is_default = setting == RING or key in set_keys
             if setting in COUNTED and is_default and word != BASELINE:
@@ -111,9 +118,18 @@ def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
                     f"and {word} sets {key}={value}.",
                     f"Take one of {first} and {word}.",
                 )
-    if "replication.algorithm" not in set_keys:
+    if "replication.algorithm" not in set_keys and not all(map(is_of_job, words)):
         settings.setdefault("replication.algorithm", (BASELINE, BASELINE))
     return tuple(f"{key}={value}" for key, (_, value) in settings.items())
+
+
+def is_of_job(word: str) -> bool:
+    """Return whether a word is JOB or `section.key=value`."""
+    return word == JOB or "=" in word
+
+
+def _settings_of_word(word: str, mode: str, known: Mapping[str, tuple[str, ...]]) -> Iterable[str]:
+    return [word] if "=" in word else known.get(word) or _formed(word, mode)
 
 
 def is_replication(mode: str) -> bool:
@@ -128,8 +144,8 @@ def _formed(word: str, mode: str) -> Iterable[str]:
             return [_HOLES.sub(_value_in(values), setting) for setting in settings]
     whole = "" if word == mode else f" of {mode}"
     raise ConfigError(
-        f"A mode is one of {', '.join([*settings_by_mode(), *FORMS])}, or several joined by +, but "
-        f"--modes names {word!r}{whole}.",
+        f"A setting is {JOB}, SECTION.KEY=VALUE, {', '.join([*settings_by_mode(), *FORMS])}, or several joined by +, "
+        f"but this is {word!r}{whole}.",
         "Name some of these.",
     )
 
@@ -142,15 +158,21 @@ def _value_in(values: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
     return lambda hole: values[hole[0]]
 
 
-def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) -> dict[str, Config]:
+def jobs(
+    modes: Sequence[str],
+    settings: Sequence[str],
+    hosts: Sequence[str],
+    base: Mapping[str, Any] | None = None,
+) -> dict[str, Config]:
     """Return {mode: its configuration}. No message is sent.
 
+    base      tables of a configuration, which the settings change
     settings  section.key=value for all modes; a mode's own settings take precedence
     hosts     host of every rank, by rank
     raises    ConfigError if a mode does not exist or cannot run on these ranks, or if a plugin
               cannot be imported
     """
-    tables = with_settings({}, [*settings])
+    tables = with_settings(base or {}, [*settings])
     load(tables)  # Plugins add modes.
     set_keys = {f"{section}.{key}" for section, values in tables.items() for key in values}
     own = {mode: settings_of(mode, set_keys) for mode in modes}
@@ -162,20 +184,20 @@ def jobs(modes: Sequence[str], settings: Sequence[str], hosts: Sequence[str]) ->
     configs, refused = {}, {}
     for mode, changes in own.items():
         try:
-            configs[mode] = _job([*settings, *changes], hosts)
+            configs[mode] = _job(with_settings(tables, [*changes]), hosts)
         except ConfigError as error:
             refused[mode] = error
     laws = {refusal.law for refusal in refused.values()}
     for mode, refusal in refused.items():
         if not configs and len(laws) == 1 and is_replication(mode):
             raise refusal  # The job itself is refused.
-        rest = f"\nOr compare what works: --modes {','.join(configs)}" if configs else ""
-        raise ConfigError(f"Mode {mode}: {refusal.law}", f"{refusal.way_out}{rest}")
+        rest = f"\nOr compare what works: {' '.join(configs)}" if configs else ""
+        raise ConfigError(f"{mode}: {refusal.law}", f"{refusal.way_out}{rest}")
     return configs
 
 
-def _job(settings: list[str], hosts: Sequence[str]) -> Config:
-    config = parse(with_settings({}, settings))
+def _job(tables: dict[str, Any], hosts: Sequence[str]) -> Config:
+    config = parse(tables)
     if config.run.steps <= WARM_UP:
         raise ConfigError(
             f"compare needs more than {WARM_UP} step, whose time does not count, but run.steps is "
@@ -203,4 +225,4 @@ def check_resolved(transport: Transport, configs: Mapping[str, Config]) -> None:
         except ConfigError as error:
             if not error.agreed:
                 raise
-            raise ConfigError(f"Mode {mode}: {error.law}", error.way_out).on_every_rank() from None
+            raise ConfigError(f"{mode}: {error.law}", error.way_out).on_every_rank() from None

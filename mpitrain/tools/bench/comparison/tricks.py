@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any, NamedTuple
 
 from mpitrain.config import Config, with_settings
@@ -18,13 +17,16 @@ from mpitrain.run.job import Job, StepCounts
 from mpitrain.run.memory import Room
 from mpitrain.run.rules import of_model
 from mpitrain.tools.bench.comparison.formulas import predicted
+from mpitrain.tools.bench.table import UNSURE
 from mpitrain.tools.bench.training.steps import Ours, alternate, shown
-from mpitrain.tools.bench.turns import ratios, spread, verdict
-from mpitrain.tools.text_table import TextColumn, TextTable
+from mpitrain.tools.bench.turns import Row, compared
+from mpitrain.tools.text_table import TextColumn
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 Settings = Mapping[str, Any]
+WITHOUT = "without"
+"""The side of a job without a trick."""
 LARGEST = 4
 """Largest number of micro-batches in gradient accumulation, and of slices of the logits."""
 
@@ -169,63 +171,6 @@ TRICKS: dict[str, Trick] = {
 """Tricks by name, in the order of the table."""
 
 
-class TrickSide(NamedTuple):
-    """The measurements of the job with the trick, or of the job without it.
-
-    blocks   by block: median seconds of a step, on the slowest rank; of a larger batch, for as many
-             rows as the job has
-    memory   by rank: bytes of parameters, gradients, optimizer state, scratch and activations
-    counted  by rank: bytes of activations, counted before the first step
-    sent     by rank: payload of messages per step
-    formula  bytes per step that the busiest rank sends by formula; None without a formula
-    """
-
-    blocks: list[float]
-    memory: list[dict[str, int]]
-    counted: list[int]
-    sent: list[float]
-    formula: float | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory of the rank with the most."""
-        return max(sum(each.values()) for each in self.memory)
-
-
-class Tried(NamedTuple):
-    """The result of a trick on a job.
-
-    settings  how to turn the trick on, as section.key=value
-    is_used   whether the job had the trick already
-    reason    why the trick does not apply; empty if it was measured
-    on, off   the job with the trick and without it; None if it was not measured
-    """
-
-    name: str
-    settings: list[str]
-    is_used: bool
-    reason: str = ""
-    on: TrickSide | None = None
-    off: TrickSide | None = None
-
-    @property
-    def ratios(self) -> list[float]:
-        """By block: seconds of a step without the trick, divided by those with it."""
-        assert self.on and self.off
-        return ratios(self.on.blocks, self.off.blocks)
-
-    @property
-    def speed(self) -> str:
-        """`faster`, `slower`, or ~ if the blocks disagree."""
-        return verdict(self.ratios)
-
-    @property
-    def smaller(self) -> float:
-        """Memory with the trick, divided by the memory without it."""
-        assert self.on and self.off
-        return self.on.nbytes / max(1, self.off.nbytes)
-
-
 class Counting(Ours):
     """A side of a comparison that reads its own rows, and counts the bytes that it sends."""
 
@@ -255,10 +200,12 @@ class Counting(Ours):
 
 def try_all(
     transport: Transport, job: Job, names: Sequence[str], blocks: int, steps: int
-) -> Iterator[Tried]:
-    """Measure a job with and without each trick in turns; yield the result of each trick. Collective.
+) -> Iterator[list[Row]]:
+    """Measure a job with and without each trick in turns. Collective.
 
-    The job with a trick is built only for its turns, so at most two jobs are in memory.
+    For each trick, yield the row without it and the row with it, whose `side` is the trick's name;
+    or only one row with the reason why the trick does not apply. The job with a trick is built only
+    for its turns, so at most two jobs are in memory.
 
     blocks  turns of the job with a trick, and of the job without it
     steps   steps in a turn
@@ -270,9 +217,9 @@ def try_all(
         # A job that has the trick in another form keeps that form.
         values = resolved.config.flat()
         lines = settings_of({key: values[key] for key in on} if is_used else on)
-        tried = Tried(name, lines, is_used, trick.reason(resolved))
-        if tried.reason:
-            yield tried
+        row = Row(name, name, lines, is_used, trick.reason(resolved))
+        if row.reason:
+            yield [row]
             continue
         changes = settings_of(trick.off if is_used else on)
         try:
@@ -280,12 +227,15 @@ def try_all(
         except MpitrainError as error:
             if not error.agreed:
                 raise
-            yield tried._replace(reason=error.law)
+            yield [row._replace(reason=error.law)]
             continue
         for each in (job, other):
             _count(transport, each)
-        sides = [Counting(transport, each, name) for each in (job, other)]
-        yield _tried(transport, tried, sides, blocks, steps)
+        without, having = (other, job) if is_used else (job, other)
+        sides = [Counting(transport, without, WITHOUT), Counting(transport, having, name)]
+        rows = alternate(transport, job, sides, blocks, steps, of=name)
+        off, on_row = (_with_bytes(transport, *each) for each in zip(sides, rows, strict=True))
+        yield [off, compared(on_row, off)._replace(settings=lines, is_used=is_used)]
         other.close()
 
 
@@ -308,20 +258,8 @@ def _count(transport: Transport, job: Job) -> None:
     trainer.job = replace(trainer.job, counts=on_all_ranks(transport, counted))
 
 
-def _tried(
-    transport: Transport, tried: Tried, sides: Sequence[Counting], blocks: int, steps: int
-) -> Tried:
-    results = alternate(transport, sides[0].job, sides, blocks, steps)
-    rows = [side.job.trainer.config.batch.size for side in sides]
-    measured = [
-        _side(transport, side, [seconds * rows[0] / own for seconds in result.blocks])
-        for side, result, own in zip(sides, results, rows, strict=True)
-    ]
-    on, off = measured if tried.is_used else reversed(measured)
-    return tried._replace(on=on, off=off)
-
-
-def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSide:
+def _with_bytes(transport: Transport, side: Counting, row: Row) -> Row:
+    """Return a row with the bytes of memory and of messages. Collective."""
     trainer = side.job.trainer
     side.end()
     # The update of a small model needs more of the arena than its activations do.
@@ -330,7 +268,9 @@ def _side(transport: Transport, side: Counting, blocks: list[float]) -> TrickSid
     memories, counted, sent = zip(*transport.gather_text(measurements), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.
     formula = None if trainer.config.dense_steps else predicted(transport, side.job)
-    return TrickSide(blocks, [*memories], [*counted], [*sent], formula)
+    return row._replace(
+        memory=[*memories], counted=[*counted], sent_bytes=[*sent], formula_bytes=formula
+    )
 
 
 def settings_of(values: Mapping[str, Any]) -> list[str]:
@@ -352,95 +292,41 @@ def names_of(text: str | None) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-TABLE = TextTable(
-    [
-        TextColumn("trick", "<22", "name"),
-        TextColumn(
-            "faster?", "7", lambda tried: {"faster": "yes", "slower": "no", "~": "~"}[tried.speed]
-        ),
-        TextColumn("times", "6.2f", lambda tried: f"{median(tried.ratios):.2f}"),
-        TextColumn("blocks", "14", lambda tried: spread(tried.ratios)),
-        TextColumn("memory MB", "9.2f", lambda tried: tried.on.nbytes / 1e6),
-        TextColumn("without", "8.2f", lambda tried: tried.off.nbytes / 1e6),
-        TextColumn("smaller?", "8", lambda tried: _in_words(tried.smaller), gap=2),
-        TextColumn("said", "<10", lambda tried: TRICKS[tried.name].said or "-", gap=2),
-        TextColumn("sent MB", "8.3f", lambda tried: max(tried.on.sent) / 1e6),
-        TextColumn("without", "8.3f", lambda tried: max(tried.off.sent) / 1e6),
-        TextColumn(
-            "set",
-            "<",
-            lambda tried: "set already" if tried.is_used else " ".join(tried.settings),
-            gap=2,
-        ),
-    ]
-)
-"""A line for each measured trick: memory of the fullest rank, bytes of the busiest rank in a step."""
+SAID = TextColumn("said", "<10", lambda row: TRICKS[row.side].said or "-", gap=2)
 
 
-def _in_words(smaller: float) -> str:
-    return "same" if smaller == 1 else f"{'yes' if smaller < 1 else 'no'} {smaller:.2f}"
-
-
-def summary(tried: Sequence[Tried]) -> list[str]:
-    """Return lines below the table: the meaning of ~, how many counted bytes were right, and the
-    tricks that do not apply.
-    """
-    measured = [each for each in tried if not each.reason]
-    absent = [each for each in tried if each.reason]
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return lines below the table: how many counted bytes were right, and the tricks that do not apply."""
+    having = [row for row in rows if row.speed]
+    absent = [row for row in rows if row.reason]
     lines = [""]
-    if measured:
-        unsure = sum(each.speed == "~" for each in measured)
+    if having:
+        unsure = sum(row.speed in UNSURE for row in having)
         lines.append(
-            f"times: the step without the trick / with it, median of {len(measured[0].ratios)} blocks in turns; "
-            f"~ {unsure} of {len(measured)}: the blocks disagree"
+            f"ratio: the step with the trick / without it, median of {len(having[0].ratios)} blocks in turns; "
+            f"~ {unsure} of {len(having)}: the blocks disagree"
         )
         lines.append(
             "said: faster? and smaller? in HuggingFace's guide to training on one GPU; -: not in it"
         )
-        activations, sent = checks(measured)
+        activations, sent = checks(rows)
         lines.append(
             f"activations equal the counted bytes in {activations[0]} of {activations[1]} jobs"
         )
         if sent[1]:
             lines.append(f"sent bytes equal the formula in {sent[0]} of {sent[1]} jobs")
     if absent:
-        lines += ["", "Not for this job:", *(f"{each.name}: {each.reason}" for each in absent)]
+        lines += ["", "Not for this job:", *(f"{row.side}: {row.reason}" for row in absent)]
     return lines
 
 
-def checks(measured: Sequence[Tried]) -> tuple[tuple[int, int], tuple[int, int]]:
+def checks(rows: Sequence[Row]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return how many predictions equal the measured bytes, out of how many.
 
     Two pairs (equal, all): for bytes of activations, and for sent bytes that have a formula.
     """
-    sides = [side for each in measured for side in (each.on, each.off) if side]
+    sides = [row for row in rows if not row.reason]
     equal = sum([memory["activations"] for memory in side.memory] == side.counted for side in sides)
-    known = [side for side in sides if side.formula is not None]
-    return (equal, len(sides)), (sum(max(s.sent) == s.formula for s in known), len(known))
-
-
-class TrickRow(NamedTuple):
-    """A trick in the JSON file. If it was not measured, `reason` says why.
-
-    speed    `faster`, `slower`, or ~ if the blocks disagree
-    ratios   by block: seconds of a step without the trick, divided by those with it
-    smaller  memory with the trick, divided by the memory without it
-    on, off  measurements of the job with the trick and without it
-    """
-
-    name: str
-    settings: list[str]
-    is_used: bool
-    reason: str
-    speed: str
-    ratios: list[float]
-    smaller: float | None
-    on: dict[str, Any] | None
-    off: dict[str, Any] | None
-
-
-def as_row(tried: Tried) -> TrickRow:
-    if tried.reason or not tried.on or not tried.off:
-        return TrickRow(*tried[:4], "", [], None, None, None)
-    sides = tried.on._asdict(), tried.off._asdict()
-    return TrickRow(*tried[:4], tried.speed, tried.ratios, tried.smaller, *sides)
+    known = [side for side in sides if side.formula_bytes is not None]
+    right = sum(max(side.sent_bytes) == side.formula_bytes for side in known)
+    return (equal, len(sides)), (right, len(known))

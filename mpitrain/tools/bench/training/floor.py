@@ -3,9 +3,9 @@
 Legend: M rows, K inputs, N outputs of a linear layer.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -19,8 +19,6 @@ from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.attention import CAUSAL, Seen
 from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer
-from mpitrain.tools.bench.training.steps import Result
-from mpitrain.tools.bench.turns import ratios, spread
 from mpitrain.transport.base import Transport
 
 
@@ -124,7 +122,7 @@ def recorded(transport: Transport, job: Job) -> list[Operands]:
     if resolved.device.kind != "cpu":
         raise ConfigError(
             f"The floor is measured on the host, but device.kind is {resolved.device.kind}.",
-            "Use --device cpu, or leave out --floor.",
+            "Use --device cpu, or leave out the peer bare-products.",
         ).on_every_rank()
 
     def noted(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,23 +159,15 @@ class BareProducts:
         return array.swapaxes(-1, -2) if is_transposed else array
 
     def step(self, index: int, inputs: Any, targets: Any) -> float:
-        """Compute all products once; the loss returned is 0."""
+        """Compute all products once; there is no loss, so NaN is returned."""
         arena = Arena()
         for a, b, out in self._bound:
             if out.ndim == 2:
                 put_product(a, b, out, False, arena)
             else:
                 np.matmul(a, b, out=out)
-        return 0.0
+        return math.nan
 
     def close(self) -> None:
         self._arrays.clear()
         self._bound.clear()
-
-
-def floor_line(ours: Result, floor: Result) -> str:
-    times = ratios(floor.blocks, ours.blocks)
-    return (
-        f"{ours.name}: a step is {median(times):.3f} times its bare products (blocks "
-        f"{spread(times, 3)})"
-    )

@@ -1,4 +1,4 @@
-"""Peers of `bench train`: other libraries that train the same network, and what they cannot train."""
+"""Peers of `compare`: other libraries that train the same network, and what they cannot train."""
 
 import importlib
 from types import ModuleType

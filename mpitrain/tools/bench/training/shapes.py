@@ -1,7 +1,6 @@
-"""`bench train --shapes`: steps in a table of shapes, each beside its peers."""
+"""`compare --shapes`: steps in a table of shapes, each beside its peers."""
 
 from collections.abc import Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +13,14 @@ from mpitrain.run.build import build
 from mpitrain.run.job import Job
 from mpitrain.tools.bench.training.floor import BareProducts, recorded
 from mpitrain.tools.bench.training.peers import peer_of
-from mpitrain.tools.bench.training.steps import Ours, Result, alternate
-from mpitrain.tools.bench.turns import ratios, spread
-from mpitrain.tools.text_table import TextColumn, TextTable
+from mpitrain.tools.bench.training.steps import Ours, alternate
+from mpitrain.tools.bench.turns import Row
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 
 
 class TrainingShape(NamedTuple):
-    """A row of SHAPES: a size and layout of the job of `bench train`.
+    """A row of SHAPES: a size and layout of the job `gpt` of `compare`.
 
     rows        sequences of a rank in a step; all ranks of a tensor-parallel or pipeline job
                 together have as many
@@ -60,39 +58,7 @@ SHAPES = {
     "pp-2-1f1b-8": _pipeline("1f1b", 8),
     "pp-2-gpipe-4": _pipeline("gpipe", 4),
 }
-"""{name: shape}; the names are arguments of `bench train --shapes`."""
-
-
-class ShapeRow(NamedTuple):
-    """A shape measured against one peer, or alone: then there are no ratios.
-
-    peer                name of the peer; empty: none
-    ratio, least, most  the peer's seconds divided by ours: median over blocks, and the extremes
-    step_s, peer_s      median seconds of a step, ours and the peer's
-    floor               our seconds of a step, divided by those of its bare products, median over
-                        blocks
-    apart               largest difference of two losses of one step
-    """
-
-    shape: str
-    peer: str
-    ratio: float | None
-    least: float | None
-    most: float | None
-    step_s: float
-    peer_s: float | None
-    floor: float
-    apart: float
-
-
-class ShapeResults(NamedTuple):
-    """All results of a shape.
-
-    notes  lines about the measurement, such as a peer that was left out
-    """
-
-    rows: list[ShapeRow]
-    notes: list[str]
+"""{name: shape}; the names are arguments of `compare --shapes`."""
 
 
 def chosen(names: str, ranks: int) -> list[str]:
@@ -110,7 +76,7 @@ def chosen(names: str, ranks: int) -> list[str]:
     if ranks != 2:
         raise ConfigError(
             f"The table of shapes is for 2 ranks, but there are {ranks}.",
-            "mpitrain launch -n 2 -- bench train --shapes all",
+            "mpitrain launch -n 2 -- compare --shapes all",
         )
     return wanted
 
@@ -123,8 +89,8 @@ def measure_shape(
     blocks: int,
     steps: int,
     seconds: float,
-) -> ShapeResults:
-    """Measure one shape. Collective.
+) -> tuple[list[Row], list[str]]:
+    """Return the rows of one shape, and lines such as a peer that was left out. Collective.
 
     config   of the shape, with its `settings`
     peers    keys of PEERS and backends of PyTorch; a peer that does not support the shape is left out, with a note
@@ -144,7 +110,7 @@ def measure_shape(
             except ConfigError as error:
                 notes.append(f"{name}, without {key}: {error.law}")
         sides.append(BareProducts(recorded(transport, job)))
-        ours, *rivals, bare = alternate(transport, job, sides, blocks, steps, seconds)
+        rows = alternate(transport, job, sides, blocks, steps, seconds, name)
         for side in sides[1:-1]:
             notes += [f"{name}, {note}" for note in side.notes()]
     except ConfigError as error:
@@ -153,8 +119,7 @@ def measure_shape(
             close_all(sides)
         raise
     close_all(sides)
-    compared: list[Result | None] = [*rivals] or [None]
-    return ShapeResults([shape_row(name, ours, each, bare) for each in compared], notes)
+    return rows, notes
 
 
 def close_all(sides: Sequence[Any]) -> None:
@@ -191,32 +156,3 @@ def check_fits(transport: Transport, job: Job, sides: int) -> None:
             f"{sides} programs of {ranks} rank(s) may need {of_all}, but {room} are free.",
             "Leave this shape out of --shapes.",
         )
-
-
-def shape_row(name: str, ours: Result, rival: Result | None, bare: Result) -> ShapeRow:
-    above = ratios(bare.blocks, ours.blocks)
-    ratio = least = most = peer_s = None
-    apart = 0.0
-    if rival:
-        times, peer_s = ratios(ours.blocks, rival.blocks), rival.step_s
-        ratio, least, most = median(times), min(times), max(times)
-        apart = max(abs(a - b) for a, b in zip(ours.losses, rival.losses, strict=True))
-    peer = rival.name if rival else ""
-    return ShapeRow(name, peer, ratio, least, most, ours.step_s, peer_s, median(above), apart)
-
-
-TABLE = TextTable(
-    [
-        TextColumn("shape", "<18", "shape"),
-        TextColumn("peer", "<34", lambda row: row.peer or None),
-        TextColumn("ratio", "6.3f", "ratio"),
-        TextColumn(
-            "blocks", "<14", lambda row: spread((row.least, row.most)) if row.ratio else None
-        ),
-        TextColumn("step ms", "9.1f", lambda row: row.step_s * 1e3),
-        TextColumn("peer ms", "9.1f", lambda row: row.peer_s * 1e3 if row.peer_s else None),
-        TextColumn("x floor", "8.3f", "floor"),
-        TextColumn("losses", "8.1e", "apart"),
-    ]
-)
-"""A line for each `ShapeRow`."""

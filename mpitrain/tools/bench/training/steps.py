@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from itertools import accumulate
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -23,9 +23,9 @@ from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.pipeline.simulate import peak
 from mpitrain.run.job import Job
 from mpitrain.run.trainer import Trainer
-from mpitrain.tools.bench.turns import FAR, is_spoilt, ratios, spread, take_turns
+from mpitrain.tools.bench.turns import Row, measured
 from mpitrain.tools.plan.stages import measure
-from mpitrain.tools.text_table import TextColumn, TextTable, marked
+from mpitrain.tools.text_table import TextColumn, TextTable
 from mpitrain.transport.base import Transport
 
 WARM_UP = 3
@@ -62,38 +62,14 @@ class LookingOn:
         pass
 
 
-class Result(NamedTuple):
-    """The times and losses of one side.
-
-    name    of the side
-    blocks  by block: median seconds of a step; a step is timed on its slowest rank
-    losses  by timed step: loss of the whole batch
-    comm_s  by timed step: seconds of exposed communication, on the rank that waited longest; empty
-            for a peer
-    """
-
-    name: str
-    blocks: list[float]
-    losses: list[float]
-    comm_s: list[float]
-
-    @property
-    def step_s(self) -> float:
-        """Median of `blocks`."""
-        return median(self.blocks)
-
-    @property
-    def is_spoilt(self) -> bool:
-        return is_spoilt(self.blocks)
-
-
 def check_same_work(settings: Sequence[str]) -> None:
     """Raise ConfigError if one of these `section.key=value` changes what a step computes."""
     for key in map(key_of, settings):
         if key.startswith(THE_WORK):
             raise ConfigError(
-                f"--against may change only how the work is done, but {key} changes the work or its device.",
-                "Set it for both sides, with --set.",
+                "Sides that go on together may change only how the work is done, but "
+                f"{key} changes the work or its device.",
+                "Set it for all sides, with --set.",
             )
 
 
@@ -113,12 +89,6 @@ def check_common_steps(config: Config) -> None:
         )
 
 
-def named(config: Config, settings: Sequence[str]) -> str:
-    """Return the name of our side, with the values of the keys in these `section.key=value`."""
-    values, keys = config.flat(), dict.fromkeys(map(key_of, settings))
-    return " ".join(["mpitrain", *(f"{key}={shown(values[key])}" for key in keys)])
-
-
 def shown(value: Any) -> str:
     """Return a value of a key as a user types it."""
     return json.dumps(value).strip('"')
@@ -128,6 +98,46 @@ def key_of(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
+class Kept:
+    """A side that stays in memory, and goes on training from turn to turn.
+
+    side  Ours, LookingOn or a peer
+    """
+
+    def __init__(self, transport: Transport, job: Job, side: Any):
+        """Take the steps before the first timed one. Collective.
+
+        job  whose batches the side trains on
+        """
+        self._transport, self._job, self._side, self.steps = transport, job, side, 1
+        self.last_s = _timed(transport, job, side, range(WARM_UP))[0][-1]
+        """Seconds of the last step of the warm-up."""
+        self._seconds, self._losses, self._waits = list[float](), list[float](), list[float]()
+
+    def turn(self, block: int) -> float:
+        first = WARM_UP + block * self.steps
+        times, losses, waits = _timed(
+            self._transport, self._job, self._side, range(first, first + self.steps)
+        )
+        self._seconds += times
+        self._losses += losses
+        self._waits += waits
+        return median(times)
+
+    def row(self) -> Row:
+        whose = self._side.job if isinstance(self._side, Ours) else self._job
+        config = whose.trainer.config
+        tokens = config.batch.size * config.model.context
+        return Row(
+            self._side.name,
+            samples=config.batch.size,
+            tokens=tokens if whose.source.form == "tokens" else None,
+            losses=[loss if math.isfinite(loss) else None for loss in self._losses],
+            ends=[*accumulate(self._seconds)],
+            comm_s=median(self._waits) if self._waits else None,
+        )
+
+
 def alternate(
     transport: Transport,
     job: Job,
@@ -135,36 +145,28 @@ def alternate(
     blocks: int,
     steps: int,
     seconds: float = math.inf,
-) -> list[Result]:
+    of: str = "",
+) -> list[Row]:
     """Measure blocks of steps of each side in turns, on the same batches. Collective.
 
     job      whose batches all sides train on
     blocks   turns of each side
     steps    largest number of steps in a turn
     seconds  upper limit of the time of all turns; a turn has fewer steps if they would take longer
+    of       as in `Row`
     raises   ConfigError on every rank if turns of a single step would take longer
     """
-    results = [Result(side.name, [], [], []) for side in sides]
-    last = [_timed(transport, job, side, range(WARM_UP))[0][-1] for side in sides]
-    if blocks * sum(last) > seconds:
+    kept = [Kept(transport, job, side) for side in sides]
+    last_s = sum(side.last_s for side in kept)
+    if blocks * last_s > seconds:
         raise ConfigError(
             f"{blocks} steps of each side must take at most {seconds:g} s, but take about "
-            f"{blocks * sum(last):.3g} s.",
+            f"{blocks * last_s:.3g} s.",
             "Raise --row-seconds, or leave this shape out.",
         ).on_every_rank()
-    steps = int(min(steps, seconds / (blocks * sum(last))))
-
-    def turn(side: Any, result: Result, block: int) -> float:
-        first = WARM_UP + block * steps
-        times, losses, waits = _timed(transport, job, side, range(first, first + steps))
-        result.losses.extend(losses)
-        result.comm_s.extend(waits)
-        return median(times)
-
-    turns = [partial(turn, *each) for each in zip(sides, results, strict=True)]
-    for result, times in zip(results, take_turns(turns, blocks), strict=True):
-        result.blocks.extend(times)
-    return results
+    for side in kept:
+        side.steps = int(min(steps, seconds / (blocks * last_s)))
+    return [*measured(kept, blocks, of=of)]
 
 
 def _timed(
@@ -191,38 +193,6 @@ def _timed(
         list(zip(*each, strict=True)) for each in zip(*gathered, strict=True)
     )
     return [*map(max, slowest)], [*map(fmean, all_losses)], [*map(max, longest)]
-
-
-def table(results: Sequence[Result], tokens: int) -> list[str]:
-    """Format the results as lines, and compare each with the first one.
-
-    tokens  of a step, over all ranks
-    """
-    width = max(18, *(len(result.name) for result in results))
-    columns = [
-        TextColumn("side", f"<{width}", "name"),
-        TextColumn("step s ", "10", lambda one: marked(f"{one.step_s:.4f}", one.is_spoilt)),
-        TextColumn("comm s", "9.4f", lambda one: median(one.comm_s) if one.comm_s else None, gap=0),
-        TextColumn("tokens/s", "10.0f", lambda one: tokens / one.step_s if tokens else None),
-        TextColumn("step s, blocks", "<18", lambda one: spread(one.blocks, 4), gap=3),
-        TextColumn("last loss", "10.5f", lambda one: f"{one.losses[-1]:.5f}"),
-    ]
-    lines = TextTable(columns).lines(results)
-    ours, *others = results
-    for other in others:
-        times = ratios(ours.blocks, other.blocks)
-        apart = max(abs(a - b) for a, b in zip(ours.losses, other.losses, strict=True))
-        if ours.is_spoilt or other.is_spoilt:
-            lines.append(
-                f"{ours.name} and {other.name}: no ratio, as a median block took over {FAR:g} times the fastest (~): "
-                f"measure again; losses at most {apart:.1e} apart"
-            )
-            continue
-        lines.append(
-            f"{ours.name} is {median(times):.3f} times as fast as {other.name} (blocks {spread(times, 3)}); "
-            f"losses at most {apart:.1e} apart"
-        )
-    return lines
 
 
 class StageRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""The PyTorch peer of `bench train`: the same model, trained over a backend of PyTorch in the counterpart of our layout.
+"""The PyTorch peer of `compare`: the same model, trained over a backend of PyTorch in the counterpart of our layout.
 
 A Llama is that of transformers. The module also has PyTorch's attention for `bench kernels`. Both run on the CPU or on a GPU.
 Float32 products have full precision: TF32 is off. Legend: B batch, T tokens, C channels.

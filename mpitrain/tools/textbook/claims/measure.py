@@ -14,7 +14,8 @@ import numpy as np
 from mpitrain.collectives.group import Group
 from mpitrain.config import Config, with_settings
 from mpitrain.run.choices import parse
-from mpitrain.tools.bench.comparison.compare import ModeRow, compare
+from mpitrain.tools.bench.comparison.compare import compare
+from mpitrain.tools.bench.turns import Row
 from mpitrain.tools.plan.memory import Counted, count
 from mpitrain.transport.base import Transport
 from mpitrain.transport.threads import run_ranks
@@ -87,14 +88,14 @@ def configured(*settings: str) -> Config:
 
 
 @cache
-def trained(ranks: int, *settings: str) -> ModeRow:
+def trained(ranks: int, *settings: str) -> Row:
     """Train a small job on threads, once for all claims; return its bytes, memory and losses."""
     config = configured(*settings)
 
-    def run(transport: Transport) -> ModeRow:
+    def run(transport: Transport) -> Row:
         return next(iter(compare(transport, {"job": config}, lambda word, loss: None)))
 
-    row: ModeRow = on_ranks(ranks, run)[0]
+    row: Row = on_ranks(ranks, run)[0]
     return row
 
 

@@ -269,7 +269,7 @@ CLAIMS = {
         ("<=", 0.26),
         int8_wire,
         (usual("model of width {width}", width=64), other("model of width {width}", width=2)),
-        "mpitrain launch -n 2 -- compare --modes ring --set replication.wire=int8",
+        "mpitrain launch -n 2 -- compare ring --set replication.wire=int8",
     ),
     "server-memory": Claim(
         "The memory of a central server grows with the number of workers.",
@@ -281,7 +281,7 @@ CLAIMS = {
             usual("the root of a star", settings="replication.algorithm=star", server=0),
             usual("a server that adds as gradients come", settings=SERVER, server=-1),
         ),
-        "mpitrain launch -n 6 -- compare --modes star,server-sync",
+        "mpitrain launch -n 6 -- compare star server-sync",
     ),
     "equal-updates": Claim(
         "At equal numbers of updates and equal rates, asynchronous workers train as well.",
@@ -300,7 +300,7 @@ CLAIMS = {
             ),
             other("{workers} workers, rate {rate}", workers=2, delay="", rate=0.001),
         ),
-        "mpitrain launch -n 5 -- compare --modes server-sync,server-async --set replication.async_lr=1",
+        "mpitrain launch -n 5 -- compare server-sync server-async --set replication.async_lr=1",
     ),
     "async-gains": Claim(
         "The more workers, the more asynchronous updates gain.",
@@ -312,7 +312,7 @@ CLAIMS = {
             usual("random delays: {delay}", delay="random:10:0.25"),
             other("every step of every rank is late: {delay}", delay="random:10:1"),
         ),
-        "mpitrain launch -n 7 -- compare --modes server-sync,server-async --set run.delay=random:10:0.25",
+        "mpitrain launch -n 7 -- compare server-sync server-async --set run.delay=random:10:0.25",
     ),
     "stale-gradients": Claim(
         "Without a common step, gradients are stale.",
@@ -325,7 +325,7 @@ CLAIMS = {
             other("update = {update}, {workers} workers", update="async", workers=1),
             other("update = {update}, {workers} workers", update="sync", workers=3),
         ),
-        "mpitrain launch -n 4 -- compare --modes server-async",
+        "mpitrain launch -n 4 -- compare server-async",
     ),
     "bounded-staleness": Claim(
         "A staleness bound of 1 lets no worker run more than 1 step ahead.",
@@ -334,7 +334,7 @@ CLAIMS = {
         ("<=", 1),
         lead,
         (usual("update = {update}", update="bounded"), other("update = {update}", update="async")),
-        "mpitrain launch -n 4 -- compare --modes server-bounded --set replication.staleness=1",
+        "mpitrain launch -n 4 -- compare server-bounded --set replication.staleness=1",
     ),
     "more-servers": Claim(
         "With two servers the busiest rank sends half as many bytes.",
@@ -343,7 +343,7 @@ CLAIMS = {
         ("<=", 1.1),
         servers,
         (usual("{workers} workers", workers=4), other("{workers} workers", workers=1)),
-        "mpitrain launch -n 6 -- compare --modes server-sync --set replication.servers=2",
+        "mpitrain launch -n 6 -- compare server-sync --set replication.servers=2",
     ),
     "local-bytes": Claim(
         "Local SGD with a period of 10 sends a tenth of the bytes.",
@@ -352,7 +352,7 @@ CLAIMS = {
         ("<=", 0.05),
         local_bytes,
         (usual("{steps} steps", steps=20), other("{steps} steps", steps=15)),
-        "mpitrain launch -n 2 -- compare --modes ring,local --steps 20",
+        "mpitrain launch -n 2 -- compare ring local --steps 20",
     ),
     "gossip-bytes": Claim(
         "The bytes that a rank sends in gossip do not grow with the ranks.",
@@ -361,6 +361,6 @@ CLAIMS = {
         ("<=", 1.1),
         gossip_growth,
         (usual("mode {mode}", mode="gossip"), other("mode {mode}", mode="all-reduce")),
-        "mpitrain launch -n 4 -- compare --modes ring,gossip",
+        "mpitrain launch -n 4 -- compare ring gossip",
     ),
 }

@@ -36,9 +36,7 @@ from mpitrain.transport.base import Transport
 
 ZERO = "Rajbhandari et al., ZeRO, SC 2020"
 MEGATRON = "Shoeybi et al., Megatron-LM, arXiv:1909.08053, 2019"
-COMPARE = (
-    "mpitrain launch -n 2 -- compare --modes ring --set layout.tp=2 --set layout.algorithm=ring"
-)
+COMPARE = "mpitrain launch -n 2 -- compare ring --set layout.tp=2 --set layout.algorithm=ring"
 
 
 def zero_bytes(stage: int, micro_batches: int) -> Figures:
@@ -135,7 +133,7 @@ def accumulated_memory(schedule: str, stages: int) -> Figures:
 def same_losses(ranks: int, micro_batches: int, compute: str) -> Figures:
     job = (f"precision.compute={compute}", "run.steps=6")
     divided, whole = (
-        [loss or np.nan for _, loss in trained(n, *job, f"batch.micro_batches={m}").curve]
+        [loss or np.nan for loss in trained(n, *job, f"batch.micro_batches={m}").losses]
         for n, m in ((ranks, micro_batches), (1, 1))
     )
     worst = max(abs(a / b - 1) for a, b in zip(divided, whole, strict=True))
@@ -304,7 +302,7 @@ CLAIMS = {
             usual("stage {stage}, {micro_batches} micro-batches", stage=stage, micro_batches=m)
             for stage, m in ((1, 1), (1, 4), (2, 1), (2, 4))
         ),
-        "mpitrain launch -n 4 -- compare --modes ring,zero1,zero2",
+        "mpitrain launch -n 4 -- compare ring zero1 zero2",
     ),
     "zero-3-bytes": Claim(
         "ZeRO stage 3 sends 1.5 times the bytes of plain data parallelism.",
@@ -316,7 +314,7 @@ CLAIMS = {
             usual("stage {stage}, {micro_batches} micro-batches", stage=3, micro_batches=1),
             other("stage {stage}, {micro_batches} micro-batches", stage=3, micro_batches=4),
         ),
-        "mpitrain launch -n 4 -- compare --modes ring,zero3",
+        "mpitrain launch -n 4 -- compare ring zero3",
     ),
     "zero-3-memory": Claim(
         "ZeRO stage 3 divides the memory of the training state by the number of ranks.",
@@ -462,7 +460,7 @@ CLAIMS = {
             )
             for ranks, m, compute in ((1, 4, "float64"), (4, 1, "float64"), (4, 2, "float32"))
         ),
-        "mpitrain launch -n 4 -- compare --modes ring --set batch.micro_batches=2 --set precision.compute=float64",
+        "mpitrain launch -n 4 -- compare ring --set batch.micro_batches=2 --set precision.compute=float64",
     ),
     "large-batch": Claim(
         "With k times the batch and k times the learning rate, as many rows train as well.",

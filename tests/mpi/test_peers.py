@@ -1,11 +1,11 @@
-"""`mpitrain bench train`: what it prints, and what it refuses. Never how fast."""
+"""`mpitrain compare` with peers and sides in memory: what it prints, and what it refuses. Never how fast."""
 
 import json
 from importlib.util import find_spec
 
 import pytest
 
-from mpitrain.cli.bench.train import TrainingJob, measure_sides
+from mpitrain.cli.compare import TrainingJob, measure_sides
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.tools.bench.training import peers
@@ -18,13 +18,17 @@ SMALL = sets(model__layers=2, model__width=12, model__heads=2, model__context=8,
 
 
 def test_alone_it_prints_one_side_and_what_is_wrong_is_said_before_it_measures(tmp_path):
-    command = ["bench", "train", *TINY]
-    calls = [command, [*command, "--shapes", "nonsense"], [*command, "--json", "gone/train.json"]]
+    command = ["compare", "--kept", *TINY]
+    calls = [
+        command,
+        ["compare", *TINY, "--shapes", "nonsense"],
+        [*command, "--json", "gone/train.json"],
+    ]
     said, printed = calls_of_one_start(2, calls, tmp_path, [0, 2, 2])
     assert (
         "2 ranks, 6" in printed[0]
         and "\nmpitrain " in printed[0]
-        and "times as fast" not in printed[0]
+        and "blocks in turns" not in printed[0]
     )
     for text, complaint in zip(said[1:], ("'nonsense'", "cannot be written: No such"), strict=True):
         assert text.count("ConfigError") == text.count(complaint) == 1, text
@@ -34,7 +38,8 @@ def test_alone_it_prints_one_side_and_what_is_wrong_is_said_before_it_measures(t
 
 PEERS = {0: "torch DDP, gloo", 3: "torch FSDP2, gloo"}
 """By replication.zero."""
-BOTH = ["--peer-backend", "gloo", "--peer-backend", "mpitrain"]
+BOTH = ["gloo", "mpitrain"]
+OUR_BACKEND = ["--peer", "torch:mpitrain"]
 AGAINST = ("replication.algorithm=star", "replication.overlap=false")
 SHAPES = {
     "context-4096": PEERS[0],
@@ -50,27 +55,28 @@ def sides(tmp_path_factory):
     pytest.importorskip("torch")
     tied = sets(model__tied="true")
     calls = {
-        "against": [*TINY, *tied, *(word for key in AGAINST for word in ("--against", key))],
+        "against": ["job", "+".join(AGAINST), *TINY, *tied],
         PEERS[3]: [*TINY, *tied, *sets(replication__zero=3)],
         "1f1b": [
             *TINY,
-            "--pp",
-            "2",
-            *BOTH,
-            *sets(pipeline__schedule="1f1b", batch__micro_batches=2),
+            *OUR_BACKEND,
+            *sets(layout__pp=2, pipeline__schedule="1f1b", batch__micro_batches=2),
         ],
-        "tp": [*TINY, "--alone", "--tp", "2", *BOTH, *tied],
+        "tp": [*TINY, *OUR_BACKEND, "--peer", "one-rank", *tied, *sets(layout__tp=2)],
         "shapes": ["--blocks", "2", "--steps", "1", "--shapes", ",".join(SHAPES), *SMALL],
-        "floor": ["--blocks", "2", "--steps", "1", "--floor", *SMALL],
+        "floor": ["--blocks", "2", "--steps", "1", "--peer", "bare-products", *SMALL],
     }
     if find_spec("transformers"):
         llama = sets(model__kind="llama", model__kv_heads=1, model__qkv_bias="true")
         calls["llama"] = [*TINY, *llama, *sets(replication__zero=3)]
+    former = ["bench", "train", "--peer", "torch", "--alone", "--tp", "2", *TINY, *tied]
     folder = tmp_path_factory.mktemp("sides")
     words = [
-        ["bench", "train", "--peer", "torch", *more, "--json", f"{number}.json"]
+        ["compare", "--peer", "torch", *more, "--json", f"{number}.json"]
         for number, more in enumerate(calls.values())
     ]
+    calls["former"] = former
+    words.append([*former, "--peer-backend", "mpitrain", "--json", f"{len(words)}.json"])
     _, printed = calls_of_one_start(2, words, folder, code=0)
     written = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(calls))]
     return dict(zip(calls, zip(printed, written, strict=True), strict=True))
@@ -81,22 +87,17 @@ def measured(sides, name):
     found = sides[name][1]["rows"]
     for other in found[1:]:
         pairs = zip(found[0]["losses"], other["losses"], strict=True)
-        assert all(abs(one - theirs) <= 1e-4 for one, theirs in pairs), (name, other["name"])
-    return [side["name"] for side in found]
+        assert all(abs(one - theirs) <= 1e-4 for one, theirs in pairs), (name, other["side"])
+    return [side["side"] for side in found]
 
 
 def test_sides_of_other_settings_and_pytorch_do_the_same_work(sides):
-    names = [
-        "mpitrain replication.algorithm=auto replication.overlap=true",
-        "mpitrain replication.algorithm=star replication.overlap=false",
-        PEERS[0],
-    ]
+    names = ["mpitrain", "mpitrain replication.algorithm=star+replication.overlap=false", PEERS[0]]
     assert measured(sides, "against") == names
-    *_, second, third = sides["against"][0].strip().splitlines()
-    for line, name in zip((second, third), names[1:], strict=True):
-        assert line.startswith(names[0])
-        assert f"fast as {name}" in line or f" and {name}:" in line
-        assert float(line.split("losses at most ")[1].split()[0]) <= 1e-4, line
+    text, written = sides["against"]
+    for row in written["rows"]:
+        assert f"\n{row['side']} " in text and row["tokens"]
+        assert row["side"] == "mpitrain" or row["apart"] <= 1e-4
 
 
 def test_the_third_stage_of_zero_has_its_peer(sides):
@@ -109,26 +110,27 @@ def test_the_peer_of_a_llama_is_that_of_transformers(sides):
 
 
 def test_stages_have_the_schedule_of_pytorch(sides):
-    theirs = [f"torch Schedule1F1B, {backend}" for backend in BOTH[1::2]]
+    theirs = [f"torch Schedule1F1B, {backend}" for backend in BOTH]
     assert measured(sides, "1f1b") == ["mpitrain", *theirs]
     assert "2 stages by 1f1b, 2 micro" in sides["1f1b"][0]
 
 
 def test_slices_have_a_peer_and_one_rank_alone(sides):
-    theirs = [f"torch tensor parallel, {backend}" for backend in BOTH[1::2]]
+    theirs = [f"torch tensor parallel, {backend}" for backend in BOTH]
     assert measured(sides, "tp") == ["mpitrain", "one rank of mpitrain", *theirs]
-    _, alone, theirs, _ = sides["tp"][1]["rows"]
-    assert len(alone["comm_s"]) == len(alone["losses"]) and not theirs["comm_s"]
+    _, alone, torch, _ = sides["tp"][1]["rows"]
+    assert alone["comm_s"] >= 0 and torch["comm_s"] is None
+    assert measured(sides, "former") == ["mpitrain", "one rank of mpitrain", theirs[1]]
 
 
 def test_shapes_are_measured_one_by_one_with_their_floor(sides):
     table, rows = sides["shapes"][0], sides["shapes"][1]["rows"]
-    assert [(row["shape"], row["peer"]) for row in rows] == [*SHAPES.items()]
+    sides_of = {name: [row["side"] for row in rows if row["of"] == name] for name in SHAPES}
+    assert sides_of == {name: ["mpitrain", peer, "bare products"] for name, peer in SHAPES.items()}
     for row in rows:
-        assert row["apart"] <= 1e-4
-        assert row["least"] <= row["ratio"] <= row["most"] and row["floor"] > 0
-        assert f"\n{row['shape']} " in table
-    assert "its bare products" in sides["floor"][0]
+        assert f"\n{row['of']} " in table and row["blocks"]
+        assert row["side"] in ("mpitrain", "bare products") or row["apart"] <= 1e-4
+    assert "\nbare products " in sides["floor"][0]
 
 
 def test_the_compiled_peer_is_ddp_and_needs_a_compiler(monkeypatch):
@@ -148,10 +150,10 @@ def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path, capsy
     path = tmp_path / "train.json"
     job = [word for word in TINY_STEPS if word != "--set"]
     work = TrainingJob([*job, "device.kind=cuda-sim", "device.gemm=library"], 2, 1)
-    run_ranks(1, measure_sides, work, [], False, [("torch", "gloo")], False, path)
+    run_ranks(1, measure_sides, work, ["job"], ["torch"], {"json_file": path})
     assert "cuda-sim, products by NumPy" in capsys.readouterr().out
     ours, peer = json.loads(path.read_text())["rows"]
-    assert (ours["name"], peer["name"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
+    assert (ours["side"], peer["side"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
         peer["blocks"]
     ) == 2
     assert all(abs(a - b) <= 1e-4 for a, b in zip(ours["losses"], peer["losses"], strict=True))
@@ -212,40 +214,8 @@ def test_a_peer_that_would_do_other_work_is_refused(setting):
 )
 def test_another_side_that_would_do_other_work_is_refused(setting):
     key = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"done, but {key}"):
+    with pytest.raises(ConfigError, match=f"done, but {key} changes"):
         training_steps.check_same_work(["replication.algorithm=ring", setting])
-
-
-def test_a_side_is_named_by_its_values_of_the_keys_that_differ():
-    config = parse({"replication": {"overlap": False, "bucket_mb": 2.0}})
-    keys = ["replication.overlap=true", "replication.algorithm=ring", "replication.bucket_mb=1.0"]
-    assert training_steps.named(config, keys) == (
-        "mpitrain replication.overlap=false replication.algorithm=auto replication.bucket_mb=2.0"
-    )
-    assert training_steps.named(config, []) == "mpitrain"
-
-
-def test_the_ratio_is_taken_between_neighbouring_blocks():
-    ours = training_steps.Result("mpitrain", [1.0, 4.0, 1.0], [0.5] * 3, [0.25] * 3)
-    peer = training_steps.Result("peer", [2.0, 6.0, 1.5], [0.5, 0.75, 0.5], [])
-    lines = training_steps.table([ours, peer], 100)
-    assert (
-        lines[1].split()[:4] == ["mpitrain", "1.0000", "0.2500", "100"]
-        and lines[2].split()[2] == "-"
-    )
-    assert "mpitrain is 1.500" in lines[-1]
-    assert lines[-1].endswith("losses at most 2.5e-01 apart")
-
-
-def test_a_side_slowed_by_other_work_is_marked_without_a_ratio():
-    ours = training_steps.Result("mpitrain", [1.0, 1.0, 1.0], [0.5] * 3, [])
-    peer = training_steps.Result("peer", [131.0, 2.0, 150.0], [0.5] * 3, [])
-    lines = training_steps.table([ours, peer], 0)
-    assert lines[2].split()[1] == "131.0000~" and "~" not in lines[1]
-    assert lines[-1].startswith(
-        "mpitrain and peer: no ratio, as a median block took over 2 times the fastest (~)"
-    )
-    assert lines[-1].endswith("losses at most 0.0e+00 apart")
 
 
 def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
@@ -258,4 +228,4 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
     with pytest.raises(RuntimeError, match="planted"):
         tiny = ["model.layers=1", "model.width=8", "model.context=8"]
         work = TrainingJob(tiny, 1, 1)
-        run_ranks(2, measure_sides, work, [], False, (), False, None)
+        run_ranks(2, measure_sides, work, ["job"], [], {})
