@@ -309,8 +309,11 @@ class Model(Section):
     """llama: number of heads of keys and values, which model.heads shares; 0: as many"""
     head_dim: int = Field(0, ge=0)
     """llama: channels of a head; 0: model.width / model.heads"""
-    qk_norm: bool = False
-    """llama: each head of queries and of keys is normed before its rotation, as in Qwen3"""
+    qk_norm: bool | Literal["joint"] = False
+    """llama: queries and keys are normed before their rotation; true: each head, as in Qwen3, joint:
+    all heads of a token together, as in OLMoE"""
+    post_norm: bool = False
+    """llama: the outputs of attention and of each MLP are normed, too, as in Gemma 2 and 3"""
     activation: Literal["silu", "gelu"] = "silu"
     """llama: activation of the gates of each MLP; gelu, of the tanh form, as in Gemma"""
     scaled_embedding: bool = False
@@ -331,6 +334,14 @@ class Model(Section):
     window_from: int = Field(0, ge=0)
     """gpt, llama: the first layer with model.window, counted from 0, as max_window_layers of Qwen2
     """
+    window_every: int = Field(0, ge=0)
+    """gpt, llama: the last of each so many layers sees all tokens in place of model.window: 2 in Gemma
+    2, 6 in Gemma 3; 0: there is no such layer"""
+    window_theta: float = Field(0.0, ge=0)
+    """llama: model.theta of the layers with model.window, whose positions are then not scaled, as in
+    Gemma 3; 0: they turn as those of the others"""
+    logit_cap: float = Field(0.0, ge=0)
+    """llama: the logits z become cap tanh(z / cap), as in Gemma 2; 0: they stay"""
     tied: bool = False
     """tie the weights of the output projection to the token embedding"""
     loss: str = "cross-entropy"
@@ -373,6 +384,8 @@ class Model(Section):
     """weight in the loss of the mean square of the router's log sum of exponentials (ST-MoE)"""
     shared: int = Field(0, ge=0)
     """hidden units of an MLP beside the experts, which every token passes; 0: none"""
+    shared_gate: bool = False
+    """each token has a gate of its own for this MLP, as in Qwen2-MoE"""
     freeze: list[str] = []
     """parameters that are not trained, as patterns of full names such as blocks.0.*; a star matches
     any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
@@ -386,7 +399,11 @@ class Model(Section):
     @property
     def windows(self) -> list[int]:
         """The window of each layer's attention; 0: it has none."""
-        return [self.window * (layer >= self.window_from) for layer in range(self.layers)]
+        every = self.window_every or self.layers + 1
+        return [
+            self.window * (layer >= self.window_from and (layer + 1) % every > 0)
+            for layer in range(self.layers)
+        ]
 
     @property
     def hidden_units(self) -> int:

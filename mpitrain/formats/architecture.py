@@ -58,7 +58,7 @@ class TensorRow(NamedTuple):
             matrices of all experts, (E, rows, columns)
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, A columns of
             the queries, G of the keys, Q of queries, keys and values, D channels of a head, K classes,
-            2 token types, E experts
+            2 token types, E experts, S hidden units of their shared MLP, 1 its gate
     """
 
     ours: str
@@ -136,7 +136,7 @@ class Architecture(NamedTuple):
         inside, shared = each * keys.heads, each * (keys.kv_heads or keys.heads)
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
         sizes |= {"A": inside, "G": shared, "Q": inside + 2 * shared, "D": each}
-        sizes |= {"K": classes, "2": 2, "E": keys.experts}
+        sizes |= {"K": classes, "1": 1, "2": 2, "E": keys.experts, "S": keys.shared}
         for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:

@@ -1,14 +1,12 @@
 """Llamas of HuggingFace's transformers: their tensors and keys of config.json, and ours.
 
-model_type is llama (as SmolLM has), mistral and ministral, with a window, qwen2, with biases of
-queries, keys and values, or qwen3, with norms of queries and keys; both perhaps have a window. Or it
-is gemma, with scaled embeddings, gates of GELU, and gains that a folder has minus 1. A tied head has
-no tensor of its own.
+Each model_type is a Llama with other parts, which FAMILIES lists: windows, biases or norms of queries
+and keys, experts. The gains of a Gemma are minus 1 in its folders. A tied head has no tensor of its own.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,9 +28,10 @@ from mpitrain.formats.folder import CONFIGURATION, ModelType, OtherModel
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The names in layer_types of a layer without a window, and with one."""
 GELU = "gelu_pytorch_tanh"
-OF_HEADS = ("Qwen3", "Gemma")
+OF_HEADS = ("Qwen3", "Gemma", "Gemma2", "Gemma3")
 """Names of models whose head_dim has a default that is not hidden_size / num_attention_heads."""
 EARLIER = "original_max_position_embeddings"
+Cap = Annotated[float, Field(gt=0)]
 SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", EARLIER),
@@ -60,8 +59,8 @@ class Rope(BaseModel):
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_rotary_factor: float = 1.0
-    full_attention: Any = None
-    sliding_attention: Any = None
+    full_attention: "Rope | None" = None
+    sliding_attention: "Rope | None" = None
 
     def scaling(self, context: int) -> list[float]:
         """Return model.rope_scaling; ValueError for another kind of scaling.
@@ -169,6 +168,29 @@ class GemmaConfiguration(_Configuration):
     use_bidirectional_attention: bool | None = None
 
 
+class Gemma2Configuration(GemmaConfiguration):
+    """The keys that Gemma2Config reads, with its defaults."""
+
+    num_key_value_heads: Size | None = 4
+    hidden_activation: str = GELU
+    query_pre_attn_scalar: float = 256
+    sliding_window: Size | None = 4096
+    layer_types: list[str] | None = None
+    final_logit_softcapping: Cap | None = 30.0
+    attn_logit_softcapping: Cap | None = 50.0
+
+
+class Gemma3Configuration(Gemma2Configuration):
+    """The keys that Gemma3TextConfig reads, with its defaults."""
+
+    max_position_embeddings: Size = 131_072
+    sliding_window_pattern: Size = 6
+    rope_theta: Annotated[float, Field(gt=1)] | None = 1_000_000.0
+    rope_local_base_freq: Annotated[float, Field(gt=1)] = 10_000.0
+    final_logit_softcapping: Cap | None = None
+    attn_logit_softcapping: Cap | None = None
+
+
 class MixtralConfiguration(_Configuration):
     """The keys that MixtralConfig reads, with its defaults."""
 
@@ -194,6 +216,35 @@ class Qwen3MoeConfiguration(Qwen3Configuration):
     mlp_only_layers: list[int] | None = None
 
 
+class Qwen2MoeConfiguration(Qwen2Configuration):
+    """The keys that Qwen2MoeConfig reads, with its defaults."""
+
+    sliding_window: Annotated[int, Field(ge=0)] | None = 4096  # 0 where it is not in use
+    num_key_value_heads: Size | None = 16
+    moe_intermediate_size: Size = 1408
+    shared_expert_intermediate_size: Size = 5632
+    num_experts: Size = 60
+    num_experts_per_tok: Size = 4
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    qkv_bias: bool = True
+
+
+class OlmoeConfiguration(_Configuration):
+    """The keys that OlmoeConfig reads, with its defaults."""
+
+    max_position_embeddings: Size = 4096
+    rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: Size = 64
+    num_experts_per_tok: Size = 8
+    norm_topk_prob: bool = False
+
+
+AFTER_ATTENTION = "model.layers.#.post_attention_layernorm.weight"
+SHARED, THEIR_SHARED = "blocks.#.mlp.experts.shared", "model.layers.#.mlp.shared_expert"
 TENSORS = (
     TensorRow("embedding.tokens", "model.embed_tokens.weight", "VC"),
     TensorRow("blocks.#.attention.norm.gain", "model.layers.#.input_layernorm.weight", "C"),
@@ -206,16 +257,11 @@ TENSORS = (
     TensorRow("blocks.#.attention.norms.q.gain", "model.layers.#.self_attn.q_norm.weight", "D"),
     TensorRow("blocks.#.attention.norms.k.gain", "model.layers.#.self_attn.k_norm.weight", "D"),
     TensorRow("blocks.#.attention.out.weight", "model.layers.#.self_attn.o_proj.weight", "CA"),
-    TensorRow("blocks.#.mlp.norm.gain", "model.layers.#.post_attention_layernorm.weight", "C"),
+    TensorRow("blocks.#.attention.post.gain", AFTER_ATTENTION, "C"),
+    TensorRow("blocks.#.mlp.norm.gain", AFTER_ATTENTION, "C"),
     TensorRow("blocks.#.mlp.up.weight:gate", "model.layers.#.mlp.gate_proj.weight", "HC"),
     TensorRow("blocks.#.mlp.up.weight:up", "model.layers.#.mlp.up_proj.weight", "HC"),
     TensorRow("blocks.#.mlp.down.weight", "model.layers.#.mlp.down_proj.weight", "CH"),
-    TensorRow("head.norm.gain", "model.norm.weight", "C"),
-    TensorRow(HEAD, THEIR_HEAD, "VC"),
-)
-
-
-MIXTURE = (
     TensorRow("blocks.#.mlp.experts.router.weight", "model.layers.#.mlp.gate.weight", "EC"),
     TensorRow(
         "blocks.#.mlp.experts.up.weight:gate", "model.layers.#.mlp.experts.*.gate_proj.weight", "HC"
@@ -226,26 +272,47 @@ MIXTURE = (
     TensorRow(
         "blocks.#.mlp.experts.down.weight", "model.layers.#.mlp.experts.*.down_proj.weight", "CH"
     ),
+    TensorRow(f"{SHARED}.up.weight:gate", f"{THEIR_SHARED}.gate_proj.weight", "SC"),
+    TensorRow(f"{SHARED}.up.weight:up", f"{THEIR_SHARED}.up_proj.weight", "SC"),
+    TensorRow(f"{SHARED}.down.weight", f"{THEIR_SHARED}.down_proj.weight", "CS"),
+    TensorRow(f"{SHARED}.row_gate.weight", f"{THEIR_SHARED}_gate.weight", "1C"),
+    TensorRow("blocks.#.mlp.post.gain", "model.layers.#.post_feedforward_layernorm.weight", "C"),
+    TensorRow("head.norm.gain", "model.norm.weight", "C"),
+    TensorRow(HEAD, THEIR_HEAD, "VC"),
 )
-"""In place of the three rows of an MLP, under the names of a Qwen3-MoE."""
+"""All tensors that a Llama may have, under the names of transformers where these have no other below."""
 OF_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""{word of a name in MIXTURE: that of a Mixtral}."""
+"""{word of a name of the experts' tensors: that of a Mixtral}."""
 
 
 def tensors(keys: Model) -> list[TensorRow]:
     """Return the tensors of a model with these keys."""
-    left_out = [*(() if keys.qkv_bias else (".bias:",)), *(() if keys.qk_norm else (".norms.",))]
-    if not keys.experts:
-        return [row for row in TENSORS if not any(part in row.ours for part in left_out)]
-    words = {} if keys.qk_norm else OF_MIXTRAL
-    mixture = [
-        row._replace(theirs=".".join(words.get(word, word) for word in row.theirs.split(".")))
-        for row in MIXTURE
-    ]
-    left_out += [".mlp.up.", ".mlp.down."]
-    rows = [row for row in TENSORS if not any(part in row.ours for part in left_out)]
-    after = next(n for n, row in enumerate(rows) if row.ours == "head.norm.gain")
-    return [*rows[:after], *mixture, *rows[after:]]
+    parts = {
+        ".bias:": keys.qkv_bias,
+        ".norms.": keys.qk_norm,
+        ".post.": keys.post_norm,
+        ".mlp.up.": not keys.experts,
+        ".mlp.down.": not keys.experts,
+        ".experts.": keys.experts,
+        ".shared.": keys.shared,
+        ".row_gate.": keys.shared_gate,
+    }
+    lacks = [part for part, has in parts.items() if not has]
+    rows = [row for row in TENSORS if not any(part in row.ours for part in lacks)]
+    words = OF_MIXTRAL if family_of(keys)[0] == "Mixtral" else {}
+    return [_renamed(row, keys, words) for row in rows]
+
+
+def _renamed(row: TensorRow, keys: Model, of_experts: Mapping[str, str]) -> TensorRow:
+    """Return a row with the names and shapes that it has in the folder of this model."""
+    if ".experts." in row.ours:
+        words = [of_experts.get(word, word) for word in row.theirs.split(".")]
+        return row._replace(theirs=".".join(words))
+    if keys.qk_norm == "joint" and ".norms." in row.ours:
+        return row._replace(shape="A" if ".q." in row.ours else "G")
+    if keys.post_norm and row.ours.endswith(".mlp.norm.gain"):
+        return row._replace(theirs="model.layers.#.pre_feedforward_layernorm.weight")
+    return row
 
 
 class Window(NamedTuple):
@@ -253,10 +320,20 @@ class Window(NamedTuple):
 
     tokens  a token sees itself and the `tokens - 1` before it; 0: all before it
     first   the first layer with this limit; earlier layers see all tokens
+    every   the last of each so many layers has no limit; 0: there is no such layer
     """
 
     tokens: int
-    first: int
+    first: int = 0
+    every: int = 0
+
+    def types(self, layers: int) -> list[str]:
+        """Return the layer_types of a model with so many layers."""
+        every = self.every or layers + 1
+        return [
+            SLIDING if self.tokens and n >= self.first and (n + 1) % every else FULL
+            for n in range(layers)
+        ]
 
 
 def window_of(config: _Configuration) -> Window:
@@ -267,21 +344,35 @@ def window_of(config: _Configuration) -> Window:
         tokens, types = config.sliding_window, config.layer_types
     elif isinstance(config, MixtralConfiguration):
         tokens = config.sliding_window
+    elif isinstance(config, Gemma2Configuration):
+        tokens, types = config.sliding_window, config.layer_types
+        every = config.sliding_window_pattern if isinstance(config, Gemma3Configuration) else 2
+        types = types or Window(1, every=every).types(layers)
     elif isinstance(config, Qwen2Configuration):
         tokens = config.sliding_window if config.use_sliding_window else None
         first, types = config.max_window_layers, config.layer_types
-    if types is not None:
-        first = types.index(SLIDING) if SLIDING in types else layers
-        if len(types) != layers or {*types[:first]} - {FULL} or {*types[first:]} - {SLIDING}:
-            raise OtherModel(
-                f"{CONFIGURATION} says layer_types {json.dumps(types)[:80]}, but mpitrain has {FULL} in "
-                f"the first of num_hidden_layers {layers}, and {SLIDING} in the others"
-            )
-        if first < layers and not tokens:
-            raise OtherModel(
-                f"{CONFIGURATION} has {SLIDING} in layer_types, but no sliding_window in use"
-            )
-    return Window(tokens, first) if tokens and first < layers else Window(0, 0)
+        if isinstance(config, Qwen3MoeConfiguration):  # All its layers are alike.
+            first, types = 0, None
+        elif isinstance(config, Qwen2MoeConfiguration) and not types and tokens:
+            last = config.max_window_layers
+            types = [FULL if n % 2 or n >= last else SLIDING for n in range(layers)]
+    if types is None:
+        return Window(tokens, first) if tokens and first < layers else Window(0)
+    if SLIDING not in types and types == [FULL] * layers:
+        return Window(0)
+    first = types.index(SLIDING) if SLIDING in types else 0
+    fitting = (Window(1, first, every) for every in (0, *range(2, layers + 1)))
+    window = next((window for window in fitting if window.types(layers) == types), None)
+    if not window:
+        raise OtherModel(
+            f"{CONFIGURATION} says layer_types {json.dumps(types)[:80]}, but mpitrain has {SLIDING} in the "
+            f"num_hidden_layers {layers} from one on, perhaps but for each n-th, and {FULL} in the others"
+        )
+    if not tokens:
+        raise OtherModel(
+            f"{CONFIGURATION} has {SLIDING} in layer_types, but no sliding_window in use"
+        )
+    return window._replace(tokens=tokens)
 
 
 def keys(config: _Configuration) -> dict[str, Any]:
@@ -292,6 +383,12 @@ def keys(config: _Configuration) -> dict[str, Any]:
     each = 0 if heads * (config.head_dim or 0) == config.hidden_size else config.head_dim or 0
     given = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
     rope = next((rope for rope in given if rope.model_fields_set), Rope())
+    of_windows = 0.0
+    if isinstance(config, Gemma3Configuration):
+        rope, of_windows = _ropes(config, given, window)
+    if isinstance(config, Gemma2Configuration):
+        check_only("query_pre_attn_scalar", config.query_pre_attn_scalar, [config.head_dim])
+    cap = getattr(config, "final_logit_softcapping", None)
     return {
         "model.kind": "llama",
         "model.layers": config.num_hidden_layers,
@@ -300,9 +397,11 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.kv_heads": 0 if shared in (None, heads) else shared,
         "model.head_dim": each,
         "model.activation": "gelu" if config.hidden_act == GELU else "silu",
-        "model.scaled_embedding": config.model_type == "gemma",
-        "model.qk_norm": isinstance(config, Qwen3Configuration),
-        "model.qkv_bias": config.model_type == "qwen2",
+        "model.scaled_embedding": isinstance(config, GemmaConfiguration),
+        "model.qk_norm": QK_NORM.get(config.model_type, False),
+        "model.post_norm": isinstance(config, Gemma2Configuration),
+        "model.logit_cap": cap or 0.0,
+        "model.qkv_bias": getattr(config, "qkv_bias", config.model_type == "qwen2"),
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
         "model.rope_scaling": rope.scaling(config.max_position_embeddings),
         "model.context": config.max_position_embeddings,
@@ -311,79 +410,204 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.epsilon": config.rms_norm_eps,
         "model.window": window.tokens,
         "model.window_from": window.first,
+        "model.window_every": window.every,
+        "model.window_theta": of_windows,
         "data.vocabulary": config.vocab_size,
         **_experts(config),
     }
+
+
+def _ropes(config: Gemma3Configuration, given: list[Rope], window: Window) -> tuple[Rope, float]:
+    """Return the positions of a Gemma 3 in layers without a window, and their base in the others.
+
+    given  of rope_scaling and of rope_parameters; the latter has those of both kinds of layers
+    """
+    of_both = [rope for rope in given if rope.full_attention or rope.sliding_attention]
+    both = of_both[0] if of_both else Rope()
+    full, within = both.full_attention or Rope(), both.sliding_attention or Rope()
+    if scaled := config.rope_scaling:  # The form of earlier versions, for layers without a window.
+        full = full.model_copy(update=scaled.model_dump(exclude_unset=True))
+    check_only(f"{SLIDING}.rope_type", within.rope_type or within.type or "default", ["default"])
+    base = float(within.rope_theta or config.rope_local_base_freq) if window.tokens else 0.0
+    return full, base
 
 
 def _experts(config: _Configuration) -> dict[str, Any]:
     """Return the keys of the experts, or that there are none."""
     if isinstance(config, MixtralConfiguration):
         count, router, more = config.num_local_experts, "after", {}
-    elif isinstance(config, Qwen3MoeConfiguration):
-        check_only("decoder_sparse_step", config.decoder_sparse_step, [1])
-        check_only("mlp_only_layers", config.mlp_only_layers or [], [[]])
-        count = config.num_experts or config.num_local_experts or 128
+    elif isinstance(config, OlmoeConfiguration | Qwen2MoeConfiguration | Qwen3MoeConfiguration):
         router = "after" if config.norm_topk_prob else "before"
-        more = {"model.hidden": config.moe_intermediate_size}
+        count = config.num_experts or getattr(config, "num_local_experts", None) or 128
+        more: dict[str, Any] = {}
+        if not isinstance(config, OlmoeConfiguration):
+            check_only("decoder_sparse_step", config.decoder_sparse_step, [1])
+            check_only("mlp_only_layers", config.mlp_only_layers or [], [[]])
+            more = {"model.hidden": config.moe_intermediate_size}
+        if isinstance(config, Qwen2MoeConfiguration):
+            shared = config.shared_expert_intermediate_size
+            more |= {"model.shared": shared, "model.shared_gate": True}
     else:
         return {"model.experts": 0}
     own = {"model.experts": count, "model.top_k": config.num_experts_per_tok}
-    return {**more, **own, "model.router": router}
+    return {"model.shared": 0, "model.shared_gate": False, **more, **own, "model.router": router}
+
+
+class Family(NamedTuple):
+    """A class of transformers that is like a Llama.
+
+    model_type  of its config.json
+    has         {key of [model]: the values that it can have; None: any}; of other keys below it has the
+                defaults
+    more        (section [model]) -> keys of config.json that no other class has
+    """
+
+    model_type: str
+    has: Mapping[str, tuple[Any, ...] | None] = {}
+    more: Callable[[Model], dict[str, Any]] = lambda keys: {}
+
+
+def _of_qwen(keys: Model) -> dict[str, Any]:
+    """Return the keys of the windows of a Qwen."""
+    if not keys.window:
+        return {"use_sliding_window": False}
+    first = keys.window_from
+    return {**_of_layers(keys), "use_sliding_window": True, "max_window_layers": first}
+
+
+def _of_layers(keys: Model) -> dict[str, Any]:
+    window = Window(keys.window, keys.window_from, keys.window_every)
+    return {"sliding_window": keys.window or None, "layer_types": window.types(keys.layers)}
+
+
+def _of_gemma(keys: Model) -> dict[str, Any]:
+    """Return the keys of a Gemma 2 or 3."""
+    caps = {"final_logit_softcapping": keys.logit_cap or None, "attn_logit_softcapping": None}
+    own = {"hidden_activation": GELU, "query_pre_attn_scalar": keys.head_channels}
+    return {**_of_layers(keys), **caps, **own}
+
+
+def _of_gemma3(keys: Model) -> dict[str, Any]:
+    within = {"rope_type": "default", "rope_theta": keys.window_theta or keys.theta}
+    return {**_of_gemma(keys), "rope_parameters": {FULL: _rope(keys), SLIDING: within}}
+
+
+def _chosen(keys: Model) -> dict[str, Any]:
+    """Return the keys of experts that are not those of a Mixtral."""
+    facts = {"num_experts": keys.experts, "num_experts_per_tok": keys.top_k}
+    return {**facts, "norm_topk_prob": keys.router == "after"}
+
+
+def _of_qwen_moe(keys: Model) -> dict[str, Any]:
+    own = {"moe_intermediate_size": keys.hidden_units, "decoder_sparse_step": 1}
+    return {**_chosen(keys), **own}
+
+
+Parts = dict[str, tuple[Any, ...] | None]
+WINDOWS: Parts = {"window": None, "window_from": None}
+EXPERTS: Parts = {"experts": None, "router": None}
+NORMED: Parts = {"qk_norm": (True,)}
+GEMMA: Parts = {"scaled_embedding": (True,)}
+LATER_GEMMA: Parts = {**GEMMA, "activation": ("gelu",), "post_norm": (True,)}
+LATER_GEMMA |= {**WINDOWS, "window_every": None, "logit_cap": None}
+FAMILIES = {
+    "Llama": Family("llama"),
+    "Mistral": Family("mistral", {"window": None}, lambda keys: {"sliding_window": keys.window}),
+    "Ministral": Family(
+        "ministral",
+        {**WINDOWS, "window_every": None},
+        # transformers 5.23 has no default of its head_dim.
+        lambda keys: {**_of_layers(keys), "head_dim": keys.head_channels},
+    ),
+    "Qwen2": Family("qwen2", {"qkv_bias": (True,), **WINDOWS, "window_every": None}, _of_qwen),
+    "Qwen3": Family("qwen3", {**NORMED, **WINDOWS, "window_every": None}, _of_qwen),
+    "Gemma": Family("gemma", GEMMA),
+    "Gemma2": Family("gemma2", LATER_GEMMA, _of_gemma),
+    "Gemma3": Family("gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3),
+    "Mixtral": Family(
+        "mixtral",
+        {"experts": None, "window": None},
+        lambda keys: {
+            "num_local_experts": keys.experts,
+            "num_experts_per_tok": keys.top_k,
+            "sliding_window": keys.window or None,
+        },
+    ),
+    "Qwen3Moe": Family(
+        "qwen3_moe",
+        {**EXPERTS, **NORMED, "window": None},
+        lambda keys: {**_of_qwen_moe(keys), **_of_qwen(keys)},
+    ),
+    "Qwen2Moe": Family(
+        "qwen2_moe",
+        {**EXPERTS, **WINDOWS, "window_every": None, "shared": None, "shared_gate": (True,)}
+        | {"qkv_bias": None},
+        lambda keys: {
+            **_of_qwen_moe(keys),
+            **_of_qwen(keys),
+            "shared_expert_intermediate_size": keys.shared,
+            "qkv_bias": keys.qkv_bias,
+        },
+    ),
+    "Olmoe": Family("olmoe", {**EXPERTS, "qk_norm": ("joint",), "head_dim": (0,)}, _chosen),
+}
+"""{name of the class: what it has}; of several that have what a run has, a folder gets the first."""
+QK_NORM = {
+    own.model_type: values[0] for own in FAMILIES.values() if (values := own.has.get("qk_norm"))
+}
+"""{model_type: model.qk_norm}."""
+FREE = ("head_dim", "activation")
+"""Keys of [model] of which a class has any value unless it says otherwise."""
+DISTINCT = sorted({key for own in FAMILIES.values() for key in own.has} | {"capacity"})
+"""The keys of [model] in which the classes differ."""
+
+
+def family_of(keys: Model) -> tuple[str, str]:
+    """Return the name of the class that is nearest to a model, and the first key in which they differ, or
+    nothing.
+    """
+    differing = {
+        name: [key for key in DISTINCT if getattr(keys, key) not in _values(own, key, keys)]
+        for name, own in FAMILIES.items()
+        if ("experts" in own.has) == bool(keys.experts)
+    }
+    name = min(differing, key=lambda name: len(differing[name]))
+    return name, next(iter(differing[name]), "")
+
+
+def _values(own: Family, key: str, keys: Model) -> tuple[Any, ...]:
+    """Return the values of a key that a class can have; if it can have all, that of this model."""
+    default = None if key in FREE else (Model.model_fields[key].default,)
+    values = own.has.get(key, default)
+    return (getattr(keys, key),) if values is None else values
 
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
-    of_window = ("Ministral" if keys.window_from else "Mistral") if keys.window else "Llama"
-    if keys.qk_norm and keys.qkv_bias:
+    name, key = family_of(keys)
+    own = FAMILIES[name]
+    if key:
+        has, value = (json.dumps(one) for one in (_values(own, key, keys)[0], getattr(keys, key)))
         raise ConfigError(
-            "A folder of a Qwen3 has no biases without one of the output, but model.qk_norm and model.qkv_bias are true.",
-            "Export a run with one of them.",
+            f"The class of transformers that is nearest to this run is {name}ForCausalLM, which has model.{key} {has}, "
+            f"but model.{key} is {value}.",
+            f"Export a run with model.{key}={has}; mpitrain/formats/README.md lists the classes.",
         )
-    if keys.scaled_embedding and (keys.qk_norm or keys.qkv_bias or keys.window):
-        raise ConfigError(
-            "A folder of a Gemma has no norms or biases of heads and no window, but this run has one.",
-            "Export a run without them, or without model.scaled_embedding.",
-        )
-    if keys.experts:
-        return _described_mixture(keys)
-    name = "Qwen3" if keys.qk_norm else "Qwen2" if keys.qkv_bias else of_window
-    name = "Gemma" if keys.scaled_embedding else name
-    return _facts(keys, name, name.lower())
+    return _facts(keys, name, own)
 
 
-def _described_mixture(keys: Model) -> dict[str, Any]:
-    """Return the keys of config.json of a Mixtral, or with normed heads of a Qwen3-MoE."""
-    name = "Qwen3Moe" if keys.qk_norm else "Mixtral"
-    for key, is_other, has in (
-        ("scaled_embedding", keys.scaled_embedding, "no scaled embedding"),
-        ("qkv_bias", keys.qkv_bias, "no biases"),
-        ("shared", keys.shared, "no shared MLP"),
-        ("capacity", keys.capacity, "no capacity"),
-        ("window_from", keys.window_from, "one window in all layers"),
-        ("router", name == "Mixtral" and keys.router != "after", "weights after the choice"),
-    ):
-        if is_other:
-            raise ConfigError(
-                f"A folder of a {name} has {has}, but model.{key} is {getattr(keys, key)}.",
-                "Export a run without it.",
-            )
-    per_token = {"num_experts_per_tok": keys.top_k}
-    facts = {**_facts(keys, name, "qwen3_moe" if keys.qk_norm else "mixtral"), **per_token}
-    if name == "Mixtral":
-        return {**facts, "num_local_experts": keys.experts}
-    own = {"num_experts": keys.experts, "moe_intermediate_size": keys.hidden_units}
-    return {**facts, **own, "norm_topk_prob": keys.router == "after", "decoder_sparse_step": 1}
-
-
-def _facts(keys: Model, name: str, model_type: str) -> dict[str, Any]:
+def _rope(keys: Model) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if keys.rope_scaling:
         kind = next(kind for kind, own in SCALING.items() if len(own) == len(keys.rope_scaling))
         rope = {"rope_type": kind, **dict(zip(SCALING[kind], keys.rope_scaling, strict=True))}
         rope |= {EARLIER: int(rope[EARLIER])} if EARLIER in rope else {}
+    return {**rope, "rope_theta": keys.theta}
+
+
+def _facts(keys: Model, name: str, own: Family) -> dict[str, Any]:
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": model_type,
+        "model_type": own.model_type,
         "hidden_size": keys.width,
         "intermediate_size": keys.hidden_units,
         "num_hidden_layers": keys.layers,
@@ -392,28 +616,13 @@ def _facts(keys: Model, name: str, model_type: str) -> dict[str, Any]:
         "max_position_embeddings": keys.context,
         "rms_norm_eps": keys.epsilon,
         "rope_theta": keys.theta,
-        "rope_parameters": {**rope, "rope_theta": keys.theta},
+        "rope_parameters": _rope(keys),
         "hidden_act": GELU if keys.activation == "gelu" else "silu",
         "mlp_bias": False,
-        **({} if name == "Qwen2" else {"attention_bias": False}),
-        **({"use_sliding_window": False} if name.startswith("Qwen") else {}),
+        **({} if name.startswith("Qwen2") else {"attention_bias": False}),
         **({"head_dim": keys.head_channels} if keys.head_dim or name in OF_HEADS else {}),
-        **_with_window(keys),
+        **own.more(keys),
     }
-
-
-def _with_window(keys: Model) -> dict[str, Any]:
-    """Return the keys of a model with a window: a Mistral, or if some layers have none a Ministral,
-    and with biases or norms of heads a Qwen.
-    """
-    if not keys.window:
-        return {}
-    first, own = keys.window_from, {"sliding_window": keys.window}
-    types = {"layer_types": [FULL] * first + [SLIDING] * (keys.layers - first)}
-    if keys.qkv_bias or keys.qk_norm:
-        return {**own, **types, "use_sliding_window": True, "max_window_layers": first}
-    # transformers 5.23 has no default of a Ministral's head_dim.
-    return {**own, **types, "head_dim": keys.head_channels} if first else own
 
 
 LLAMA = Architecture(
@@ -427,10 +636,17 @@ LLAMA = Architecture(
         "qwen3": Qwen3Configuration,
         "gemma": GemmaConfiguration,
         "mixtral": MixtralConfiguration,
+        "gemma2": Gemma2Configuration,
+        "gemma3_text": Gemma3Configuration,
+        "qwen2_moe": Qwen2MoeConfiguration,
         "qwen3_moe": Qwen3MoeConfiguration,
+        "olmoe": OlmoeConfiguration,
     },
     only={
         "hidden_act": ("silu", GELU),
+        "hidden_activation": (GELU,),
+        "attn_logit_softcapping": (None,),
+        "clip_qkv": (None,),
         "use_bidirectional_attention": (None, False),
         "attention_bias": (False,),
         "mlp_bias": (False,),
@@ -441,6 +657,6 @@ LLAMA = Architecture(
     described=described,
     prefix="model.",
     buffers=r".*rotary_emb\.inv_freq",
-    added=lambda keys, name: 1.0 if keys.scaled_embedding and name.endswith("norm.gain") else 0.0,
+    added=lambda keys, name: 1.0 if keys.scaled_embedding and name.endswith(".gain") else 0.0,
 )
 FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA)

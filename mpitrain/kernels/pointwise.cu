@@ -2,6 +2,7 @@
 // Launch, but for add_bias: grid (any), block (256); n >= 0 may be anything, and arrays need no alignment.
 #include "activation.cuh"
 #include "flat.cuh"
+#include "reduce.cuh"
 
 constexpr int WIDE = RUN<Element>;
 
@@ -104,4 +105,82 @@ extern "C" __global__ void __launch_bounds__(128) gated_backward(
         store_run(to, c, N, vector, gate);
         store_run(to + N, c, N, vector, up);
     }
+}
+
+// y = cap tanh(z / cap), of rows that begin `pitch` elements apart.    z, y: (M, N)
+// One warp a row. Launch: grid (ceil(M / 4)), block (128).
+extern "C" __global__ void __launch_bounds__(128) soft_cap(
+    int M, int N, int pitch, Sum cap, const Element* __restrict__ z, Element* __restrict__ y) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const long long at = (long long)row * pitch;
+    const bool vector = in_runs<WIDE>(z, pitch) && in_runs<WIDE>(y, pitch);
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum zs[WIDE];
+        load_run(z + at, c, N, vector, zs);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) zs[j] = cap * tanh(zs[j] / cap);
+        store_run(y + at, c, N, vector, zs);
+    }
+}
+
+// z becomes dz = dy (1 - tanh(z / cap)^2).    dy: rows that begin dy_pitch elements apart. Launch as above.
+extern "C" __global__ void __launch_bounds__(128) soft_cap_backward(
+    int M, int N, int pitch, int dy_pitch, Sum cap, const Element* __restrict__ dy, Element* z) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const long long at = (long long)row * pitch, from = (long long)row * dy_pitch;
+    const bool vector = in_runs<WIDE>(z, pitch), vector_dy = in_runs<WIDE>(dy, dy_pitch);
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum zs[WIDE], ds[WIDE];
+        load_run(z + at, c, N, vector, zs);
+        load_run(dy + from, c, N, vector_dy, ds);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) zs[j] = ds[j] * activation_slope(tanh(zs[j] / cap), ACTIVATION_TANH);
+        store_run(z + at, c, N, vector, zs);
+    }
+}
+
+// y[m, c] = x[m, c] / (1 + e^-z[m])    x, y: (M, N) row-major; z: (M,)
+// One warp a row. Launch: grid (ceil(M / 4)), block (128).
+extern "C" __global__ void __launch_bounds__(128) gate_rows(
+    int M, int N, const Element* __restrict__ x, const Element* __restrict__ z, Element* __restrict__ y) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const long long at = (long long)row * N;
+    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(y, N);
+    const Sum share = logistic(wide(z[row]));
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum xs[WIDE];
+        load_run(x + at, c, N, vector, xs);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) xs[j] *= share;
+        store_run(y + at, c, N, vector, xs);
+    }
+}
+
+// The gradients of gate_rows: dx = dy s and dz = s (1 - s) sum of dy x over a row, with s = 1 / (1 + e^-z).
+// dy, x, dx: (M, N), z, dz: (M,). Launch as above.
+extern "C" __global__ void __launch_bounds__(128) gate_rows_backward(
+    int M, int N, const Element* __restrict__ dy, const Element* __restrict__ x, const Element* __restrict__ z,
+    Element* __restrict__ dx, Element* __restrict__ dz) {
+    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= M) return;
+    const long long at = (long long)row * N;
+    const bool vector = in_runs<WIDE>(x, N) && in_runs<WIDE>(dy, N) && in_runs<WIDE>(dx, N);
+    const Sum share = logistic(wide(z[row]));
+    Sum total = 0;
+    for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
+        Sum xs[WIDE], ds[WIDE];
+        load_run(x + at, c, N, vector, xs);
+        load_run(dy + at, c, N, vector, ds);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) {
+            total = fma(ds[j], xs[j], total);
+            ds[j] *= share;
+        }
+        store_run(dx + at, c, N, vector, ds);
+    }
+    total = warp_sum(total);
+    if (lane == 0) dz[row] = narrow<Element>(total * share * (Sum(1) - share));
 }

@@ -355,13 +355,15 @@ class Norm:
 
 
 class HeadNorms:
-    """A root mean square norm of each head of queries and of keys (as in Qwen3), of (..., (H + 2 G) D).
+    """Root mean square norms of queries and of keys, of (..., (H + 2 G) D), which values pass unchanged.
 
-    All heads of queries have one gain, q.gain (D,), and those of keys another, k.gain. Values stay as
-    they are. The ranks divide the heads, so each computes a summand of the gains' gradients.
+    Each head is normed (as in Qwen3): all of queries have one gain, q.gain (D,), and those of keys
+    another, k.gain. The ranks divide the heads, so each computes a summand of the gains' gradients. Or
+    all heads of a token are normed together (as in OLMoE): q.gain is (H D,) and k.gain (G D,).
 
     heads, kv_heads  on this rank, H and G
     each             channels of a head, D
+    joint            whether all heads of a token are normed together
     """
 
     output_is_free = is_rowwise = True
@@ -374,10 +376,15 @@ class HeadNorms:
         each: int,
         epsilon: float,
         rows: WholeRows = ALL_ROWS,
+        joint: bool = False,
     ):
-        self._rows, self._each = rows, each
-        self._heads = {"q": range(heads), "k": range(heads, heads + kv_heads)}
-        self._norms = {name: Norm(ops, each, epsilon, has_mean=False) for name in self._heads}
+        self._rows = rows
+        stop = heads * each
+        self._columns = {"q": slice(stop), "k": slice(stop, stop + kv_heads * each)}
+        lengths = {"q": heads * each, "k": kv_heads * each} if joint else {"q": each, "k": each}
+        self._norms = {
+            name: Norm(ops, length, epsilon, has_mean=False) for name, length in lengths.items()
+        }
 
     def parameters(self):
         return [
@@ -414,20 +421,16 @@ class HeadNorms:
         for name, norm in self._norms.items():
             norm.backward_weight(pending[name], dw.get(name, {}), arena)
 
-    def _columns(self, name):
-        heads, each = self._heads[name], self._each
-        return slice(heads.start * each, heads.stop * each)
-
     def _taken(self, name, x, arena):
-        """Return a copy of some heads, a row for each head of each row: (rows x heads, D)."""
-        columns = flat_rows(x)[:, self._columns(name)]
+        """Return a copy of the columns of a norm, a row for each vector that is normed."""
+        columns = flat_rows(x)[:, self._columns[name]]
         own = arena.take(columns.shape, x.dtype)
         copy_rows(own, columns)
-        return own.reshape(-1, self._each)
+        return own.reshape(-1, self._norms[name].width)
 
-    def _put(self, name, heads, x):
-        columns = flat_rows(x)[:, self._columns(name)]
-        copy_rows(columns, heads.reshape(columns.shape))
+    def _put(self, name, normed, x):
+        columns = flat_rows(x)[:, self._columns[name]]
+        copy_rows(columns, normed.reshape(columns.shape))
 
 
 class Activation:
@@ -458,6 +461,45 @@ class Activation:
 
     def backward_weight(self, pending, dw, arena):
         """Do nothing: there are no parameters."""
+
+
+class RowGate:
+    """A layer whose rows are gated by a number each, inner(x) / (1 + e^-z) with z = x row_gate.weight^T.
+
+    gate  the linear layer that computes z, (..., C) -> (..., 1)
+    """
+
+    output_is_free = is_rowwise = True
+
+    def __init__(self, ops: Ops, inner: Layer, gate: Linear):
+        self.ops, self.inner, self.gate = ops, inner, gate
+
+    def parameters(self):
+        own = [p._replace(name=f"row_gate.{p.name}") for p in self.gate.parameters()]
+        return [*self.inner.parameters(), *own]
+
+    def output_shape(self, shape):
+        return self.inner.output_shape(shape)
+
+    def forward(self, w, x, now, arena):
+        z, gate = self.gate.forward(w["row_gate"], x, now, arena)
+        y, inner = self.inner.forward(w, x, now, arena)
+        gated, state = self.ops.gate_rows(flat_rows(y), flat_rows(z), arena)
+        return gated.reshape(y.shape), (gate, inner, state)
+
+    def backward_input(self, w, dy, saved, arena):
+        gate, inner, state = saved
+        dinner, dz = self.ops.gate_rows_backward(flat_rows(dy), state, arena)
+        dx, inner = self.inner.backward_input(w, dinner.reshape(dy.shape), inner, arena)
+        dz = dz.reshape(*dy.shape[:-1], 1)
+        of_gate, gate = self.gate.backward_input(w["row_gate"], dz, gate, arena)
+        self.ops.add(dx, of_gate, dx, arena)
+        return dx, (gate, inner)
+
+    def backward_weight(self, pending, dw, arena):
+        gate, inner = pending
+        self.gate.backward_weight(gate, dw.get("row_gate", {}), arena)
+        self.inner.backward_weight(inner, dw, arena)
 
 
 class GeluErf(Activation):
@@ -894,11 +936,26 @@ class Plain:
         down = self.row_linear(hidden, width, onto_residual, bias=False)
         if not is_gated:
             up = self.column_linear(width, hidden, inner, activation="gelu", bias=False)
-            return Sequential(up=up, down=down)
+            return self._gated(Sequential(up=up, down=down), width, inner)
         both = self.joined_linear(
             width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
         )
-        return Sequential(up=both, gate=self.swiglu(), down=down)
+        return self._gated(Sequential(up=both, gate=self.swiglu(), down=down), width, inner)
+
+    def _gated(self, layer: Layer, width: int, draw: Draw) -> Layer:
+        """Return the layer, with model.shared_gate behind a gate for each row."""
+        if not self.keys.shared_gate:
+            return layer
+        gate = Linear(self.ops, width, 1, draw, bias=False, rows=self.rows)
+        return RowGate(self.ops, layer, gate)
+
+    def soft_cap(self, cap: float) -> Activation:
+        """Return a soft-cap, cap tanh(x / cap) element by element."""
+
+        def forward(x: Any, arena: Arena) -> tuple[Any, Any]:
+            return self.ops.soft_cap(x, cap, arena)
+
+        return Activation(forward, self.ops.soft_cap_backward)
 
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
@@ -963,12 +1020,17 @@ class Plain:
         return self.joined_linear(width, (heads, shared, shared), each, draw, "heads", bias, "qkv")
 
     def head_norms(
-        self, width: int, heads: int, kv_heads: int | None = None, epsilon: float = 1e-5
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        epsilon: float = 1e-5,
+        joint: bool = False,
     ) -> HeadNorms:
-        """Return norms of the heads of queries and keys, for the output of `qkv`."""
+        """Return norms of queries and keys, of each head or joint ones, for the output of `qkv`."""
         each = divided(width, heads, f"heads do not divide a width of {width}")
         run, own = self._own_heads(heads, heads if kv_heads is None else kv_heads)
-        return HeadNorms(self.ops, len(run), len(own), each, epsilon, self.rows)
+        return HeadNorms(self.ops, len(run), len(own), each, epsilon, self.rows, joint)
 
     def residual(self, inner: Layer) -> Residual:
         """Return a residual connection, x + inner(x)."""

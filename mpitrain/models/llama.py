@@ -8,7 +8,7 @@ from __future__ import annotations  # so that help() prints signatures as they a
 import math
 from collections.abc import Sequence
 
-from mpitrain.layers.base import Unit
+from mpitrain.layers.base import Layer, Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain, Rotary
@@ -25,7 +25,8 @@ def llama(
     hidden: int,
     kv_heads: int = 0,
     head_dim: int = 0,
-    qk_norm: bool = False,
+    qk_norm: bool | str = False,
+    post_norm: bool = False,
     qkv_bias: bool = False,
     theta: float = 10_000.0,
     rope_scaling: Sequence[float] = (),
@@ -34,6 +35,8 @@ def llama(
     scaled_embedding: bool = False,
     epsilon: float = 1e-5,
     windows: Sequence[int] = (),
+    window_theta: float = 0.0,
+    logit_cap: float = 0.0,
     experts: int = 0,
 ) -> list[Unit]:
     """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
@@ -46,8 +49,11 @@ def llama(
         Heads of keys and values, which divide heads; 0: as many as heads.
     head_dim : int
         Channels of a head; 0: width / heads.
-    qk_norm : bool
-        Whether each head of queries and of keys is normed before its rotation.
+    qk_norm : bool or "joint"
+        Whether each head of queries and of keys is normed before its rotation, or all of a token
+        together.
+    post_norm : bool
+        Whether the outputs of attention and of each MLP are normed.
     qkv_bias : bool
         Whether queries, keys and values have biases.
     theta : float
@@ -60,6 +66,10 @@ def llama(
         Whether the embedding is multiplied by the square root of width.
     epsilon : float
         Term of the norms, added to the mean square.
+    window_theta : float
+        Base of the angles in layers with a window, which are not scaled; 0: as in the others.
+    logit_cap : float
+        Soft-cap of the logits; 0: none.
 
     Others as of `gpt`.
     """
@@ -67,35 +77,48 @@ def llama(
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
     shared, inside = kv_heads or heads, heads * (head_dim or width // heads)
     rotary = Rotary(theta, context, tuple(rope_scaling))
+    within = Rotary(window_theta, context) if window_theta else rotary
     scale = math.sqrt(width) if scaled_embedding else 1.0
     embedding = layers.embedding(vocab, context, width, positions=False, scale=scale)
     gated = layers.geglu if activation == "gelu" else layers.swiglu
+
+    def branch(**children: Layer) -> Layer:
+        """Return a residual branch: a norm, the layers, and with post_norm a norm of their output."""
+        after = {"post": layers.rms_norm(width, epsilon)} if post_norm else {}
+        inner_layers = Sequential(norm=layers.rms_norm(width, epsilon), **children, **after)
+        return layers.residual(inner_layers)
+
+    def head_norms() -> dict[str, Layer]:
+        is_joint = qk_norm == "joint"
+        if not qk_norm:
+            return {}
+        return {"norms": layers.head_norms(inside, heads, shared, epsilon, is_joint)}
+
     units = [Unit("embedding", embedding)]
     for block in range(depth):
-        attention = Sequential(
-            norm=layers.rms_norm(width, epsilon),
+        window = windows[block] if windows else 0
+        attention = branch(
             qkv=layers.qkv(width, heads, inner, shared, qkv_bias, head_dim),
-            **({"norms": layers.head_norms(inside, heads, shared, epsilon)} if qk_norm else {}),
+            **head_norms(),
             attention=layers.attention(
-                inside, heads, shared, rotary=rotary, window=windows[block] if windows else 0
+                inside, heads, shared, rotary=within if window else rotary, window=window
             ),
             out=layers.row_linear(inside, width, onto_residual, bias=False),
         )
-        norm = layers.rms_norm(width, epsilon)
         if experts:
-            mlp = Sequential(
-                norm=norm,
-                experts=layers.experts(width, hidden, inner, onto_residual, is_gated=True),
-            )
+            mlp = branch(experts=layers.experts(width, hidden, inner, onto_residual, is_gated=True))
         else:
-            up = layers.joined_linear(
-                width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+            mlp = branch(
+                up=layers.joined_linear(
+                    width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+                ),
+                gate=gated(),
+                down=layers.row_linear(hidden, width, onto_residual, bias=False),
             )
-            down = layers.row_linear(hidden, width, onto_residual, bias=False)
-            mlp = Sequential(norm=norm, up=up, gate=gated(), down=down)
-        units += [
-            Unit(f"blocks.{block}.attention", layers.residual(attention)),
-            Unit(f"blocks.{block}.mlp", layers.residual(mlp)),
-        ]
-    head = Sequential(norm=layers.rms_norm(width, epsilon), logits=layers.head(width, vocab, inner))
+        units += [Unit(f"blocks.{block}.attention", attention), Unit(f"blocks.{block}.mlp", mlp)]
+    head = Sequential(
+        norm=layers.rms_norm(width, epsilon),
+        logits=layers.head(width, vocab, inner),
+        **({"cap": layers.soft_cap(logit_cap)} if logit_cap else {}),
+    )
     return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]

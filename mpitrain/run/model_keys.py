@@ -44,8 +44,12 @@ OF_RUN = [
     "rope_scaling",
     "window",
     "window_from",
+    "window_every",
+    "window_theta",
+    "post_norm",
+    "logit_cap",
 ]
-OF_RUN += ["experts", "top_k", "router", "capacity", "shared"]
+OF_RUN += ["experts", "top_k", "router", "capacity", "shared", "shared_gate"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 

@@ -505,8 +505,8 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
-    of_a_llama = ("kv_heads", "head_dim", "qk_norm", "qkv_bias", "rope_scaling")
-    for key in (*of_a_llama, "activation", "scaled_embedding"):
+    of_a_llama = "kv_heads head_dim qk_norm qkv_bias rope_scaling activation scaled_embedding"
+    for key in f"{of_a_llama} post_norm window_theta logit_cap".split():
         yield (
             getattr(model, key) != type(model).model_fields[key].default
             and "kv_heads" not in row.split.split(),
@@ -520,6 +520,28 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Set it to at most {model.layers - 1}, or leave out model.window."
         if model.window
         else "Leave out model.window_from, or set model.window.",
+    )
+    for key, value in (("window_every", model.window_every), ("window_theta", model.window_theta)):
+        yield (
+            value and not model.window,
+            f"model.{key} is of a model with windows, but is {value:g} and model.window 0.",
+            f"Set model.window, or leave out model.{key}.",
+        )
+    yield (
+        model.logit_cap and config.memory.logit_chunks > 1,
+        f"Logits in slices have no soft-cap, but model.logit_cap is {model.logit_cap:g} and memory.logit_chunks "
+        f"{config.memory.logit_chunks}.",
+        "Set memory.logit_chunks to 1.",
+    )
+    yield (
+        model.qk_norm == "joint" and layout.tp > 1,
+        f"model.qk_norm joint norms all heads of a token together, but layout.tp {layout.tp} divides them.",
+        "Set layout.tp to 1: more ranks become replicas, or stages of layout.pp.",
+    )
+    yield (
+        model.shared_gate and not model.shared,
+        "model.shared_gate is true, but model.shared is 0: there is no MLP beside the experts.",
+        "Set model.shared, or leave out model.shared_gate.",
     )
     yield (
         model.label_smoothing and LOSSES[model.loss].takes != "classes",
@@ -640,7 +662,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         ),
     ):
         yield (model.experts and is_broken, law, way_out)
-    for key in ("top_k", "router", "capacity", "balance", "z", "shared"):
+    for key in ("top_k", "router", "capacity", "balance", "z", "shared", "shared_gate"):
         yield (
             not model.experts and getattr(model, key) != type(model).model_fields[key].default,
             f"Without experts the keys of their router have their defaults, but model.{key} is "

@@ -131,6 +131,23 @@ def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "fl
     assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth, dtype)
 
 
+def check_soft_cap(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
+    """A soft-cap of numbers below and above the cap, forward and backward, of rows side by side and of padded ones."""
+    ops, arrays = bodies.cuda(kernels), (3 * numbers(1, m, n), 3 * numbers(2, m, n))
+    for pads in ((0, 0), (3, 3), (8, 0)):
+        padded = [
+            stored(np.pad(x, ((0, 0), (0, pad))), dtype)
+            for x, pad in zip(arrays, pads, strict=True)
+        ]
+        z, dy = (x[:, :n] for x in padded)
+        true_y, true_saved = reference.soft_cap(values(z), 2.5, None)
+        truth = reference.soft_cap_backward(values(dy), true_saved, None)
+        y, saved = ops.soft_cap(z, 2.5, Arena())
+        assert_close(y, true_y, dtype)
+        assert_close(ops.soft_cap_backward(dy, saved, Arena()), truth, dtype)
+        assert not padded[0][:, n:].any(), "the padding is nobody's"
+
+
 def check_sums(
     kernels: Kernels, m: int, n: int, dtype: str = "float32", shifted: bool = False
 ) -> None:
@@ -262,6 +279,20 @@ def check_gated(kernels: Kernels, name: str, m: int, n: int, dtype: str = "float
     y, saved = getattr(ops, name)(x, arena)
     assert_close(y, truth, dtype, "y")
     assert_close(getattr(ops, back)(dy, saved, arena), true_dx, dtype, "dx")
+
+
+def check_gate_rows(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
+    """A gate of a number for each row, forward and backward; rows of an odd width have no alignment."""
+    ops, arena = bodies.cuda(kernels), Arena()
+    arrays = 2 * numbers(1, m, n), 2 * numbers(2, m, 1), numbers(3, m, n)
+    x, z, dy = (stored(array, dtype) for array in arrays)
+    truth, true_saved = reference.gate_rows(values(x), values(z), None)
+    y, saved = ops.gate_rows(x, z, arena)
+    assert_close(y, truth, dtype, "y")
+    gradients = reference.gate_rows_backward(values(dy), true_saved, None)
+    found = ops.gate_rows_backward(dy, saved, arena)
+    for name, one, wanted in zip(("dx", "dz"), found, gradients, strict=True):
+        assert_close(one, wanted, dtype, name)
 
 
 def check_rotate(
@@ -544,12 +575,18 @@ def rms_norms() -> Iterator[Callable]:
 
 
 def gates() -> Iterator[Callable]:
-    """pointwise: gated."""
+    """pointwise: gated, gate_rows, soft_cap."""
     for name in ("swiglu", "geglu"):
         for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
             yield partial(check_gated, name=name, m=m, n=n)
         for dtype in ("float64", "float16", "bfloat16"):
             yield partial(check_gated, name=name, m=5, n=36, dtype=dtype)
+    for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
+        yield partial(check_gate_rows, m=m, n=n)
+        yield partial(check_soft_cap, m=m, n=n)
+    for dtype in ("float64", "float16", "bfloat16"):
+        yield partial(check_gate_rows, m=5, n=36, dtype=dtype)
+        yield partial(check_soft_cap, m=3, n=44, dtype=dtype)
 
 
 def rotations() -> Iterator[Callable]:

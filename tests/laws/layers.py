@@ -11,7 +11,7 @@ import numpy as np
 from mpitrain.layers.base import GeluCut, Now, Unit, backward, fusion_of
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.dropout import Dropout, Dropped
-from mpitrain.layers.plain import GeluErf, Plain, Rotary, Tanh
+from mpitrain.layers.plain import GeluErf, Plain, Rotary, RowGate, Tanh
 from mpitrain.layers.recomputed import Recomputed
 from mpitrain.machine.backend import Backend
 from mpitrain.models.gpt import gpt
@@ -176,7 +176,9 @@ def kinds(plain) -> dict[str, Any]:
 
     return {
         "experts": mixture(factory, is_gated=False),
-        "gated experts": mixture(factory, shared=4, router="before", capacity=0.7),
+        "gated experts": mixture(
+            factory, shared=4, shared_gate=True, router="before", capacity=0.7
+        ),
         "linear": linear(),
         "relu": linear("relu"),
         "gelu": linear("gelu"),
@@ -192,6 +194,13 @@ def kinds(plain) -> dict[str, Any]:
             sum=plain.residual(Sequential(a=linear(), b=GeluErf(factory.ops), c=linear())),
             norm=plain.norm(WIDTH),
         ),
+        "soft-capped": Sequential(a=linear(), b=plain.soft_cap(0.8)),
+        "joint norms": Sequential(
+            qkv=plain.qkv(WIDTH, 2, draw, bias=False),
+            norms=plain.head_norms(WIDTH, 2, joint=True),
+            attention=plain.attention(WIDTH, 2),
+        ),
+        "row gate": RowGate(factory.ops, linear(), factory.linear(WIDTH, 1, draw)),
         "tanh": Sequential(a=linear(), b=Tanh(factory.ops)),
         "attention": Sequential(qkv=plain.qkv(WIDTH, 2, draw), attention=plain.attention(WIDTH, 2)),
         "attention within a window": Sequential(

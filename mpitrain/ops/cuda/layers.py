@@ -174,6 +174,32 @@ def tanh_backward(kernels, dy, saved, arena):
     return _slope_times(kernels, "tanh", saved, dy, arena)
 
 
+def soft_cap(kernels, z, cap, arena):
+    """Return (y, saved); rows of y are as far apart as those of z."""
+    between = _pitch_of(z)
+    y = arena.take((len(z), between), z.dtype)[:, : z.shape[1]]
+    _launch_padded(kernels, "soft_cap", (*z.shape, between, cap, z, y), z.dtype, "z y", fresh="y")
+    return y, (z, cap)
+
+
+def soft_cap_backward(kernels, dy, saved, arena):
+    z, cap = saved
+    arguments = *z.shape, _pitch_of(z), _pitch_of(dy), cap, dy, z
+    _launch_padded(kernels, "soft_cap_backward", arguments, z.dtype, "dy z")
+    return z
+
+
+def _launch_padded(kernels, name, arguments, dtype, strided, fresh=""):
+    """Launch a kernel with one warp per row, on arrays whose rows are perhaps padded."""
+    grid, macros = row_blocks(arguments[0]), KINDS[dtype].macros
+    kernels.launch(name, grid, ROWS, arguments, macros=macros, strided=strided, fresh=fresh)
+
+
+def _pitch_of(rows: Any) -> int:
+    """Return the elements between rows."""
+    return rows.strides[0] // rows.itemsize if len(rows) > 1 else rows.shape[1]
+
+
 def relu(kernels, z, arena):
     y = _activated(kernels, "relu", z, arena)
     return y, y
@@ -225,6 +251,20 @@ def geglu(kernels, x, arena):
 
 def geglu_backward(kernels, dy, saved, arena):
     return _gated_backward(kernels, dy, saved, arena, 1)
+
+
+def gate_rows(kernels, x, z, arena):
+    y, macros = arena.take(x.shape, x.dtype), KINDS[x.dtype].macros
+    by_rows(kernels, "gate_rows", (*x.shape, x, z, y), macros, fresh="y")
+    return y, (x, z)
+
+
+def gate_rows_backward(kernels, dy, saved, arena):
+    x, z = saved
+    dx, dz = arena.take(x.shape, dy.dtype), arena.take(z.shape, dy.dtype)
+    arguments = *x.shape, dy, x, z, dx, dz
+    by_rows(kernels, "gate_rows_backward", arguments, KINDS[dy.dtype].macros, fresh="dx")
+    return dx, dz
 
 
 def _gated(kernels, x, arena, is_gelu):

@@ -205,6 +205,17 @@ def tanh_backward(dy, saved, arena):
     return dz
 
 
+def soft_cap(z, cap, arena):
+    y, slope = arena.take(z.shape, z.dtype), arena.take(z.shape, z.dtype)
+    for block, out, own in blocks_of(z, y, slope):
+        np.multiply(block, 1 / cap, out=out)
+        np.tanh(out, out=out)
+        np.multiply(out, out, out=own)
+        np.subtract(1, own, out=own)
+        out *= cap
+    return y, slope
+
+
 def relu(z, arena):
     slope = arena.take(z.shape, z.dtype)
     np.greater(z, 0, out=slope)
@@ -212,7 +223,7 @@ def relu(z, arena):
     return z, slope
 
 
-relu_backward = gelu_backward
+relu_backward = soft_cap_backward = gelu_backward
 
 
 def weighted_sum(a, alpha, b, beta, out, arena):
@@ -381,6 +392,23 @@ def swiglu_backward(dy, saved, arena):
         np.multiply(gate, share, out=dup)
         dup *= block
     return dx
+
+
+def gate_rows(x, z, arena):
+    y, share = arena.take(x.shape, x.dtype), arena.take(z.shape, z.dtype)
+    _logistic(z, share)
+    np.multiply(x, share, out=y)
+    return y, (x, share)
+
+
+def gate_rows_backward(dy, saved, arena):
+    x, share = saved
+    dx, dz = arena.take(dy.shape, dy.dtype), arena.take(share.shape, dy.dtype)
+    np.vecdot(dy, x, out=dz[:, 0])
+    dz *= share
+    dz *= 1 - share
+    np.multiply(dy, share, out=dx)
+    return dx, dz
 
 
 def geglu(x, arena):

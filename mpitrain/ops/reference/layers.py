@@ -329,8 +329,35 @@ def geglu_backward(dy, saved, arena):
     return np.concatenate([gelu_backward(dy * up, own, None), dy * value], -1)
 
 
+@operation("x:M,N z:M,1 -> y:M,N saved", "y")
+def gate_rows(x, z, arena):
+    """Return (y, saved) with y = x / (1 + e^-z): each row is gated by a number.    x, y: (M, N); z: (M, 1)"""
+    return x * _logistic(z), (x, z)
+
+
+@operation("dy:M,N saved@gate_rows|M,N+M -> dx:M,N dz:M,1", "dx dz")
+def gate_rows_backward(dy, saved, arena):
+    """Return (dx, dz).    dy, dx: (M, N); dz: (M, 1)"""
+    x, z = saved
+    share = _logistic(z)
+    return dy * share, (dy * x).sum(-1, keepdims=True) * share * (1 - share)
+
+
 def _logistic(z):
     return 0.5 * (1 + np.tanh(0.5 * z))
+
+
+@operation("z:M,K cap=2.0 -> y:M,K saved", "y")
+def soft_cap(z, cap, arena):
+    """Return (y, saved) with y = cap tanh(z / cap), which is below the cap (Gemma 2).    z, y: (M, N)"""
+    return cap * np.tanh(z / cap), (z, cap)
+
+
+@operation("dy:M,K saved@soft_cap|M,K -> dz:M,K", "dz")
+def soft_cap_backward(dy, saved, arena):
+    """Return dz = dy (1 - tanh(z / cap)^2).    dy, dz: the shape of z"""
+    z, cap = saved
+    return dy * (1 - np.tanh(z / cap) ** 2)
 
 
 @operation(

@@ -1,5 +1,6 @@
 """A model of HuggingFace's transformers with our weights: a peer in training and in generation."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mpitrain.config import Model
+from mpitrain.formats.architecture import is_stack
 from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.tools.bench.training.torch_gpt import mean_loss
 
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+
+
+OF_ALL = {"up": "gate_up_proj", "down": "down_proj"}
+"""{kind of our tensor: the tensor of all experts in transformers, whose folders have one for each}."""
 
 
 def copied(keys: Model, vocabulary: int, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -24,12 +30,21 @@ def copied(keys: Model, vocabulary: int, arrays: Mapping[str, np.ndarray]) -> An
     settings = AutoConfig.for_model(**architecture.facts(keys, vocabulary, NO_ENDS))
     model = AutoModelForCausalLM.from_config(settings)
     model.to(getattr(torch, next(iter(arrays.values())).dtype.name))
+    if keys.experts and model.dtype == torch.float64:
+        model.config._experts_implementation = "eager"  # PyTorch's grouped product has no float64
     own = model.state_dict()
     for ours, parts in architecture.counterparts(keys, vocabulary):
+        if is_stack(ours):
+            layer, kind = re.findall(r"\d+|(?<=experts\.)\w+", ours)
+            whole = own[f"model.layers.{layer}.mlp.experts.{OF_ALL[kind]}"]
+            whole.copy_(torch.from_numpy(arrays[ours]))
+            continue
         for part in parts:
             array = arrays[ours][part.rows] - architecture.added(keys, ours)
             array = array.T if part.is_transposed else array
-            own[part.name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+            own[part.name.replace("block_sparse_moe", "mlp")].copy_(
+                torch.from_numpy(np.ascontiguousarray(array))
+            )
     return model
 
 

@@ -51,26 +51,37 @@ def llama(kind="LlamaForCausalLM", **changes):
 
 
 def exact(model):
-    """Return a model like a Llama in float64: transformers' norms and angles are float32 in it."""
+    """Return a model like a Llama in float64: transformers' norms, angles and softmax are float32 in it."""
     import torch
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def normal(norm, x):
         epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-        gain = norm.weight + (type(norm).__name__ == "GemmaRMSNorm")
+        gain = norm.weight + type(norm).__name__.startswith("Gemma")
         return gain * (x * torch.rsqrt((x * x).mean(-1, True) + epsilon))
+
+    def attention(module, q, k, v, mask, scaling=None, softcap=None, **_):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.mT * scaling
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        return ((scores + mask).softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
     model = model.double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(normal, module)
+    ALL_ATTENTION_FUNCTIONS.register("exact", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("exact", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     config = model.config
+    config._attn_implementation = "exact"
     each = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    half = each // 2
-    theta = config.rope_parameters["rope_theta"]
-    powers = (1 / theta ** (torch.arange(half, dtype=torch.float64) / half)).float()
+    exponents = torch.arange(each // 2, dtype=torch.float64) / (each // 2)
 
-    def turned(x, position_ids):
-        angles = (position_ids[..., None].float() * powers).double().repeat(1, 1, 2)
+    def turned(x, position_ids, layer_type=None):
+        rope = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+        powers = (1 / rope["rope_theta"] ** exponents).to(torch.float32) / rope.get("factor", 1)
+        angles = (position_ids[..., None].to(torch.float32) * powers).double().repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
     model.model.rotary_emb.forward = turned

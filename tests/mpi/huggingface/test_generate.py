@@ -11,6 +11,9 @@ from tests.generation import every_text
 
 SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"]
 LLAMA = ["model.kind=llama", "model.kv_heads=2"]
+GEMMA = ["model.activation=gelu", "model.scaled_embedding=true", "model.post_norm=true"]
+GEMMA += ["model.window=4", "model.window_every=2"]
+EXPERTS = ["model.experts=4", "model.top_k=2", "model.hidden=40"]
 PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
 
 
@@ -25,6 +28,12 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
         [*LLAMA, "model.window=4", "model.window_from=1"],
         [*LLAMA, "model.qk_norm=true", "model.head_dim=6", "model.rope_scaling=[4,32,1,8,1.1]"],
         [*LLAMA, "model.activation=gelu", "model.scaled_embedding=true", "model.tied=true"],
+        [*LLAMA, *GEMMA, "model.logit_cap=3"],
+        [*LLAMA, *GEMMA, "model.qk_norm=true", "model.window_theta=50.0"],
+        [*LLAMA, *EXPERTS, "model.window=5"],
+        [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.router=before"],
+        [*LLAMA, *EXPERTS, "model.shared=24", "model.shared_gate=true", "model.qkv_bias=true"],
+        [*LLAMA, *EXPERTS, "model.qk_norm=joint", "model.router=before"],
     ],
     ids=str,
 )

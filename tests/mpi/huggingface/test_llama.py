@@ -35,7 +35,7 @@ def assert_one_function(model, folder, ranks, *settings):
         if own is None:  # of a stage before the last
             continue
         truth = logits(model, tokens)
-        assert np.abs(own - truth).max() <= 1e-4 * np.abs(truth).max()
+        assert np.abs(own - truth).max() <= 1e-5 * np.abs(truth).max()
 
 
 LLAMA3 = {
@@ -57,6 +57,20 @@ LATER = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attenti
 GEMMA = {"head_dim": 8, "hidden_size": 36, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": None}
 TIED_QWEN3 = {**WINDOW, "head_dim": 6, "tie_word_embeddings": True}
 MOE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8}
+OLMOE = {"num_experts": 4, "num_experts_per_tok": 3}
+QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
+LATER_GEMMA = {
+    "hidden_size": 36,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 5,
+}
+LATER_GEMMA |= {"num_hidden_layers": 3}
+GEMMA2 = {**LATER_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": 0.7}
+LOCAL = {"rope_type": "default", "rope_theta": 70.0}
+GEMMA3 = {**LATER_GEMMA, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}}
+GEMMA3["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -80,6 +94,10 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"hidden_act": "gelu_pytorch_tanh"}, 1, [], "float32"),
         ({"kind": "MixtralForCausalLM", "num_local_experts": 4}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "Qwen3MoeForCausalLM", **MOE}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "OlmoeForCausalLM", **OLMOE}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "Gemma2ForCausalLM", **GEMMA2}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "Gemma3ForCausalLM", **GEMMA3}, 2, ["layout.pp=2"], "float32"),
     ],
     ids=[
         "llama",
@@ -99,6 +117,10 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "gates of gelu",
         "mixtral",
         "qwen3 with experts",
+        "qwen2 with experts",
+        "olmoe",
+        "gemma 2",
+        "gemma 3",
     ],
 )
 def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
@@ -137,7 +159,8 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         (
             "model_type",
             "qwen4",
-            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, qwen3_moe, bert",
+            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, gemma2, gemma3_text, qwen2_moe, qwen3_moe, "
+            "olmoe, bert",
         ),
     ],
 )
@@ -199,6 +222,8 @@ SHAPES = {
     "qwen2": {"kind": "Qwen2ForCausalLM", **WINDOW},
     "qwen3": {"kind": "Qwen3ForCausalLM", **WINDOW, "head_dim": 8},
     "gemma": {"kind": "GemmaForCausalLM", **GEMMA},
+    "gemma2": {"kind": "Gemma2ForCausalLM", **GEMMA2},
+    "gemma3": {"kind": "Gemma3ForCausalLM", **GEMMA3},
 }
 EXACT = ["precision.compute=float64"]
 
@@ -244,12 +269,20 @@ def test_every_shape_has_the_logits_of_transformers_in_every_layout(
             assert np.abs(own - logits(model, tokens)).max() <= 1e-11
 
 
-@pytest.mark.parametrize("norm", [None, True, False], ids=["mixtral", "after", "before"])
-def test_experts_have_the_logits_of_transformers_in_float64(norm, tmp_path, monkeypatch):
+EXPERTS = {
+    "mixtral": {"kind": "MixtralForCausalLM", "num_local_experts": 4},
+    "qwen3, after": {"kind": "Qwen3MoeForCausalLM", **MOE, "norm_topk_prob": True},
+    "qwen3, before": {"kind": "Qwen3MoeForCausalLM", **MOE, "norm_topk_prob": False},
+    "qwen2, after": {"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE, "norm_topk_prob": True},
+    "qwen2, before": {"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE, "qkv_bias": False},
+    "olmoe": {"kind": "OlmoeForCausalLM", **OLMOE},
+}
+
+
+@pytest.mark.parametrize("changes", EXPERTS)
+def test_experts_have_the_logits_of_transformers_in_float64(changes, tmp_path, monkeypatch):
     """Their routers compute in float32 otherwise, which chooses alike and rounds the weights."""
-    own = {"kind": "Qwen3MoeForCausalLM", **MOE, "norm_topk_prob": norm}
-    if norm is None:
-        own = {"kind": "MixtralForCausalLM", "num_local_experts": 4}
+    own = EXPERTS[changes]
     model, softmax = exact(llama(**own)), torch.nn.functional.softmax
     model.config._experts_implementation = "eager"  # the grouped product has no float64
     model.save_pretrained(tmp_path)
@@ -272,9 +305,10 @@ def test_experts_have_the_logits_of_transformers_in_float64(norm, tmp_path, monk
 @pytest.mark.parametrize(
     ("settings", "law"),
     [
-        (["model.shared=8"], "no shared MLP, but model.shared is 8"),
-        (["model.router=before"], "weights after the choice"),
-        (["model.qkv_bias=true"], "no biases"),
+        (["model.shared=8"], "Mixtral.* model.shared 0, but model.shared is 8"),
+        (["model.router=before"], 'Mixtral.* model.router is "before"'),
+        (["model.qk_norm=true", "model.qkv_bias=true"], "Qwen3Moe.* model.qkv_bias is true"),
+        (["model.capacity=1.5"], "model.capacity 0.0, but model.capacity is 1.5"),
     ],
 )
 def test_experts_that_a_folder_cannot_hold_are_refused(settings, law):
