@@ -434,12 +434,12 @@ def _ropes(config: Gemma3Configuration, given: list[Rope], window: Window) -> tu
 
 def _experts(config: _Configuration) -> dict[str, Any]:
     """Return the keys of the experts, or that there are none."""
+    more: dict[str, Any] = {}
     if isinstance(config, MixtralConfiguration):
-        count, router, more = config.num_local_experts, "after", {}
+        count, router = config.num_local_experts, "after"
     elif isinstance(config, OlmoeConfiguration | Qwen2MoeConfiguration | Qwen3MoeConfiguration):
         router = "after" if config.norm_topk_prob else "before"
         count = config.num_experts or getattr(config, "num_local_experts", None) or 128
-        more: dict[str, Any] = {}
         if not isinstance(config, OlmoeConfiguration):
             check_only("decoder_sparse_step", config.decoder_sparse_step, [1])
             check_only("mlp_only_layers", config.mlp_only_layers or [], [[]])
