@@ -453,7 +453,7 @@ def _experts(config: _Configuration) -> dict[str, Any]:
     return {"model.shared": 0, "model.shared_gate": False, **more, **own, "model.router": router}
 
 
-class Family(NamedTuple):
+class LlamaFamily(NamedTuple):
     """A class of transformers that is like a Llama.
 
     model_type  of its config.json
@@ -511,20 +511,24 @@ GEMMA: Parts = {"scaled_embedding": (True,)}
 LATER_GEMMA: Parts = {**GEMMA, "activation": ("gelu",), "post_norm": (True,)}
 LATER_GEMMA |= {**WINDOWS, "window_every": None, "logit_cap": None}
 FAMILIES = {
-    "Llama": Family("llama"),
-    "Mistral": Family("mistral", {"window": None}, lambda keys: {"sliding_window": keys.window}),
-    "Ministral": Family(
+    "Llama": LlamaFamily("llama"),
+    "Mistral": LlamaFamily(
+        "mistral", {"window": None}, lambda keys: {"sliding_window": keys.window}
+    ),
+    "Ministral": LlamaFamily(
         "ministral",
         {**WINDOWS, "window_every": None},
         # transformers 5.23 has no default of its head_dim.
         lambda keys: {**_of_layers(keys), "head_dim": keys.head_channels},
     ),
-    "Qwen2": Family("qwen2", {"qkv_bias": (True,), **WINDOWS, "window_every": None}, _of_qwen),
-    "Qwen3": Family("qwen3", {**NORMED, **WINDOWS, "window_every": None}, _of_qwen),
-    "Gemma": Family("gemma", GEMMA),
-    "Gemma2": Family("gemma2", LATER_GEMMA, _of_gemma),
-    "Gemma3": Family("gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3),
-    "Mixtral": Family(
+    "Qwen2": LlamaFamily("qwen2", {"qkv_bias": (True,), **WINDOWS, "window_every": None}, _of_qwen),
+    "Qwen3": LlamaFamily("qwen3", {**NORMED, **WINDOWS, "window_every": None}, _of_qwen),
+    "Gemma": LlamaFamily("gemma", GEMMA),
+    "Gemma2": LlamaFamily("gemma2", LATER_GEMMA, _of_gemma),
+    "Gemma3": LlamaFamily(
+        "gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3
+    ),
+    "Mixtral": LlamaFamily(
         "mixtral",
         {"experts": None, "window": None},
         lambda keys: {
@@ -533,12 +537,12 @@ FAMILIES = {
             "sliding_window": keys.window or None,
         },
     ),
-    "Qwen3Moe": Family(
+    "Qwen3Moe": LlamaFamily(
         "qwen3_moe",
         {**EXPERTS, **NORMED, "window": None},
         lambda keys: {**_of_qwen_moe(keys), **_of_qwen(keys)},
     ),
-    "Qwen2Moe": Family(
+    "Qwen2Moe": LlamaFamily(
         "qwen2_moe",
         {**EXPERTS, **WINDOWS, "window_every": None, "shared": None, "shared_gate": (True,)}
         | {"qkv_bias": None},
@@ -549,7 +553,7 @@ FAMILIES = {
             "qkv_bias": keys.qkv_bias,
         },
     ),
-    "Olmoe": Family("olmoe", {**EXPERTS, "qk_norm": ("joint",), "head_dim": (0,)}, _chosen),
+    "Olmoe": LlamaFamily("olmoe", {**EXPERTS, "qk_norm": ("joint",), "head_dim": (0,)}, _chosen),
 }
 """{name of the class: what it has}; of several that have what a run has, a folder gets the first."""
 QK_NORM = {
@@ -575,7 +579,7 @@ def family_of(keys: Model) -> tuple[str, str]:
     return name, next(iter(differing[name]), "")
 
 
-def _values(own: Family, key: str, keys: Model) -> tuple[Any, ...]:
+def _values(own: LlamaFamily, key: str, keys: Model) -> tuple[Any, ...]:
     """Return the values of a key that a class can have; if it can have all, that of this model."""
     default = None if key in FREE else (Model.model_fields[key].default,)
     values = own.has.get(key, default)
@@ -604,7 +608,7 @@ def _rope(keys: Model) -> dict[str, Any]:
     return {**rope, "rope_theta": keys.theta}
 
 
-def _facts(keys: Model, name: str, own: Family) -> dict[str, Any]:
+def _facts(keys: Model, name: str, own: LlamaFamily) -> dict[str, Any]:
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": own.model_type,
