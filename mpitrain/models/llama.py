@@ -52,26 +52,16 @@ def llama(
     qk_norm : bool or "joint"
         Whether each head of queries and of keys is normed before its rotation, or all of a token
         together.
-    post_norm : bool
-        Whether the outputs of attention and of each MLP are normed.
     qkv_bias : bool
         Whether queries, keys and values have biases.
     theta : float
         Base of the angles of rotary positions; the width of a head is even.
-    rope_scaling : sequence of float
-        Scaling of the angles, as model.rope_scaling. Empty: none.
     activation : {"silu", "gelu"}
         Activation of the gates of each MLP.
-    scaled_embedding : bool
-        Whether the embedding is multiplied by the square root of width.
     epsilon : float
         Term of the norms, added to the mean square.
-    window_theta : float
-        Base of the angles in layers with a window, which are not scaled; 0: as in the others.
-    logit_cap : float
-        Soft-cap of the logits; 0: none.
 
-    Others as of `gpt`.
+    Others as the keys of [model], or as of `gpt`.
     """
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
