@@ -21,7 +21,7 @@ from mpitrain.config import Model
 from mpitrain.layers.base import Gradients, Now, Parameter, Weights, WholeRows, flat_rows
 from mpitrain.layers.initial import Draw
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Backend, copy_rows, has_memory
 from mpitrain.ops import Ops
 
 
@@ -61,20 +61,26 @@ class Trip(Stay):
 
     Rank r of the group has the r-th run of the experts. Buffers of received rows have more rows than
     arrive, so that few sizes occur; the arena allocates when an expert takes more than ever before.
+    The host reads the ends from the device, since messages have sizes: once for each forward.
     """
 
-    def __init__(self, ops: Ops, group: Any, ends: np.ndarray, most: int):
+    def __init__(self, layers: ExpertsFactory, ends: Any, most: int, arena: Arena):
         """Tell the counts; collective.    most: rows of this rank's buffers, k M"""
-        self._ops, self._group = ops, group
-        self._routes = group.routes(np.diff(ends, prepend=0).reshape(group.size, -1))
+        self._ops, self._group = layers.ops, (group := layers.ep)
+        there, count = layers.backend, len(ends)
+        # Where a step is only counted, all experts get as many tokens.
+        own = there.to_host(ends) if has_memory(ends) else np.arange(1, count + 1) * most // count
+        self._routes = group.routes(np.diff(own, prepend=0).reshape(group.size, -1))
         arrived = self._routes.counts[:, group.rank]
-        super().__init__(arrived.sum(axis=0).cumsum())
+        super().__init__(there.from_host(arrived.sum(axis=0).cumsum(), arena))
         experts = np.tile(np.arange(arrived.shape[1]), group.size).repeat(arrived.reshape(-1))
         order = experts.argsort(kind="stable")
         grain = max(1, most // 4)
         rest = -len(order) % grain
-        self._by_expert = np.pad(order, (0, rest))
-        self._by_rank = np.pad(order.argsort(kind="stable"), (0, rest))
+        self._by_expert, self._by_rank = (
+            there.from_host(np.pad(each, (0, rest)), arena)
+            for each in (order, order.argsort(kind="stable"))
+        )
 
     def there(self, rows: Any, arena: Arena, beside: Callable[[], None] = lambda: None) -> Any:
         routes = self._routes
@@ -95,12 +101,13 @@ class Trip(Stay):
 class ExpertsFactory(Protocol):
     """The part of a layer factory that a mixture needs.
 
-    keys   the section [model]
-    rows   the rows between layers, and the ranks of layout.tp
-    ep     the expert-parallel group; None: this rank has all experts
+    keys     the section [model]
+    rows     the rows between layers, and the ranks of layout.tp
+    ep       the expert-parallel group; None: this rank has all experts
+    backend  of the arrays
     context  the group of layout.cp; None: this rank has all tokens of its sequences
-    tally  (2, E) integers in the device's memory, to which layers add the choices of each expert, and
-           those that it took; or None
+    tally    (2, E) integers on the device, to which layers add the choices of each expert, and those
+             that it took
     """
 
     ops: Ops
@@ -108,6 +115,7 @@ class ExpertsFactory(Protocol):
     rows: WholeRows
     ep: Any
     context: Any
+    backend: Backend
     tally: Any
 
 
@@ -142,7 +150,7 @@ class Experts:
         shared: Any = None,
     ):
         ops = layers.ops
-        self.ops, self.keys, self.rows, self.group = ops, layers.keys, layers.rows, layers.ep
+        self.layers, self.ops, self.keys, self.rows = layers, ops, layers.keys, layers.rows
         self.context, self.tally, self.width = layers.context, layers.tally, width
         self.draws, self.shared = draws, shared
         own, outputs = self.rows.run(hidden, "hidden units"), (1 + is_gated) * hidden
@@ -153,7 +161,7 @@ class Experts:
 
     def parameters(self) -> list[Parameter]:
         inner, onto_residual = self.draws
-        (outputs, hidden), C, E, group = self.shape, self.width, self.keys.experts, self.group
+        (outputs, hidden), C, E, group = self.shape, self.width, self.keys.experts, self.layers.ep
         router = Parameter("router.weight", (E, C), inner, decayed=True, holders=self.rows.holders)
         up = Parameter("up.weight", (E, outputs, C), inner, decayed=True)
         down = Parameter("down.weight", (E, C, hidden), onto_residual, decayed=True)
@@ -190,7 +198,8 @@ class Experts:
             if self.shared:
                 of_shared = self.shared.forward(w["shared"], rows, now, arena)
 
-        trip = Trip(ops, self.group, routing.ends, len(taken)) if self.group else Stay(routing.ends)
+        stays = not self.layers.ep
+        trip = Stay(routing.ends) if stays else Trip(self.layers, routing.ends, len(taken), arena)
         inputs = trip.there(taken, arena, shared)
         z, up = ops.grouped_linear(inputs, w["up"]["weight"], trip.ends, arena)
         h, activated = self.activate(z, arena)
@@ -233,8 +242,7 @@ class Experts:
         up, activated, down = mlps
         del saved, mlps
         rows, k = flat_rows(dy), keys.top_k
-        if self.tally is not None:
-            ops.add_load(routing.load, routing.ends, self.tally, arena)
+        ops.add_load(routing.load, routing.ends, self.tally, arena)
         own_dout = ops.dispatch(rows, routing.sources, k, arena, weights)
 
         def dots(out: Any, *_: Any) -> tuple[Any, None]:

@@ -42,7 +42,7 @@ from mpitrain.layers.images import Conv, Flatten, MaxPool, PixelConv
 from mpitrain.layers.initial import Draw, normal, ones, zeros
 from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
+from mpitrain.machine.backend import Backend, HostBackend, copy_rows
 from mpitrain.ops import Ops
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.tables import Table
@@ -861,9 +861,8 @@ class Plain:
         Which tokens of every row this rank has.
     ep : Group, optional
         The ranks that divide the experts.
-    tally : ndarray, optional
-        (2, model.experts) integers in the device's memory, to which layers add the choices of each
-        expert, and those that it took.
+    backend : Backend, optional
+        That of the arrays, for layers with arrays of their own: experts. By default the host's.
     """
 
     def __init__(
@@ -875,10 +874,11 @@ class Plain:
         rows: WholeRows | None = None,
         tokens: TokenShare | None = None,
         ep: Any = None,
-        tally: Any = None,
+        backend: Backend | None = None,
     ):
         self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
-        self.ep, self.tally = ep, tally
+        self.ep, self.backend = ep, backend or HostBackend()
+        self.tally: Any = None  # of the experts, if there are any
         self.context: Any = None  # the ranks of layout.cp, where a subclass knows them
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
@@ -924,6 +924,9 @@ class Plain:
         self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool = False
     ) -> Experts:
         """Return a mixture of model.experts MLPs of `hidden` units, gated by `swiglu` or with a GELU."""
+        if self.tally is None:
+            count = self.keys.experts
+            self.tally = self.backend.zeros(2 * count, np.int64).reshape(2, count)
         shared = self._shared(width, self.keys.shared, inner, onto_residual, is_gated)
         return Experts(self, width, hidden, (inner, onto_residual), is_gated, shared)
 

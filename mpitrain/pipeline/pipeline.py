@@ -480,6 +480,8 @@ class Pipeline:
             self._program, self.stages, len(self._chunks), first, loss, self.channel, self.lowest
         )
         self.peak_bytes, arena.peak = arena.peak, max(before, arena.peak)
+        for stage in self.stages.values():
+            stage.begin(0, {})  # ends the leases of the rows' places and weights
 
     @property
     def micro(self) -> int:

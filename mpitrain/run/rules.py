@@ -115,11 +115,6 @@ def of_device(config: Config) -> Iterator[Rule]:
         f"Kernels compute attention in tiles, but memory.attention is whole on {kind}.",
         "Set memory.attention to auto, or device.kind to cpu.",
     )
-    yield (
-        is_on_kernels and config.layout.ep > 1,
-        f"layout.ep sends tokens from and to host memory, but device.kind is {kind}.",
-        "Set layout.ep to 1, or device.kind to cpu.",
-    )
     layout = config.layout
     yield (
         is_on_kernels

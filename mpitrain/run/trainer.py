@@ -301,11 +301,12 @@ class Trainer:
     ) -> None:
         """Make the units, their storage, the replica and the pipeline; collective."""
         grid, job, config = self.grid, self.job, self.config
-        ops, stage_of, experts = job.device.ops, job.plan.stage_of, config.model.experts
-        tally = self.backend.zeros(2 * experts, np.int64).reshape(2, experts)
+        ops, stage_of = job.device.ops, job.plan.stage_of
         self.layers = layers = layers_for(
             *(ops, grid.tp, config.layout, grid.cp),
-            **(job.layer_settings | {"ep": grid.ep, "tally": tally}),
+            ep=grid.ep,
+            backend=self.backend,
+            **job.layer_settings,
         )
         # The ranks have cut the model of a job before; code of a caller may fail on one of them.
         cut = (
@@ -318,7 +319,9 @@ class Trainer:
         if layers.rows.partial or layers.context:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = config.layout.model_copy(update={"sequence_parallel": False})
-            whole = layers_for(ops, grid.tp, layout, ep=grid.ep, **job.layer_settings)
+            whole = layers_for(
+                ops, grid.tp, layout, ep=grid.ep, backend=self.backend, **job.layer_settings
+            )
             self.decoded = job.cut(whole, units).chunks
         self.parameter_count, self.frozen_count = parameter_count(model), frozen_count(model)
         grid.place_model(stage_of, tied)
@@ -351,9 +354,9 @@ class Trainer:
         )
         together = is_synchronous(config.replication, config.pipeline.schedule)
         # Without common steps no sum has all ranks.
-        self._tally = tally if together and experts else None
-        if experts:
-            self._loads = np.zeros((2, experts))
+        self._tally = layers.tally if together else None
+        if self._tally is not None:
+            self._loads = np.zeros(self._tally.shape)
             self._sum_of_loads = grid.world.bind(self._loads)
         dtype = job.device.half or self.storage.dtype
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(

@@ -21,7 +21,7 @@ def gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_on_the_gpu_obey(law, device):
-    getattr(LayerLaws(), law)(Plain(device.ops), device.backend)
+    getattr(LayerLaws(), law)(Plain(device.ops, backend=device.backend), device.backend)
 
 
 @pytest.mark.gpu

@@ -154,7 +154,7 @@ def mixture(factory, is_gated=True, **keys):
     keys = {"experts": 3, "balance": 0.0, **keys}
     model = factory.keys.model_copy(update=keys)
     own = copy(factory)
-    own.keys = model
+    own.keys, own.tally = model, None
     return own.experts(WIDTH, 5, draw, draw, is_gated)
 
 

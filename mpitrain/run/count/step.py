@@ -9,7 +9,7 @@ import math
 from collections import Counter as Numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mpitrain.errors import ConfigError, MpitrainError, gigabytes
 from mpitrain.layers.base import Gradients, Loss, Now, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import DeviceBackend
+from mpitrain.machine.backend import Backend, DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
 from mpitrain.parallel.grid import share
@@ -132,7 +132,10 @@ class Body:
         endpoint = self.endpoint(0, axes.ep)
         experts = CountedGroup(endpoint, self.arena, "ep", self.sums) if axes.ep > 1 else None
         self.layers = layers_for(
-            ops, group, job.config.layout, own_context, ep=experts, **job.layer_settings
+            *(ops, group, job.config.layout, own_context),
+            ep=experts,
+            backend=cast(Backend, CountedBackend(self)),
+            **job.layer_settings,
         )
 
     def endpoint(self, rank: int, ranks: int) -> Any:
@@ -151,6 +154,22 @@ class Body:
         if isinstance(self.device.backend, DeviceBackend):
             return self.arena.take(rows.shape, dtype)
         return rows.astype(dtype, copy=False)
+
+
+class CountedBackend:
+    """The backend of a counted rank: nothing is copied to it, and what the host knows is on the host."""
+
+    def __init__(self, body: Body):
+        self._body = body
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        return self._body.memory.made((count,), np.dtype(dtype))
+
+    def from_host(self, array: np.ndarray, arena: Arena) -> Any:
+        return self._body.taken(array, array.dtype)
+
+    def to_host(self, array: Any) -> Any:
+        return array
 
 
 class CountedReplica:

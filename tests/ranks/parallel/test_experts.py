@@ -171,6 +171,27 @@ def test_a_layer_sends_what_the_formula_says_of_its_loads():
     assert run_ranks(n, sent) == [8 * experts] * n
 
 
+@pytest.mark.parametrize(
+    "layout, expected",
+    [((), 0), (("layout.ep=2",), 4), (("layout.ep=2", "memory.recompute=unit"), 8)],
+)
+def test_the_host_reads_the_device_within_a_step_for_messages_of_experts_alone(
+    layout, expected, monkeypatch
+):
+    """Of 2 layers and 2 micro-batches; beside it a step reads its facts, and the tally of tokens."""
+
+    def reads(transport):
+        settings = [*EXPERTS, "batch.micro_batches=2", *layout]
+        trainer, source, _ = build(transport, configured(*settings))
+        arrays = []
+        monkeypatch.setattr(trainer.backend, "to_host", lambda array: arrays.append(array) or array)
+        stepped(trainer, source, range(1))
+        return len(arrays)
+
+    for count in run_ranks(2, reads):
+        assert count == expected + 2
+
+
 def test_the_terms_of_the_loss_are_means_over_the_targets_that_count():
     """The step of sgd with them differs from that without them by their gradient alone."""
 
@@ -259,11 +280,6 @@ def test_no_token_is_dropped_outside_of_training():
         (2, ["layout.cp=2", "model.capacity=2"], "the first tokens of a sequence"),
         (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
         (1, ["model.experts=0", "model.z=0.0"], "model.balance is 0.1 and model.experts is 0"),
-        (
-            2,
-            ["layout.ep=2", "device.kind=cuda-sim", "precision.compute=float32"],
-            "from and to host memory",
-        ),
         (6, [*ON_HOSTS, "layout.ep=2"], "as many replicas of each part of the experts"),
     ],
 )

@@ -201,6 +201,7 @@ def by_mode(transport, settings):
             "model.shared=8",
             "memory.recompute=unit",
         ],
+        ["model.experts=3", "layout.ep=3", "replication.zero=3", "memory.recompute=unit"],
     ],
 )
 def test_modes_and_pipelines_on_a_gpu_equal_the_simulator_bitwise(settings, monkeypatch):

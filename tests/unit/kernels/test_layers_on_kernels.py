@@ -61,7 +61,8 @@ def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
     backend = CudaBackend()
-    getattr(LayerLaws(), law)(Plain(bodies.cuda(gpu.kernels(), backend=backend)), backend)
+    ops = bodies.cuda(gpu.kernels(), backend=backend)
+    getattr(LayerLaws(), law)(Plain(ops, backend=backend), backend)
     assert cupy.faults == []
 
 
