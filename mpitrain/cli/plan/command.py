@@ -266,12 +266,21 @@ SECONDS = Finite(LEAST, MOST)
 )
 @click.option("--ranks", type=click.IntRange(1, 10**6), required=True, help="Ranks of the job.")
 @click.option(
-    "--pause",
-    type=SECONDS,
-    required=True,
-    help="Seconds without steps in a save: checkpoint_pause_s.",
+    "--run",
+    "runs",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A run that has measured --pause, --restart, --replace or --step (repeatable).",
 )
-@measured("--restart", 0, 60.0, "Seconds from a failure until the steps go on.", most=MOST)
+@click.option(
+    "--pause", type=SECONDS, help="Seconds without steps in a save: checkpoint_pause_s of a run."
+)
+@click.option(
+    "--restart",
+    type=Finite(0, MOST),
+    help="Seconds from a failure until the steps go on.  [default: 60]",
+)
 @click.option("--step", type=SECONDS, help="Seconds of a step: also print checkpoint.every.")
 @counted(
     "--spares",
@@ -281,26 +290,38 @@ SECONDS = Finite(LEAST, MOST)
     most=64,
 )
 @measured("--hours", LEAST, 24.0, "Hours of a job, which begins with all of its spares.", most=MOST)
-@measured(
-    "--replace", 0, 5.0, "Seconds from a failure until the steps go on with a spare.", most=MOST
+@click.option(
+    "--replace",
+    type=Finite(0, MOST),
+    help="Seconds from a failure until the steps go on with a spare.  [default: 5]",
 )
 def checkpoints(
     days: float,
     ranks: int,
-    pause: float,
-    restart: float,
-    step: float | None,
+    runs: tuple[Path, ...],
     spares: int,
     hours: float,
-    replace: float,
+    **given: float | None,
 ) -> None:
     """Compute how often a job should save, from how often ranks fail (Young 1974, Daly 2006).
 
     A failure of any rank ends the job, which loses the steps since the last checkpoint. A spare takes the
     place of a failed rank, but costs as much as a rank.
     """
-    from mpitrain.tools.plan.failures import daly, lost, lost_with_spares
+    from mpitrain.run.run_dir import metrics_of
+    from mpitrain.tools.plan.failures import daly, lost, lost_with_spares, measured
 
+    seen = measured(map(metrics_of, runs))
+    means = {option: sum(times) / len(times) for option, times in seen.items()}
+    if means:
+        words = [f"--{option}={means[option]:.3g} ({len(seen[option])} seen)" for option in means]
+        say([f"measured: {', '.join(words)}"])
+    known = {"restart": 60.0, "replace": 5.0} | means
+    known |= {option: value for option, value in given.items() if value is not None}
+    if "pause" not in known:
+        raise click.MissingParameter(param_hint="'--pause'", param_type="option")
+    pause, restart, replace = known["pause"], known["restart"], known["replace"]
+    step = known.get("step")
     mean = 86400 * days / ranks
     root, best = math.sqrt(2 * pause * mean), daly(pause, mean)
 

@@ -7,6 +7,11 @@ every     seconds between two saves
 """
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from mpitrain.run.metrics import seconds
 
 
 def daly(pause: float, mean: float) -> float:
@@ -41,3 +46,27 @@ def lost_with_spares(
         chance *= expected / (failures + 1)
     part = in_saves + (covered * replace + (expected - covered) * each) / (3600 * hours)
     return 1 - max(0.0, 1 - part) * ranks / (ranks + spares)
+
+
+def measured(runs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, list[float]]:
+    """Return what runs have measured, by the option that asks for it; no key without a measurement.
+
+    runs     the records of the metrics of each
+    returns  seconds of each `pause`, `restart` and `replace`, and the median of a `step` of each run
+    """
+    found: dict[str, list[float]] = {}
+    for records in runs:
+        for record in records:
+            if record.get("event") == "checkpoint":
+                found.setdefault("pause", []).append(seconds(record, "checkpoint_pause_s"))
+            if record.get("event") == "resume" and "filled_from" not in record:
+                found.setdefault("restart", []).append(_until_it_went_on(record))
+            elif record.get("replaced"):
+                found.setdefault("replace", []).append(_until_it_went_on(record))
+        if steps := [seconds(record, "step_s") for record in records if "step_s" in record]:
+            found.setdefault("step", []).append(median(steps))
+    return found
+
+
+def _until_it_went_on(record: Mapping[str, Any]) -> float:
+    return seconds(record, "waited_s") + seconds(record, "startup_s")

@@ -171,6 +171,40 @@ def test_spares_lose_what_a_sample_of_failures_loses():
         assert 1 - (1 - alone) * 64 / (64 + spares) == pytest.approx(part, abs=1e-3)
 
 
+def test_checkpoints_are_planned_from_what_runs_have_measured(tmp_path):
+    records = [
+        {"event": "start", "ranks": 2},
+        {"step": 1, "step_s": 0.25},
+        {"event": "checkpoint", "step": 1, "checkpoint_pause_s": 20.0},
+        {"event": "resume", "step": 1, "startup_s": 200.0, "waited_s": 100.0},
+        {"event": "resume", "step": 1, "startup_s": 1.0, "lost": 1, "filled_from": "ranks"},
+        {"step": 2, "step_s": 2.0},
+        {"event": "checkpoint", "step": 2, "checkpoint_pause_s": 30.0},
+        {
+            "event": "resume",
+            "startup_s": 3.0,
+            "waited_s": 6.0,
+            "replaced": [[0, 2]],
+            "filled_from": "ranks",
+        },
+        {"step": 3, "step_s": 4.0},
+    ]
+    lines = [json.dumps({"step": 0, **record}) for record in records]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    words = ("checkpoints", "--days", 1000, "--ranks", 512, "--spares", 2)
+    first, *rest = shown(*words, "--run", tmp_path).splitlines()
+    told = [
+        "--pause=25 (2 seen)",
+        "--restart=300 (1 seen)",
+        "--replace=9 (1 seen)",
+        "--step=2 (1 seen)",
+    ]
+    assert first == f"measured: {', '.join(told)}"
+    given = ("--pause", 25, "--restart", 300, "--replace", 9, "--step", 2)
+    assert rest == shown(*words, *given).splitlines()
+    assert shown(*words, "--run", tmp_path, "--pause", 20).splitlines()[1:] != rest
+
+
 def test_a_chart_too_long_for_its_numbers_is_drawn_smaller():
     lines = shown("schedule", "--micro-batches", 300, "--forward-ms", 0.001).splitlines()
     assert max(map(len, lines)) <= 100 and sum(line.startswith("stage 0") for line in lines) == 6
