@@ -5,6 +5,9 @@
 #   jobs/gpu-table.sh [DEVICE] [FOLDER]          the table, in at most ten minutes; results.jsonl and log.txt in FOLDER
 #   jobs/gpu-table.sh modes [DEVICE] [FOLDER]    two ranks on one device in every mode, over IPC, device pointers and host memory:
 #                                                are their losses the CPU's? In at most three minutes
+#   jobs/gpu-table.sh hopper [DEVICE] [FOLDER]   products by warpgroups: one tile with ones, then values, edges, forms and pairs; then
+#                                                times in turns with mma.sync, cuBLAS, PyTorch eager and torch.compile. In at most
+#                                                ten minutes
 #
 # DEVICE is cuda, or cuda-sim: that does the same with tiny sizes, to show that it runs; its ratios say nothing.
 # FOLDER: $OUT where that is set, else runs/gpu-table. Every result is written at once, so that it survives whatever ends the job;
@@ -15,7 +18,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 since=$(date +%s) job=table
-if [[ ${1:-} == modes ]]; then job=modes && shift; fi
+if [[ ${1:-} == modes || ${1:-} == hopper ]]; then job=$1 && shift; fi
 device=${1:-cuda} folder=$(realpath -m "${2:-${OUT:-runs/gpu-table}}") wheels=$(realpath -m "${WHEELS:-runs/wheels}")
 mkdir -p "$folder"
 

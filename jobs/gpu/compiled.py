@@ -1,6 +1,6 @@
 """Part of the GPU job: everything that later parts launch is compiled into the cache, by up to 16 processes at once.
 
-python3 jobs/gpu/compiled.py DEVICE
+python3 jobs/gpu/compiled.py DEVICE [hopper]    what the table launches, or what the job for Hopper does
 
 Which kernels these are, an engine finds out that compiles and launches nothing: what is measured later runs on it once. The
 kernels of the suite compile when it runs, in as many processes.
@@ -8,6 +8,7 @@ kernels of the suite compile when it runs, in as many processes.
 
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -15,11 +16,11 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 from table import emit, micro
-from workload import WAYS, all_products, config, multiply, source
+from workload import HOPPER_WAYS, WAYS, all_products, config, multiply, source
 
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cuda import Compiler
-from mpitrain.kernels.loader import Engine, Kernels
+from mpitrain.kernels.loader import Engine, Kernels, TensorMap
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.kernels.source import package_sources
 from mpitrain.machine.backend import HostBackend
@@ -42,6 +43,7 @@ class Collector:
 
     def __init__(self, device: Engine):
         self.capability, self.found = device.capability, {}
+        self.has_wgmma = device.has_wgmma
         self.multiprocessors, self.multiprocessor = device.multiprocessors, device.multiprocessor
 
     def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
@@ -51,6 +53,9 @@ class Collector:
     def prepare(self, *arguments: Any) -> None:
         pass
 
+    def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
+        return TensorMap(array, box_rows)
+
     def multiply(self, *arguments: Any) -> None:
         pass
 
@@ -59,10 +64,10 @@ class Nowhere(HostBackend):
     """Arrays of the host that pass for those of a device."""
 
 
-def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
+def collect(kind: str, device: Engine, ways: Iterable[str]) -> dict[tuple[str, tuple], str]:
     collector = Collector(device)
     kernels = Kernels(collector)
-    for shape, way, name in all_products(kind):
+    for shape, way, name in all_products(kind, ways):
         multiply(kernels, HostBackend().arena(), shape, way, name)
     Nowhere.kind = kind
     BACKENDS[kind], KERNELS[kind] = Nowhere, lambda: kernels
@@ -70,7 +75,7 @@ def collect(kind: str, device: Engine) -> dict[tuple[str, tuple], str]:
     bench.MOVED["cuda"] = 64
     for work in bench.works(device_for(kind), None):
         work.run()
-    for way in WAYS:
+    for way in ways:
         try:
             settings = config(kind, way, layers=1)
         except MpitrainError:  # which the part that trains says
@@ -109,13 +114,13 @@ def compile_one(kind: str, capability: int, stem: str, macros: tuple, kernel: st
     return ""
 
 
-def main(kind: str) -> None:
+def main(kind: str, *words: str) -> None:
     start = time.perf_counter()
     kernels = device_for(kind).kernels
     assert kernels is not None
     capability = kernels.engine.capability
     engine = kernels.engine
-    found = collect(kind, engine)
+    found = collect(kind, engine, HOPPER_WAYS if words else WAYS)
     collected, processes = time.perf_counter() - start, min(PROCESSES, processors())
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [
@@ -135,4 +140,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

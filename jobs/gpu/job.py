@@ -65,6 +65,15 @@ TABLE = (
     # It compiles for a minute or two, so it takes the seconds that the others have left.
     Part("torch.compile", 150, "training.py", ("compiled",)),
 )
+HOPPER = (
+    Part("machine", 40, "kernels.py", ("first",)),
+    Part("predicted", 20, "predicted.py"),
+    Part("first run", 60, "hopper.py", ("first",)),
+    Part("compiled", 60, "compiled.py", ("hopper",)),
+    Part("products", 90, "hopper.py", ("products",)),
+    # torch.compile takes a minute or two of these.
+    Part("training", 300, "hopper.py", ("training",)),
+)
 MODES = tuple(
     Part(f"modes, {way}", 100, "modes.py", (way,), 2, True) for way in ("ipc", "pointers", "staged")
 )
@@ -80,7 +89,7 @@ class Work(NamedTuple):
     parts: tuple[Part, ...]
 
 
-JOBS = {"table": Work(560, TABLE), "modes": Work(170, MODES)}
+JOBS = {"table": Work(560, TABLE), "modes": Work(170, MODES), "hopper": Work(560, HOPPER)}
 
 
 class Results:

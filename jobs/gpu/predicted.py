@@ -17,7 +17,7 @@ from table import emit
 from workload import VOCABULARY, WAYS, stored, table
 
 from mpitrain.kernels.loader import H100
-from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, Tiling, cost
+from mpitrain.ops.cuda.tiles import DEFAULT, HopperTile, MeasuredTiles, Tiling, cost
 
 LAYERS, WIDTH, TOKENS, CONTEXT = 12, 768, 8192, 1024
 PARAMETERS = 124_439_808
@@ -34,7 +34,8 @@ class Gpu(NamedTuple):
 
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
 FLOAT32 = 22.4e12, 18.1e12
-ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32, "bfloat16": (182e12, 139e12)}
+BFLOAT16 = 182e12, 139e12
+ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32, "bfloat16": BFLOAT16, "wgmma": BFLOAT16}
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
 SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
 """Of the memory's rate, likewise; a copy has 0.85."""
@@ -55,7 +56,7 @@ def tiled(
 ) -> tuple[Tiling, float]:
     """The tiling of a product, and its seconds."""
     engine: Any = SimpleNamespace(
-        capability=90, multiprocessors=gpu.multiprocessors, multiprocessor=H100
+        capability=90, has_wgmma=True, multiprocessors=gpu.multiprocessors, multiprocessor=H100
     )
     chosen = table.tiling(np.empty(0, dtype), form, (*shape, 1), engine)
     return chosen, cost(chosen, *shape, 1, engine) / gpu.clock
@@ -64,15 +65,16 @@ def tiled(
 def tilings(gpu: Gpu, way: str) -> Iterator[tuple[str, str, float]]:
     for form, shape in products():
         (tile, splits), seconds = tiled(gpu, form, shape, stored(way), table(way))
+        pairs = ", in pairs" * (isinstance(tile, HopperTile) and tile.CLUSTER == 2)
         yield (
-            f"{tile.TILE_M} x {tile.TILE_N} x {tile.TILE_K}",
+            f"{tile.TILE_M} x {tile.TILE_N} x {tile.TILE_K}{pairs}",
             f"{form} {' x '.join(map(str, shape))}, splits {splits}",
             seconds,
         )
 
 
 def step(gpu: Gpu, compute: str) -> dict[str, float]:
-    size = 2 if compute == "bfloat16" else 4
+    size = np.dtype(stored(compute)).itemsize
     pairs = 2.0 * LAYERS * TOKENS * CONTEXT * WIDTH
     forward, backward = ATTENTION[compute]
     rows, logits = (2 * LAYERS + 1) * TOKENS * WIDTH, TOKENS * VOCABULARY
@@ -92,7 +94,7 @@ def total(gpu: Gpu, compute: str) -> float:
 
 
 def main() -> None:
-    for compute in WAYS:
+    for compute in (*WAYS, "wgmma"):
         sides = [step(gpu, compute) for gpu in GPUS]
         for part in sides[0]:
             emit(
@@ -103,16 +105,17 @@ def main() -> None:
             f"predicted on paper, {compute}: the step, {GPUS[0].name} and {GPUS[1].name}",
             *(f"{1e3 * sum(side.values()):,.2f} ms" for side in sides),
         )
-    for tile in dict.fromkeys(tile for tile, *_ in tilings(GPUS[0], "bfloat16")):
-        found = [
-            [(name, seconds) for other, name, seconds in tilings(gpu, "bfloat16") if other == tile]
-            for gpu in GPUS
-        ]
-        emit(
-            f"predicted on paper, bfloat16: {len(found[0])} products in tiles of {tile}",
-            *(f"{1e3 * sum(seconds for _, seconds in side):,.2f} ms" for side in found),
-            products=dict(Counter(name for name, _ in found[0])),
-        )
+    for way in ("bfloat16", "wgmma"):
+        for tile in dict.fromkeys(tile for tile, *_ in tilings(GPUS[0], way)):
+            found = [
+                [(name, seconds) for other, name, seconds in tilings(gpu, way) if other == tile]
+                for gpu in GPUS
+            ]
+            emit(
+                f"predicted on paper, {way}: {len(found[0])} products in tiles of {tile}",
+                *(f"{1e3 * sum(seconds for _, seconds in side):,.2f} ms" for side in found),
+                products=dict(Counter(name for name, _ in found[0])),
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the parts of a GPU job measure, by kind of device: tiny where only the way is to be shown."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,9 @@ PRODUCTS = {
 }
 WAYS = {"float32": "tiled", "3xtf32": "3xtf32", "bfloat16": "tiled"}
 """Ways to compute, and what device.gemm is for them; `3xtf32` computes with float32."""
+HOPPER_WAYS = {"bfloat16": "tiled", "wgmma": "tiled", "library": "library"}
+"""The ways that are compared on Hopper, likewise; all compute with bfloat16."""
+STORED = {"3xtf32": "float32", "wgmma": "bfloat16", "library": "bfloat16"}
 MODELS = {
     "cuda": "model.layers=12 model.width=768 model.heads=12 model.context=1024 batch.size=8",
     "cuda-sim": "model.layers=1 model.width=32 model.heads=2 model.context=16 batch.size=2",
@@ -57,18 +60,22 @@ BLOCKS = {"cuda": 5, "cuda-sim": 1}
 
 def stored(way: str) -> str:
     """The dtype of a way to compute."""
-    return "float32" if way == "3xtf32" else way
+    return STORED.get(way, way)
 
 
 def table(way: str) -> MeasuredTiles:
     """The tiles in $TILES, or those of the cost model."""
     known = read_tiles(Path(os.environ["TILES"])) if os.environ.get("TILES") else DEFAULT
-    return MeasuredTiles(known.measured, is_3xtf32=True) if way == "3xtf32" else known
+    if way not in ("3xtf32", "wgmma"):
+        return known
+    return MeasuredTiles(known.measured, way == "3xtf32", way == "wgmma")
 
 
-def all_products(kind: str) -> Iterator[tuple[tuple[int, int, int], str, str]]:
+def all_products(
+    kind: str, ways: Iterable[str] = WAYS
+) -> Iterator[tuple[tuple[int, int, int], str, str]]:
     for shape, products in PRODUCTS[kind]:
-        for way in WAYS:
+        for way in ways:
             for name in products:
                 yield shape, way, name
 
@@ -82,7 +89,8 @@ def config(kind: str, way: str, layers: int = 0) -> Config:
         *MODELS[kind].split(),
         f"device.kind={kind}",
         f"precision.compute={stored(way)}",
-        f"device.gemm={WAYS[way]}",
+        f"device.gemm={(WAYS | HOPPER_WAYS)[way]}",
+        f"device.tensor_cores={'wgmma' if way == 'wgmma' else 'mma'}",
         "optimizer.clip=0",
         "run.steps=1000",
     ]

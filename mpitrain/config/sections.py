@@ -710,6 +710,10 @@ class Device(Section):
     """cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in
     cuda-sim NumPy). 3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact
     as float32"""
+    tensor_cores: Literal["mma", "wgmma"] = "mma"
+    """gemm tiled and 3xtf32: 16-bit products by instructions of a warp (mma), or by those of
+    Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim. wgmma has
+    not run on a GPU yet"""
     passes: Literal["auto", "compiled", "numpy"] = "auto"
     """LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++
     or zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding.

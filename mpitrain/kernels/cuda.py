@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.loader import Dims, Function, Multiprocessor
+from mpitrain.kernels.loader import BOX_COLUMNS, Dims, Function, Multiprocessor, TensorMap
 from mpitrain.kernels.source import Signature, SourceFile
 from mpitrain.machine.compiling import cache_of, compiled_once
 
@@ -29,8 +29,9 @@ CODES = {
     "unsigned": "I",
     "long long": "q",
     "unsigned long long": "Q",
+    "TensorMap": "128s",
 }
-"""The struct format of a number, by its C++ type."""
+"""The struct format of a number, or of a structure by value, by its C++ type."""
 
 LIMITS = (
     "MaxThreadsPerMultiProcessor",
@@ -44,6 +45,12 @@ LIMITS = (
 LIBRARY_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType by dtype."""
 
+MAP_TYPES = {"float16": 6, "bfloat16": 9}
+"""CUtensorMapDataType by dtype."""
+SWIZZLE_128B, L2_256B = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MOST_MAPS = 4096  # so many places in memory are remembered
+
 
 class _Packed(threading.local):
     """Memory for the arguments of a launch, of each thread its own.
@@ -51,13 +58,13 @@ class _Packed(threading.local):
     both  the memory, and the address of the pointers into it
     """
 
-    def __init__(self, layout: str):
+    def __init__(self, layout: Sequence[str]):
         # Native mode: values are aligned as in a C structure.
-        memory = (ctypes.c_ubyte * max(1, struct.calcsize(layout)))()
+        memory = (ctypes.c_ubyte * max(1, struct.calcsize("".join(layout))))()
         first = ctypes.addressof(memory)
         self._pointers = (ctypes.c_void_p * max(1, len(layout)))(
             *(
-                first + struct.calcsize(layout[: place + 1]) - struct.calcsize(code)
+                first + struct.calcsize("".join(layout[: place + 1])) - struct.calcsize(code)
                 for place, code in enumerate(layout)
             )
         )
@@ -76,16 +83,20 @@ class Launch:
     ):
         self._kernel, self._function = kernel, kernel.kernel.ptr
         self._launch, self._stream = cupy.cuda.driver.launchKernel, cupy.cuda.get_current_stream
-        layout = "".join(
+        layout = tuple(
             "Q" if parameter.is_pointer else CODES[defines.get(parameter.type, parameter.type)]
             for parameter in signature.parameters
         )
-        self._pack, self._packed = struct.Struct(layout).pack_into, _Packed(layout)
+        self._pack, self._packed = struct.Struct("".join(layout)).pack_into, _Packed(layout)
         self._scalars = tuple(not parameter.is_pointer for parameter in signature.parameters)
+        self._maps = layout.count(CODES["TensorMap"])  # they come first
         self._allowed, self._one_asks = WITHOUT_ASKING - kernel.shared_size_bytes, threading.Lock()
 
     def __call__(self, grid: Dims, block: Dims, arguments: Sequence[Any], shared: int) -> None:
         memory, places = self._packed.both
+        if self._maps:
+            maps, rest = arguments[: self._maps], arguments[self._maps :]
+            arguments = [*(each.encoded for each in maps), *rest]
         self._pack(
             memory,
             0,
@@ -124,6 +135,11 @@ class CudaEngine:
 
     takes_plain = True
 
+    @property
+    def has_wgmma(self) -> bool:
+        """True on Hopper alone: the instructions are of sm_90a, not of what came later."""
+        return self.capability == 90
+
     def __init__(self, cupy: ModuleType, folder: Path | None = None):
         """Read the device's properties, and load NVRTC.
 
@@ -137,6 +153,7 @@ class CudaEngine:
         self._compiler = Compiler(cupy, self.capability, folder or cache_of("cuda"))
         self._modules: dict[tuple, Any] = {}
         self._launches: dict[tuple, Launch] = {}
+        self._maps: dict[tuple, bytes] = {}
 
     @property
     def name(self) -> str:
@@ -162,6 +179,21 @@ class CudaEngine:
         return self._launches.setdefault(
             (signature.name, key), Launch(self._cupy, kernel, signature, defines)
         )
+
+    def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
+        """Return the map of a matrix, encoded once for each place and shape in memory.
+
+        raises  KernelError if the driver refuses it
+        """
+        key = array.data.ptr, array.shape, array.strides, array.dtype, box_rows
+        if (encoded := self._maps.get(key)) is None:
+            if len(self._maps) >= MOST_MAPS:
+                self._maps.clear()
+            kind, pitch = MAP_TYPES[array.dtype.name], array.strides[0]
+            encoded = self._maps[key] = encoded_map(
+                kind, array.data.ptr, array.shape, pitch, box_rows
+            )
+        return TensorMap(array, box_rows, encoded)
 
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
@@ -202,6 +234,41 @@ class CudaEngine:
             compute,
             cublas.CUBLAS_GEMM_DEFAULT,
         )
+
+
+def encoded_map(
+    kind: int, address: int, shape: tuple[int, int], pitch: int, box_rows: int
+) -> bytes:
+    """Return a matrix as the driver encodes it for the copy engine, swizzled by 128 bytes.
+
+    kind    CUtensorMapDataType
+    pitch   bytes from a row to the next
+    raises  KernelError if the driver refuses it
+    """
+    memory = (ctypes.c_ubyte * (MAP_BYTES + MAP_ALIGNMENT))()
+    place = -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    rows, columns = shape
+    interleave, swizzle, promotion, fill = 0, SWIZZLE_128B, L2_256B, 0
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        kind,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(BOX_COLUMNS, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        interleave,
+        swizzle,
+        promotion,
+        fill,
+    )
+    if status:
+        raise KernelError(
+            f"The driver makes no map of a matrix {shape} at {address:#x}, whose rows are {pitch} bytes apart: error {status}.",
+            "Rows must begin at multiples of 16 bytes; else use device.tensor_cores=mma.",
+        )
+    return ctypes.string_at(place, MAP_BYTES)
 
 
 def _matrix(array: Any) -> tuple[int, int, int]:

@@ -83,6 +83,9 @@ class Engine(Protocol):
     multiprocessor: Multiprocessor
     """The limits of each multiprocessor."""
 
+    has_wgmma: bool
+    """True if warpgroups multiply, as on Hopper (sm_90a)."""
+
     takes_plain: bool
     """True if the engine needs only the addresses of arrays, so that functions take arguments
     unchanged.
@@ -102,6 +105,13 @@ class Engine(Protocol):
         """Return one kernel of a source, compiled with these macros or taken from a cache.
 
         raises  KernelError if the source does not compile
+        """
+
+    def tensor_map(self, array: Any, box_rows: int) -> Any:
+        """Return an argument for a parameter `TensorMap`: a matrix, as the copy engine of Hopper copies it.
+
+        array     (rows, columns) of 16 bits, not empty; its rows begin at multiples of 16 bytes
+        box_rows  rows of the boxes that are copied, at most 256; they have 64 columns
         """
 
     def multiply(
@@ -324,6 +334,20 @@ def name_of(dtype: np.dtype) -> str:
     return dtype.name
 
 
+class TensorMap(NamedTuple):
+    """A matrix, as the copy engine of Hopper copies it: in boxes of 64 columns, swizzled by 128 bytes.
+
+    encoded  by the driver: 128 bytes, which the kernel gets by value; nothing in the simulator
+    """
+
+    array: Any
+    box_rows: int
+    encoded: bytes = b""
+
+
+BOX_COLUMNS = 64  # of 16 bits: rows of 128 bytes
+
+
 class Argument(NamedTuple):
     """An array with properties that its dtype and shape do not show.
 
@@ -399,6 +423,15 @@ def _scalar_check(
     return check
 
 
+def _map_check(kernel: str, parameter: KernelParameter) -> Callable[[Any], TensorMap]:
+    def check(value: Any) -> TensorMap:
+        if not isinstance(value, TensorMap):
+            raise _misfit(kernel, parameter, "a tensor map of the engine", value)
+        return value
+
+    return check
+
+
 def argument_checks(
     signature: Signature,
     defines: Mapping[str, Any],
@@ -416,6 +449,10 @@ def argument_checks(
     types = dict.fromkeys(LIKE_ELEMENT, defines.get("Element")) | dict(defines)
     for parameter in signature.parameters:
         name = str(types.get(parameter.type, parameter.type))
+        if name == "TensorMap" and not parameter.is_pointer:
+            checks.append(_map_check(signature.name, parameter))
+            wants.append((None, False))
+            continue
         if name not in C_TYPES:
             raise KernelError(
                 f"{signature.name}: parameter `{parameter.name}` has the unknown type `{name}`.",

@@ -16,10 +16,13 @@ FOLDER = Path(__file__).parent
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CLUSTER = r"(?:__cluster_dims__\((?P<cluster>[^),]*)[^)]*\)\s*)?"
 _BOUND = r"(?:__launch_bounds__\((?P<bound>[^),]*)(?:,[^)]*)?\)\s*)?"
-_KERNEL = re.compile(rf'extern "C" __global__ void {_BOUND}(?P<name>\w+)\((?P<parameters>[^)]*)\)')
+_KERNEL = re.compile(
+    rf'extern "C" __global__ void {_CLUSTER}{_BOUND}(?P<name>\w+)\((?P<parameters>[^)]*)\)'
+)
 _PARAMETER = re.compile(
-    r"(?P<const>const )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)"
+    r"(?P<const>const )?(?:__grid_constant__ )?(?P<type>[\w ]+?)\s*(?P<star>\*)?\s*(?:__restrict__ )?(?P<name>\w+)"
 )
 
 
@@ -37,12 +40,14 @@ class KernelParameter(NamedTuple):
 class Signature(NamedTuple):
     """A kernel's name and parameters.
 
-    bound  largest number of threads per block, as C++ text, or None
+    bound    largest number of threads per block, as C++ text, or None
+    cluster  number of blocks that run together, as C++ text, or None
     """
 
     name: str
     parameters: tuple[KernelParameter, ...]
     bound: str | None
+    cluster: str | None = None
 
 
 class SourceFile(NamedTuple):
@@ -84,13 +89,14 @@ def _signature(match: re.Match[str]) -> Signature:
         parameters.append(
             KernelParameter(part["name"], part["type"], bool(part["star"]), bool(part["const"]))
         )
-    return Signature(match["name"], tuple(parameters), match["bound"])
+    return Signature(match["name"], tuple(parameters), match["bound"], match["cluster"])
 
 
 def read_source(path: Path) -> SourceFile:
     """Read a .cu file, and find its kernels.
 
-    Every kernel is written `extern "C" __global__ void [__launch_bounds__(n)] name(...)`.
+    Every kernel is written `extern "C" __global__ void [__cluster_dims__(n, 1, 1)]
+    [__launch_bounds__(n)] name(...)`.
     """
     text = _expand(path, set())
     kernels = [_signature(match) for match in _KERNEL.finditer(_COMMENT.sub("", text))]

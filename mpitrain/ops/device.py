@@ -136,6 +136,7 @@ def device_for(
     compute: str = "float32",
     attention: str = "auto",
     passes: str = "numpy",
+    tensor_cores: str = "mma",
 ) -> Device:
     """Return the device of a resolved device.kind.
 
@@ -145,6 +146,7 @@ def device_for(
     compute      as in precision.compute
     attention    as in memory.attention; ignored where kernels compute
     passes       as in device.passes; ignored where kernels compute
+    tensor_cores  as in device.tensor_cores; ignored where NumPy computes
     raises       ConfigError if this machine lacks the hardware or software of the kind, or the
                  tiles' file is no table of tiles
     """
@@ -161,12 +163,17 @@ def device_for(
         return Device(backend, ops, mirror=mirror)
     from mpitrain.ops.cuda import product, wire
 
-    multiply = product.chosen(gemm, tiles)
+    multiply = product.chosen(gemm, tiles, tensor_cores)
     kernels = simulated(checked=True) if checked else KERNELS[backend.kind]()
     if gemm == "3xtf32" and kernels.engine.capability < 80:
         raise ConfigError(
             f"device.gemm=3xtf32 needs tensor cores with TF32, but {kernels.engine.name} has none.",
             "Use --gemm tiled.",
+        )
+    if tensor_cores == "wgmma" and not kernels.engine.has_wgmma:
+        raise ConfigError(
+            f"device.tensor_cores=wgmma needs compute capability 9.0, which {kernels.engine.name} has not.",
+            "Use device.tensor_cores=mma.",
         )
     device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
     if compute not in HALVES:

@@ -384,6 +384,7 @@ def resolve_here(
         compute=config.precision.compute,
         attention=config.memory.attention,
         passes=passes,
+        tensor_cores=config.device.tensor_cores,
     )
     config = config.changed({"batch.micro_batches": plan.micro_batches})
     if config.memory.recompute == "attention" and _is_tiled(config):

@@ -40,7 +40,7 @@ def utilisation(job: Job, sharing: int) -> Callable[[float], dict[str, float]]:
     trainer, config = job.trainer, job.trainer.config
     axes, device = trainer.job.axes, trainer.job.device
     dtype = device.half or trainer.storage.dtype
-    kernels = f"{config.device.gemm} {config.device.tiles}"
+    kernels = f"{config.device.gemm} {config.device.tiles} {config.device.tensor_cores}"
     peak = gemm_peak(device, dtype, sharing, kernels)
     if peak is None:
         return lambda step_s: {}
@@ -130,7 +130,7 @@ def gemm_peak(device: Device, dtype: np.dtype, sharing: int, kernels: str) -> fl
     is cached; later calls measure a few products, and a higher rate replaces it.
 
     sharing  ranks on this GPU or, without one, on this host
-    kernels  device.gemm and device.tiles: the kernels on which the rate depends
+    kernels  device.gemm, device.tiles and device.tensor_cores: the kernels on which the rate depends
     """
     if device.kind not in SIDES:
         return None

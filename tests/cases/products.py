@@ -1,4 +1,4 @@
-"""Matrix products: gemm, gemm_combine, gemm_tensor."""
+"""Matrix products: gemm, gemm_combine, gemm_tensor, gemm_hopper."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -58,6 +58,7 @@ def check(
     tile: Any = None,
     splits: int = 1,
     extra: bool = False,
+    gap: int = 3,
     shifted: bool = False,
     activation: str | None = None,
     batch: int = 0,
@@ -67,12 +68,14 @@ def check(
 
     ta, tb   the operands are stored transposed
     extra    uses all that an epilogue can, and columns cut out of wider arrays
+    gap      columns by which they are wider
     shifted  no array starts at an aligned address
     """
     result, lead = result or dtype, (batch,) if batch else ()
 
     def array(seed: int, rows: int, columns: int, kind: str) -> np.ndarray:
-        return stored(numbers(seed, *lead, rows, columns + 3 * extra), kind, shifted)[..., :columns]
+        wide = columns + gap * extra
+        return stored(numbers(seed, *lead, rows, wide), kind, shifted)[..., :columns]
 
     a, b = (
         array(1, *((k, m) if ta else (m, k)), dtype),
@@ -298,4 +301,39 @@ def tensor() -> Iterator[partial]:
         splits=3,
         extra=True,
         ta=True,
+    )
+
+
+def check_hopper(kernels: Kernels, few: int = 0, **ways: Any) -> None:
+    """A product by warpgroups, where the device has them.
+
+    few  as if the device had so many multiprocessors, so that a block computes several tiles
+    """
+    engine = kernels.engine
+    if not engine.has_wgmma:
+        return
+    multiprocessors = engine.multiprocessors
+    try:
+        engine.multiprocessors = few or multiprocessors
+        check(kernels, **ways)
+    finally:
+        engine.multiprocessors = multiprocessors
+
+
+def hopper() -> Iterator[partial]:
+    """gemm_hopper: each form, ragged edges, an epilogue with all there is, split sums, pairs, several tiles a block."""
+    large, pair, _, small = tiles.HOPPER_TILES
+    brain = partial(check_hopper, dtype="bfloat16")
+    for m, n, k in ((128, 128, 64), (136, 72, 200), (1, 1, 8), (136, 264, 328)):
+        yield partial(brain, m=m, n=n, k=k, tb=True, tile=small, few=2)
+    yield partial(brain, m=300, n=200, k=72, tile=large)
+    whole = partial(
+        brain, m=264, n=200, k=328, ta=True, tile=large, result="float32", extra=True, gap=8
+    )
+    yield partial(whole, splits=3)
+    yield partial(brain, m=520, n=72, k=200, tile=pair, few=2)
+    yield partial(brain, m=264, n=72, k=72, tb=True, tile=pair)
+    yield partial(check_hopper, m=136, n=136, k=136, ta=True, tb=True, dtype="float16", tile=small)
+    yield partial(
+        brain, m=136, n=136, k=136, tb=True, tile=small, extra=True, gap=8, activation="gelu"
     )

@@ -9,6 +9,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
     "gemm": (products.ordinary, experts.grouped),
     "gemm_combine": (products.ordinary, products.by_library),
     "gemm_tensor": (products.tensor, experts.grouped_tensor),
+    "gemm_hopper": (products.hopper,),
     "pointwise": (layers.linears, layers.gates, askew),
     "rotate": (layers.rotations,),
     "dropout": (layers.dropouts,),

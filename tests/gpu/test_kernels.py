@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpitrain.kernels.cuda import CudaEngine
-from mpitrain.kernels.loader import Argument, Kernels
+from mpitrain.kernels.loader import Argument, Kernels, TensorMap
 from tests.cases.numbers import numbers, stored, values
 from tests.cases.suite import SUITE
 
@@ -24,6 +24,10 @@ class Visiting(CudaEngine):
     def __init__(self, cupy: ModuleType):
         super().__init__(cupy)
         self._module = cupy
+
+    def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
+        """A map of the array here; a launch makes that of its visit."""
+        return TensorMap(array, box_rows)
 
     def load(self, source: Any, signature: Any, defines: dict[str, str]) -> Any:
         kernel = super().load(source, signature, defines)
@@ -61,6 +65,9 @@ class Visiting(CudaEngine):
         )
 
     def _visit(self, argument: Any, visits: dict[tuple, tuple]) -> Any:
+        if isinstance(argument, TensorMap):
+            visiting = self._visit(Argument(argument.array), visits).array
+            return super().tensor_map(visiting, argument.box_rows)
         if not isinstance(argument, Argument) or argument.array is None:
             return argument
         array = argument.array

@@ -25,7 +25,14 @@ from mpitrain.machine.compiling import (
 
 HERE = Path(__file__).parent
 WAY_OUT = "What NVRTC accepts and the compiler does not belongs into simulator/language.h."
-RUNTIME = ("fibers.cpp", "schedule.cpp", "shadow.cpp", "transactions.cpp", "launch.cpp")
+RUNTIME = (
+    "fibers.cpp",
+    "schedule.cpp",
+    "shadow.cpp",
+    "transactions.cpp",
+    "hopper.cpp",
+    "launch.cpp",
+)
 
 COMMON = ("-std=c++20", "-fPIC", "-g1", "-w", f"-I{HERE}", "-fno-exceptions", "-fvisibility=hidden")
 # Without the first flag, shared arrays of templates exist once per process, whichever library
@@ -59,15 +66,16 @@ FLAGS_OF_ZIG: dict[Build, tuple[str, ...]] = {
 }
 
 # The tail of every kernel library. Shared memory is thread-local storage of the library; the
-# dynamic array has the largest size of any device.
+# dynamic array has the largest size of any device, for each block of a cluster.
 _TAIL = """
-__align__(16) thread_local unsigned char dynamic_shared[232448];
+__align__(16) thread_local unsigned char dynamic_shared[232448 * {cluster}];
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-EXPORTED SIMULATOR_OWN void* simulator_dynamic_shared() { return dynamic_shared; }
+EXPORTED SIMULATOR_OWN void* simulator_dynamic_shared() {{ return dynamic_shared; }}
 """
 _ENTRY = """
 EXPORTED SIMULATOR_OWN void simulator_call_{name}(void** arguments) {{ simulator::call(&{name}, arguments); }}
 EXPORTED SIMULATOR_OWN int simulator_bound_{name}() {{ return {bound}; }}
+EXPORTED SIMULATOR_OWN int simulator_cluster_{name}() {{ return {cluster}; }}
 """
 
 
@@ -103,7 +111,7 @@ def build_kernels(
     """Return the library of one source under one set of macros; compile it if it is missing."""
     runtime = build_runtime(folder)
     entries = [
-        _ENTRY.format(name=kernel.name, bound=kernel.bound or 1024)
+        _ENTRY.format(name=kernel.name, bound=kernel.bound or 1024, cluster=kernel.cluster or 1)
         for kernel in source.kernels.values()
     ]
     # Compilers of C++ do not know CUDA's pragma. Without unrolling, a tile's accumulators stay in memory, and
@@ -111,7 +119,8 @@ def build_kernels(
     text = source.text
     if build == "fast":
         text = re.sub(r"#pragma unroll$", "#pragma GCC unroll 16", text, flags=re.MULTILINE)
-    text += _TAIL + "".join(entries)
+    cluster = next((kernel.cluster for kernel in source.kernels.values() if kernel.cluster), 1)
+    text += _TAIL.format(cluster=cluster) + "".join(entries)
     flags = [
         *COMMON,
         *(FLAGS_OF_ZIG if is_zig() else FLAGS)[build],

@@ -47,7 +47,8 @@ static void run_thread() {
 
 void start(Fiber& fiber) {
     // Neighbouring stacks start at different offsets in their page, so that they do not all fall into the same cache sets.
-    char* end = stacks + (fiber.number + 1) * kStack - fiber.number % 7 * 576;
+    const size_t index = size_t(&fiber - &fibers[0]);
+    char* end = stacks + (index + 1) * kStack - index % 7 * 576;
     auto** top = reinterpret_cast<void**>(end) - 8;     // six registers, the return address, and alignment
     std::memset(top, 0, 64);
     top[6] = reinterpret_cast<void*>(&run_thread);
@@ -55,11 +56,13 @@ void start(Fiber& fiber) {
     fiber.state = READY;
     fiber.copies.clear();
     fiber.group = 0;
+    fiber.fences = 0;
 }
 
 void resume(Fiber& fiber) {
     running = &fiber;
     self.thread = fiber.thread;
+    self.block = fiber.block;
     self.lane = int(fiber.number % kWarp);
     simulator_switch(&scheduler_stack_pointer, fiber.stack_pointer);
     running = nullptr;

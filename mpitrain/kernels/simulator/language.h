@@ -156,3 +156,4 @@ template <class T> inline void __stcg(T* address, T value) { *address = value; }
 #include "warp.h"
 #include "half.h"
 #include "tensor_cores.h"
+#include "hopper.h"

@@ -129,24 +129,30 @@ static int find_kernel(dl_phdr_info* library, size_t, void*) {
 
 // Shared memory starts a block as NaNs of every floating format, so that even the fast build shows a missing write.
 static void poison_shared() {
-    char *dynamic_end = dynamic_shared_begin + launch.dynamic_shared, *rest = dynamic_shared_begin + kMostDynamicShared;
-    std::memset(shared_begin, 0xff, size_t(dynamic_end - shared_begin));
-    if (rest < shared_end) std::memset(rest, 0xff, size_t(shared_end - rest));
+    char *end = dynamic_shared_begin + launch.cluster * kMostDynamicShared;
+    std::memset(shared_begin, 0xff, size_t(dynamic_shared_begin - shared_begin));
+    for (char* block = dynamic_shared_begin; block < end; block += kMostDynamicShared) std::memset(block, 0xff, launch.dynamic_shared);
+    if (end < shared_end) std::memset(end, 0xff, size_t(shared_end - end));
 }
 
 static void run_blocks() {
     const unsigned count = self.blocks.x * self.blocks.y * self.blocks.z;
+    if (self.blocks.x % launch.cluster)
+        return fail("cluster", "a grid of %u blocks is no multiple of the %u of a cluster", self.blocks.x, launch.cluster);
     std::mt19937 random(launch.seed);
-    std::vector<unsigned> blocks(count);
-    std::iota(blocks.begin(), blocks.end(), 0u);
-    if (launch.order == REVERSE) std::reverse(blocks.begin(), blocks.end());
-    if (launch.order == RANDOM) std::shuffle(blocks.begin(), blocks.end(), random);
-    for (unsigned block : blocks) {
-        self.block = {block % self.blocks.x, block / self.blocks.x % self.blocks.y, block / self.blocks.x / self.blocks.y};
+    std::vector<unsigned> clusters(count / launch.cluster);
+    std::iota(clusters.begin(), clusters.end(), 0u);
+    if (launch.order == REVERSE) std::reverse(clusters.begin(), clusters.end());
+    if (launch.order == RANDOM) std::shuffle(clusters.begin(), clusters.end(), random);
+    for (unsigned cluster : clusters) {
+        uint3 blocks[kMostCluster];
+        for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+            const unsigned block = cluster * launch.cluster + rank;
+            blocks[rank] = {block % self.blocks.x, block / self.blocks.x % self.blocks.y, block / self.blocks.x / self.blocks.y};
+        }
         poison_shared();
         forget_shared();
-        ++barrier_epoch;
-        run_block(random);
+        run_cluster(blocks, random);
         if (failed) return;
     }
     check_outputs();

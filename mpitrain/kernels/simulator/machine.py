@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.loader import H100, Argument, Dims
+from mpitrain.kernels.loader import BOX_COLUMNS, H100, Argument, Dims, TensorMap
 from mpitrain.kernels.simulator.build import Build, build_kernels, build_runtime
 from mpitrain.kernels.source import Signature, SourceFile
 from mpitrain.machine.compiling import cache_of, loaded
@@ -38,6 +38,30 @@ class Buffer(c.Structure):
         ("accesses", c.c_ulonglong),
         ("sectors", c.c_ulonglong),
     ]
+
+
+class _TensorMap(c.Structure):
+    """The same fields as struct TensorMap of hopper.h, which has 128 bytes."""
+
+    _fields_ = [
+        ("array", c.c_void_p),
+        ("inner", c.c_longlong),
+        ("outer", c.c_longlong),
+        ("pitch", c.c_longlong),
+        ("box_inner", c.c_uint),
+        ("box_outer", c.c_uint),
+        ("element_bytes", c.c_uint),
+        ("rest", c.c_char * 84),
+    ]
+
+
+def _aligned(structure: c.Structure, alignment: int) -> Any:
+    """Return a copy of a structure that begins at a multiple of `alignment` bytes."""
+    size = c.sizeof(structure)
+    memory = (c.c_ubyte * (size + alignment))()
+    copy = type(structure).from_buffer(memory, -c.addressof(memory) % alignment)
+    c.memmove(c.byref(copy), c.byref(structure), size)
+    return copy
 
 
 class _Guarded(c.Structure):
@@ -119,6 +143,19 @@ def guarded(
     cells: list[Any] = []
     try:
         for parameter, argument in zip(signature.parameters, arguments, strict=True):
+            if isinstance(argument, TensorMap):
+                copy = _copy_in(
+                    runtime, f"`{parameter.name}`", Argument(argument.array), True, checked
+                )
+                copies.append(copy)
+                twin = copy.twin
+                extents = twin.ctypes.data, twin.shape[1], twin.shape[0], twin.strides[0]
+                cells.append(
+                    _aligned(
+                        _TensorMap(*extents, BOX_COLUMNS, argument.box_rows, twin.itemsize), 64
+                    )
+                )
+                continue
             if not parameter.is_pointer:
                 cells.append(c.create_string_buffer(argument.tobytes(), argument.nbytes))
                 continue
@@ -169,6 +206,12 @@ WAYS_OUT = {
     "warp mask": "Name exactly the lanes that arrive, or let all lanes arrive.",
     "deadlock": "Let every lane of the mask reach the same warp collective.",
     "undefined": "Widen the type, or guard the operation.",
+    "cluster": "Launch whole clusters of at most 2 blocks and 1024 threads.",
+    "mbarrier": "Make the barrier, then sync; let as many arrive as it was made for.",
+    "in flight": "Wait for the copies, or for the products, before their memory is used again.",
+    "tile": "Let tiles begin at multiples of 1,024 bytes in shared memory, and boxes have rows of 128.",
+    "proxy": "Call proxy_fence() after the stores, then sync.",
+    "registers": "Call wgmma_fence() before products, wgmma_commit() and wgmma_wait() after them.",
 }
 
 
@@ -180,6 +223,7 @@ class _Launch(c.Structure):
         ("blocks", c.c_uint * 3),
         ("threads", c.c_uint * 3),
         ("dynamic_shared", c.c_uint),
+        ("cluster", c.c_uint),
         ("order", c.c_uint),
         ("seed", c.c_uint),
         ("checked", c.c_uint),
@@ -254,6 +298,7 @@ class Simulator:
 
     name = "simulator"
     takes_plain = False  # it needs `Argument` objects for its checks
+    has_wgmma = True  # whatever the capability that sources see
     multiprocessors, multiprocessor = 132, H100  # tilings are chosen as for this GPU
     _one_at_a_time = threading.Lock()  # the runtime has only one set of fibers
 
@@ -288,7 +333,11 @@ class Simulator:
         library = loaded(path, NO_LOAD)
         library.simulator_dynamic_shared.restype = c.c_void_p
         bound = library[f"simulator_bound_{signature.name}"]()
-        return partial(self._launch, path, library, signature, bound)
+        cluster = library[f"simulator_cluster_{signature.name}"]()
+        return partial(self._launch, path, library, signature, bound, cluster)
+
+    def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
+        return TensorMap(array, box_rows)
 
     def multiply(
         self, a: Any, b: Any, c: Any, transposed_a: bool, transposed_b: bool, accumulate: bool
@@ -307,6 +356,7 @@ class Simulator:
         library: c.CDLL,
         signature: Signature,
         bound: int,
+        cluster: int,
         grid: Dims,
         block: Dims,
         arguments: list[Any],
@@ -332,6 +382,7 @@ class Simulator:
                 grid,
                 block,
                 shared,
+                cluster,
                 ORDERS.index(self.order),
                 self.seed,
                 self.checked,

@@ -16,16 +16,18 @@ namespace simulator {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kMostDynamicShared = 232448;    // 227 KiB, what a block can have on sm_90
+constexpr unsigned kMostCluster = 2;             // blocks that run together
 
-enum State : uint8_t { READY, AT_BARRIER, AT_MEETING, DONE };
+enum State : uint8_t { READY, AT_BARRIER, AT_MEETING, WAITING, AT_CLUSTER, DONE };
 
 struct Copy { void* to; const void* from; size_t nbytes, valid; int group; };
 
 // A CUDA thread: a stack of its own, and what it waits for while it does not run.
 struct Fiber {
     void* stack_pointer;
-    uint3 thread;
+    uint3 thread, block;
     unsigned number;              // in the block, x fastest
+    unsigned rank;                // of the block in its cluster
     State state;
     Place place;                  // where it waits
     unsigned mask;                // AT_MEETING: with which lanes,
@@ -33,6 +35,8 @@ struct Fiber {
     void* argument;               // with what of its own
     std::vector<Copy> copies;     // asynchronous copies that have not landed
     int group;                    // the one that the next copy belongs to
+    unsigned barrier, parity;     // WAITING: for the phase of this parity of the barrier at this address, or for products (hopper.cpp)
+    unsigned fences;              // between ordinary stores and what TMA and products read
 };
 
 // An array argument. `member` has one byte an element, 0 for those that a strided view skips; null if it has all.
@@ -58,7 +62,7 @@ struct Launch {
     const char* name;
     void (*call)(void** arguments);
     void** arguments;
-    unsigned blocks[3], threads[3], dynamic_shared;
+    unsigned blocks[3], threads[3], dynamic_shared, cluster;
     unsigned order, seed, checked, counted;
     Buffer* buffers;
     unsigned buffer_count;
@@ -76,7 +80,8 @@ extern std::vector<Fiber> fibers;
 extern char *kernel_begin, *kernel_end;     // the kernel's library in memory
 extern char *shared_begin, *shared_end;     // its shared memory: the thread-local image, dynamic part included
 extern char* dynamic_shared_begin;
-extern unsigned barrier_epoch, warp_epoch[kMostThreads / kWarp];
+extern unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp];
+extern unsigned meeting_warp;     // whose collective runs, counted over all blocks of the cluster
 
 void record_failure(const char* kind, const void* address, const char* format, va_list values);
 [[gnu::format(printf, 3, 4)]] void fail_at(const void* address, const char* kind, const char* format, ...);
@@ -87,12 +92,23 @@ void resume(Fiber& fiber);        // runs it until it blocks or ends
 void suspend();                   // called by the running fiber
 bool is_on_a_stack(const void* address);
 
-void run_block(std::mt19937& random);
+inline unsigned threads_of_block() { return self.threads.x * self.threads.y * self.threads.z; }
+inline unsigned warps_of_block() { return (threads_of_block() + kWarp - 1) / kWarp; }
+void run_cluster(const uint3* blocks, std::mt19937& random);
+
+void begin_cluster(std::mt19937& random);
+bool has_come(const Fiber& fiber);           // what it is WAITING for
+bool end_something(std::mt19937& random);    // a copy or products under way, if there are any
+bool reads(unsigned warp, unsigned begin, unsigned end, unsigned rank);    // whether products under way do
+void end_cluster();
 
 void open_shadow();               // before the first block of a checked launch
 void forget_shared();             // at the start of each block
 void check_access(char* address, size_t nbytes, Access access, const void* from);
 void forget_value(char* address, size_t nbytes);   // its content is undefined until the next write
+bool check_operand(char* address, unsigned warp, const char* name, Place place);    // of a product; false if it may not read that
+void value_has_landed(char* address, size_t nbytes);    // what a copy by TMA brought
+void count_read(unsigned buffer, size_t nbytes);        // by such a copy
 void check_outputs();             // after the last block: every element of a fresh array was written
 void close_shadow();
 

@@ -9,7 +9,7 @@
 namespace simulator {
 
 Self self;
-unsigned barrier_epoch, warp_epoch[kMostThreads / kWarp];
+unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp], meeting_warp;
 bool landing;
 
 void barrier(Place place) {
@@ -84,8 +84,10 @@ static bool complete_a_meeting(Fiber* warp, unsigned lanes) {
                  asker.place.file, asker.place.line, asker.mask, gone, asker.number / kWarp);
             return false;
         }
+        meeting_warp = unsigned(warp - &fibers[0]) / kWarp;
         asker.collective(arrived);
-        if (asker.collective == &order_memory) ++warp_epoch[asker.number / kWarp];
+        if (failed) return false;
+        if (asker.collective == &order_memory) ++warp_epoch[meeting_warp];
         for (unsigned lane = 0; lane < lanes; ++lane)
             if (arrived[lane]) warp[lane].state = READY;
         return true;
@@ -104,31 +106,42 @@ static std::vector<unsigned> numbers_up_to(unsigned count) {
     return numbers;
 }
 
-// Runs one warp until each of its threads has ended or waits at a block barrier.
-static void run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_order, std::mt19937& random) {
+static bool any(const Fiber* warp, unsigned lanes, State state) {
+    return std::any_of(warp, warp + lanes, [&](const Fiber& fiber) { return fiber.state == state; });
+}
+
+// Runs one warp until each of its threads has ended or waits for others than its lanes. Returns whether any thread ran.
+static bool run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_order, std::mt19937& random) {
+    bool ran = false;
     do {
         arrange(lane_order, random);
         for (unsigned lane : lane_order) {
+            if (lane < lanes && warp[lane].state == WAITING && has_come(warp[lane])) warp[lane].state = READY;
             if (lane >= lanes || warp[lane].state != READY) continue;
             resume(warp[lane]);
-            if (failed) return;
+            ran = true;
+            if (failed) return true;
         }
         if (launch.counted) count_requests();
     } while (complete_a_meeting(warp, lanes));
-    if (failed) return;
+    if (failed || any(warp, lanes, WAITING)) return ran;    // these may still come to the meeting
     for (unsigned lane = 0; lane < lanes; ++lane)
         if (warp[lane].state == AT_MEETING)
-            return fail("deadlock", "%s:%d: thread %u waits for lanes of mask %08x that go elsewhere",
-                        warp[lane].place.file, warp[lane].place.line, warp[lane].number, warp[lane].mask);
+            fail("deadlock", "%s:%d: thread %u waits for lanes of mask %08x that go elsewhere",
+                 warp[lane].place.file, warp[lane].place.line, warp[lane].number, warp[lane].mask);
+    return ran;
 }
 
-// True if the block goes on behind a barrier, false if it has ended (or the barrier is not reached by all).
-static bool complete_the_barrier(unsigned count) {
+// Completes a barrier that all of some threads have reached, of a block or of its cluster (`kind`). False if they have ended, wait for
+// something else, or not all have reached it.
+static bool complete_the_barrier(Fiber* first, unsigned count, State kind) {
     const Fiber *waiting = nullptr, *ended = nullptr;
     for (unsigned i = 0; i < count; ++i) {
-        const Fiber& fiber = fibers[i];
+        const Fiber& fiber = first[i];
         if (fiber.state == DONE) {
             ended = &fiber;
+        } else if (fiber.state != kind) {
+            return false;
         } else if (!waiting) {
             waiting = &fiber;
         } else if (fiber.place.line != waiting->place.line) {
@@ -143,26 +156,51 @@ static bool complete_the_barrier(unsigned count) {
              waiting->place.file, waiting->place.line, ended->number);
         return false;
     }
-    ++barrier_epoch;
-    for (unsigned i = 0; i < count; ++i) fibers[i].state = READY;
+    for (unsigned i = 0; i < count; ++i) {
+        first[i].state = READY;
+        if (first[i].number == 0) ++barrier_epoch[first[i].rank];
+    }
     return true;
 }
 
-void run_block(std::mt19937& random) {
-    const unsigned count = self.threads.x * self.threads.y * self.threads.z;
-    for (unsigned i = 0; i < count; ++i) {
-        fibers[i].number = i;
-        fibers[i].thread = {i % self.threads.x, i / self.threads.x % self.threads.y, i / self.threads.x / self.threads.y};
+static bool complete_a_barrier(unsigned count) {
+    for (unsigned rank = 0; rank < launch.cluster; ++rank)
+        if (complete_the_barrier(&fibers[rank * count], count, AT_BARRIER)) return true;
+    return launch.cluster > 1 && !failed && complete_the_barrier(&fibers[0], launch.cluster * count, AT_CLUSTER);
+}
+
+// Runs a block, or the blocks of a cluster together.
+void run_cluster(const uint3* blocks, std::mt19937& random) {
+    const unsigned count = threads_of_block(), all = launch.cluster * count;
+    if (launch.cluster > 1 && (count % kWarp || all > kMostThreads))
+        return fail("cluster", "%u blocks of %u threads: only whole warps, and %u threads together, are simulated", launch.cluster, count, kMostThreads);
+    for (unsigned i = 0; i < all; ++i) {
+        const unsigned number = i % count;
+        fibers[i].number = number;
+        fibers[i].rank = i / count;
+        fibers[i].block = blocks[i / count];
+        fibers[i].thread = {number % self.threads.x, number / self.threads.x % self.threads.y, number / self.threads.x / self.threads.y};
         start(fibers[i]);
     }
-    auto warps = numbers_up_to((count + kWarp - 1) / kWarp), lanes = numbers_up_to(kWarp);
+    for (unsigned& epoch : barrier_epoch) ++epoch;
+    begin_cluster(random);
+    auto warps = numbers_up_to((all + kWarp - 1) / kWarp), lanes = numbers_up_to(kWarp);
+    bool ran;
     do {
+        ran = false;
         arrange(warps, random);
         for (unsigned warp : warps) {
-            run_warp(&fibers[warp * kWarp], std::min(kWarp, count - warp * kWarp), lanes, random);
+            ran |= run_warp(&fibers[warp * kWarp], std::min(kWarp, all - warp * kWarp), lanes, random);
             if (failed) return;
         }
-    } while (complete_the_barrier(count));
+        ran = (ran && any(&fibers[0], all, WAITING)) || complete_a_barrier(count) || (!failed && end_something(random));
+    } while (ran && !failed);
+    if (failed) return;
+    for (unsigned i = 0; i < all; ++i)
+        if (fibers[i].state != DONE)
+            return fail("deadlock", "%s:%d: thread %u of block %u of the cluster waits for ever", fibers[i].place.file, fibers[i].place.line,
+                        fibers[i].number, fibers[i].rank);
+    end_cluster();
 }
 
 }  // namespace simulator

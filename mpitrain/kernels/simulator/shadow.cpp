@@ -14,7 +14,7 @@ namespace simulator {
 struct Touch { unsigned thread, barriers, warp_barriers; bool atomic; };
 
 // One element. Two readers suffice: a writer that is one of them still conflicts with the other.
-struct Cell { Touch writer, reader, earlier_reader; unsigned generation; bool written; };
+struct Cell { Touch writer, reader, earlier_reader; unsigned generation, fences; bool written; };    // fences: of the writer by then
 
 struct Shadow { Buffer buffer; unsigned shift; std::vector<Cell> cells; };   // an element has 1 << shift bytes
 
@@ -23,20 +23,20 @@ static Shadow shared;
 static unsigned generation;       // of shared memory: one a block
 constexpr unsigned kSharedShift = 1;
 
-static unsigned block_size() { return self.threads.x * self.threads.y * self.threads.z; }
 static unsigned block_number() {
     return (self.block.z * self.blocks.y + self.block.y) * self.blocks.x + self.block.x;
 }
-static unsigned block_of(const Touch& touch) { return (touch.thread - 1) / block_size(); }
-static unsigned thread_of(const Touch& touch) { return (touch.thread - 1) % block_size(); }
+static unsigned block_of(const Touch& touch) { return (touch.thread - 1) / threads_of_block(); }
+static unsigned thread_of(const Touch& touch) { return (touch.thread - 1) % threads_of_block(); }
+
+static unsigned running_warp() { return unsigned(running - &fibers[0]) / kWarp; }
 
 // Whether a barrier, or being the same thread, puts `touch` before what the running thread does now.
 static bool is_before(const Touch& touch, unsigned me) {
     if (!touch.thread || touch.thread == me) return true;
     if (block_of(touch) != block_number()) return false;
-    if (touch.barriers != barrier_epoch) return true;
-    const unsigned warp = thread_of(touch) / kWarp;
-    return warp == running->number / kWarp && touch.warp_barriers != warp_epoch[warp];
+    if (touch.barriers != barrier_epoch[running->rank]) return true;
+    return thread_of(touch) / kWarp == running->number / kWarp && touch.warp_barriers != warp_epoch[running_warp()];
 }
 
 static void fail_race(const void* from, const Shadow& shadow, size_t offset, const char* verb, const char* past,
@@ -63,7 +63,7 @@ static Shadow* find(char* address, size_t nbytes, Access access, const void* fro
     const char* verb = access == READ ? "read" : "write";
     if (address >= shared_begin && address < shared_end) {
         const size_t offset = size_t(address - dynamic_shared_begin);
-        if (offset < kMostDynamicShared && offset + nbytes > launch.dynamic_shared) {
+        if (offset < launch.cluster * kMostDynamicShared && offset % kMostDynamicShared + nbytes > launch.dynamic_shared) {
             fail_at(from, "out of bounds", "%s of %zu bytes at dynamic shared memory + %zu, launched with %u", verb, nbytes,
                     offset, launch.dynamic_shared);
             return nullptr;
@@ -96,8 +96,8 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
     if (access != READ) shadow->buffer.bytes_written += nbytes;
     shadow->buffer.accesses += (nbytes + 15) / 16;
     if (launch.counted && !landing) count_part(address, nbytes, access, from, shadow == &shared ? nullptr : &shadow->buffer);
-    const unsigned me = block_number() * block_size() + running->number + 1;
-    const Touch now{me, barrier_epoch, warp_epoch[running->number / kWarp], access == ATOMIC};
+    const unsigned me = block_number() * threads_of_block() + running->number + 1;
+    const Touch now{me, barrier_epoch[running->rank], warp_epoch[running_warp()], access == ATOMIC};
     const size_t first = size_t(address - shadow->buffer.base) >> shadow->shift;
     const size_t last = size_t(address - shadow->buffer.base + nbytes - 1) >> shadow->shift;
     for (size_t i = first; i <= last; ++i) {
@@ -123,6 +123,7 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
         for (const Touch* reader : {&cell.reader, &cell.earlier_reader})
             if (!is_before(*reader, me)) return fail_race(from, *shadow, offset, "writes", "read", *reader);
         cell.writer = now;
+        cell.fences = running->fences;
         cell.written = true;
     }
 }
@@ -131,6 +132,45 @@ void forget_value(char* address, size_t nbytes) {
     if (!launch.checked || failed || address < shared_begin || address >= shared_end) return;
     const size_t first = size_t(address - shared_begin) >> kSharedShift;
     for (size_t i = first; i < first + (nbytes >> kSharedShift); ++i) shared.cells[i].written = false;
+}
+
+void value_has_landed(char* address, size_t nbytes) {
+    if (!launch.checked) return;
+    const size_t first = size_t(address - shared_begin) >> kSharedShift;
+    for (size_t i = first; i < first + (nbytes >> kSharedShift); ++i) {
+        shared.cells[i] = Cell{};
+        shared.cells[i].generation = generation;
+        shared.cells[i].written = true;
+    }
+}
+
+void count_read(unsigned buffer, size_t nbytes) {
+    if (launch.checked) arrays[buffer].buffer.bytes_read += nbytes, arrays[buffer].buffer.accesses += (nbytes + 15) / 16;
+}
+
+void fence_proxy() { ++running->fences; }
+
+bool check_operand(char* address, unsigned warp, const char* name, Place place) {
+    const size_t i = size_t(address - shared_begin) >> kSharedShift;
+    const Cell& cell = shared.cells[i];
+    if (cell.generation != generation || !cell.written) {
+        fail("uninitialised", "%s:%d: %s of a product is read at shared memory + %zu bytes, which nothing has written", place.file, place.line,
+             name, i << kSharedShift);
+        return false;
+    }
+    if (!cell.writer.thread) return true;    // a copy of TMA brought it
+    const unsigned rank = warp / warps_of_block(), writer = thread_of(cell.writer);
+    if (cell.fences == fibers[rank * threads_of_block() + writer].fences) {
+        fail("proxy", "%s:%d: %s of a product is what thread %u stored at shared memory + %zu bytes, with no proxy_fence behind it", place.file,
+             place.line, name, writer, i << kSharedShift);
+        return false;
+    }
+    if (cell.writer.barriers == barrier_epoch[rank] && writer / kWarp != warp % warps_of_block()) {
+        fail("race", "%s:%d: %s of a product is what thread %u stored at shared memory + %zu bytes, with no barrier between", place.file,
+             place.line, name, writer, i << kSharedShift);
+        return false;
+    }
+    return true;
 }
 
 void open_shadow() {

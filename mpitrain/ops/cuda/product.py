@@ -13,7 +13,16 @@ from mpitrain.errors import KernelError
 from mpitrain.kernels.loader import Kernels, Macros
 from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.launches import KINDS, c_type, element, in_chunks, sum_rows, sum_type
-from mpitrain.ops.cuda.tiles import DEFAULT, LONGEST, MeasuredTiles, Tiling, count, read_tiles
+from mpitrain.ops.cuda.tiles import (
+    DEFAULT,
+    LONGEST,
+    HopperTile,
+    MeasuredTiles,
+    Tiling,
+    blocks_over,
+    count,
+    read_tiles,
+)
 
 Multiply = Callable[..., None]
 """`gemm` or `library`."""
@@ -24,16 +33,16 @@ COMBINE = (256,)  # threads of gemm_combine
 DIMS, DIMS_OF_GROUPS = ((2, 2, 2), (3, 3, 3)), ((2, 3, 2), (2, 2, 3))  # of a, b and c
 
 
-def chosen(gemm_key: str, tiles: str = "") -> Multiply:
-    """Return the matrix product that device.gemm and device.tiles choose.
+def chosen(gemm_key: str, tiles: str = "", tensor_cores: str = "mma") -> Multiply:
+    """Return the matrix product that device.gemm, device.tiles and device.tensor_cores choose.
 
     raises  ConfigError for a file that is no table of tiles
     """
     if gemm_key == "library":
         return library
     table = read_tiles(Path(tiles)) if tiles else DEFAULT
-    if gemm_key == "3xtf32":
-        table = MeasuredTiles(table.measured, is_3xtf32=True)
+    if (gemm_key, tensor_cores) != ("tiled", "mma"):
+        table = MeasuredTiles(table.measured, gemm_key == "3xtf32", tensor_cores == "wgmma")
     return partial(gemm, table=table)
 
 
@@ -45,6 +54,7 @@ class ProductLaunch(NamedTuple):
     types     macros of the kernel that combines splits, with the epilogue
     parts     elements of the workspace of splits, in dtype `sums`
     combined  grid of that kernel
+    boxes     rows of the boxes of a and b, if the copy engine copies them
     """
 
     shape: tuple[int, int, int]
@@ -60,6 +70,7 @@ class ProductLaunch(NamedTuple):
     parts: int
     sums: np.dtype
     combined: tuple[int, int, int]
+    boxes: tuple[int, int] | None
 
 
 def gemm(
@@ -122,18 +133,28 @@ def gemm(
         )
     m, n, k = plan.shape
     lda, stride_a, ldb, stride_b, ldc, stride_c = plan.steps
-    operands = m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta
-    epilogue, grouped = (bias, residual, saved, row_sums), (0 if ends is None else len(ends), ends)
+    epilogue = bias, residual, saved, row_sums
+    operands: tuple[Any, ...]
+    steps_c: tuple[int, ...]
+    grouped: tuple[Any, ...]
+    if plan.boxes:
+        maps = map(kernels.engine.tensor_map, (a, b), plan.boxes)
+        operands, steps_c, strided = (*maps, m, n, k, alpha, beta), (ldc,), STRIDED_COMBINE
+        grouped = ()
+    else:
+        operands = m, n, k, alpha, a, lda, stride_a, b, ldb, stride_b, beta
+        steps_c, strided = (ldc, stride_c), STRIDED
+        grouped = 0 if ends is None else len(ends), ends
     if plan.splits == 1:
         kernels.launch(
             plan.kernel,
             plan.grid,
             plan.block,
-            (*operands, c, ldc, stride_c, *epilogue, 1, None, *grouped),
+            (*operands, c, *steps_c, *epilogue, 1, None, *grouped),
             plan.shared,
             plan.macros,
             plan.fresh,
-            STRIDED,
+            strided,
         )
         return
     workspace = arena.take((plan.parts,), plan.sums)
@@ -141,11 +162,11 @@ def gemm(
         plan.kernel,
         plan.grid,
         plan.block,
-        (*operands, None, ldc, stride_c, None, None, None, None, plan.splits, workspace, *grouped),
+        (*operands, None, *steps_c, None, None, None, None, plan.splits, workspace, *grouped),
         plan.shared,
         plan.macros,
         "workspace",
-        STRIDED,
+        strided,
     )
     kernels.launch(
         "gemm_combine",
@@ -182,9 +203,14 @@ def _plan(
         each = (
             (count(m, groups), n, k, groups) if batches == 1 else (m, n, count(k, groups), groups)
         )
-        tile, splits = (tiling or table.tiling(a, stored, each, kernels.engine)).tile, 1
+        tile = (tiling or table.tiling(a, stored, each, kernels.engine, has_boxes=False)).tile
+        splits = 1
     else:
-        tile, splits = tiling or table.tiling(a, stored, (m, n, k, batches), kernels.engine)
+        tile, splits = tiling or table.tiling(
+            a, stored, (m, n, k, batches), kernels.engine, in_boxes(a, b)
+        )
+    if isinstance(tile, HopperTile):
+        splits = min(splits, count(k, tile.TILE_K))  # each has something to sum
     # Each group but one may leave a tile of rows incomplete, and so may the rows of nobody.
     rows = count(m, tile.TILE_M) + (groups if c.ndim == 2 and m else 0)
     types = element(a) | {"Result": c_type(c), "ROW_SUMS": int(row_sums is not None)}
@@ -200,13 +226,20 @@ def _plan(
         TRANSPOSED_A=int(transposed_a),
         TRANSPOSED_B=int(transposed_b),
     )
+    if isinstance(tile, HopperTile):
+        jobs = blocks_over(tile, m, n) * splits
+        most = kernels.engine.multiprocessors // tile.CLUSTER * tile.CLUSTER
+        grid = min(jobs, most), 1, 1  # a block goes on with the next tile
+        boxes = _boxes(tile, transposed_a, transposed_b)
+    else:
+        grid, boxes = (rows * count(n, tile.TILE_N), 1, batches * splits), None
     return ProductLaunch(
         (m, n, k),
         (*_steps(a), *_steps(b), *_steps(c)),
         tile.kernel,
         splits,
         tile.shared,
-        (rows * count(n, tile.TILE_N), 1, batches * splits),
+        grid,
         (tile.threads,),
         macros,
         kernels.macros(**types, **epilogue),
@@ -214,6 +247,24 @@ def _plan(
         batches * splits * m * (n + types["ROW_SUMS"]),
         np.dtype(sum_type(a)),
         _combined(c, row_sums),
+        boxes,
+    )
+
+
+def in_boxes(a: Any, b: Any) -> bool:
+    """Return whether Hopper's copy engine takes both operands: matrices whose rows begin at multiples
+    of 16 bytes.
+    """
+    return bool(in_chunks(a, b)) and all(
+        x.ndim == 2 and x.strides[0] >= x.shape[1] * x.itemsize for x in (a, b)
+    )
+
+
+def _boxes(tile: HopperTile, transposed_a: bool, transposed_b: bool) -> tuple[int, int]:
+    """Return the rows of the boxes of A and B. Each block of a cluster copies its share of B."""
+    return (
+        tile.TILE_K if transposed_a else tile.TILE_M,
+        (tile.TILE_N if transposed_b else tile.TILE_K) // tile.CLUSTER,
     )
 
 

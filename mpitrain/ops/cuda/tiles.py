@@ -156,6 +156,53 @@ class FloatTile(TensorTile):
         return 4
 
 
+class HopperTile(NamedTuple):
+    """The tile of a block that multiplies by warpgroups, as macros of gemm_hopper.cu."""
+
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    STAGES: int
+    CLUSTER: int
+
+    @property
+    def kernel(self) -> str:
+        return "gemm_hopper"
+
+    @property
+    def threads(self) -> int:
+        return 384
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: SHARED of gemm_hopper.cu."""
+        stage = 2 * self.TILE_K * (self.TILE_M + self.TILE_N) + 2 * 8
+        return self.STAGES * stage + 8 * 16 * 72 * 4 + 512 + 1024
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread when it starts."""
+        return 168
+
+    @property
+    def step(self) -> float:
+        """Cycles of a multiprocessor for one element of K of a block.
+
+        On paper: tensor cores, shared memory and the L2 cache work at the same time. Each product of 64 rows reads its
+        operands from shared memory. The blocks of a cluster share the columns of B.
+        """
+        loading = 2 * self.TILE_M // 64 * (64 + self.TILE_N) / 128
+        copying = 2 * (self.TILE_M + self.TILE_N / self.CLUSTER) / L2_RATE
+        return max(loading, self.TILE_M * self.TILE_N / WARPGROUP_RATE, copying)
+
+    @property
+    def alone(self) -> float:
+        """1: no block has company."""
+        return 1.0
+
+
+AnyTile = Tile | TensorTile | HopperTile
+
 TILES = (
     Tile(128, 128, 8, 8, 8),
     Tile(64, 64, 16, 4, 4),
@@ -179,6 +226,12 @@ FLOAT_TILES = (
     FloatTile(64, 64, 16, 32, 32, 4),
     FloatTile(32, 32, 16, 16, 16, 3),
 )
+HOPPER_TILES = (
+    HopperTile(256, 192, 64, 3, 1),
+    HopperTile(256, 192, 64, 3, 2),
+    HopperTile(256, 128, 64, 3, 1),
+    HopperTile(128, 128, 64, 4, 1),
+)
 ONLY_MEASURED = TILES[3:]  # they take a measurement: `cost` finds them a few percent apart
 MOST_STATIC = 48 << 10  # bytes of static shared memory that a kernel may have
 # A measurement holds for shapes with every dim within this factor.
@@ -196,6 +249,8 @@ EDGE = 27
 # Multiply-adds per cycle of the tensor cores of a multiprocessor. On an H100, each of its four
 # schedulers issues a product of 16 x 8 x 16 every 6.5 cycles.
 TENSOR_RATE = 1260
+# The same of products by warpgroups, from NVIDIA's data sheet: 989 TFLOP/s of 132 multiprocessors at 1.83 GHz.
+WARPGROUP_RATE = 2048
 # Bytes per cycle that a multiprocessor gets from the L2 cache while all others do.
 L2_RATE = 23.5
 # Tensor cores, shared memory and the L2 cache work in parallel. This fraction of the shortest time is not hidden.
@@ -205,13 +260,14 @@ LAUNCH = 5000  # cycles that one more kernel takes
 GAIN = 1.05  # splitting must win by this factor, because the estimate is rough
 
 
+HALVES = ("float16", "bfloat16")
 Extent = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 class Tiling(NamedTuple):
     """A tile, and the number of splits of the sum over K."""
 
-    tile: Tile | TensorTile
+    tile: AnyTile
     splits: int
 
 
@@ -244,21 +300,39 @@ class MeasuredTiles:
     NEAR.
 
     is_3xtf32  float32 is multiplied on tensor cores, as three products of TF32
+    wgmma      warpgroups multiply 16-bit elements where the device can, and the copy engine takes the operands
     """
 
-    def __init__(self, measured: Iterable[FastestTile] = (), is_3xtf32: bool = False):
-        self.measured, self.is_3xtf32 = tuple(measured), is_3xtf32
+    def __init__(
+        self, measured: Iterable[FastestTile] = (), is_3xtf32: bool = False, wgmma: bool = False
+    ):
+        self.measured, self.is_3xtf32, self.wgmma = tuple(measured), is_3xtf32, wgmma
         # The choice is cached: a search in every product would cost as much as the launch.
         self._chosen: dict[tuple, Tiling] = {}
 
     def tiling(
-        self, a: Any, stored: str, shape: tuple[int, int, int, int], engine: Engine
+        self,
+        a: Any,
+        stored: str,
+        shape: tuple[int, int, int, int],
+        engine: Engine,
+        has_boxes: bool = True,
     ) -> Tiling:
         """Return the tiling for operands like `a` on the engine's device.
 
-        shape  (M, N, K, batches)
+        shape      (M, N, K, batches)
+        has_boxes  the copy engine takes the operands, if there is one
         """
+        by_warpgroups = (
+            self.wgmma
+            and has_boxes
+            and a.itemsize == 2
+            and shape[3] == 1
+            and min(shape) > 0
+            and engine.has_wgmma
+        )
         key = (
+            by_warpgroups,
             a.dtype,
             stored,
             shape,
@@ -267,14 +341,15 @@ class MeasuredTiles:
             engine.multiprocessor,
         )
         if key not in self._chosen:
-            self._chosen[key] = self._choose(
-                possible(a, engine.capability, self.is_3xtf32), a.dtype.name, stored, shape, engine
-            )
+            tiles: tuple[AnyTile, ...] = HOPPER_TILES
+            if not by_warpgroups:
+                tiles = possible(a, engine.capability, self.is_3xtf32)
+            self._chosen[key] = self._choose(tiles, a.dtype.name, stored, shape, engine)
         return self._chosen[key]
 
     def _choose(
         self,
-        tiles: tuple[Tile | TensorTile, ...],
+        tiles: tuple[AnyTile, ...],
         elements: str,
         stored: str,
         shape: tuple[int, int, int, int],
@@ -319,7 +394,7 @@ def possible(a: Any, capability: int, is_3xtf32: bool = False) -> tuple[Tile | T
 
 
 def usual(
-    tiles: tuple[Tile | TensorTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
+    tiles: tuple[AnyTile, ...], m: int, n: int, k: int, batches: int, engine: Engine
 ) -> Tiling:
     """Return the tiling of the lowest cost; of equals, the first tile and the fewest splits."""
     most = max(1, min(k // SHORTEST, MOST_SPLITS))
@@ -329,9 +404,15 @@ def usual(
     )
 
 
-def fewest(tile: Tile | TensorTile, k: int) -> int:
+def fewest(tile: AnyTile, k: int) -> int:
     """Return the fewest splits of a sum over K with this tile."""
     return min(count(k, LONGEST), MOST_SPLITS) if isinstance(tile, FloatTile) and k else 1
+
+
+def blocks_over(tile: AnyTile, m: int, n: int) -> int:
+    """Return the number of blocks that cover C, in whole clusters of neighbouring rows of tiles."""
+    cluster = tile.CLUSTER if isinstance(tile, HopperTile) else 1
+    return count(count(m, tile.TILE_M), cluster) * cluster * count(n, tile.TILE_N)
 
 
 def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -> float:
@@ -344,7 +425,7 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
     company, perhaps the last one, is slower by the factor `alone`.
     """
     (tile, splits), elements, multiprocessors = tiling, batches * m * n, engine.multiprocessors
-    blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * batches * splits
+    blocks = blocks_over(tile, m, n) * batches * splits
     rounds = count(blocks, multiprocessors)
     resident = engine.multiprocessor.resident(tile.threads, tile.registers, tile.shared)
     waves = count(rounds, resident)
@@ -358,15 +439,17 @@ def cost(tiling: Tiling, m: int, n: int, k: int, batches: int, engine: Engine) -
 
 
 def worth_measuring(
-    a: Any, m: int, n: int, k: int, engine: Engine, is_3xtf32: bool = False
+    a: Any, m: int, n: int, k: int, engine: Engine, is_3xtf32: bool = False, wgmma: bool = False
 ) -> list[Tiling]:
     """Return the candidates for a measurement: every tile, with splits of K where they can pay.
 
+    wgmma  also the tiles of warpgroups, where the device has them
     A split pays if its length is at least 128 and the blocks do not exceed two per multiprocessor.
     """
     tilings, multiprocessors = [], engine.multiprocessors
-    for tile in possible(a, engine.capability, is_3xtf32):
-        blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N)
+    by_warpgroups: tuple[AnyTile, ...] = HOPPER_TILES if wgmma and engine.has_wgmma else ()
+    for tile in (*possible(a, engine.capability, is_3xtf32), *by_warpgroups):
+        blocks = blocks_over(tile, m, n)
         least = fewest(tile, k)
         tilings += [
             Tiling(tile, splits)
@@ -387,7 +470,7 @@ class _TileLine(BaseModel):
     m: Extent
     n: Extent
     k: Extent
-    kernel: Literal["gemm", "gemm_tensor"]
+    kernel: Literal["gemm", "gemm_tensor", "gemm_hopper"]
     plan: tuple[list[int], Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
 
 
@@ -430,7 +513,7 @@ def _entry(line: _TileLine) -> FastestTile:
     """Return a line of the file as `FastestTile`; ValueError for a tile that no kernel has."""
     wanted, splits = line.plan
     on_tensor_cores = FLOAT_TILES if line.elements == "float32" else TENSOR_TILES + two_stages()
-    for tile in TILES + on_tensor_cores:
+    for tile in TILES + on_tensor_cores + HOPPER_TILES * (line.elements in HALVES):
         if [*tile] == wanted and tile.kernel == line.kernel:
             return FastestTile(
                 line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits)

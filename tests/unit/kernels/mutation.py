@@ -43,6 +43,14 @@ MUTATIONS = {
     "bound dropped": (re.compile(rf"min\((?:{BOUNDS}), (?!\))"), "("),
     "bound dropped at the end": (re.compile(rf"min\(((?:[^,()]|\(\))+), (?:{BOUNDS})\)"), r"(\1)"),
     "lower bound dropped": (re.compile(r"max\(0, "), "("),
+    "wait of Hopper removed": (
+        re.compile(
+            r"(?<!void )(?:barrier_wait|wgmma_wait<\d>|wgmma_fence|wgmma_commit|proxy_fence|cluster_sync|leave)\([^;{]*\);"
+        ),
+        ";",
+    ),
+    "arrivals miscounted": (re.compile(r"(barrier_init\(\w+\(s\), )"), r"\g<1>1 + "),
+    "phase kept": (re.compile(r"parity \^(=?) 1"), r"parity ^\1 0"),
 }
 MOVED = {"<": "<= ", ">=": "> ", "<=": "<= 1 + "}
 

@@ -261,8 +261,53 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
             "row_sums": None,
             "splits": 1,
             "workspace": None,
+            "groups": 0,
+            "ends": None,
         }
     assert kernels.launches == 3
+
+
+def test_a_tensor_map_reaches_the_driver_by_value_and_is_made_once_for_a_buffer(monkeypatch):
+    encoded = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, place, kind, dims, address, extents, pitches, box, *rest):
+            encoded.append((kind, dims, address.value, [*extents], [*pitches], [*box], *rest[1:]))
+            ctypes.memset(place, len(encoded), 128)
+            return 0
+
+    open_library = ctypes.CDLL
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: Driver() if name == "libcuda.so.1" else open_library(name)
+    )
+    cupy = RememberingCupy()
+    kernels, signature = (
+        Kernels(CudaEngine(cupy)),
+        package_sources()["gemm_hopper"].kernels["gemm_hopper"],
+    )
+    a, b, c = (there(*shape, dtype=ml_dtypes.bfloat16) for shape in ((64, 40), (72, 40), (64, 72)))
+    for _ in range(3):
+        product.gemm(kernels, Arena(), a, b, c, transposed_b=True, table=MeasuredTiles(wgmma=True))
+    rows, columns = (128, 128)
+    assert [each[:6] for each in encoded] == [
+        (9, 2, a.ctypes.data, [40, 64], [80], [64, rows]),
+        (9, 2, b.ctypes.data, [40, 72], [80], [64, columns]),
+    ]
+    assert {each[6:] for each in encoded} == {(0, 3, 3, 0)}, "swizzled by 128 bytes, zeros outside"
+    grid, block, places, _ = cupy.kernels["gemm_hopper"].calls[-1]
+    assert (grid, block) == ((1, 1, 1), (384, 1, 1))
+    pointers = (ctypes.c_void_p * len(signature.parameters)).from_address(places)
+    assert [ctypes.string_at(pointers[i], 128) for i in (0, 1)] == [b"\1" * 128, b"\2" * 128]
+    assert [ctypes.c_int.from_address(pointers[i]).value for i in (2, 3, 4)] == [64, 72, 40]
+    with pytest.raises(KernelError, match="argument `a_map` must be a tensor map"):
+        kernels.launch(
+            "gemm_hopper",
+            (1,),
+            (384,),
+            (b"", *[None] * 14),
+            Element="__nv_bfloat16",
+            Result="float",
+        )
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,13 @@ def test_the_kernels_of_a_kind_are_one_set_and_those_that_check_another():
         assert np.all(device.ops.linear(x, y, None, device.arena())[0] == 4)
 
 
-def test_products_of_tf32_need_a_gpu_that_has_it(monkeypatch):
-    old = SimpleNamespace(engine=SimpleNamespace(capability=75, name="Tesla T4"))
+def test_products_of_tf32_and_of_warpgroups_need_a_gpu_that_has_them(monkeypatch):
+    old = SimpleNamespace(engine=SimpleNamespace(capability=75, has_wgmma=False, name="Tesla T4"))
     monkeypatch.setitem(KERNELS, "cuda-sim", lambda: old)
     with pytest.raises(ConfigError, match=r"device\.gemm=3xtf32 needs .* Tesla T4 has none"):
         device_for("cuda-sim", "3xtf32")
+    with pytest.raises(ConfigError, match=r"tensor_cores=wgmma needs .* 9\.0, which Tesla T4 has"):
+        device_for("cuda-sim", tensor_cores="wgmma")
 
 
 def test_a_gpu_is_looked_for_once_and_in_one_way(monkeypatch):

@@ -206,9 +206,10 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
     Measuring these two in turns keeps noise from deciding between them.
     """
     case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
-    is_3xtf32 = _table(device).is_3xtf32
-    usual = MeasuredTiles((), is_3xtf32).tiling(like, ways, (*shape, 1), engine)
-    tilings = [usual, *worth_measuring(like, *shape, engine, is_3xtf32)]
+    table = _table(device)
+    is_3xtf32, wgmma = table.is_3xtf32, table.wgmma and not any(dim % 8 for dim in shape)
+    usual = MeasuredTiles((), is_3xtf32, wgmma).tiling(like, ways, (*shape, 1), engine)
+    tilings = [usual, *worth_measuring(like, *shape, engine, is_3xtf32, wgmma)]
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
     times: dict[Tiling, float] = {}
     wrong = 0
