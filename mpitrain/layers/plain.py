@@ -544,13 +544,6 @@ class FirstToken:
         """Do nothing: there are no parameters."""
 
 
-class Lookups(NamedTuple):
-    """The states of an embedding's lookups: of tokens, and of other tables by name."""
-
-    tokens: Any
-    others: dict[str, Any]
-
-
 class Embedding:
     """Token embedding, tokens (B, T) -> (B, T, C). The input has no gradient.
 
@@ -624,7 +617,7 @@ class Embedding:
                 x, w["tokens"], positions if is_first else None, arena, self._entries.start, out
             )
             others = self._looked_up(w, tables, y if is_first else None, arena)
-            return y, Lookups(saved, others)
+            return y, {"tokens": saved, **others}
 
         shape = *x.shape, self.width
         y, saved = self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
@@ -665,12 +658,12 @@ class Embedding:
 
     def backward_weight(self, pending, dw, arena):
         dy, saved = pending
-        for name, looked_up in {"tokens": saved.tokens, **saved.others}.items():
+        for name, looked_up in saved.items():
             if name in dw:
                 self.ops.embedding_backward_table(
                     dy, looked_up, dw[name].array, dw[name].claim(), arena
                 )
-        if "positions" in dw and "positions" not in saved.others:
+        if "positions" in dw and "positions" not in saved:
             self.ops.embedding_backward_positions(
                 dy, dw["positions"].array, dw["positions"].claim(), arena
             )

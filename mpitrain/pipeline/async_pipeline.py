@@ -114,17 +114,14 @@ class AsyncPipeline(Pipeline):
     Micro-batch numbers wrap around after two steps, because no more than two steps are in flight.
     """
 
+    stage_type = Updating
+
     def __init__(self, plan: Any, chunks: Any, transport: Any, replica: Any, *rest: Any):
         super().__init__(plan, chunks, transport, replica, *rest)
         self._stashed = replica
         self._pieces = pieces(transport.rank, transport.size, plan.micro_batches, self.lowest)
         self._rows = dict[int, Now]()  # of the micro-batches of two steps
-        for stage in self.stages.values():
-            stage.begin(0, self._rows)
         self._steps = 0  # counts the steps since the pipeline was empty
-
-    def _stage(self, units: Any, replica: Any, *rest: Any) -> Stage:
-        return Updating(units, replica, *rest)
 
     def train(
         self,
@@ -138,6 +135,8 @@ class AsyncPipeline(Pipeline):
         """
         m = self._micro_batches
         self.channel.begin(partial(shape_in, self.input_shape, shapes))
+        for stage in self.stages.values() if not self._steps else ():
+            stage.begin(0, self._rows)
         for micro, own in enumerate(rows, self._steps * m):
             self._rows[micro % (2 * m)] = own
         self._run(

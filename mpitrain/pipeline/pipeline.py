@@ -47,12 +47,12 @@ Shape = tuple[int, ...]
 
 
 class Stage:
-    """Stage that trains one chunk of the model.
+    """Stage that computes one chunk of the model, in training and for inference.
 
     Before a unit computes, the stage gets its parameters by `open` of the replica.
     After the unit's gradients are written, the stage calls `ready` of the replica.
 
-    A micro-batch goes forward, then backward: through the two halves, or through both at once. As
+    A micro-batch that trains goes forward, then backward: through the two halves, or through both at once. As
     soon as a call has used an activation that an earlier call saved, its buffer goes back to the
     arena.
 
@@ -119,13 +119,14 @@ class Stage:
 
     def forward(self, micro: int, x: Any) -> Any:
         """Run the forward of a micro-batch; return the output of the last unit."""
-        replica, save, arena = self._replica, self._saving(micro), self._arena
-        now = self._rows[micro]
+        replica, arena, now = self._replica, self._arena, self._rows[micro]
         begin, poll, end, names = self._pass
+        if now.trains:
+            self._saved[micro] = kept = list[Any]()
         for index, (number, layer) in enumerate(self._layers):
             segment = self._segments[index]
-            if segment and self._begins_segment(index):
-                save((x, now))
+            if segment and now.trains and self._begins_segment(index):
+                kept.append((x, now))
             span = begin(names[number], FORWARD, number, micro)
             y, saved = layer.forward(replica.open(number, micro), x, now, arena)
             if self._unseen:
@@ -133,10 +134,9 @@ class Stage:
             x = y
             poll()
             end(span)
-            if segment or number < self._lowest:
-                del saved
-            else:
-                save(saved)
+            if now.trains and not segment and number >= self._lowest:
+                kept.append(saved)
+            del saved
         self._unseen = []
         return x
 
@@ -158,10 +158,6 @@ class Stage:
             self._poll()
         number, layer = self._layers[index]
         saved.append(saved_again(layer, replica.open(number, micro), x, now, self._arena))
-
-    def _saving(self, micro: int) -> Callable[[Any], object]:
-        saved = self._saved[micro] = []
-        return saved.append
 
     def backward_input(self, micro: int, dy: Any) -> Any:
         """Run the half of the backward pass that computes input gradients.
@@ -216,13 +212,6 @@ class Stage:
             poll()
             end(span)
         return dy
-
-
-class ForwardOnly(Stage):
-    """Stage for evaluation: runs forwards only, and saves no activations."""
-
-    def _saving(self, micro: int) -> Callable[[Any], object]:
-        return lambda saved: None
 
 
 def check_output(name: str, layer: Layer, x: Any, y: Any) -> None:
@@ -411,6 +400,8 @@ class Pipeline:
     bytes sent   per micro-batch an activation and a gradient over each boundary between stages
     """
 
+    stage_type: type[Stage] = Stage
+
     def __init__(
         self,
         plan: Plan,
@@ -436,14 +427,11 @@ class Pipeline:
             replica.poll()
             channel.poll()
 
-        self.stages, self._infer_stages, first = dict[int, Stage](), {}, 0
+        self.stages, first = dict[int, Stage](), 0
         for chunk in own(plan.stage_of, here):
-            common = (
-                *(chunks[chunk], replica, arena, first, poll, transport.recorder),
-                replica.first,
+            self.stages[chunk] = self.stage_type(
+                *(chunks[chunk], replica, arena, first, poll, transport.recorder), replica.first
             )
-            self.stages[chunk] = self._stage(*common)
-            self._infer_stages[chunk] = ForwardOnly(*common)
             first += len(chunks[chunk])
         # Trace files call chunks `parts`.
         transport.recorder.facts(
@@ -452,9 +440,6 @@ class Pipeline:
         self._program: Sequence[Instruction] = training_program(plan, self.lowest)[here]
         self._infer_program = with_messages(forward_alone(plan.stage_of))[here]
         self.input_shape = cache(partial(input_shape, chunks))
-
-    def _stage(self, units: Sequence[Unit], replica: Any, *rest: Any) -> Stage:
-        return Stage(units, replica, *rest)
 
     def train(
         self,
@@ -502,11 +487,11 @@ class Pipeline:
         """
         outputs: list[Any] = []
         self.channel.begin(partial(shape_in, self.input_shape, [shape]))
-        for stage in self._infer_stages.values():
+        for stage in self.stages.values():
             stage.begin(0, {0: Now(0, 0, shape[0], False, places)})
         execute(
             self._infer_program,
-            self._infer_stages,
+            self.stages,
             len(self._chunks),
             lambda micro: first(),
             lambda micro, y: outputs.append(y),

@@ -13,7 +13,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.models.gpt import gpt
 from mpitrain.ops import bodies
-from mpitrain.pipeline.pipeline import ForwardOnly, Stage
+from mpitrain.pipeline.pipeline import Stage
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.training import configured
@@ -122,7 +122,7 @@ def test_a_layers_fused_backward_is_used_at_any_depth():
             lambda: (stage.backward_input(0, dy), stage.backward_weight(0))[0],
         ):
             trainer.replica.begin(0)
-            stage.begin(1, {0: READING})
+            stage.begin(1, {0: READING._replace(trains=True)})
             stage.forward(0, x)
             dx = backwards().copy()
             trainer.replica.wait()
@@ -199,12 +199,12 @@ class Forgetful:
         return x + 1, None
 
 
-@pytest.mark.parametrize("kind", (Stage, ForwardOnly))
-def test_a_stage_frees_an_input_that_no_layer_saves(kind):
+@pytest.mark.parametrize("trains", (True, False))
+def test_a_stage_frees_an_input_that_no_layer_saves(trains):
     alive = []
     idle = SimpleNamespace(open=lambda unit, micro: {})
     layers = [Unit(str(number), Forgetful(alive)) for number in range(2)]
-    stage = kind(layers, idle, Arena())
-    stage.begin(1, {0: READING})
+    stage = Stage(layers, idle, Arena())
+    stage.begin(1, {0: READING._replace(trains=trains)})
     stage.forward(0, np.zeros(3))
     assert alive[1] is False
