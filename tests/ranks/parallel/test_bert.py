@@ -1,7 +1,5 @@
 """BERT: training on masked tokens and on classes of texts is the same in every layout, mode and body."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.rules import check_each, of_model
 from mpitrain.transport.threads import run_ranks
-from tests.training import assert_alike, configured, stepped, trained
+from tests.training import configured, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -20,34 +18,6 @@ BERT += [f"model.{key}={value}" for key, value in SHAPE.items()]
 DROPS = ["model.dropout=0.1", "model.attention_dropout=0.2"]
 TIED = ["model.tied=true"]
 TEXTS = ["data.source=jsonl:texts.jsonl", *DROPS]
-LAYOUTS = {
-    "dp 5": (5, []),
-    "zero 1": (2, ["replication.zero=1", *DROPS]),
-    "zero 2": (2, ["replication.zero=2", "batch.micro_batches=2", *DROPS]),
-    "tp 2": (2, ["layout.tp=2", "device.passes=numpy", *DROPS]),
-    "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true", *TIED]),
-    "5 stages": (5, ["layout.pp=5", "batch.micro_batches=6", "memory.logit_chunks=2", *DROPS]),
-    "tied, pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", *TIED]),
-    "dp 2, tp 2, pp 2": (8, ["layout.pp=2", "layout.tp=2", "batch.micro_batches=3", *DROPS]),
-    "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2", *DROPS]),
-    "cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "memory.recompute=unit", *DROPS]),
-    "recomputed, tiled": (1, ["memory.recompute=2", "memory.attention=tiled", *DROPS]),
-    "master": (3, ["replication.mode=master", "memory.recompute=attention", *DROPS]),
-    "texts, tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", "batch.micro_batches=3", *TEXTS]),
-    "texts, zero 3": (5, ["replication.zero=3", "memory.recompute=unit", *TEXTS]),
-    "adapters": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=query,dense"]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_one_rank(layout, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = ({"text": "abc"[n % 3] * (1 + n % 7) + "d", "label": n % 3} for n in range(40))
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    ranks, settings = LAYOUTS[layout]
-    model = [one for one in settings if one.startswith(("model", "lora", "data"))]
-    (alone,) = run_ranks(1, trained, configured(*BERT, *model), 5)
-    assert_alike(alone, run_ranks(ranks, trained, configured(*BERT, *settings), 5))
 
 
 def losses_of(transport, *settings):

@@ -9,7 +9,7 @@ from mpitrain.run.rules import check_each, of_model
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.run import test_documents
 from tests.ranks.run.test_documents import CUT, Alone, Packed
-from tests.training import assert_alike, configured, trained
+from tests.training import configured, trained
 
 pytestmark = pytest.mark.slow
 
@@ -102,70 +102,6 @@ def test_logits_loss_and_gradients_are_those_of_a_pytorch_program(tied, windows)
 RING = "layout.cp_mode=ring"
 GEMMA = ["model.activation=gelu", "model.scaled_embedding=true", "model.tied=true"]
 QWEN3 = ["model.qk_norm=true", "model.head_dim=6"]
-LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
-LAYOUTS = {
-    "dp 3": (3, []),
-    "zero 3": (2, ["replication.zero=3", "batch.micro_batches=2"]),
-    "tp 2": (2, ["layout.tp=2", *LLAMA3]),
-    "tp 2, own rows": (2, ["layout.tp=2", "layout.sequence_parallel=true"]),
-    "pp 2": (2, ["layout.pp=2", "batch.micro_batches=3", "model.tied=true"]),
-    "recomputed": (2, ["layout.tp=2", "memory.recompute=unit", "memory.logit_chunks=2"]),
-    "one kv head, dp 2, pp 2": (
-        4,
-        [
-            *LLAMA3,
-            "model.kv_heads=1",
-            "layout.pp=2",
-            "batch.micro_batches=2",
-            "memory.recompute=attention",
-        ],
-    ),
-    "normed heads of 6 channels, tp 2": (
-        2,
-        [*QWEN3, "layout.tp=2", "layout.sequence_parallel=true", "memory.recompute=unit"],
-    ),
-    "normed heads, zero 3": (2, [*QWEN3, "replication.zero=3", "batch.micro_batches=2"]),
-    "gemma, tp 2": (2, [*GEMMA, "layout.tp=2", "layout.sequence_parallel=true"]),
-    "gemma, pp 2": (2, [*GEMMA, "layout.pp=2", "batch.micro_batches=3"]),
-    "ring of 3": (3, ["layout.cp=3", "layout.cp_mode=ring", "batch.micro_batches=2"]),
-    "cp 2, zero 3": (4, ["layout.cp=2", "replication.zero=3", "batch.micro_batches=2"]),
-    "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
-    "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),
-    "window, dp 2": (2, ["model.window=5", "batch.micro_batches=2"]),
-    "window, tp 2, own rows": (
-        2,
-        ["model.window=3", "layout.tp=2", "layout.sequence_parallel=true"],
-    ),
-    "window of some layers, pp 2": (
-        2,
-        ["model.window=4", "model.window_from=1", "layout.pp=2", "batch.micro_batches=3"],
-    ),
-    "window, cp 2, recomputed": (
-        2,
-        ["model.window=5", "layout.cp=2", "memory.recompute=attention"],
-    ),
-    **{
-        f"window of {window}, ring of {ranks}": (
-            ranks,
-            [f"model.window={window}", f"layout.cp={ranks}", "layout.cp_mode=ring", *more],
-        )
-        for window, ranks, more in (
-            (1, 2, []),
-            (2, 3, ["model.context=24"]),
-            (3, 6, ["memory.recompute=unit"]),
-            (5, 6, ["model.window_from=1"]),
-            (4, 3, ["batch.micro_batches=2", "model.qkv_bias=true"]),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_one_rank(layout):
-    ranks, settings = LAYOUTS[layout]
-    model = [one for one in settings if one.startswith(("model", "lora"))]
-    (alone,) = run_ranks(1, trained, configured(*LLAMA, *model), 5)
-    assert_alike(alone, run_ranks(ranks, trained, configured(*LLAMA, *settings), 5))
 
 
 @pytest.mark.compile

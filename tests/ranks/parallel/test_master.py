@@ -4,32 +4,13 @@ import pytest
 
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.training import EXACT, TINY, assert_alike, configured, trained
+from tests.training import TINY, configured
 
 pytestmark = pytest.mark.slow
 STEPS = 6
 MASTER = "replication.mode=master"
 BASE = [*TINY, "precision.compute=float64", f"run.steps={STEPS}", "model.layers=1"]
 UNEVEN = [*BASE, "batch.size=32"]
-
-
-def assert_equal_to_one_rank(ranks, settings, *more):
-    (alone,) = run_ranks(1, trained, configured(*settings), STEPS)
-    assert_alike(alone, run_ranks(ranks, trained, configured(*settings, *more), STEPS))
-
-
-@pytest.mark.parametrize("optimizer", EXACT)
-def test_every_optimizer_equals_one_rank_with_uneven_rows(optimizer):
-    assert_equal_to_one_rank(3, [*UNEVEN, f"optimizer.name={optimizer}"], MASTER)
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 5))
-@pytest.mark.parametrize(
-    "settings", [[], ["batch.micro_batches=3", "model.tied=true"], ["replication.overlap=false"]]
-)
-def test_any_number_of_ranks_and_micro_batches_have_the_curve_of_one(ranks, settings):
-    tied = [s for s in settings if "tied" in s]
-    assert_equal_to_one_rank(ranks, [*UNEVEN, *tied], MASTER, *settings)
 
 
 def test_rank_0_alone_reads_the_source_and_keeps_the_state():

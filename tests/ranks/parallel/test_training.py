@@ -4,74 +4,16 @@ import numpy as np
 import pytest
 
 from mpitrain.collectives.engine import executor
-from mpitrain.collectives.selection.table import choices
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks
-from tests.training import MLP, STEPS, TINY, configured, curve, curves, near, same
+from tests.training import STEPS, TINY, configured, curve, curves, near, same
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = [
-    (2, "ring"),
-    (3, "ring"),
-    (4, "ring"),
-    (5, "ring"),
-    (2, "star"),
-    (3, "star"),
-    (4, "native"),
-    (3, "halving-doubling"),
-    (3, "recursive-doubling"),
-    (4, "tree"),
-    (3, "hierarchical"),
-    (3, "shared"),
-    (2, "auto"),
-]
 SHORT = 6
-"""Steps in which every layout is compared; for each update rule and model one is compared in all."""
-
-
-def test_every_algorithm_that_can_be_configured_is_trained_with():
-    assert set(choices("allreduce")) == {a for _, a in LAYOUTS}
-
-
-@pytest.mark.parametrize(
-    "model, optimizer, layouts, steps",
-    [
-        (TINY, "adamw", LAYOUTS, SHORT),
-        (TINY, "adamw", [(5, "ring")], STEPS),
-        (TINY, "sgd", [(3, "halving-doubling")], STEPS),
-        (TINY, "momentum", [(3, "shared")], STEPS),
-        (MLP, "adamw", [(5, "ring")], STEPS),
-    ],
-    ids=["gpt-adamw-short", "gpt-adamw", "gpt-sgd", "gpt-momentum", "mlp-adamw"],
-)
-def test_in_float64_every_layout_equals_one_rank(model, optimizer, layouts, steps):
-    if model is MLP:
-        pytest.importorskip("sklearn")
-    settings = [*model, "precision.compute=float64", f"optimizer.name={optimizer}"]
-    alone = curves(1, *settings, steps=steps)
-    assert np.ptp(alone[0]) > 0.05, "the loss must move, or equality says nothing"
-    for ranks, algorithm in layouts:
-        found = curves(ranks, *settings, f"replication.algorithm={algorithm}", steps=steps)
-        assert near(alone, found), (ranks, algorithm)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["batch.micro_batches=3"],
-        ["replication.overlap=false"],
-        ["model.tied=true", "batch.micro_batches=2"],
-        ["replication.bucket_mb=100.0"],
-    ],
-)
-def test_micro_batches_overlap_ties_and_buckets_do_not_change_the_curve(settings):
-    base = [*TINY, "precision.compute=float64"]
-    tied = [s for s in settings if "tied" in s]
-    assert near(curves(1, *base, *tied, steps=SHORT), curves(2, *base, *settings, steps=SHORT))
 
 
 @pytest.mark.parametrize(

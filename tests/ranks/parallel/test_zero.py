@@ -39,36 +39,6 @@ def by_host(stage):
 alone = cache(lambda steps, *settings: curves(1, *BASE, *settings, steps=steps))
 
 
-@pytest.mark.parametrize(
-    "hosts, settings",
-    [
-        *(
-            (hosts, [zero(stage), *settings])
-            for stage in ZERO
-            for hosts, *settings in (("aaaaa", TIED), ("aaa", THREE), ("aaaa", RING))
-        ),
-        ("a", [zero(3)]),
-        ("aaa", [zero(1), TWO, "replication.overlap=false"]),
-        ("aaa", [zero(1), TWO, "replication.bucket_mb=100.0"]),
-        ("aaa", [zero(2), TWO, "replication.overlap=false"]),
-        ("aaa", [zero(2), TWO, "replication.bucket_mb=100.0"]),
-        ("aaa", [zero(3), TWO, "replication.overlap=false", TIED]),
-        ("aaa", [zero(3), TWO, "replication.zero_keep=1000"]),
-        ("aaa", [zero(3), TWO, "replication.zero_keep=100000", TIED]),
-        ("abba", [*by_host(1), TIED]),
-        ("abc", [*by_host(1), RING, "replication.overlap=false"]),
-        ("aabb", [*by_host(2), RING, THREE]),
-        ("aa", by_host(2)),
-        ("ab", [*by_host(3), RING]),
-        ("ababab", [*by_host(3), RING, TWO, TIED]),
-        ("abba", [*by_host(3), "replication.overlap=false"]),
-    ],
-)
-def test_in_float64_ranks_hosts_buckets_and_overlap_equal_one_rank(hosts, settings):
-    found = curves(len(hosts), *BASE, *settings, steps=SHORT, hosts=hosts)
-    assert near(alone(SHORT, *({TIED} & {*settings})), found)
-
-
 class Strict(Zero3):
     """Parameters are gone after each poll, and what was summed in a slot is."""
 

@@ -1,0 +1,286 @@
+"""Law 5 and 6: a job has the curve and the tensors of one rank in every mode and layout.
+
+A row of MATRIX is a job with its cells: the ranks, and the settings of the mode, layout and all-reduce. One rank trains each
+model once.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from mpitrain.collectives.selection.table import choices
+from mpitrain.parallel.modes import ZERO
+from mpitrain.transport.threads import run_ranks
+from tests.cases.own_layers import units
+from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
+from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
+from tests.ranks.parallel.test_tensor import ONE, source_of
+from tests.training import EXACT, MLP, TINY, assert_alike, configured, same, trained
+
+pytestmark = pytest.mark.slow
+
+
+class Job(NamedTuple):
+    """What is trained.
+
+    cells   {name: (number of ranks or their hosts, settings)}
+    source  (configuration) -> source of batches; None: that of the configuration
+    units   a user's model
+    """
+
+    settings: Sequence[str]
+    steps: int
+    cells: dict[str, tuple[int | str, Sequence[str]]]
+    source: Callable[[Any], Any] = lambda config: None
+    units: Any = None
+
+
+TIED, RING = "model.tied=true", "replication.algorithm=ring"
+TWO, THREE = "batch.micro_batches=2", "batch.micro_batches=3"
+UNIT, OWN_ROWS = "memory.recompute=unit", "layout.sequence_parallel=true"
+KEPT, PARTED = "layout.keep_gathered=true", "replication.overlap=false"
+MASTER = "replication.mode=master"
+
+
+def zero(stage):
+    return f"replication.zero={stage}"
+
+
+def by_host(stage):
+    return [zero(stage), "replication.shard=host"]
+
+
+ALGORITHMS = (
+    *((ranks, "ring") for ranks in (2, 3, 4, 5)),
+    *((2, "star"), (3, "star"), (4, "native"), (3, "halving-doubling"), (4, "tree")),
+    *((3, "recursive-doubling"), (3, "hierarchical"), (3, "shared"), (2, "auto")),
+)
+REPLICAS = {
+    **{f"{name} of {n}": (n, [f"replication.algorithm={name}"]) for n, name in ALGORITHMS},
+    "micro-batches": (2, [THREE]),
+    "in turn": (2, [PARTED]),
+    "tied": (2, [TIED, TWO]),
+    "one bucket": (2, ["replication.bucket_mb=100.0"]),
+    **{
+        f"zero {stage}, {name}": (hosts, [zero(stage), *more])
+        for stage in ZERO
+        for name, hosts, *more in (
+            ("tied", "aaaaa", TIED),
+            ("micro-batches", "aaa", THREE),
+            ("ring", "aaaa", RING),
+            ("in turn", "aaa", TWO, PARTED, *([TIED] if stage == 3 else [])),
+        )
+    },
+    "zero 3, one rank": ("a", [zero(3)]),
+    **{
+        f"zero {stage}, one bucket": ("aaa", [zero(stage), TWO, "replication.bucket_mb=100.0"])
+        for stage in (1, 2)
+    },
+    "zero 3, some kept": ("aaa", [zero(3), TWO, "replication.zero_keep=1000"]),
+    "zero 3, all kept": ("aaa", [zero(3), TWO, "replication.zero_keep=100000", TIED]),
+    "zero 1, shards of abba": ("abba", [*by_host(1), TIED]),
+    "zero 1, shards of abc": ("abc", [*by_host(1), RING, PARTED]),
+    "zero 2, shards of aabb": ("aabb", [*by_host(2), RING, THREE]),
+    "zero 2, shards of aa": ("aa", by_host(2)),
+    "zero 3, shards of ab": ("ab", [*by_host(3), RING]),
+    "zero 3, shards of ababab": ("ababab", [*by_host(3), RING, TWO, TIED]),
+    "zero 3, shards of abba": ("abba", [*by_host(3), PARTED]),
+}
+RULES = {
+    "adamw": (5, [RING]),
+    "sgd": (3, ["optimizer.name=sgd", "replication.algorithm=halving-doubling"]),
+    "momentum": (3, ["optimizer.name=momentum", "replication.algorithm=shared"]),
+}
+ROOTS = {
+    **{name: (3, [MASTER, f"optimizer.name={name}"]) for name in EXACT},
+    **{
+        f"{name}, {ranks} ranks": (ranks, [MASTER, *more])
+        for ranks in (1, 2, 5)
+        for name, more in (
+            ("uneven rows", []),
+            ("micro-batches, tied", [THREE, TIED]),
+            ("in turn", [PARTED]),
+        )
+    },
+}
+
+
+def axes(dp, tp, pp=1, cp=1):
+    return dp * cp * tp * pp, [f"layout.tp={tp}", f"layout.pp={pp}", f"layout.cp={cp}"]
+
+
+def shared(settings, *layouts):
+    """Cells of ranks that share layers: axes, and more settings of each."""
+    cells = {}
+    for own, *more in layouts:
+        ranks, layout = axes(*own)
+        name = " ".join([*map(str, own), *settings[:1], *more])
+        cells[name] = ranks, [*settings, *layout, *more]
+    return cells
+
+
+WIDE = ["model.width=64", "model.heads=8"]
+TENSORS = {
+    **shared([TWO, "model.layers=2"], [(2, 3)]),
+    **shared([THREE, TIED], [(1, 6)], [(4, 2)], [(1, 2, 3)]),
+    **shared([*WIDE, TIED], [(1, 8)]),
+    **shared([TWO, TIED], [(3, 2), zero(2)]),
+    **shared([TWO], [(2, 2), zero(3)]),
+    **shared(["model.kind=mlp", "model.layers=2"], [(2, 3)]),
+    **shared(["model.kind=mlp", "model.layers=3", zero(1)], [(2, 2)], [(1, 8)]),
+    **{
+        f"own rows, {name}": cell
+        for cells in (
+            shared(["model.context=9", TWO, TIED, OWN_ROWS], [(2, 3)], [(1, 6)], [(1, 2, 2)]),
+            shared([*WIDE, KEPT, zero(1), OWN_ROWS], [(2, 4)]),
+            shared(["model.context=10", "batch.size=5", OWN_ROWS], [(2, 2)]),
+            shared([*WIDE, "model.context=10", "batch.size=2", KEPT, OWN_ROWS], [(1, 4)]),
+        )
+        for name, cell in cells.items()
+    },
+}
+NARROW = ["model.width=24", "batch.size=6", "run.steps=8"]
+DROPS = ["model.heads=2", "model.dropout=0.2", TWO, "layout.cp_mode=ring"]
+CONTEXTS = {
+    **shared([TWO], [(1, 1, 2, 2)], [(2, 1, 1, 3), zero(3)]),
+    **shared([TIED], [(1, 3, 1, 2), UNIT]),
+    **shared(
+        DROPS,
+        [(1, 2, 1, 2), OWN_ROWS],
+        [(2, 1, 1, 3), zero(3), "memory.recompute=attention"],
+        [(1, 1, 2, 4), UNIT],
+    ),
+}
+
+BERT = [
+    *("model.kind=bert", "precision.compute=float64", "batch.size=12", "run.eval_rows=20"),
+    *("optimizer.lr=0.01", "optimizer.warmup=2", "model.layers=2", "model.width=32"),
+    *("model.heads=4", "model.context=12"),
+]
+DROPPED = ["model.dropout=0.1", "model.attention_dropout=0.2"]
+TEXTS = ["data.source=jsonl:texts.jsonl", *DROPPED]
+BERTS = {
+    "dp 5": (5, []),
+    "zero 1": (2, [zero(1), *DROPPED]),
+    "zero 2": (2, [zero(2), TWO, *DROPPED]),
+    "tp 2": (2, ["layout.tp=2", "device.passes=numpy", *DROPPED]),
+    "tp 2, own rows": (2, ["layout.tp=2", OWN_ROWS, TIED]),
+    "5 stages": (5, ["layout.pp=5", "batch.micro_batches=6", "memory.logit_chunks=2", *DROPPED]),
+    "tied, pp 2": (2, ["layout.pp=2", THREE, TIED]),
+    "dp 2, tp 2, pp 2": (8, ["layout.pp=2", "layout.tp=2", THREE, *DROPPED]),
+    "cp 2, zero 3": (4, ["layout.cp=2", zero(3), TWO, *DROPPED]),
+    "cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", UNIT, *DROPPED]),
+    "recomputed, tiled": (1, ["memory.recompute=2", "memory.attention=tiled", *DROPPED]),
+    "master": (3, [MASTER, "memory.recompute=attention", *DROPPED]),
+    "texts, tp 2, pp 2": (4, ["layout.tp=2", "layout.pp=2", THREE, *TEXTS]),
+    "texts, zero 3": (5, [zero(3), UNIT, *TEXTS]),
+    "adapters": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=query,dense"]),
+}
+
+LLAMA3 = ["model.qkv_bias=true", "model.rope_scaling=[4, 1, 4, 8]"]
+LLAMAS = {
+    "dp 3": (3, []),
+    "zero 3": (2, [zero(3), TWO]),
+    "tp 2": (2, ["layout.tp=2", *LLAMA3]),
+    "tp 2, own rows": (2, ["layout.tp=2", OWN_ROWS]),
+    "pp 2": (2, ["layout.pp=2", THREE, TIED]),
+    "recomputed": (2, ["layout.tp=2", UNIT, "memory.logit_chunks=2"]),
+    "one kv head, dp 2, pp 2": (
+        4,
+        [*LLAMA3, "model.kv_heads=1", "layout.pp=2", TWO, "memory.recompute=attention"],
+    ),
+    "normed heads of 6 channels, tp 2": (2, [*QWEN3, "layout.tp=2", OWN_ROWS, UNIT]),
+    "normed heads, zero 3": (2, [*QWEN3, zero(3), TWO]),
+    "gemma, tp 2": (2, [*GEMMA, "layout.tp=2", OWN_ROWS]),
+    "gemma, pp 2": (2, [*GEMMA, "layout.pp=2", THREE]),
+    "ring of 3": (3, ["layout.cp=3", "layout.cp_mode=ring", TWO]),
+    "cp 2, zero 3": (4, ["layout.cp=2", zero(3), TWO]),
+    "4 kv heads, cp 2, tp 2": (4, ["layout.cp=2", "layout.tp=2", "model.kv_heads=4"]),
+    "q alone": (2, ["layout.tp=2", "lora.rank=2", "lora.targets=q,gate"]),
+    "window, dp 2": (2, ["model.window=5", TWO]),
+    "window, tp 2, own rows": (2, ["model.window=3", "layout.tp=2", OWN_ROWS]),
+    "window of some layers, pp 2": (
+        2,
+        ["model.window=4", "model.window_from=1", "layout.pp=2", THREE],
+    ),
+    "window, cp 2, recomputed": (
+        2,
+        ["model.window=5", "layout.cp=2", "memory.recompute=attention"],
+    ),
+    **{
+        f"window of {window}, ring of {ranks}": (
+            ranks,
+            [f"model.window={window}", f"layout.cp={ranks}", "layout.cp_mode=ring", *more],
+        )
+        for window, ranks, more in (
+            (1, 2, []),
+            (2, 3, ["model.context=24"]),
+            (3, 6, [UNIT]),
+            (5, 6, ["model.window_from=1"]),
+            (4, 3, [TWO, "model.qkv_bias=true"]),
+        )
+    },
+}
+
+OWN_LAYERS = {
+    "micro-batches": (1, [THREE]),
+    "dp 2": (2, [TWO]),
+    "tp 3": (3, ["layout.tp=3", TWO]),
+    "rows divided": (3, ["layout.tp=3", OWN_ROWS]),
+    "pp 2": (2, ["layout.pp=2", THREE]),
+    "interleaved halves": (2, ["layout.pp=2", THREE, "pipeline.schedule=zero-bubble"]),
+    "zero 3": (2, [zero(3)]),
+}
+
+
+FLOAT64 = [*TINY, "precision.compute=float64"]
+MATRIX = {
+    "replicas": Job(FLOAT64, 6, REPLICAS),
+    "rules": Job(FLOAT64, 12, RULES),
+    "digits": Job([*MLP, "precision.compute=float64"], 12, {"adamw": (5, [RING])}),
+    "root": Job([*FLOAT64, "run.steps=6", "model.layers=1", "batch.size=32"], 6, ROOTS),
+    "tensors": Job(ONE, 4, TENSORS, source_of),
+    "contexts": Job([*ONE, *NARROW], 8, CONTEXTS, source_of),
+    "bert": Job(BERT, 5, BERTS),
+    "llama": Job(LLAMA, 5, LLAMAS),
+    "own layers": Job(
+        BASE, 3, OWN_LAYERS, lambda config: Tokens(), partial(units, drops=True, **MODEL)
+    ),
+}
+COMPUTED = ("model.", "lora.", "data.", "optimizer.", "batch.size")
+"""Keys whose values change what one rank computes."""
+
+
+def train(transport, job, settings):
+    config = configured(*job.settings, *settings)
+    return trained(transport, config, job.steps, job.source(config), job.units)
+
+
+@cache
+def alone(name, settings):
+    return run_ranks(1, train, MATRIX[name], settings)[0]
+
+
+@pytest.mark.parametrize(
+    "name, cell", [(name, cell) for name, job in MATRIX.items() for cell in job.cells]
+)
+def test_every_mode_and_layout_trains_as_one_rank_does(name, cell, tmp_path, monkeypatch):
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    texts = ({"text": "abc"[n % 3] * (1 + n % 7) + "d", "label": n % 3} for n in range(40))
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    job = MATRIX[name]
+    ranks, settings = job.cells[cell]
+    hosts = None if isinstance(ranks, int) else ranks
+    truth = alone(name, tuple(each for each in settings if each.startswith(COMPUTED)))
+    found = run_ranks(ranks if hosts is None else len(hosts), train, job, settings, hosts=hosts)
+    assert_alike(truth, found)
+    assert all(same([found[0].told], [each.told]) for each in found), "ranks are told alike"
+
+
+def test_every_algorithm_of_an_all_reduce_is_in_the_matrix():
+    assert set(choices("allreduce")) == {name for _, name in ALGORITHMS}
