@@ -75,18 +75,29 @@ class Recovery:
         self._began, self._timer, self._doing = time.monotonic(), threading.Timer(0, bool), ""
         self.facts: dict[str, Any] = {}
         self.copied_bytes, self.is_under_way = 0, False
+        self._since = time.perf_counter()
 
     def built(self, transport: Transport, agreed: Job) -> Job:
         """Build the job of a start, with the state of the living ranks if that is the newest; collective."""
         complete = None
         if self.facts:
+            self._lap("agree")
             agreed, complete = self._chosen(agreed)
         job = build(transport, agreed, source=self._source, fills=complete is not None)
+        self._lap("build")
         if complete:
             fill(job.trainer, complete, [*self._own, *self._copied])
+            self._lap("fill")
             job = replace(job, done=complete.facts.done)
         self._hold(job)
         return job
+
+    def _lap(self, part: str) -> None:
+        """Note the seconds since the last part of this recovery, if it is one."""
+        now = time.perf_counter()
+        if self.facts:
+            self.facts["parts_s"][part] = now - self._since
+        self._since = now
 
     def _hold(self, job: Job) -> None:
         """Keep a new job's data and state; the state of the job before is given up; collective."""
@@ -154,6 +165,7 @@ class Recovery:
         """
         self._limit("connecting the living ranks")
         self._copies, self.is_under_way = None, True
+        self._since = time.perf_counter()
         gc.collect()  # Tracebacks may form cycles, which would keep the old trainer.
         known = self._connected()
         folders, are_open, epochs, seconds = zip(*known, strict=True)
@@ -168,7 +180,7 @@ class Recovery:
                 "Start it again with --resume=auto, on more ranks or with smaller --tp, --pp, --cp and --ep.",
             ).on_every_rank()
         lost, left, replaced = changed_places = change(before, places, self._root.living)
-        self.facts = {"lost": lost, **({"left": left} if left else {})}
+        self.facts = {"lost": lost, **({"left": left} if left else {}), "parts_s": {}}
         if replaced:
             self.facts |= {"replaced": replaced}
         self._began = time.monotonic() - max(seconds)
@@ -192,6 +204,7 @@ class Recovery:
                 self._doing = f"waiting for the lock of {self._folder}"
                 self._free(Path(self._folder))
         self._doing = "building the job of the living ranks"
+        self._lap("connect")
         return lambda: self._config.model_copy(update={"run": run, "replication": replication})
 
     def _limit(self, doing: str) -> None:

@@ -253,10 +253,12 @@ def losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         became = [f"rank {rank} is now process {number} of the start" for rank, number in pairs]
         spares = f", {record.get('spares', 0)} spare(s) were left" * bool(pairs)
         took = seconds(record, "startup_s") + seconds(record, "waited_s")
+        parts = record.get("parts_s") or {}
+        of_these = ", ".join(f"{part} {seconds(parts, part):.1f}" for part in parts)
         yield (
             f"After step {record.get('step')} {record['lost']} rank(s) were lost: "
             f"{'; '.join(became) or 'fewer ranks went on'}{spares}; {record.get('ranks')} ranks went on "
-            f"after {took:.1f} s, from {record.get('filled_from')}."
+            f"after {took:.1f} s{f' ({of_these})' * bool(parts)}, from {record.get('filled_from')}."
         )
 
 
