@@ -36,7 +36,7 @@ from mpitrain.run.loop import train
 from mpitrain.run.metrics import read_metrics
 from mpitrain.run.run_dir import checkpoint_of, noted_largest
 from mpitrain.run.trainer import Trainer
-from mpitrain.tools.report.text import goodput, spent
+from mpitrain.tools.report.text import goodput, losses, spent
 from mpitrain.trace.recorder import SILENT
 from mpitrain.transport.base import Traffic
 from mpitrain.transport.threads import run_ranks
@@ -933,3 +933,35 @@ def test_steps_that_only_the_living_ranks_remember_are_not_waited_for():
         parts = spent([start, *lines, resume])
         assert parts["useful steps"] == 0.5 + counted
         assert parts["waiting between starts"] == waited - counted and abs(parts["other"]) < 1e-9
+
+
+def test_the_goodput_of_all_ranks_counts_those_that_wait_as_spares():
+    start = {"event": "start", "step": 0, "time": 10.0, "startup_s": 2.0, "wall_s": 0.0}
+    lines = [start | {"ranks": 3, "spares": 1}, {"step": 4, "lr": 1, "step_s": 1.0, "wall_s": 4.0}]
+    (of_time, of_ranks) = goodput(lines)
+    assert "Goodput: of 6.0 s since the first start 66.7% useful steps" in of_time
+    assert of_ranks == "Of the time of all 4 ranks, of which 1 waited as spares, 50.0% was useful."
+    resume = {
+        "event": "resume",
+        "step": 4,
+        "time": 17.0,
+        "startup_s": 1.0,
+        "waited_s": 2.0,
+        "wall_s": 4.0,
+    }
+    lost = {"lost": 1, "replaced": [[2, 3]], "filled_from": "ranks", "parts_s": {"build": 0.7}}
+    lines += [
+        resume | lost | {"ranks": 3, "spares": 0},
+        {"step": 6, "lr": 1, "step_s": 1.0, "wall_s": 6.0},
+    ]
+    assert [*losses(lines)] == [
+        "After step 4 1 rank(s) were lost: rank 2 is now process 3 of the start, 0 spare(s) were left; "
+        "3 ranks went on after 3.0 s (build 0.7), from ranks."
+    ]
+    resume |= {"step": 6, "time": 20.0, "wall_s": 6.0, "startup_s": 1.0, "waited_s": 0.0}
+    lines += [resume | {"lost": 1, "filled_from": "ranks", "ranks": 2, "spares": 0}]
+    lines += [{"step": 8, "lr": 1, "step_s": 1.5, "wall_s": 9.0}]
+    of_time, of_ranks = goodput(lines)
+    useful = (3 * 6 + 2 * 3) / (4 * 15)
+    assert "of 15.0 s" in of_time and f"{100 * useful:.1f}% was useful" in of_ranks
+    assert len([*goodput([start | {"ranks": 3}, lines[1]])]) == 1
