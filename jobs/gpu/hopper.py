@@ -2,8 +2,8 @@
 
 python3 jobs/gpu/hopper.py DEVICE first       one tile with ones, then the cases of the tests, the simplest first
 python3 jobs/gpu/hopper.py DEVICE products    products of GPT-2 124M, in turns with mma.sync and the library
-python3 jobs/gpu/hopper.py DEVICE training    a step of GPT-2 124M in turns: ours by mma.sync, by wgmma and by the library;
-                                              PyTorch eager and, on a GPU, torch.compile
+python3 jobs/gpu/hopper.py DEVICE training    a step of GPT-2 124M in turns: ours by mma.sync, by wgmma, by the library and by
+                                              auto; PyTorch eager and, on a GPU, torch.compile
 
 The last row says which of ours is the fastest on this device.
 """
@@ -33,8 +33,8 @@ from mpitrain.tools.bench.kernels.operations import seconds
 from mpitrain.transport.threads import run_ranks
 from tests.cases.products import hopper
 
-BY = {"bfloat16": "mma.sync", "wgmma": "wgmma", "library": "cuBLAS"}
-"""By what each way multiplies; on cuda-sim the library is NumPy."""
+BY = {"bfloat16": "mma.sync", "wgmma": "wgmma", "library": "cuBLAS", "auto": "mma.sync and cuBLAS"}
+"""By what each way multiplies; on cuda-sim the library is NumPy, and auto takes mma.sync alone."""
 OF_THE_LIBRARY = 0.75
 """What a product shall reach of cuBLAS, which has some 790 TFLOP/s on an H200: 600."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from table import emit
-from workload import VOCABULARY, WAYS, stored, table
+from workload import HOPPER_WAYS, VOCABULARY, WAYS, stored, table
 
 from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.tiles import DEFAULT, HopperTile, MeasuredTiles, Tiling, cost
@@ -35,10 +35,14 @@ class Gpu(NamedTuple):
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
 FLOAT32 = 22.4e12, 18.1e12
 BFLOAT16 = 182e12, 139e12
-ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32, "bfloat16": BFLOAT16, "wgmma": BFLOAT16}
+ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32} | dict.fromkeys(HOPPER_WAYS, BFLOAT16)
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
 SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
 """Of the memory's rate, likewise; a copy has 0.85."""
+
+
+LIBRARY = 0.59e15
+"""Operations a second of cuBLAS in bfloat16, of products with 768 columns or more and no odd dim, on an H200."""
 
 
 def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -49,6 +53,12 @@ def products() -> Iterator[tuple[str, tuple[int, int, int]]]:
         yield "NT", (TOKENS, outputs, inputs)
         yield "NN", (TOKENS, inputs, outputs)
         yield "TN", (outputs, inputs, TOKENS)
+
+
+def by_library(form: str, shape: tuple[int, int, int]) -> bool:
+    """Whether device.gemm=auto takes the library: not forward, where a bias is added, nor where GELU's gradient is."""
+    goes_with_gelu = form == "NN" and shape[1] == 4 * WIDTH
+    return form != "NT" and not goes_with_gelu and not any(dim % 8 for dim in shape)
 
 
 def tiled(
@@ -64,6 +74,11 @@ def tiled(
 
 def tilings(gpu: Gpu, way: str) -> Iterator[tuple[str, str, float]]:
     for form, shape in products():
+        if way == "auto" and by_library(form, shape):
+            m, n, k = shape
+            summed = 2 * k * m / (SHARE["others"] * gpu.memory) if form == "TN" else 0.0
+            yield "the library's", f"{form} {m} x {n} x {k}", 2 * m * n * k / LIBRARY + summed
+            continue
         (tile, splits), seconds = tiled(gpu, form, shape, stored(way), table(way))
         pairs = ", in pairs" * (isinstance(tile, HopperTile) and tile.CLUSTER == 2)
         yield (
@@ -94,7 +109,7 @@ def total(gpu: Gpu, compute: str) -> float:
 
 
 def main() -> None:
-    for compute in (*WAYS, "wgmma"):
+    for compute in (*WAYS, "wgmma", "auto"):
         sides = [step(gpu, compute) for gpu in GPUS]
         for part in sides[0]:
             emit(
@@ -105,7 +120,7 @@ def main() -> None:
             f"predicted on paper, {compute}: the step, {GPUS[0].name} and {GPUS[1].name}",
             *(f"{1e3 * sum(side.values()):,.2f} ms" for side in sides),
         )
-    for way in ("bfloat16", "wgmma"):
+    for way in ("bfloat16", "wgmma", "auto"):
         for tile in dict.fromkeys(tile for tile, *_ in tilings(GPUS[0], way)):
             found = [
                 [(name, seconds) for other, name, seconds in tilings(gpu, way) if other == tile]

@@ -43,9 +43,9 @@ PRODUCTS = {
 }
 WAYS = {"float32": "tiled", "3xtf32": "3xtf32", "bfloat16": "tiled"}
 """Ways to compute, and what device.gemm is for them; `3xtf32` computes with float32."""
-HOPPER_WAYS = {"bfloat16": "tiled", "wgmma": "tiled", "library": "library"}
+HOPPER_WAYS = {"bfloat16": "tiled", "wgmma": "tiled", "library": "library", "auto": "auto"}
 """The ways that are compared on Hopper, likewise; all compute with bfloat16."""
-STORED = {"3xtf32": "float32", "wgmma": "bfloat16", "library": "bfloat16"}
+STORED = {"3xtf32": "float32"} | dict.fromkeys(HOPPER_WAYS, "bfloat16")
 MODELS = {
     "cuda": "model.layers=12 model.width=768 model.heads=12 model.context=1024 batch.size=8",
     "cuda-sim": "model.layers=1 model.width=32 model.heads=2 model.context=16 batch.size=2",

@@ -442,7 +442,8 @@ def _multiplier(config: Any) -> str:
     if config.device.kind == "cpu":
         return multiplier()
     library = {"cuda": "cuBLAS", "cuda-sim": "NumPy"}[config.device.kind]
-    return library if config.device.gemm == "library" else "our kernels"
+    words = {"library": library, "auto": f"our kernels and {library}"}
+    return words.get(config.device.gemm, "our kernels")
 
 
 def run_shapes(

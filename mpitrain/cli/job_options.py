@@ -157,7 +157,7 @@ OWN_DEVICE = click.option(
 GEMM = click.option(
     "--gemm",
     metavar="WHO",
-    help="Matrix products on a GPU: tiled (our kernels), 3xtf32 (float32 on tensor cores) or library (cuBLAS).",
+    help="Matrix products on a GPU: tiled (our kernels), 3xtf32 (float32 on tensor cores), library (cuBLAS), auto (the faster).",
 )
 ALGORITHM = click.option(
     "--algorithm",

@@ -232,7 +232,7 @@ MISTAKES = [
     ),
     (sets(data__source="text:pipe"), "The data file pipe cannot be read: it is not a regular file"),
     (["--no-such-option"], "No such option"),
-    (["--gemm", "blas"], "device.gemm must be 'tiled', '3xtf32' or 'library',"),
+    (["--gemm", "blas"], "device.gemm must be 'tiled', '3xtf32', 'library' or 'auto',"),
     (["--dp", "2"], "dp 2 x tp 1 x pp 1 needs 2 ranks, but 4 were started."),
     (["--resume", "--out", "nothing"], "There is no run in nothing to resume."),
     (sets(data__source="text:empty.txt"), "empty.txt is empty."),

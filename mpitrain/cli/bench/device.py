@@ -37,10 +37,10 @@ ON_A_DEVICE = with_options(
     ),
     click.option(
         "--gemm",
-        type=click.Choice(["tiled", "3xtf32", "library"]),
+        type=click.Choice(["tiled", "3xtf32", "library", "auto"]),
         default="tiled",
         show_default=True,
-        help="Matrix products: tiled (our kernels), 3xtf32 (float32 on tensor cores) or library (cuBLAS).",
+        help="Matrix products: tiled (our kernels), 3xtf32 (float32 on tensor cores), library (cuBLAS), auto (the faster).",
     ),
     click.option(
         "--tiles",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.kernels.loader import Engine, Kernels, Macros
 from mpitrain.machine.backend import address
 from mpitrain.ops.cuda.launches import KINDS, c_type, element, in_chunks, sum_rows, sum_type
 from mpitrain.ops.cuda.tiles import (
@@ -25,7 +25,7 @@ from mpitrain.ops.cuda.tiles import (
 )
 
 Multiply = Callable[..., None]
-"""`gemm` or `library`."""
+"""`gemm`, `library` or `automatic`."""
 
 ACTIVATIONS = {None: 0, "gelu": 1, "relu": 2, "gelu erf": 3, "tanh": 4, "gelu backward": -1}
 STRIDED, STRIDED_COMBINE = "A B C residual saved", "C residual saved"
@@ -41,9 +41,9 @@ def chosen(gemm_key: str, tiles: str = "", tensor_cores: str = "mma") -> Multipl
     if gemm_key == "library":
         return library
     table = read_tiles(Path(tiles)) if tiles else DEFAULT
-    if (gemm_key, tensor_cores) != ("tiled", "mma"):
+    if gemm_key == "3xtf32" or tensor_cores == "wgmma":
         table = MeasuredTiles(table.measured, gemm_key == "3xtf32", tensor_cores == "wgmma")
-    return partial(gemm, table=table)
+    return partial(automatic if gemm_key == "auto" else gemm, table=table)
 
 
 class ProductLaunch(NamedTuple):
@@ -352,6 +352,38 @@ def library(
             _fresh(epilogue),
             STRIDED_COMBINE,
         )
+
+
+def automatic(
+    kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, table: MeasuredTiles, **ways: Any
+) -> None:
+    """Compute `gemm` by the library where measurements found it faster, otherwise by our kernels."""
+    if not table.wgmma and library_is_faster(kernels.engine, a, b, c, **ways):
+        library(kernels, arena, a, b, c, **ways)
+    else:
+        gemm(kernels, arena, a, b, c, table=table, **ways)
+
+
+LIBRARY_WAYS = {"transposed_a", "transposed_b", "beta", "row_sums"}
+
+
+def library_is_faster(engine: Engine, a: Any, b: Any, c: Any, **ways: Any) -> bool:
+    """Return whether the library makes a product faster, as an H200 found.
+
+    There it took half of the time of ours for 16-bit products on compute capability 9.0. But it took three
+    times as long where a dim is odd, and as long with an epilogue, for which it needs one of our kernels.
+    """
+    row_sums, beta = ways.get("row_sums"), ways.get("beta", 0)
+    return (
+        engine.capability == 90
+        and a.itemsize == 2
+        and a.ndim == b.ndim == c.ndim == 2
+        and not any(dim % 8 for array in (a, b) for dim in array.shape)
+        and bool(in_chunks(a, b, c))
+        and beta in (0, 1)
+        and all(name in LIBRARY_WAYS or value is None for name, value in ways.items())
+        and (row_sums is None or (ways.get("transposed_a") is True and a.flags.c_contiguous))
+    )
 
 
 def _check(

@@ -267,6 +267,36 @@ def test_arguments_reach_the_driver_as_the_kernel_declares_them(dtype):
     assert kernels.launches == 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "ways", "by_library"),
+    [
+        ((64, 72, 40), {}, True),
+        ((64, 72, 40), {"beta": 1.0}, True),
+        ((64, 72, 40), {"transposed_a": True, "row_sums": there(64)}, True),
+        ((64, 71, 40), {}, False),
+        ((64, 72, 40), {"bias": there(72, dtype=ml_dtypes.bfloat16)}, False),
+        ((64, 72, 40), {"alpha": 0.5}, False),
+    ],
+)
+def test_auto_takes_cublas_for_bare_16_bit_products_on_hopper(shape, ways, by_library):
+    m, n, k = shape
+    rows = (k, m) if "transposed_a" in ways else (m, k)
+    for dtype, capability in (
+        (ml_dtypes.bfloat16, "90"),
+        (ml_dtypes.bfloat16, "80"),
+        (np.float32, "90"),
+    ):
+        cupy = RememberingCupy(capability=capability)
+        arrays = (there(*each, dtype=dtype) for each in (rows, (k, n), (m, n)))
+        if "bias" in ways and dtype is np.float32:
+            continue
+        multiply = product.chosen("auto")
+        multiply(Kernels(CudaEngine(cupy)), OnDeviceArena(Arena()), *arrays, **ways)
+        is_hopper = (dtype, capability) == (ml_dtypes.bfloat16, "90")
+        assert len(cupy.cuda.cublas.modes) == (by_library and is_hopper)
+        assert bool({"gemm", "gemm_tensor"} & {*cupy.kernels}) == (not (by_library and is_hopper))
+
+
 def test_a_tensor_map_reaches_the_driver_by_value_and_is_made_once_for_a_buffer(monkeypatch):
     encoded = []
 

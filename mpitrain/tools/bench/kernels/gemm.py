@@ -246,8 +246,9 @@ def _sides(device: Device) -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def _planned(device: Device, what: LayerProduct, shape: Shape, dtype: str) -> str:
-    """Return the tiling of our product in words, or "" if a library multiplies."""
-    if device.kernels is None or not isinstance(device.multiply, partial):
+    """Return the tiling of our product in words, or "" if a library multiplies, or may."""
+    is_ours = isinstance(device.multiply, partial) and device.multiply.func is product.gemm
+    if device.kernels is None or not is_ours:
         return ""
     tile, splits = _table(device).tiling(
         _like(dtype), what.stored, (*shape, 1), device.kernels.engine
