@@ -13,6 +13,7 @@ neighbour. ZeRO on 4 ranks, 2 on each host:
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> Non
     )
     everyone = units_of_all(trainer)
     if digest(unit.name for units in everyone for unit in units) == facts.state:
-        _fill_alike(trainer, everyone, complete.holders, own)
+        _fill_alike(trainer, everyone, own)
     else:
         _fill_anew(trainer, complete.holders, own)
     trainer.replica.restore(facts.scalars)
@@ -151,18 +152,22 @@ def fill(trainer: Trainer, complete: CompleteState, held: Sequence[Held]) -> Non
 def _fill_alike(
     trainer: Trainer,
     everyone: Sequence[Sequence[StateUnit]],
-    holders: Mapping[str, int],
     own: Mapping[str, tuple[list[Any], Any]],
 ) -> None:
-    """Let each rank keep the units that it holds, and get the others from their holders; as in `fill`."""
+    """Let each rank keep the units that it holds, and get the others from a near rank that does; as in `fill`."""
     transport, backend = trainer.transport, trainer.backend
     arrays = [buffer.array for buffer in changed(trainer)]
-    known = transport.gather_text([*own])
+    known, hosts = transport.gather_text([*own]), transport.hosts
+
+    def distance(rank: int, other: int) -> tuple[bool, int]:
+        return hosts[other] != hosts[rank], (other - rank) % len(hosts)
+
     with transport.recorder.called("state of the living ranks"):
         tag = transport.claim_tag()
     for rank, units in enumerate(everyone):
         for index, unit in enumerate(units):
-            holder = rank if unit.name in known[rank] else holders[unit.name]
+            having = [other for other, names in enumerate(known) if unit.name in names]
+            holder = min(having, key=partial(distance, rank))
             if transport.rank not in (rank, holder):
                 continue
             if transport.rank == holder:
