@@ -29,6 +29,7 @@ class Nothing:
     """
 
     name, capability, multiprocessors, multiprocessor = "no engine", 90, 132, H100
+    has_wgmma = False
 
     def __init__(self, takes_plain: bool):
         self.takes_plain = takes_plain

@@ -43,6 +43,13 @@ ON_A_DEVICE = with_options(
         help="Matrix products: tiled (our kernels), 3xtf32 (float32 on tensor cores), library (cuBLAS), auto (the faster).",
     ),
     click.option(
+        "--tensor-cores",
+        type=click.Choice(["mma", "wgmma"]),
+        default="mma",
+        show_default=True,
+        help="16-bit products by warps (mma) or by the warpgroups of Hopper (wgmma).",
+    ),
+    click.option(
         "--tiles",
         type=click.Path(),
         default="",
@@ -61,12 +68,13 @@ def device_of(options: dict[str, Any]) -> "tuple[Device, str]":
     from mpitrain.ops.device import device_for
 
     kind, gemm, tiles = options["kind"], options["gemm"], options["tiles"]
-    if kind == "cpu" and (gemm != "tiled" or tiles):
+    tensor_cores = options["tensor_cores"]
+    if kind == "cpu" and ((gemm, tensor_cores) != ("tiled", "mma") or tiles):
         raise ConfigError(
-            "--gemm and --tiles are about products on a GPU, but --device is cpu.",
+            "--gemm, --tensor-cores and --tiles are about products on a GPU, but --device is cpu.",
             "Leave them out.",
         )
-    device = device_for(kind, gemm, tiles, options["checked"])
+    device = device_for(kind, gemm, tiles, options["checked"], tensor_cores=tensor_cores)
     return device, device.kernels.engine.name if device.kernels else processor().name
 
 

@@ -97,6 +97,8 @@ class Unlaunched:
             capability=engine.capability,
             multiprocessors=engine.multiprocessors,
             multiprocessor=engine.multiprocessor,
+            has_wgmma=engine.has_wgmma,
+            tensor_map=lambda *arguments: None,
             multiply=lambda *arguments: None,
         )
         self.plans: dict[tuple, Any] = {}

@@ -21,6 +21,7 @@ from mpitrain.ops.cuda.tiles import (
     usual,
 )
 from mpitrain.ops.device import device_for
+from mpitrain.run.count.operations import Unlaunched
 from tests.cases.numbers import assert_close, numbers
 from tests.unit.kernels.hopper_code import Variant, faults_of
 
@@ -118,6 +119,14 @@ def test_shapes_that_the_copy_engine_refuses_take_mma_sync():
         tile, splits = table.tiling(brain, "TN", (m, n, 8192, 1), engine)
         blocks = blocks_over(tile, m, n) * splits
         assert blocks / (132 * count(blocks, 132)) >= 0.7, (m, n)
+
+
+def test_a_product_is_counted_without_a_launch_and_without_a_map():
+    kernels = Kernels(Simulator())
+    a, b, c = (np.empty(shape, ml_dtypes.bfloat16) for shape in ((64, 40), (72, 40), (64, 72)))
+    ways = {"transposed_b": True, "table": MeasuredTiles(wgmma=True)}
+    product.gemm(Unlaunched(kernels), Arena(), a, b, c, **ways)
+    assert [name for name, _ in kernels.expected] == ["gemm_hopper"] and kernels.launches == 0
 
 
 def test_a_linear_layer_computes_by_warpgroups():
