@@ -3,6 +3,7 @@
 An interval is anything with a `start` and a `stop`: a `Piece`, a stored tensor, a bucket or a
 `range`. `Runs` are many intervals at once, as arrays.
 
+    share     one of several nearly equal runs
     overlap   of two intervals
     within    pieces of a buffer inside an interval
     without   pieces minus other intervals
@@ -62,6 +63,14 @@ class Common(NamedTuple):
     one: np.ndarray
     other: np.ndarray
     length: np.ndarray
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """Return the part-th of `parts` nearly equal runs of `count` things.
+
+    No run is empty if parts <= count.
+    """
+    return range(part * count // parts, (part + 1) * count // parts)
 
 
 def overlap(one: Interval, other: Interval) -> range:

@@ -43,6 +43,7 @@ import numpy as np
 from mpitrain.errors import ConfigError, multiples_near
 from mpitrain.machine.arena import Arena
 from mpitrain.ops.reference.attention import first_keys
+from mpitrain.regions import share
 
 Rectangle = tuple[slice, ...]
 """A region of a tensor: one slice per dim, with start >= 0, a stop, and no step."""
@@ -319,7 +320,7 @@ class WholeRows:
 
     def share(self, count: int) -> range:
         """Return this rank's run of `count` things; the runs of the ranks may differ by one."""
-        return range(self.rank * count // self.ranks, (self.rank + 1) * count // self.ranks)
+        return share(count, self.rank, self.ranks)
 
     def run(self, count: int, what: str) -> range:
         """Return this rank's run of `count` things, which the ranks share equally.

@@ -25,6 +25,7 @@ from mpitrain.layers.base import Gradients, Loss, Now, Parameter, Weights, flat_
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import copy_rows, on_device
 from mpitrain.ops import Ops
+from mpitrain.regions import share
 
 
 class ChunkedHead:
@@ -103,11 +104,10 @@ class ChunkedLogits:
         """Yield each slice of rows, its logits (M / N, V), and the saved state of its product."""
         count, product = len(self.rows), self.layer.head.product
         for number in range(self.layer.count):
-            rows = slice(
-                number * count // self.layer.count, (number + 1) * count // self.layer.count
-            )
-            if rows.start < rows.stop:
-                yield rows, *product(self.rows[rows], self.weight, self.bias, arena)
+            rows = share(count, number, self.layer.count)
+            if rows:
+                own = slice(rows.start, rows.stop)
+                yield own, *product(self.rows[own], self.weight, self.bias, arena)
 
 
 @dataclass

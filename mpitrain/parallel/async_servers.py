@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mpitrain import config
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.replica import Replica, StepResult, whole
 from mpitrain.parallel.servers import Server, Worker, header, is_late
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, share
 from mpitrain.transport.base import Request
 
 

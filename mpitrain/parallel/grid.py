@@ -332,11 +332,3 @@ class Grid:
         """
         while self._parts:
             self._parts.pop().close()
-
-
-def share(rows: int, part: int, parts: int) -> range:
-    """Return the part-th of `parts` nearly equal runs of rows.
-
-    No run is empty if parts <= rows.
-    """
-    return range(part * rows // parts, (part + 1) * rows // parts)

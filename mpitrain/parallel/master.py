@@ -12,9 +12,8 @@ from mpitrain.layers.base import Weights
 from mpitrain.layers.flat import Bucket
 from mpitrain.machine.backend import copy_rows
 from mpitrain.optim.state import StateBuffer
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.replica import SINGLE_RANKS, Replica, Sizes, whole
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, share
 
 ROOT = 0
 

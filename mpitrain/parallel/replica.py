@@ -24,8 +24,8 @@ from mpitrain.ops.device import Device
 from mpitrain.optim import Optimizer
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, best_bytes, tied_sums, users
-from mpitrain.parallel.grid import Axes, Grid, share
-from mpitrain.regions import Piece
+from mpitrain.parallel.grid import Axes, Grid
+from mpitrain.regions import Piece, share
 from mpitrain.trace.recorder import UPDATE
 
 

@@ -27,9 +27,8 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.layers.base import Weights
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.replica import Replica, Sizes, StepResult, mean_of, weight_of
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, share
 from mpitrain.trace.recorder import UPDATE
 
 

@@ -50,9 +50,9 @@ from mpitrain.layers.base import Gradient, Gradients, Weights
 from mpitrain.layers.flat import Bucket, Storage, shard
 from mpitrain.optim.state import StateBuffer
 from mpitrain.parallel.buckets import Buckets, buckets_used, kept_apart, slots_of, tied_sums, users
-from mpitrain.parallel.grid import EXPERTS, Grid, share
+from mpitrain.parallel.grid import EXPERTS, Grid
 from mpitrain.parallel.replica import FrozenParameters, Replica, Sizes, compact, spread, whole
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, share
 from mpitrain.transport.base import Transport
 
 

@@ -15,9 +15,8 @@ from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, read_rows
 from mpitrain.errors import ConfigError, DataError, TrainingError
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.context import all_tokens
-from mpitrain.regions import moved, overlap
+from mpitrain.regions import moved, overlap, share
 
 if TYPE_CHECKING:
     from mpitrain.pipeline.decoder import Decoder

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data import read_rows, targets_of
-from mpitrain.parallel.grid import share
+from mpitrain.regions import share
 from mpitrain.run.job import Job
 
 

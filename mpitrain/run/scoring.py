@@ -10,7 +10,7 @@ from mpitrain.data import IGNORED
 from mpitrain.data.tasks import Task
 from mpitrain.data.tokenizer import Tokenizer
 from mpitrain.errors import DataError
-from mpitrain.parallel.grid import share
+from mpitrain.regions import share
 from mpitrain.run.inference import diverged, row_losses
 from mpitrain.run.trainer import Trainer
 from mpitrain.transport.agreement import on_all_ranks

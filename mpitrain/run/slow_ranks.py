@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mpitrain.errors import ConfigError
 from mpitrain.files import reading
-from mpitrain.parallel.grid import Axes, share
+from mpitrain.parallel.grid import Axes
+from mpitrain.regions import share
 from mpitrain.trace.recorder import HEAD, PACE, Pace
 from mpitrain.trace.timeline import trace_file
 

@@ -19,13 +19,14 @@ from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.grid import Grid, share
+from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
 from mpitrain.parallel.replica import StepResult
 from mpitrain.parallel.tensor.layer_factory import LayerFactory, layers_for, loss_for
 from mpitrain.pipeline.async_pipeline import AsyncPipeline
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.regions import share
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, agree_on
@@ -462,7 +463,8 @@ class Trainer:
             if a prediction has no target. With several ranks the job is aborted.
         """
         replica, ranks, config = self.replica, self.layers.tokens.ranks, self.config
-        own, micro_batches, where = self.share(), config.batch.micro_batches, f"step {index + 1}"
+        own, micro_batches = replica.share(config.batch.size), config.batch.micro_batches
+        where = f"step {index + 1}"
         inputs, targets, starts, types = self.rows.read(inputs, targets, where)
         if len(inputs) > len(own):
             self.rows.refuse(

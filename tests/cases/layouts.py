@@ -9,8 +9,7 @@ from mpitrain.layers.base import Parameter, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import HostBackend
 from mpitrain.optim.state import StateBuffer
-from mpitrain.parallel.grid import share
-from mpitrain.regions import Piece
+from mpitrain.regions import Piece, share
 from mpitrain.run.checkpoint import loading
 from mpitrain.run.checkpoint.manifest import Done, Manifest
 from mpitrain.run.checkpoint.saving import begin

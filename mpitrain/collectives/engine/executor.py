@@ -173,7 +173,8 @@ class Reduction:
         """
         if self._is_under_way and self._advance():
             self._is_under_way = False
-            self._end_span()
+            if self._span:
+                self._end_span()
         return not self._is_under_way
 
     def wait(self) -> None:
@@ -184,7 +185,8 @@ class Reduction:
                 self._finish()
             self._is_under_way = False
         self._recorder.go_on(wait)
-        self._end_span()
+        if self._span:
+            self._end_span()
 
     def _run(self) -> None:
         self._start()
@@ -205,9 +207,8 @@ class Reduction:
         self._span = self._recorder.begin(REDUCTION, self._name, nbytes=self._nbytes)
 
     def _end_span(self) -> None:
-        if self._span:
-            self._recorder.end(self._span)
-            self._span = 0
+        self._recorder.end(self._span)
+        self._span = 0
 
 
 def _started_twice() -> CommError:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+from mpitrain.regions import share
+
 
 class Transfer(NamedTuple):
     """Elements [start, stop) of the array that travel to or from a peer.
@@ -60,8 +62,8 @@ def pieces(start: int, stop: int, n: int) -> list[tuple[int, int]]:
 
     Some runs are empty if there are fewer than n elements.
     """
-    count = stop - start
-    return [(start + piece * count // n, start + (piece + 1) * count // n) for piece in range(n)]
+    runs = [share(stop - start, piece, n) for piece in range(n)]
+    return [(start + run.start, start + run.stop) for run in runs]
 
 
 def chunk_bounds(count: int, n: int) -> list[tuple[int, int]]:

@@ -26,13 +26,13 @@ from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, DeviceBackend
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
 from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import SERIAL, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
+from mpitrain.regions import share
 from mpitrain.run.count.operations import Count, Unlaunched, counted
 from mpitrain.run.count.weightless import (
     Weightless,

@@ -39,7 +39,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
-from mpitrain.parallel.grid import Axes, divisor, share
+from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
@@ -49,6 +49,7 @@ from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import SERIAL, plan_of
 from mpitrain.pipeline.simulate import Cost, held, simulate
 from mpitrain.plots import COLOURS, add_legend, save, subplots
+from mpitrain.regions import share
 from mpitrain.run.build import alone
 from mpitrain.run.choices import parse
 from mpitrain.run.count.step import Counter

@@ -11,9 +11,10 @@ from mpitrain.config import Replication as Settings
 from mpitrain.layers.flat import Span, Storage, dealt
 from mpitrain.models.table import is_tied
 from mpitrain.parallel.buckets import TURNS
-from mpitrain.parallel.grid import Axes, divisor, share
+from mpitrain.parallel.grid import Axes, divisor
 from mpitrain.parallel.servers import NUMBERS
 from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.regions import share
 from mpitrain.run.trainer import Trainer
 
 CONTROL, CONTROL_ITEM = 5, 8

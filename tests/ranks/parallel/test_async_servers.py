@@ -9,8 +9,8 @@ import pytest
 
 from mpitrain.layers.flat import Storage, dealt
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.servers import Server, Worker
+from mpitrain.regions import share
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.transport.threads import run_ranks

@@ -5,7 +5,7 @@ B batch, T tokens, R = B T rows, C channels, H heads, V vocabulary, L blocks, n 
 
 import pytest
 
-from mpitrain.parallel.grid import share
+from mpitrain.regions import share
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.exchange import Counted

@@ -14,10 +14,10 @@ import pytest
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.optim import learning_rate
-from mpitrain.parallel.grid import share
 from mpitrain.parallel.weight_stashing import PipeDream
 from mpitrain.pipeline.partition import cut
 from mpitrain.pipeline.schedules import STREAMS
+from mpitrain.regions import share
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.replicas import replicas_equal

@@ -9,11 +9,11 @@ import pytest
 
 from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.grid import share
 from mpitrain.pipeline.pipeline import Stage
 from mpitrain.pipeline.schedule_files import write_plan
 from mpitrain.pipeline.schedules import SCHEDULES, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
+from mpitrain.regions import share
 from mpitrain.run.build import build
 from mpitrain.run.replicas import replicas_equal
 from mpitrain.tools.bench.training.steps import STAGES, stage_rows

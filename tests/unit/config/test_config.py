@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain.config import Config, read_toml, with_settings
 from mpitrain.errors import ConfigError
-from mpitrain.parallel.grid import share
+from mpitrain.regions import share
 from mpitrain.run.choices import keys, parse
 from mpitrain.run.job import axes
 from tests.processes import mpitrain
