@@ -131,7 +131,8 @@ def build(
         job = on_all_ranks(transport, lambda: _checked(transport, job))
     _prepare(transport, job.device)
     trainer = Trainer(transport, None, job, draws=False)
-    models, frozen, kept = job.models, trainer.replica.frozen, trainer.replica.state()
+    models, frozen = job.models, trainer.replica.frozen
+    kept = trainer.replica.state() if folder or models else []
     if fills:
         kept = [buffer for buffer in kept if frozen and buffer.array is frozen.flat]
     checkpoint = loading.read_beside(transport, folder) if folder else None
@@ -229,10 +230,10 @@ def _fitted(job: Job, name: str, says: bool) -> Job:
 
 def _prepare(transport: Transport, device: Device) -> None:
     """Compile the kernels of the counted step, together with the other ranks of this host."""
-    here = transport.hosts[transport.rank]
-    beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
     # The same on all ranks, also where a host has only one of them.
     if (kernels := device.kernels) is not None and len({*transport.hosts}) < transport.size:
+        here = transport.hosts[transport.rank]
+        beside = [rank for rank, host in enumerate(transport.hosts) if host == here]
         turn = beside.index(transport.rank)
         on_all_ranks(transport, lambda: kernels.prepare(turn, len(beside)))
 

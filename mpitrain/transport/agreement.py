@@ -118,9 +118,10 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
     """Pass a barrier after the block; end all ranks if the block raises.
 
     Rank 0 prints an error that all ranks raise, and all exit with its code. A rank that caused it
-    by another exception prints the traceback of that. A rank that exits in the block ends the job
-    with its exit code; 0 becomes 1. Any other exception prints its traceback and ends the job. Where
-    the ranks outlive a loss, these two end only their own rank.
+    by another exception prints the traceback of that. A rank that raises an MpitrainError alone
+    prints it, and ends the job with the code of the error. A rank that exits in the block ends the
+    job with its exit code; 0 becomes 1. Any other exception prints its traceback and ends the job.
+    Where the ranks outlive a loss, these three end only their own rank.
 
     leaving  called at the end of the block, before the barrier
     """
@@ -132,7 +133,7 @@ def ending_together(transport: Transport, leaving: Callable[[], object] = bool) 
             transport.barrier()
     except MpitrainError as error:
         if not error.agreed:
-            transport.end_rank(error.named())
+            transport.end_rank(error.named(), error.exit_code)
         text = error.named()
         if error.__cause__:
             say(

@@ -118,6 +118,17 @@ def test_a_program_that_a_rank_starts_is_no_rank(tmp_path):
     assert done.returncode == 0 and lines == [" 2", " 2", *["1 of its own"] * 2], done.stderr
 
 
+def test_an_error_of_one_rank_alone_ends_the_job_with_its_exit_code(tmp_path):
+    program = (
+        "import mpitrain; from mpitrain.errors import ConfigError\nwith mpitrain.ranks() as transport:\n"
+        "    if transport.rank == 1: raise ConfigError('Only here.', 'Mend it.')\n"
+        "    transport.barrier()"
+    )
+    done = python_ranks(2, program, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("rank 1: ConfigError: Only here.") == 1, done.stderr
+
+
 def test_without_a_folder_for_temporary_files_no_rank_crashes():
     environment = {**process.environment_of_one(), "TMPDIR": "/proc"}
     done = run([sys.executable, "-c", "import mpitrain; mpitrain.connect()"], env=environment)
