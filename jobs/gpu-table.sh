@@ -36,6 +36,10 @@ if [[ -d $wheels ]]; then
         for packages in "$root"/lib/python3*/*-packages; do export PYTHONPATH="$packages:$PYTHONPATH"; done
     done
 fi
+if [[ -d $wheels/ucx ]]; then # Open MPI passes device pointers on to UCX, which moves GPU memory
+    export LD_LIBRARY_PATH="$wheels/ucx/libucx/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    export POINTERS="--mca pml ucx --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
+fi
 said=$(python3 -c "import mpitrain.config, mpitrain.kernels.loader" 2>&1) ||
     { echo "mpitrain cannot be imported: ${said##*$'\n'}; collect wheels with jobs/gpu/wheels.sh and bring them in $wheels"; exit 2; }
 if [[ $device == cuda ]]; then

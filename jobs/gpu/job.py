@@ -124,6 +124,8 @@ class Results:
 
 def command(part: Part, device: str) -> list[str]:
     start = ["mpirun", "-n", str(part.ranks)] if part.ranks else []
+    if "pointers" in part.words:
+        start += os.environ.get("POINTERS", "").split()
     return [*start, sys.executable, str(HERE / part.program), device, *part.words]
 
 

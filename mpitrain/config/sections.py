@@ -715,6 +715,10 @@ class Device(Section):
     """gemm tiled and 3xtf32: 16-bit products by instructions of a warp (mma), or by those of
     Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim. wgmma has
     not run on a GPU yet"""
+    graph: Literal["no", "auto"] = "no"
+    """cuda: the forward and backward passes of a step are one launch, of a CUDA graph. auto: where one
+    rank trains, without run.trace and dropout; else each kernel is launched by itself, and rank 0
+    says why"""
     passes: Literal["auto", "compiled", "numpy"] = "auto"
     """LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++
     or zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding.

@@ -5,13 +5,13 @@ import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpitrain.errors import CommError, ConfigError
+from mpitrain.errors import CommError, ConfigError, KernelError
 from mpitrain.machine.arena import Arena, Descriptions, Lease, Maker
 from mpitrain.machine.backend import Copy, Mark, address, on_device
 from mpitrain.machine.process import Kind
@@ -113,6 +113,9 @@ class CudaBackend:
         self._cupy = cupy_with_gpu()
         self._messages = self._cupy.cuda.Stream(non_blocking=True)
         self._pinned = PinnedCopies(self._cupy)
+        # The stream whose work becomes a graph; the default stream cannot be captured.
+        self._captures: Any = None
+        self._is_capturing = False
 
     def arena(self) -> Arena:
         return Arena(_CudaMemory(self._cupy))
@@ -131,6 +134,8 @@ class CudaBackend:
         return target
 
     def put(self, target: Any, array: np.ndarray) -> None:
+        if self._is_capturing:
+            raise KernelError("It copies numbers from the host, as random masks do in each step.")
         array = np.ascontiguousarray(array)
         if array.nbytes > LARGEST:
             # The driver may read pageable memory later, for example on Grace.
@@ -140,7 +145,35 @@ class CudaBackend:
             self._pinned.put(target, array)
 
     def to_host(self, array: Any) -> np.ndarray:
+        if self._is_capturing:
+            raise KernelError("It reads the device on the host.")
         return self._cupy.asnumpy(array)
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture the launches of `work` as a CUDA graph, without running them; return its launch.
+
+        A launch of the graph is in the order of the current stream. It repeats all launches and
+        copies within the device, with the same addresses and numbers. Nothing of it is on the host.
+
+        raises  KernelError if `work` needs the host, which may have happened after a part of it
+        """
+        failure = self._cupy.cuda.runtime.CUDARuntimeError
+        self._captures = stream = self._captures or self._cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            self._is_capturing = True
+            try:
+                work()
+                graph = stream.end_capture()
+            except BaseException as error:
+                with suppress(failure):  # An invalid capture has to be ended all the same.
+                    stream.end_capture()
+                if isinstance(error, failure):
+                    raise KernelError(f"The driver says {error}.") from None
+                raise
+            finally:
+                self._is_capturing = False
+        return lambda: graph.launch()
 
     def synchronize(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()

@@ -18,6 +18,7 @@ from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
+from mpitrain.machine.backend import address
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
@@ -30,6 +31,7 @@ from mpitrain.regions import share
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, agree_on
+from mpitrain.run.step_graph import StepGraph, say_without_graph
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -376,6 +378,25 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
+        self._graph = self._graph_of_steps()
+
+    def _graph_of_steps(self) -> StepGraph | None:
+        """Return the graph of device.graph; None if there can be none, and rank 0 says why."""
+        if self.config.device.graph == "no":
+            return None
+        reasons = {
+            f"device.kind is {self.backend.kind}.": self.backend.kind != "cuda",
+            "The host drives the messages of several ranks.": self.transport.size > 1,
+            "run.trace records each of them.": self._recorder.is_on,
+            "Experts take the weights of rows from the host.": self.config.model.experts > 0,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
+        if not reason:
+            backend: Any = self.backend
+            return StepGraph(backend.captured)
+        if self.transport.rank == 0:
+            say_without_graph(reason)
+        return None
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -483,7 +504,7 @@ class Trainer:
 
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
-            right = self.backend.from_host(ys[micro], self.arena).reshape(-1)
+            right = (rights[micro] if rights else self._targets(ys[micro])).reshape(-1)
             scale = replica.weights[micro] * replica.skips.loss_scale
             value, gradient = replica.loss(logits.reshape(len(right), -1), right, scale)
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
@@ -492,12 +513,18 @@ class Trainer:
             return gradient.reshape(logits.shape)
 
         self.arena.rewind()
+        lefts: list[Any] = []
+        rights: list[Any] = []
+        if count and self._graph and places is None:
+            # Copies of host memory cannot be part of a graph.
+            lefts, rights = [*map(self.placed, xs)], [*map(self._targets, ys)]
         lr = learning_rate(config.optimizer, index, config.run.steps)
         predictions = math.prod(targets.shape[1:]) * ranks
         replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
         if count and config.run.delay:
             self._delay(index)
-        if count:  # A parameter server has no rows.
+
+        def passes() -> None:
             self.pipe.train(
                 [
                     Now(
@@ -514,9 +541,14 @@ class Trainer:
                     for part, weight in zip(parts, replica.weights, strict=True)
                 ],
                 [x.shape for x in xs],
-                lambda micro: self.placed(xs[micro]),
+                lambda micro: lefts[micro] if lefts else self.placed(xs[micro]),
                 loss,
             )
+
+        if lefts and self._graph:
+            self._graph.run(self._graph_key(lefts, rights), passes, replica.prepare)
+        elif count:  # A parameter server has no rows.
+            passes()
         result = replica.finish(bool(stop_requested and stop_requested()))
         if self._tally is not None:
             result = result._replace(extras={**result.extras, **self._sums(self._tally)})
@@ -524,6 +556,15 @@ class Trainer:
         if every and (index + 1) % every == 0:
             self.arena.release()
         return result
+
+    def _graph_key(self, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the launches of a step depend on, for `StepGraph`."""
+        replica, arena = self.replica, self.arena
+        kept = (*replica.parameter_arrays, *replica.gradient_arrays, replica.losses)
+        arrays = *inputs, *targets, *kept
+        places = tuple((array.shape, array.dtype, address(array)) for array in arrays)
+        numbers = *replica.weights, replica.skips.loss_scale
+        return places, numbers, (arena.allocations, arena.held, arena.live)
 
     def _weights(self, factor: float, counted: np.ndarray) -> Any:
         """Return `weight` of `Now` for rows with so many targets that count."""
@@ -603,6 +644,10 @@ class Trainer:
             On every rank, if no target of these rows counts.
         """
         return inference.evaluate(self, source, stop_requested)
+
+    def _targets(self, rows: np.ndarray) -> Any:
+        """Copy the targets of rows to the device."""
+        return self.backend.from_host(rows, self.arena)
 
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""

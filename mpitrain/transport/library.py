@@ -141,23 +141,56 @@ def named(version: str) -> str:
     return re.sub(r"\s+Version\s*:\s*", " ", first)
 
 
-def loaded_path() -> str:
-    """Return the path of the libmpi that this process has mapped; "" before MPI is loaded."""
+def loaded_path(name: str = "libmpi") -> str:
+    """Return the path of the library of this name that this process has mapped, or "".
+
+    That of MPI is mapped with mpi4py.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        paths = {line.split()[-1] for line in maps if "/libmpi" in line}
+        paths = {line.split()[-1] for line in maps if f"/{name}" in line}
     return min(paths, key=len, default="")
+
+
+UCX_CUDA = "libuct_cuda"
+"""UCX's transports of GPU memory, which it loads at its start where there is a driver."""
+
+
+def by_ucx(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI was told to send all messages through UCX."""
+    return environ.get("OMPI_MCA_pml") == "ucx"
+
+
+def ucx_line(environ: Mapping[str, str]) -> str:
+    """Return what UCX is loaded and whether it moves GPU memory; "" without UCX."""
+    if not (path := loaded_path("libucp")):
+        return ""
+    ask = ctypes.CDLL(path).ucp_get_version_string
+    ask.restype = ctypes.c_char_p
+    use = "sends" if by_ucx(environ) else "without `mpirun --mca pml ucx` it does not send"
+    lacking = "it has no transports of GPU memory"
+    if loaded_path(UCX_CUDA):
+        lacking = "it has transports of GPU memory"
+    elif found := next(Path(path).parent.glob(f"ucx/{UCX_CUDA}.so*"), None):
+        try:
+            ctypes.CDLL(str(found))
+        except OSError as error:
+            lacking = f"its transports of GPU memory do not load: {error}"
+    return f"{ask().decode()}, {path}; {use} messages; {lacking}"
 
 
 def cuda_awareness(path: str, environ: Mapping[str, str]) -> Awareness:
     """Query the library at `path` through ctypes; without a query function, trust PROMISES.
 
-    Open MPI: MPIX_Query_cuda_support(). MPICH: MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA = 0,
+    Open MPI: MPIX_Query_cuda_support(), which says how it was built. If UCX sends its messages, it
+    passes their addresses on, and a UCX of CUDA moves them. MPICH: MPIX_GPU_query_support(MPIX_GPU_SUPPORT_CUDA = 0,
     &flag).
     """
     if not path:
         return Awareness(False, "no libmpi is loaded")
     handle = ctypes.CDLL(path)
     if hasattr(handle, "MPIX_Query_cuda_support"):
+        if not handle.MPIX_Query_cuda_support() and by_ucx(environ) and loaded_path(UCX_CUDA):
+            return Awareness(True, "UCX, which has transports of GPU memory")
         return Awareness(bool(handle.MPIX_Query_cuda_support()), "MPIX_Query_cuda_support")
     for variable, name in PROMISES.items():
         if environ.get(variable, "0") != "0":

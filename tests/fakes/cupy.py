@@ -104,10 +104,27 @@ class Stream:
     def __init__(self, non_blocking=False):
         self.ptr, self._pending, self._after, self._outside = next(_numbers), [], [], []
         self.non_blocking, self.reads, self._copies = non_blocking, {}, []
+        self.captures = None  # the launches of a graph in the making
         _streams[self.ptr] = self
+
+    def begin_capture(self):
+        _refuse_if_broken()
+        self.captures = []
+
+    def end_capture(self):
+        launches, self.captures = self.captures, None
+        if launches is None:
+            raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+        return Graph(launches)
+
+    def _refuse_capture(self):
+        if self.captures is not None:
+            self.captures = None
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
 
     def synchronize(self):
         _refuse_if_broken()
+        self._refuse_capture()
         log().append(("synchronize",))
         self.record(Event())._reach()
 
@@ -120,6 +137,7 @@ class Stream:
 
     def record(self, event):
         _refuse_if_broken()
+        self._refuse_capture()
         with _lock:
             event.recorded, event.asked = _Record(self), 0
         self.idle_at = event.recorded.when
@@ -142,6 +160,18 @@ class Stream:
 
     def __exit__(self, *error):
         _local.stream = self._outside.pop()
+
+
+class Graph:
+    """Launches that are done again, with the memory that they used: it keeps no array alive."""
+
+    def __init__(self, launches):
+        self._launches = launches
+
+    def launch(self, stream=None):
+        log().append(("graph", len(self._launches)))
+        for writes, reads, work in self._launches:
+            launch(writes, reads, work)
 
 
 def _end(stream, work):
@@ -532,6 +562,9 @@ def launch(writes, reads, work):
     """Do `work`, a function of nothing, on this thread's stream: its results are seen after a synchronisation."""
     _refuse_if_broken()
     stream = get_current_stream()
+    if stream.captures is not None:
+        stream.captures.append(([*map(_unowned, writes)], [*map(_unowned, reads)], work))
+        return
     with _lock:
         for array in (*writes, *reads):
             block, span = array.block, array.span
@@ -547,6 +580,12 @@ def launch(writes, reads, work):
                 stream._pending.append((block, mask, span, where))
                 if name == "written":
                     block.memory[span][where] = GARBAGE
+
+
+def _unowned(array):
+    """The same array, which does not keep a lease of its memory."""
+    memory = UnownedMemory(array.data.ptr, array.nbytes, array.block, 0)
+    return ndarray(array.shape, array.dtype, MemoryPointer(memory, 0), array.strides)
 
 
 def _check_others(stream, block, span, where, name):
@@ -698,11 +737,8 @@ class ndarray:
         target, sources = self[key], [value] if isinstance(value, ndarray) else []
         if kernels_alone and not _is_copy_or_zeros(target, value):
             _refuse_the_package("elementwise_copy" if sources else "fill")
-        launch(
-            [target],
-            sources,
-            lambda: np.copyto(target.truth, value.truth if sources else value, casting="unsafe"),
-        )
+        there, what = target.truth, value.truth if sources else value
+        launch([target], sources, lambda: np.copyto(there, what, casting="unsafe"))
 
     def reshape(self, *shape):
         return self._like(self.truth.reshape(*shape))

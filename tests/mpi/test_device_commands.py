@@ -43,7 +43,13 @@ def test_without_a_driver_cuda_is_one_message_and_auto_is_resolved_in_the_run_di
     assert "use --device cpu" in said[0] and not (tmp_path / "cuda").exists()
     device = tomllib.loads((tmp_path / "run/config.toml").read_text())["device"]
     assert device.pop("passes") in ("compiled", "numpy")
-    assert device == {"kind": "cpu", "cuda_aware": "auto", "gemm": "tiled", "tiles": ""}
+    assert device == {
+        "kind": "cpu",
+        "cuda_aware": "auto",
+        "gemm": "tiled",
+        "graph": "no",
+        "tiles": "",
+    }
 
 
 def test_cuda_sim_without_a_compiler_is_refused_with_exit_2(tmp_path):

@@ -96,7 +96,14 @@ def facts(everyone: list[Facts], aware: Any) -> Iterator[tuple[str, str]]:
     import numpy
 
     from mpitrain.tools.bench.kernels.host_products import described
-    from mpitrain.transport.library import BEYOND, family_of, lacking, launcher_of, library
+    from mpitrain.transport.library import (
+        BEYOND,
+        family_of,
+        lacking,
+        launcher_of,
+        library,
+        ucx_line,
+    )
 
     mpi, started = library(), process.launched()
     yield "mpitrain", f"{__version__}, Python {platform.python_version()} ({sys.executable})"
@@ -116,6 +123,8 @@ def facts(everyone: list[Facts], aware: Any) -> Iterator[tuple[str, str]]:
     for name in lacking(mpi.path) if mpi.path else ():
         yield "", f"without {name}: {BEYOND[name].without}"
     yield "CUDA-aware", f"{'yes' if aware.cuda else 'no'}, {aware.how}"
+    if ucx := ucx_line(process.environment()):
+        yield "UCX", ucx
     yield "GPUs", gpus()
     first = everyone[0]
     yield "BLAS", f"{first.blas}, {first.threads} thread(s) per rank, NumPy {numpy.__version__}"

@@ -2,10 +2,12 @@
 
 import ctypes.util
 import os
+import subprocess
 
 import pytest
 
 from mpitrain.errors import ConfigError
+from mpitrain.transport import library as library_module
 from mpitrain.transport.library import (
     BEYOND,
     cuda_awareness,
@@ -13,6 +15,7 @@ from mpitrain.transport.library import (
     lacking,
     launcher_of,
     named,
+    ucx_line,
 )
 
 
@@ -120,3 +123,39 @@ def test_a_launcher_that_fails_is_quoted(monkeypatch, tmp_path):
 
 def test_what_a_library_lacks_is_named():
     assert lacking(ctypes.util.find_library("c")) == [*BEYOND]
+
+
+def test_a_ucx_with_transports_of_gpu_memory_makes_open_mpi_a_candidate(monkeypatch, tmp_path):
+    """Open MPI says how it was built: then only UCX's own transports count, and only if it sends the messages."""
+    mpi = built(tmp_path, "int MPIX_Query_cuda_support(void) { return 0; }")
+    loaded = {"libuct_cuda": "/ucx/libuct_cuda.so.0"}
+    monkeypatch.setattr(library_module, "loaded_path", lambda name="libmpi": loaded.get(name, ""))
+    assert cuda_awareness(mpi, {"OMPI_MCA_pml": "ucx"}).cuda
+    assert not cuda_awareness(mpi, {"OMPI_MCA_pml": "ob1"}).cuda
+    loaded.clear()
+    assert not cuda_awareness(mpi, {"OMPI_MCA_pml": "ucx"}).cuda
+
+
+def test_what_ucx_lacks_is_named(monkeypatch, tmp_path):
+    version = 'const char* ucp_get_version_string(void) { return "1.22.0"; }'
+    ucp, loaded = built(tmp_path, version), {}
+    monkeypatch.setattr(library_module, "loaded_path", lambda name="libmpi": loaded.get(name, ""))
+    assert ucx_line({}) == ""
+    loaded["libucp"] = ucp
+    assert ucx_line({}).startswith("1.22.0, ") and "no transports" in ucx_line({})
+    (tmp_path / "ucx").mkdir()
+    (tmp_path / "ucx/libuct_cuda.so.0").write_text("no library")
+    assert "do not load" in ucx_line({"OMPI_MCA_pml": "ucx"})
+    loaded["libuct_cuda"] = "there"
+    assert ucx_line({"OMPI_MCA_pml": "ucx"}).endswith(
+        "sends messages; it has transports of GPU memory"
+    )
+
+
+def built(folder, code):
+    """The path of a library with this function."""
+    (folder / "a.c").write_text(code)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", folder / "liba.so", folder / "a.c"], check=True
+    )
+    return str(folder / "liba.so")
