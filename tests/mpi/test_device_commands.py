@@ -48,6 +48,7 @@ def test_without_a_driver_cuda_is_one_message_and_auto_is_resolved_in_the_run_di
         "cuda_aware": "auto",
         "gemm": "tiled",
         "graph": "no",
+        "tensor_cores": "mma",
         "tiles": "",
     }
 
