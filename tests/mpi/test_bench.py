@@ -282,8 +282,9 @@ def two(tmp_path_factory):
         ],
         tmp_path_factory.mktemp("two"),
         [2] * len(MISTAKES) + [0] * len(TWO) + [0],
-        # Other work spoils no row: else the fit would depend on the load.
-        "from mpitrain.tools.bench.collectives import fit; fit.is_spoilt = lambda row: False",
+        # Rows are short, and other work spoils none: else the fit would depend on the load.
+        "from mpitrain.tools.bench.collectives import fit, sweep\n"
+        "fit.is_spoilt, sweep.SECONDS = lambda row: False, 0.01",
     )
     many = len(MISTAKES)
     return said[:many], printed[:many], dict(zip(TWO, printed[many:], strict=False))
