@@ -7,17 +7,20 @@ model once.
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import count, cycle, product
 from typing import Any, NamedTuple
 
 import pytest
 
 from mpitrain.collectives.selection.table import choices
 from mpitrain.parallel.modes import ZERO
+from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import run_ranks
 from tests.cases.own_layers import units
 from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
 from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
 from tests.ranks.parallel.test_tensor import ONE, source_of
+from tests.ranks.pipeline.test_pipelines import ROWS, SMALL, STEPS, UNITS, layout
 from tests.training import EXACT, MLP, TINY, assert_alike, configured, same, trained
 
 pytestmark = pytest.mark.slow
@@ -236,6 +239,53 @@ OWN_LAYERS = {
 }
 
 
+def pipelines():
+    """(dp, tp, pp) of 1, 2, 3, 4, 6 and 8 ranks, each with a schedule, tied or not, and an all-reduce: all in turns."""
+    turn, ties, algorithms = count(), cycle(("true", "false")), cycle(choices("allreduce"))
+    for n in (1, 2, 3, 4, 6, 8):
+        for dp, tp in product(range(1, n + 1), repeat=2):
+            if n % (dp * tp) == 0:
+                pp = n // dp // tp
+                served = [
+                    name
+                    for name, schedule in SCHEDULES.items()
+                    if schedule.chunks == 1 or 2 * pp <= UNITS
+                ]
+                yield (
+                    (dp, tp, pp),
+                    served[next(turn) % len(served)],
+                    next(ties),
+                    next(algorithms) if dp > 1 else "auto",
+                )
+
+
+GRIDS = [*pipelines()]
+PARTS = {
+    "zero 1": [zero(1)],
+    "in turn": [PARTED],
+    "parts of 1, 6, 1": ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
+    "parts of 3, 2, 3": ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"],
+    "parts by time": ["pipeline.partition=time"],
+}
+PIPELINES = {
+    **{
+        f"dp {dp}, tp {tp}, pp {pp}, {name}, tied {tied}, {algorithm}": (
+            dp * tp * pp,
+            [
+                *layout(dp, pp, name, max(1, min(2 * pp, ROWS // dp // pp * pp))),
+                *(f"layout.tp={tp}", f"model.tied={tied}"),
+                f"replication.algorithm={algorithm}",
+            ],
+        )
+        for (dp, tp, pp), name, tied, algorithm in GRIDS
+    },
+    **{
+        f"{name}, dp {dp}, pp {pp}": (dp * pp, layout(dp, pp, name, 6, TIED))
+        for name in SCHEDULES
+        for dp, pp in ((1, 3), (2, 2))
+    },
+    **{name: (6, layout(2, 3, "zero-bubble", 5, TIED, *more)) for name, more in PARTS.items()},
+}
 FLOAT64 = [*TINY, "precision.compute=float64"]
 MATRIX = {
     "replicas": Job(FLOAT64, 6, REPLICAS),
@@ -244,6 +294,7 @@ MATRIX = {
     "root": Job([*FLOAT64, "run.steps=6", "model.layers=1", "batch.size=32"], 6, ROOTS),
     "tensors": Job(ONE, 4, TENSORS, source_of),
     "contexts": Job([*ONE, *NARROW], 8, CONTEXTS, source_of),
+    "pipelines": Job(SMALL, STEPS, PIPELINES),
     "bert": Job(BERT, 5, BERTS),
     "llama": Job(LLAMA, 5, LLAMAS),
     "own layers": Job(
@@ -280,7 +331,14 @@ def test_every_mode_and_layout_trains_as_one_rank_does(name, cell, tmp_path, mon
     found = run_ranks(ranks if hosts is None else len(hosts), train, job, settings, hosts=hosts)
     assert_alike(truth, found)
     assert all(same([found[0].told], [each.told]) for each in found), "ranks are told alike"
+    assert set().union(*(each.tensors for each in found)) == {*truth.tensors}
 
 
 def test_every_algorithm_of_an_all_reduce_is_in_the_matrix():
     assert set(choices("allreduce")) == {name for _, name in ALGORITHMS}
+    assert set(choices("allreduce")) == {name for (dp, *_), *_, name in GRIDS if dp > 1}
+
+
+def test_every_schedule_is_in_the_matrix():
+    assert len(GRIDS) == len({axes for axes, *_ in GRIDS}) == 32
+    assert {name for _, name, *_ in GRIDS} == set(SCHEDULES)

@@ -2,12 +2,11 @@
 
 import gc
 from collections import Counter, defaultdict
-from itertools import count, cycle, pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from mpitrain.collectives.selection.table import choices
 from mpitrain.errors import ConfigError
 from mpitrain.pipeline.pipeline import Stage
 from mpitrain.pipeline.schedule_files import write_plan
@@ -63,78 +62,6 @@ def assert_equal_to_one_rank(alone, ranks, settings):
 @pytest.fixture(scope="module")
 def alone():
     return {tied: one_rank(f"model.tied={tied}") for tied in ("true", "false")}
-
-
-def layouts():
-    """(dp, tp, pp) of 1, 2, 3, 4, 6 and 8 ranks, each with a schedule, tied or not, and an all-reduce: all in turns."""
-    turn, ties, algorithms = count(), cycle(("true", "false")), cycle(choices("allreduce"))
-    for n in (1, 2, 3, 4, 6, 8):
-        for dp, tp in product(range(1, n + 1), repeat=2):
-            if n % (dp * tp) == 0:
-                pp = n // dp // tp
-                served = [
-                    name
-                    for name, schedule in SCHEDULES.items()
-                    if schedule.chunks == 1 or 2 * pp <= UNITS
-                ]
-                yield (
-                    dp,
-                    tp,
-                    pp,
-                    served[next(turn) % len(served)],
-                    next(ties),
-                    next(algorithms) if dp > 1 else "auto",
-                )
-
-
-LAYOUTS = list(layouts())
-
-
-@pytest.mark.parametrize(
-    "dp, tp, pp, name, tied, algorithm", LAYOUTS, ids=["-".join(map(str, line)) for line in LAYOUTS]
-)
-def test_every_layout_is_equal_to_one_rank(dp, tp, pp, name, tied, algorithm, alone):
-    settings = layout(
-        dp,
-        pp,
-        name,
-        max(1, min(2 * pp, ROWS // dp // pp * pp)),
-        f"layout.tp={tp}",
-        f"model.tied={tied}",
-        f"replication.algorithm={algorithm}",
-    )
-    assert_equal_to_one_rank(alone[tied], dp * tp * pp, settings)
-
-
-def test_the_tested_layouts_cover_schedules_and_all_reduces():
-    assert len(LAYOUTS) == len({line[:3] for line in LAYOUTS}) == 32 and {
-        line[3] for line in LAYOUTS
-    } == set(SCHEDULES)
-    assert {line[5] for line in LAYOUTS if line[0] > 1} == set(choices("allreduce"))
-
-
-@pytest.mark.parametrize("dp, pp, micro_batches", [(1, 3, 6), (2, 2, 6)])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_equal_to_one_rank(name, dp, pp, micro_batches, alone):
-    assert_equal_to_one_rank(
-        alone["true"], dp * pp, layout(dp, pp, name, micro_batches, "model.tied=true")
-    )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["replication.zero=1"],
-        ["replication.overlap=false"],
-        ["replication.algorithm=halving-doubling", "pipeline.partition=1,6,1"],
-        ["replication.bucket_mb=0.0001", "pipeline.partition=3,2,3"],
-        ["pipeline.partition=time"],
-    ],
-)
-def test_neither_the_mode_nor_the_partition_changes_the_training(settings, alone):
-    assert_equal_to_one_rank(
-        alone["true"], 6, layout(2, 3, "zero-bubble", 5, "model.tied=true", *settings)
-    )
 
 
 def test_a_schedule_of_a_file_trains(alone, tmp_path):
