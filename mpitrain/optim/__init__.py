@@ -3,10 +3,9 @@
 RULES  all update rules; a new one needs a row there and its operation in `ops`
 """
 
-from mpitrain.optim.optimizer import Optimizer, state_bytes
+from mpitrain.optim.optimizer import Optimizer, learning_rate, state_bytes
 from mpitrain.optim.rule import check_groups
 from mpitrain.optim.rules import RULES, with_defaults, without_unread
-from mpitrain.optim.schedule import learning_rate
 
 __all__ = [
     "RULES",

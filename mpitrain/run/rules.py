@@ -21,9 +21,9 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.models.table import MODELS, form_for, is_tied, kinds
 from mpitrain.ops import OPERATIONS
 from mpitrain.optim import RULES
+from mpitrain.optim.optimizer import DECAYS
 from mpitrain.optim.rule import BlockWise, ElementWise, TensorWise
 from mpitrain.optim.rules import EVERY, unread_keys
-from mpitrain.optim.schedule import DECAYS
 from mpitrain.parallel.grid import Axes
 from mpitrain.parallel.modes import STREAMS, is_synchronous, mode_of
 from mpitrain.parallel.tensor.rows import sequences_together

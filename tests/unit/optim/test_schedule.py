@@ -7,7 +7,7 @@ import pytest
 from mpitrain.config import Optimizer, parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.optim import learning_rate
-from mpitrain.optim.schedule import DECAYS
+from mpitrain.optim.optimizer import DECAYS
 from mpitrain.run.rules import check_each, of_optimizer
 
 STEPS = 100
