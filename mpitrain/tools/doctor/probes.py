@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain.machine import process
+from mpitrain.machine.meters import gpu_states
 from mpitrain.machine.process import SHARED_MEMORY
 from mpitrain.tools.doctor.trials import FAILED, WORKS, in_child
 from mpitrain.transport.base import Transport
@@ -34,6 +35,8 @@ SENT = 8 << 20
 """Bytes that each host sends to the next one, to see which interfaces count them."""
 MOST_SKEW = 1.0
 """Greatest accepted difference between the clocks of two hosts, in seconds."""
+REPEATED = 1000
+"""More repeated transfers of a GPU's links than this are a fault; a few happen on good ones."""
 NETWORKS = "/sys/class/net"
 INFINIBAND = "/sys/class/infiniband"
 
@@ -133,6 +136,32 @@ def hidden_gpus(host: str, own: list[Any], seen: Values) -> str:
     if len(sets) < 2:
         return ""
     return f"ranks of {host} cannot read each other's GPUs: they see {' and '.join(sorted(sets))}"
+
+
+def look_states(transport: Transport, folder: Path) -> list[Any]:
+    """Return the `GpuState` of each GPU of this host, from its first rank."""
+    return list(gpu_states()) if _is_first(transport) else []
+
+
+def line_states(seen: Values) -> str:
+    states = [(host, *state) for host, own in seen.by_host().items() for state in own]
+    if not states:
+        return "no GPU that NVML can be asked about"
+    return "; ".join(
+        f"{name} of {host}: {clock} of {most} MHz, {memory} memory errors, {link} link errors".replace(
+            "None", "unknown"
+        )
+        for host, name, clock, most, memory, link in states
+    )
+
+
+def faulty_gpus(host: str, own: list[Any], seen: Values) -> str:
+    for name, _, _, memory, link in own[0]:
+        if memory:
+            return f"the memory of a GPU must be right, but {name} of {host} has {memory} uncorrected errors"
+        if (link or 0) > REPEATED:
+            return f"the links of a GPU must be right, but those of {name} of {host} repeated {link} transfers"
+    return ""
 
 
 def _is_first(transport: Transport) -> bool:
@@ -423,6 +452,14 @@ PROBES: dict[str, Probe] = {
         line_gpus,
         hidden_gpus,
         "Use --gpus-per-node without --gpus-per-task or --gpu-bind: mpitrain chooses by local rank.",
+        is_fatal=False,
+    ),
+    "GPU state": Probe(
+        "Which clocks do the GPUs have, and has their memory or a link had errors?",
+        look_states,
+        line_states,
+        faulty_gpus,
+        "Reset the GPU, or leave this host out and have it examined: `nvidia-smi -q -d ECC`.",
         is_fatal=False,
     ),
     "imports": Probe(

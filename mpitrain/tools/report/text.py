@@ -244,6 +244,15 @@ def goodput_of_ranks(records: Sequence[Mapping[str, Any]], total: float) -> Iter
     yield f"Of the time of all {paid} ranks{waited}, {100 * useful / (total * paid):.1f}% was useful."
 
 
+def energy(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line: the median energy of a token or a sample, and what is counted."""
+    metered = [name for record in records for name in record.get("metered", ())]
+    for unit in ("token", "sample"):
+        if each := [record[key] for record in records if (key := f"joules_per_{unit}") in record]:
+            parts = ", ".join(dict.fromkeys(metered))
+            yield f"Energy: {median(each):.3g} J a {unit} ({parts} of rank 0's host, and as much of every other)."
+
+
 def losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each loss of ranks after which the run went on: who became whom, and how long it took."""
     for record in records:

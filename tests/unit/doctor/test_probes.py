@@ -20,6 +20,10 @@ SEEN = {
     ),
     "threads": ("multiple", "funneled"),
     "GPU binding": (["17:00", "18:00"], ["18:00"]),
+    "GPU state": (
+        [["GPU 0", 1410, 1980, 0, None], ["GPU 1", None, None, None, 12]],
+        [["GPU 0", 1410, 1980, 1, 0]],
+    ),
     "imports": ({"seconds": "0.5", "files": "7"}, {"seconds": "30.1", "files": "7"}),
     "windows": ("", "crashed"),
     "first message": ([0.01, 0.001], [4.0, 0.001]),

@@ -84,6 +84,7 @@ OPENS = {
     ),  # /dev/null
     *("cli/terminal/stop_requests.py", "machine/compiling.py", "machine/process.py"),  # /proc
     *("transport/library.py", "transport/siblings.py", "tools/doctor/probes.py"),  # /proc and /sys
+    "machine/meters.py",  # /sys
     "tools/bench/segments.py",  # the same
     "tools/doctor/trials.py",  # files that it has made
     *("cli/slurm/script.py", "kernels/source.py", "kernels/simulator/build.py", "tools/words.py"),
