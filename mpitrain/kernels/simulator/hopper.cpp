@@ -46,7 +46,13 @@ static bool is_inside(unsigned begin, unsigned end) {
 void begin_cluster(std::mt19937& random) {
     barriers.clear();
     boxes.clear();
-    for (auto& warp : products) warp = WarpProducts{};
+    waiting = 0;
+    for (auto& warp : products) {    // a new deque would cost an allocation a warp and block
+        warp.issued.clear();
+        warp.groups.clear();
+        warp.sums.clear();
+        warp.fenced = false;
+    }
     window_base = kAtom + 16 * (1 + (launch.order == RANDOM ? random() % 63 : launch.order * 36));
 }
 
@@ -102,8 +108,12 @@ void wait_for_phase(unsigned address, unsigned parity, Place place) {
     running->place = place;
     running->barrier = address;
     running->parity = parity;
-    if (has_come(*running)) running->state = READY;
-    else suspend();
+    if (has_come(*running)) {
+        running->state = READY;
+    } else {
+        ++waiting;
+        suspend();
+    }
 }
 
 void meet_cluster(Place place) {
@@ -342,8 +352,12 @@ void wait_for_products(unsigned groups, Place place) {
     running->place = place;
     running->barrier = kProducts;
     running->parity = groups;
-    if (has_come(*running)) running->state = READY;
-    else suspend();
+    if (has_come(*running)) {
+        running->state = READY;
+    } else {
+        ++waiting;
+        suspend();
+    }
 }
 
 bool has_come(const Fiber& fiber) {
