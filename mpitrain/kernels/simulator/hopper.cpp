@@ -124,6 +124,14 @@ void meet_cluster(Place place) {
 
 // ---- Copies
 
+// Whether products of a warp that are under way read any of this.
+static bool is_read(unsigned warp, const Range& range) {
+    const auto touches = [&](const std::vector<Issued>& group) {
+        return std::any_of(group.begin(), group.end(), [&](const Issued& each) { return overlap(each.a, range) || overlap(each.b, range); });
+    };
+    return touches(products[warp].issued) || std::any_of(products[warp].groups.begin(), products[warp].groups.end(), touches);
+}
+
 void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned blocks, Place place) {
     if (to % kAtom) return fail_at(nullptr, "tile", "%s:%d: a box goes to shared memory at %u, %u bytes behind a multiple of 1,024", place.file, place.line, to, to % kAtom);
     if (map.box_inner * map.element_bytes != kRow || map.box_outer > kMostBoxRows)
@@ -140,22 +148,13 @@ void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, i
             if (other.blocks >> rank & 1 && overlap(of_box(other, rank), range))
                 return fail_at(nullptr, "in flight", "%s:%d: a copy to where another one has not landed", place.file, place.line);
         for (unsigned warp = 0; warp < warps_of_block(); ++warp)
-            if (reads(rank * warps_of_block() + warp, range.begin, range.end, rank))
+            if (is_read(rank * warps_of_block() + warp, range))
                 return fail_at(nullptr, "in flight", "%s:%d: a copy to what a product of warp %u of block %u of the cluster still reads", place.file,
                             place.line, warp, rank);
         std::memset(memory_at(rank, range.begin), 0xff, range.end - range.begin);
         forget_value(memory_at(rank, range.begin), range.end - range.begin);
     }
     boxes.push_back(box);
-}
-
-bool reads(unsigned warp, unsigned begin, unsigned end, unsigned rank) {
-    const auto touched = [&](const std::vector<Issued>& group) {
-        return std::any_of(group.begin(), group.end(), [&](const Issued& each) {
-            return overlap(each.a, {rank, begin, end}) || overlap(each.b, {rank, begin, end});
-        });
-    };
-    return touched(products[warp].issued) || std::any_of(products[warp].groups.begin(), products[warp].groups.end(), touched);
 }
 
 static void land(const Box& box, unsigned rank) {

@@ -100,7 +100,6 @@ void run_cluster(const uint3* blocks, std::mt19937& random);
 void begin_cluster(std::mt19937& random);
 bool has_come(const Fiber& fiber);           // what it is WAITING for
 bool end_something(std::mt19937& random);    // a copy or products under way, if there are any
-bool reads(unsigned warp, unsigned begin, unsigned end, unsigned rank);    // whether products under way do
 void end_cluster();
 
 void open_shadow();               // before the first block of a checked launch
