@@ -120,24 +120,31 @@ extern "C" __global__ void __launch_bounds__(128) count_choices(
 }
 
 // firsts: (B, E), the first row of the choices of expert e in sequence b: those of one expert are neighbours. An expert takes
-// at most `capacity` choices of a sequence; 0: all. One warp, which sums up 32 counts at a time. Launch: grid (1), block (32).
+// at most `capacity` choices of a sequence; 0: all. One warp, which takes 32 experts at a time. Launch: grid (1), block (32).
 extern "C" __global__ void __launch_bounds__(32) start_experts(
     int B, int E, int capacity, const long long* __restrict__ load, int* __restrict__ firsts, long long* __restrict__ ends) {
     const int lane = threadIdx.x;
-    for (int e = lane; B == 0 && e < E; e += 32) ends[e] = 0;
-    int before = 0;
-    for (int i0 = 0; i0 < B * E; i0 += 32) {
-        const int i = i0 + lane, e = i / B, b = i % B;
-        int taken = i < B * E ? int(load[b * E + e]) : 0;
-        if (capacity) taken = min(taken, capacity);
-        int sum = taken;
+    auto taken = [&](int b, int e) {
+        const int choices = int(load[(long long)b * E + e]);
+        return capacity ? min(choices, capacity) : choices;
+    };
+    int before = 0;    // rows of all experts before these
+    for (int e0 = 0; e0 < E; e0 += 32) {
+        const int e = e0 + lane;
+        int total = 0;
+        for (int b = 0; b < B && e < E; ++b) total += taken(b, e);
+        int sum = total;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
             if (lane >= step) sum += other;
         }
-        if (i < B * E) firsts[b * E + e] = before + sum - taken;
-        if (i < B * E && b == B - 1) ends[e] = before + sum;
+        int first = before + sum - total;
+        for (int b = 0; b < B && e < E; ++b) {
+            firsts[(long long)b * E + e] = first;
+            first += taken(b, e);
+        }
+        if (e < E) ends[e] = first;
         before += __shfl_sync(~0u, sum, 31);
     }
 }
@@ -183,12 +190,12 @@ extern "C" __global__ void __launch_bounds__(128) dispatch(
     const Result* __restrict__ weights, Element* __restrict__ rows) {
     const int r = blockIdx.x * 4 + threadIdx.x / 32;
     if (r >= R) return;
-    const long long choice = sources[r];
+    const long long choice = sources[r], m = choice / k;
     const Sum weight = weights ? Sum(wide(weights[choice])) : Sum(1);
     const bool vector = in_runs<WIDE>(x, C) && in_runs<WIDE>(rows, C);
     for (int c = WIDE * (threadIdx.x % 32); c < C; c += COLUMNS) {
         Sum run[WIDE];
-        load_run(x + choice / k * C, c, C, vector, run);
+        load_run(x + m * C, c, C, vector, run);
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) run[i] *= weight;
         store_run(rows + (long long)r * C, c, C, vector, run);

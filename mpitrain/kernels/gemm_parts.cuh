@@ -24,6 +24,11 @@ __device__ __forceinline__ int tiles_over(int count, int size) { return (count +
 
 struct Rows { int group, first, count, tile; };    // tile: within the group; count 0: there is none
 
+__device__ __forceinline__ Rows rows_in(int group, const long long* __restrict__ ends) {
+    const int first = group > 0 ? int(ends[group - 1]) : 0;
+    return {group, first, int(ends[group]) - first, 0};
+}
+
 // The rows of tile `tile`, counted over all groups; those of nobody are those of group `groups`. The walk reads ends that all
 // blocks read: E steps beside hundreds of steps along K.
 __device__ __forceinline__ Rows rows_of(int tile, int height, int M, int groups, const long long* __restrict__ ends) {
