@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -388,7 +389,6 @@ class Trainer:
             f"device.kind is {self.backend.kind}.": self.backend.kind != "cuda",
             "The host drives the messages of several ranks.": self.transport.size > 1,
             "run.trace records each of them.": self._recorder.is_on,
-            "Experts take the weights of rows from the host.": self.config.model.experts > 0,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), "")
         if not reason:
@@ -521,6 +521,11 @@ class Trainer:
         lr = learning_rate(config.optimizer, index, config.run.steps)
         predictions = math.prod(targets.shape[1:]) * ranks
         replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
+        factor = replica.skips.loss_scale / predictions
+        weights = [
+            self._weights(weight * factor * counted[part.start : part.stop])
+            for part, weight in zip(parts, replica.weights if count else (), strict=bool(count))
+        ]
         if count and config.run.delay:
             self._delay(index)
 
@@ -533,12 +538,9 @@ class Trainer:
                         len(part),
                         True,
                         places and places.of(part),
-                        weight=self._weights(
-                            weight * replica.skips.loss_scale / predictions,
-                            counted[part.start : part.stop],
-                        ),
+                        weight=weight,
                     )
-                    for part, weight in zip(parts, replica.weights, strict=True)
+                    for part, weight in zip(parts, weights, strict=True)
                 ],
                 [x.shape for x in xs],
                 lambda micro: lefts[micro] if lefts else self.placed(xs[micro]),
@@ -546,7 +548,8 @@ class Trainer:
             )
 
         if lefts and self._graph:
-            self._graph.run(self._graph_key(lefts, rights), passes, replica.prepare)
+            key = self._graph_key(lefts, rights, [one for one in weights if one is not None])
+            self._graph.run(key, passes, replica.prepare)
         elif count:  # A parameter server has no rows.
             passes()
         result = replica.finish(bool(stop_requested and stop_requested()))
@@ -557,20 +560,20 @@ class Trainer:
             self.arena.release()
         return result
 
-    def _graph_key(self, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Any, ...]:
+    def _graph_key(self, *of_rows: Sequence[Any]) -> tuple[Any, ...]:
         """Return what the launches of a step depend on, for `StepGraph`."""
         replica, arena = self.replica, self.arena
         kept = (*replica.parameter_arrays, *replica.gradient_arrays, replica.losses)
-        arrays = *inputs, *targets, *kept
+        arrays = *chain(*of_rows), *kept
         places = tuple((array.shape, array.dtype, address(array)) for array in arrays)
         numbers = *replica.weights, replica.skips.loss_scale
         return places, numbers, (arena.allocations, arena.held, arena.live)
 
-    def _weights(self, factor: float, counted: np.ndarray) -> Any:
-        """Return `weight` of `Now` for rows with so many targets that count."""
+    def _weights(self, of_rows: np.ndarray) -> Any:
+        """Return `weight` of `Now`, on the device."""
         if not self.config.model.experts:
             return None
-        return self.backend.from_host((factor * counted).astype(self.storage.dtype), self.arena)
+        return self.backend.from_host(of_rows.astype(self.storage.dtype), self.arena)
 
     def _sums(self, tally: Any) -> dict[str, Any]:
         """Return the tokens of each expert in a step, over all layers and ranks; collective."""

@@ -62,6 +62,7 @@ def steps(settings, between=lambda index, trainer: None, ranks=1):
     [
         ["precision.compute=bfloat16", "memory.recompute=unit"],
         ["precision.compute=float16"],
+        ["model.experts=4", "model.capacity=0.8", "model.shared=8"],
         ["model.tied=true", "memory.logit_chunks=2", "device.gemm=library"],
     ],
 )
