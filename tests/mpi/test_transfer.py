@@ -19,18 +19,18 @@ def test_a_wrong_folder_ends_all_ranks_with_one_error(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_bench_generate_measures_the_model_of_a_folder_of_any_vocabulary(tmp_path):
+def test_the_model_of_a_folder_of_any_vocabulary_generates_also_by_the_old_word(tmp_path):
     generator = np.random.default_rng(0)
     arrays = {
         name: generator.normal(size=shape).astype("<f4")
         for name, shape in shapes(vocabulary=300).items()
     }
     written(tmp_path / "gpt2", arrays, vocab_size=300)
-    words = ["bench", "generate", "--tokens", "3", "--blocks", "1"]
-    done = run([*PROGRAM, *words, "--set", "run.init_from=gpt2"], cwd=tmp_path)
+    words = ["--tokens", "3", "--blocks", "1", "--set", "run.init_from=gpt2"]
+    done = run([*PROGRAM, "compare", "--generate", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "vocabulary 300" in done.stdout
     adapters = ["--set", "lora.rank=2", "--set", "lora.targets=q"]
-    done = run([*PROGRAM, *words, "--set", "run.init_from=gpt2", *adapters], cwd=tmp_path)
+    done = run([*PROGRAM, "bench", "generate", *words, *adapters], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "transformers" not in done.stdout
