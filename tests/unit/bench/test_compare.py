@@ -6,7 +6,9 @@ import re
 from statistics import median
 
 import pytest
+from click.testing import CliRunner
 
+from mpitrain.cli import commands
 from mpitrain.cli.compare import JOBS
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import parse, with_settings
@@ -270,3 +272,20 @@ def test_a_nonfinite_loss_is_null_in_the_file_and_absent_in_the_plot(tmp_path):
     assert (star["val_loss"], ring["val_loss"]) == (None, 1.5)
     plot(rows, "a job", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["zero1", "--tricks", "all"], "--tricks takes no settings beside it, but zero1"),
+        (["--shapes", "all", "--generate"], "--shapes and --generate are different measurements"),
+        (["--row-seconds", "9"], "Add --shapes"),
+        (["--peer", "transformers"], "--peer transformers is not for training"),
+        (["--generate", "--peer", "torch"], "--peer torch is not for --generate"),
+        (["--shapes", "all", "--peer", "one-rank"], "--peer one-rank is not for --shapes"),
+        (["--tricks", "all", "--peer", "torch"], "--tricks takes no --peer"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_mpi_starts(words, said):
+    done = CliRunner().invoke(commands, ["compare", *words])
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
