@@ -46,10 +46,25 @@ def job_options(function: Callable) -> Callable:
     return function
 
 
+IMBALANCE = click.option(
+    "--imbalance",
+    type=Finite(1),
+    default=1.0,
+    show_default=True,
+    metavar="RATIO",
+    help="With --ep: tokens at the experts of the counted rank, over those of the mean rank.",
+)
+
+
 @click.command("memory")
 @job_options
+@IMBALANCE
 def memory(
-    config_file: Path | None, preset: str | None, settings: tuple[str, ...], **options: Any
+    config_file: Path | None,
+    preset: str | None,
+    settings: tuple[str, ...],
+    imbalance: float,
+    **options: Any,
 ) -> None:
     """Count the activations and the FLOPs of a job, unit by unit, without running it.
 
@@ -61,7 +76,7 @@ def memory(
     from mpitrain.tools.plan.memory import count, table
 
     job = configured(config_file, changes(settings, **options), preset)
-    say(table(count(job)))
+    say(table(count(job, imbalance)))
 
 
 @click.command("layout")
@@ -89,6 +104,7 @@ def memory(
     metavar="GB",
     help="Memory of a rank (default: memory.limit_gb, or what is free here).",
 )
+@IMBALANCE
 @path_option("--tuning", "Constants of the cost model, from `bench fit`: replication.tuning.")
 @output_option("--json", "Write all layouts to this file.")
 @output_option("--plot", "Draw step time over memory to this file (needs mpitrain[report]).")
@@ -101,6 +117,7 @@ def layout(
     rate: float | None,
     units_file: Path | None,
     memory: float | None,
+    imbalance: float,
     tuning: Path | None,
     json_file: Path | None,
     plot_file: Path | None,
@@ -109,7 +126,7 @@ def layout(
     """Predict which layout of a job is the fastest: mpitrain plan layout --ranks 16 --hosts 4
 
     One process, without MPI, tries every dp x cp x tp x pp, stage of ZeRO, number of micro-batches,
-    and recomputation. It predicts step time and memory of each. A layout key that differs from its
+    recomputation, and of experts every ep. It predicts step time and memory of each. A layout key that differs from its
     default stays as it is.
     """
     if process.launched().rank > 0:
@@ -149,7 +166,7 @@ def layout(
                 yield done, rows
             units.update(100 - units.pos)
 
-    planner = Planner(given, names, work, 1e9 * (memory or 0), shown)
+    planner = Planner(given, names, work, 1e9 * (memory or 0), shown, imbalance)
     with uncollected(), bar([*planner.layouts(given)], label="layouts") as layouts:
         ranking = rank(planner, given, layouts)
     say(report(ranking, planner, names))

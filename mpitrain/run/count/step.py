@@ -92,20 +92,41 @@ class Unsent:
 class CountedGroup(Group):
     """A group of which only one rank exists; its collectives only count themselves.
 
-    sums  as in UnitCount, of the runs so far
+    sums       as in UnitCount, of the runs so far
+    imbalance  rows that come to this rank on `routes`, over those that come to the mean rank
     """
 
-    def __init__(self, transport: Any, arena: Arena, axis: str, sums: Sums):
+    def __init__(self, transport: Any, arena: Arena, axis: str, sums: Sums, imbalance: float = 1.0):
         super().__init__(transport, arena=arena)
-        self._axis, self._sums = axis, sums
+        self._axis, self._sums, self._imbalance = axis, sums, imbalance
 
     def routes(self, counts: np.ndarray) -> Routes:
-        """Return routes on which all ranks send as many rows as this one."""
-        return Routes(self, np.repeat(counts[None], self.size, axis=0))
+        """Return routes on which every rank sends `imbalance` equal shares of its rows to this rank."""
+        n = self.size
+        shares = np.full((n, 1), (n - self._imbalance) / (n - 1))
+        shares[self.rank] = self._imbalance
+        own = np.floor(counts.sum() / counts.size * shares + np.zeros(counts.shape))
+        return CountedRoutes(self, np.repeat(own[None].astype(np.int64), n, axis=0))
 
     def _noted(self, operation: str, array: Any, bind: Any) -> Reduction:
         sums, what = self._sums, (self._axis, operation, array.nbytes)
         return LocalReduction(lambda: sums.update([what]))
+
+
+class CountedRoutes(Routes):
+    """Routes that count the bytes away from this rank, as an all-to-all of equal parts with as many."""
+
+    def bind(self, outgoing: Any, incoming: Any, is_return: bool = False) -> Reduction:
+        n, rank = len(self.counts), self._transport.rank
+        away = len(outgoing) - int(self.counts[rank, rank].sum())
+        return self._group._noted("all-to-all", Equal(away * n // (n - 1), outgoing), None)
+
+
+class Equal:
+    """An array of so many rows, of which only the bytes are known."""
+
+    def __init__(self, rows: int, like: Any):
+        self.nbytes = rows * math.prod(like.shape[1:]) * like.dtype.itemsize
 
 
 class Body:
@@ -113,11 +134,11 @@ class Body:
 
     count   FLOPs and bytes so far
     arena   keeps account of activations
-    sums    the collectives of tensor and context parallelism so far
+    sums    the collectives of tensor, context and expert parallelism so far
     layers  the layer factory
     """
 
-    def __init__(self, job: Job, tp: int, cp: int):
+    def __init__(self, job: Job, tp: int, cp: int, imbalance: float = 1.0):
         axes = job.axes
         self.device, self.count, device = job.device, Count(), job.device
         self.memory = WeightlessMemory(_kind_of(device))
@@ -130,7 +151,8 @@ class Body:
         ops = counted(_leasing(device), self.count)
         own_context = context if axes.cp > 1 else None
         endpoint = self.endpoint(0, axes.ep)
-        experts = CountedGroup(endpoint, self.arena, "ep", self.sums) if axes.ep > 1 else None
+        counts = endpoint, self.arena, "ep", self.sums, imbalance
+        experts = CountedGroup(*counts) if axes.ep > 1 else None
         self.layers = layers_for(
             *(ops, group, job.config.layout, own_context),
             ep=experts,
@@ -227,6 +249,7 @@ class Counter:
     rows.
 
     units   the model, as a function of a layer factory
+    imbalance  rows at this rank's experts, over those at the mean rank's
     tp      tensor-parallel index
     cp      context-parallel index; None: the last, which needs the most memory
     body    its layer factory, operations and arena
@@ -235,11 +258,17 @@ class Counter:
     """
 
     def __init__(
-        self, job: Job, source: Source | Unopened, units: Units, tp: int = 0, cp: int | None = None
+        self,
+        job: Job,
+        source: Source | Unopened,
+        units: Units,
+        tp: int = 0,
+        cp: int | None = None,
+        imbalance: float = 1.0,
     ):
         config, plan = job.config, job.plan
         self.job, self.source = job, source
-        self.body = Body(job, tp, job.axes.cp - 1 if cp is None else cp)
+        self.body = Body(job, tp, job.axes.cp - 1 if cp is None else cp, imbalance)
         # Before the units are timed, the balanced partition is counted.
         partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
         self.chunks = cut_in_chunks(

@@ -39,7 +39,7 @@ from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
-from mpitrain.parallel.grid import Axes, divisor
+from mpitrain.parallel.grid import EXPERTS, Axes, divisor
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.instructions import Plan, Program, Send, fused_at_the_input, training_program
@@ -56,6 +56,7 @@ from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
 from mpitrain.run.memory import stage_sizes
 from mpitrain.run.rules import check_each, of_model
+from mpitrain.tools.plan.memory import most_imbalance
 from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
@@ -78,7 +79,7 @@ SAVINGS = ("memory.logit_chunks=8", "memory.attention=tiled", "optimizer.name=ad
 """Settings beside the layout that may lower the memory of a rank; half the context is one more."""
 PARTS = {
     "computing": "computing",
-    "tensors": "messages between tensor- and context-parallel ranks",
+    "tensors": "messages between tensor-, context- and expert-parallel ranks",
     "pipeline": "the bubble and messages between stages",
     "replicas": "messages between replicas",
 }
@@ -95,16 +96,18 @@ class ParallelLayout(NamedTuple):
     micro_batches: int
     recompute: str
     cp: int = 1
+    ep: int = 1
 
     @property
     def settings(self) -> dict[str, str | int]:
         """Return {key: value}."""
         keys = ("layout.dp", "layout.tp", "layout.pp", "replication.zero", "batch.micro_batches")
-        return dict(zip((*keys, "memory.recompute", "layout.cp"), self, strict=True))
+        more = "memory.recompute", "layout.cp", "layout.ep"
+        return dict(zip((*keys, *more), self, strict=True))
 
     @property
     def axes(self) -> Axes:
-        return Axes(self.tp, self.dp, self.pp, cp=self.cp)
+        return Axes(self.tp, self.dp, self.pp, cp=self.cp, ep=self.ep)
 
     def of(self, config: Config) -> Config:
         """Return a configuration with this layout."""
@@ -115,7 +118,7 @@ class Prediction(NamedTuple):
     """The predicted step of a layout: seconds of its slowest stage, and bytes of its fullest rank.
 
     computing  of matrix products
-    tensors    collectives of activations over tp and cp
+    tensors    collectives of activations over tp, cp and ep
     pipeline   the rest of the simulated pipeline: idle time, and messages between stages
     replicas   sums and gathers over dp x cp that no computing hides
     nbytes     parameters, gradients, optimizer state and activations
@@ -290,6 +293,8 @@ class Planner:
            this process, while other processes load the other cores of a host
     shown  shows the progress of the steps of timing, as of `timed_quickly`
     limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
+    imbalance  rows at the experts of the busiest rank of layout.ep, over the mean; the step and the memory
+               are that rank's
     """
 
     def __init__(
@@ -299,7 +304,9 @@ class Planner:
         work: float | UnitTimes | None = None,
         limit: float = 0,
         shown: Callable[[Iterator[Any]], Iterable[Any]] = iter,
+        imbalance: float = 1.0,
     ):
+        self._imbalance = imbalance
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job = alone(alone_config, hosts[:1])
         self._whole = self._job.units(described(self._job.device.ops, self._job.config.layout))
@@ -390,6 +397,12 @@ class Planner:
                 dp, rest = divmod(ranks, tp * pp * cp)
                 if rest or dp > size or layout.dp not in (0, dp):
                     continue
+                parts = [
+                    ep
+                    for ep in ([layout.ep] if layout.ep > 1 else _divisors(dp))
+                    if dp % ep == 0
+                    and (ep == 1 or (given.model.experts and not given.model.experts % ep))
+                ]
                 rows = size // dp
                 counts = {pp << doubled for doubled in range(rows.bit_length())}
                 counts |= {given.batch.micro_batches} - {0}
@@ -401,7 +414,9 @@ class Planner:
                     [given.memory.recompute] if given.memory.segment else ("none", "unit"),
                 ):
                     if pp <= micro_batches <= rows:
-                        yield ParallelLayout(dp, tp, pp, zero, micro_batches, recompute, cp)
+                        for ep in parts:
+                            own = dp, tp, pp, zero, micro_batches, recompute, cp, ep
+                            yield ParallelLayout(*own)
 
     def refusal(self, layout: ParallelLayout) -> ConfigError | None:
         """Return the error with which `train` would refuse a layout."""
@@ -459,7 +474,8 @@ class Planner:
                 chunks = [units[slice(*bounds[c : c + 2])] for c in own(plan.stage_of, pp)]
                 sums = (sum for chunk in chunks for u in chunk for sum in u.counted.sums.items())
                 for (axis, operation, nbytes), again in sums:
-                    index, ranks = (tp, axes.tp) if axis == "tp" else (cp, axes.cp)
+                    at = {"tp": (tp, axes.tp), "cp": (cp, axes.cp), "ep": (0, axes.ep)}
+                    index, ranks = at[axis]
                     elements = _in_ring(operation, index, ranks, nbytes // self._computed)
                     total += times * again * self._computed * elements
             return total
@@ -472,6 +488,19 @@ class Planner:
             return between + of_passes(tp, cp, pp, len(share(config.batch.size, dp, axes.dp)))
 
         return max(map(of_rank, range(axes.ranks)))
+
+    def tokens_sent(self, layout: ParallelLayout) -> float:
+        """Return the bytes of rows that the rank with the busiest experts sends in a step, there and back."""
+        axes, m = layout.axes, layout.micro_batches
+        plan, _ = self._planned(axes.pp, m)
+        bounds = [0, *accumulate(self._cut(len(plan.stage_of)))]
+        rows = -(-self._config.batch.size // (axes.dp * m))
+        units, sent = self._counted(axes, m, rows, layout.recompute), [0.0] * axes.pp
+        for stage, (start, stop) in zip(plan.stage_of, pairwise(bounds), strict=True):
+            for unit in units[start:stop]:
+                for (axis, _, nbytes), times in unit.counted.sums.items():
+                    sent[stage] += m * times * nbytes * (1 - 1 / axes.ep) * (axis == "ep")
+        return max(sent)
 
     def savings(self, given: Config, smallest: Prediction) -> list[tuple[str, float]]:
         """Return the settings that lower the memory of a layout, and their bytes, the least first."""
@@ -526,11 +555,21 @@ class Planner:
         zero, members = layout.zero, range(0, layout.tp * layout.axes.copies, layout.tp)
         replication = self._config.replication
         longest, _ = max(self._stages(layout.axes), key=lambda stage: stage[0].length)
+        of_experts = sum(
+            entry.stop - entry.start
+            for entry in longest.entries
+            if entry.parameter.holders == EXPERTS
+        )
+        groups = (members, longest.length - of_experts), (members[:: layout.ep], of_experts)
 
         def seconds(operation: str) -> float:
             itemsize = self._computed if operation == "all-gather" else self._stored
-            nbytes, algorithm = longest.length * itemsize, replication.algorithm
-            return self._messages.seconds(operation, members, nbytes, itemsize, algorithm)
+            return sum(
+                self._messages.seconds(
+                    operation, ranks, length * itemsize, itemsize, replication.algorithm
+                )
+                for ranks, length in groups
+            )
 
         total = sum(map(seconds, OF_STEP.get(zero, ())))
         total += layout.micro_batches * sum(map(seconds, OF_MICRO_BATCH.get(zero, ())))
@@ -540,12 +579,14 @@ class Planner:
         return max(total - hidden, total / len(longest.units))
 
     def _of_activations(self, unit: CountedUnit, axes: Axes, computing: float) -> float:
-        """Return the seconds of a unit's collectives over tp and cp, beside those of its computing.
+        """Return the seconds of a unit's collectives over tp, cp and ep, beside those of its computing.
 
         A ring of attention shifts keys and values while it computes with those of the last shift.
         """
         algorithm = self._config.layout.algorithm
-        members = {"tp": range(axes.tp), "cp": range(0, axes.tp * axes.cp, axes.tp)}
+        within = axes.tp * axes.cp
+        members = {"tp": range(axes.tp), "cp": range(0, within, axes.tp)}
+        members["ep"] = range(0, within * axes.ep, within)
         seconds = {"shift": 0.0, "": 0.0}
         for (axis, operation, nbytes), times in unit.counted.sums.items():
             choice = operation, members[axis], nbytes, self._computed, algorithm
@@ -556,7 +597,7 @@ class Planner:
         return seconds[""] + max(0.0, seconds["shift"] - hidden)
 
     def _counted(self, axes: Axes, m: int, rows: int, recompute: str) -> list[CountedUnit]:
-        return self._counts(Axes(axes.tp, cp=axes.cp), min(m, 2), rows, recompute)
+        return self._counts(Axes(axes.tp, cp=axes.cp, ep=axes.ep), min(m, 2), rows, recompute)
 
     def _count(self, axes: Axes, m: int, rows: int, recompute: str) -> list[CountedUnit]:
         """Count all units. Those of model.layers after the second repeat the second.
@@ -564,7 +605,7 @@ class Planner:
         m  1, or 2 for several micro-batches: all but the first add to gradients
         """
         tp, cp = axes.tp, axes.cp
-        layout = ParallelLayout(1, tp, 1, 0, m, recompute, cp)
+        layout = ParallelLayout(axes.ep, tp, 1, 0, m, recompute, cp, axes.ep)
         check_each(of_model(layout.of(self._config)))
         deep, plain = self._config.model.layers, layout._replace(recompute="none")
         (two, counts), keeps = self._two(layout, rows), self._kept(layout._replace(micro_batches=1))
@@ -594,13 +635,14 @@ class Planner:
             layout.settings
             | {
                 "model.layers": layers,
-                "batch.size": rows * layout.micro_batches,
+                "batch.size": rows * layout.micro_batches * layout.dp,
                 "pipeline.partition": "",
             }
         )
         plan = plan_of(SERIAL, 1, layout.micro_batches)
         job = replace(self._job, config=config, axes=layout.axes, plan=plan)
-        return Counter(job, job.source, job.units)
+        imbalance = min(self._imbalance, most_imbalance(config.model, layout.ep))
+        return Counter(job, job.source, job.units, imbalance=imbalance)
 
     def _plan(self, pp: int, m: int) -> tuple[Plan, Program]:
         """Return the schedule of m micro-batches, without and with messages."""
@@ -711,7 +753,7 @@ def _of_replicas(
     """Return the bytes that a rank sends to other replicas in a step, and in the control message."""
     facts = RankFacts(config, axes, rank, hosts, storage, computed, chunks)
     between = of_replicas(facts)
-    if between is None:
+    if between is None or axes.ep > 1:
         return math.nan
     return between + of_partial_sums(facts) + sent_to_agree(rank, axes.ranks)
 
@@ -744,9 +786,9 @@ def rank(
     layouts  None: all
     raises   ConfigError if there is none
     """
-    predictions, refused = list[Prediction](), set[tuple[int, int, int]]()
+    predictions, refused = list[Prediction](), set[tuple[int, ...]]()
     for layout in layouts or planner.layouts(given):
-        divided = layout.tp, layout.cp, layout.pp
+        divided = layout.tp, layout.cp, layout.pp, layout.ep
         if divided not in refused:
             try:
                 predictions.append(planner.predict(layout))
@@ -858,9 +900,11 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     def marked(name: str) -> Callable[[Prediction], str]:
         return lambda each: f"{1e3 * getattr(each, name):.1f}{mark}"
 
+    has_experts = any(each.layout.ep > 1 for each in ranking.predictions)
+    divided = ("dp", *["ep"] * has_experts, "cp", "tp", "pp", "zero")
     columns = TextTable(
         [
-            *(TextColumn(key, "4", _field(key)) for key in ("dp", "cp", "tp", "pp", "zero")),
+            *(TextColumn(key, "4", _field(key)) for key in divided),
             TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
             TextColumn("recompute", "9", _field("recompute")),
             TextColumn("step time", "10", marked("step_s"), unit="ms"),
@@ -878,9 +922,16 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     ]
     if lean := [each for each in ranking.front if each not in ranking.best]:
         lines += ["", "Slower, with less memory than every faster one:", *columns.lines(lean)[2:]]
-    sent = planner.sent(ranking.best[0].layout) / 1e6
+    layout = ranking.best[0].layout
+    sent = planner.sent(layout) / 1e6
     if not math.isnan(sent):
         lines += ["", f"By rings the busiest rank of the fastest sends {sent:,.3f} MB in a step."]
+    if layout.ep > 1:
+        tokens = planner.tokens_sent(layout) / 1e6
+        lines += [
+            "",
+            f"The rank with the busiest experts of the fastest sends {tokens:,.3f} MB of tokens in a step.",
+        ]
     lines += ["", "Next to the best:", *(f"  {text}" for text in ranking.closest)]
     settings = ranking.best[0].layout.settings
     words = " ".join(f"--set {key}={value}" for key, value in settings.items())

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import NamedTuple
 
-from mpitrain.config import Config
+from mpitrain.config import Config, Model
+from mpitrain.errors import ConfigError
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.backend import DeviceBackend
 from mpitrain.parallel.buckets import bucket_bytes
@@ -60,13 +61,30 @@ def ranks_of(config: Config) -> int:
     )
 
 
-def count(unresolved: Config) -> Counted:
-    """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted."""
+def most_imbalance(model: Model, ep: int) -> float:
+    """Return the most rows that a rank's experts can get, over the mean: all tokens choose as many of
+    them as they can.
+    """
+    return ep * min(model.top_k, model.experts // ep) / model.top_k if ep > 1 else 1.0
+
+
+def count(unresolved: Config, imbalance: float = 1.0) -> Counted:
+    """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted.
+
+    imbalance  rows at the counted rank's experts, over those at the mean rank's
+    """
     ranks = ranks_of(unresolved)
+    most = most_imbalance(unresolved.model, unresolved.layout.ep)
+    if imbalance > most:
+        raise ConfigError(
+            f"A rank's experts get at most {most:g} times the mean rows: layout.ep is {unresolved.layout.ep}, model.experts "
+            f"{unresolved.model.experts} and model.top_k {unresolved.model.top_k}. But --imbalance is {imbalance:g}.",
+            f"Set --imbalance to {most:g} or less.",
+        )
     job = alone(unresolved, ("",) * ranks)
     config, axes, plan = job.config, job.axes, job.plan
     counter, fixed = (
-        Counter(job, job.source, job.units),
+        Counter(job, job.source, job.units, imbalance=imbalance),
         divisor(axes, ("",) * ranks, config.replication.shard),
     )
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)

@@ -4,6 +4,7 @@ import pytest
 
 from mpitrain.run.build import build
 from mpitrain.tools.plan.layout import ParallelLayout, Planner
+from mpitrain.tools.plan.mode_traffic import CONTROL, CONTROL_ITEM
 from mpitrain.transport.threads import run_ranks
 from tests.training import configured
 
@@ -47,3 +48,35 @@ def test_bytes_of_the_fullest_and_the_busiest_rank_are_those_of_real_ones(layout
     held, sent = zip(*run_ranks(ranks, held_and_sent, chosen.of(given)), strict=True)
     assert plan.predict(chosen).nbytes == max(held)
     assert plan.sent(chosen) == max(sent)
+
+
+@pytest.mark.parametrize("settings", [[], ["model.shared=8", "batch.micro_batches=2"]], ids=str)
+def test_memory_and_tokens_of_an_unlucky_rank_are_those_of_a_real_one(settings):
+    """The router is 0, so all tokens choose the first experts: rank 0 has twice the mean rows."""
+    experts = ["model.experts=4", "model.top_k=2", "model.balance=0.0", *settings]
+    words = [*(f"model.{key}" for key in JOB), *RINGS, *experts]
+    given = configured("batch.size=8", *words)
+    m = given.batch.micro_batches or 1
+    chosen = ParallelLayout(2, 1, 1, 0, m, "none", 1, 2)
+
+    def run(transport):
+        trainer, source, _ = build(transport, chosen.of(given))
+        for entry in trainer.storage.entries:
+            if "router" in entry.name:
+                entry.view(trainer.replica.parameters)[:] = 0
+        rows = trainer.replica.batch(source, 0)
+        before = transport.traffic.nbytes
+        trainer.step(0, *rows)
+        sent, held = transport.traffic.nbytes - before, trainer.replica.held_by_kind()
+        spans = trainer.storage.spans
+        summed = sum(span.stop - span.start for span in spans if span.holders != "ep")
+        told = 8 * 4 * 3 * m  # the counts of 4 experts, in 3 layers
+        # Each rank sends half of the gradients that both have, twice; and the control message, which
+        # has the rows that 4 experts were asked for and took.
+        rest = summed * trainer.storage.dtype.itemsize + (CONTROL + 2 * 4) * CONTROL_ITEM + told
+        return sum(held.values()) - held["scratch"] + trainer.pipe.peak_bytes, sent - rest
+
+    held, tokens = zip(*run_ranks(2, run), strict=True)
+    plan = Planner(given, ["a"] * 2, 1e9, 1e9, imbalance=2.0)
+    assert plan.predict(chosen).nbytes == held[0] > held[1]
+    assert plan.tokens_sent(chosen) == tokens[0]

@@ -44,6 +44,8 @@ LONG = {
     "async-gains",
     "bounded-staleness",
     "equal-updates",
+    "experts-balance",
+    "experts-capacity",
     "large-batch",
     "prefetch",
     "slow-stage",

@@ -418,9 +418,12 @@ class Watch:
         replica.apply = watched  # type: ignore[method-assign]
         replica.updated = passed_on  # type: ignore[method-assign]
 
-    def _earlier(self, piece: Piece, parameters: Any, *rest: Any) -> None:
-        """Update the parameters as a step before the first one would have done."""
-        parameters[...] = self._symbols.cell("v", parameters.size)
+    def _earlier(self, arrays: Any, *facts: Any) -> None:
+        """Update the parameters as a step before the first one would have done; as `Optimizer.update`."""
+        *_, updated = facts
+        for piece, (parameters, *_) in arrays.items():
+            parameters[...] = self._symbols.cell("v", parameters.size)
+            updated(piece)
 
     def _read_piece(self, piece: Piece, parameters: Any) -> None:
         """Read a piece of the parameters that has just been updated.

@@ -4,6 +4,7 @@ from mpitrain.tables import Table
 from mpitrain.tools.textbook.explain import (
     async_servers,
     collectives,
+    experts,
     memory,
     pipelines,
     replication,
@@ -15,7 +16,7 @@ from mpitrain.tools.textbook.explain.explanation import Topic
 PARTS = {
     "messages": ("star", "ring"),
     "data parallelism": ("master", "ddp", "accumulation"),
-    "sharded layers": ("column", "row", "column-alone", "row-alone", "ring-attention"),
+    "sharded layers": ("column", "row", "column-alone", "row-alone", "ring-attention", "moe"),
     "pipelines": ("gpipe", "1f1b", "1f1b-cut", "zero-bubble", "async"),
     "memory": ("zero1", "zero2", "zero3", "recomputation", "loss-scaling"),
     "servers and staleness": ("server", "async-server", "local", "gossip"),
@@ -27,6 +28,7 @@ _ROWS = (
     collectives.TOPICS
     | replication.TOPICS
     | tensors.TOPICS
+    | experts.TOPICS
     | pipelines.TOPICS
     | async_servers.TOPICS
     | memory.TOPICS
