@@ -41,8 +41,9 @@ def chosen(gemm_key: str, tiles: str = "", tensor_cores: str = "mma") -> Multipl
     if gemm_key == "library":
         return library
     table = read_tiles(Path(tiles)) if tiles else DEFAULT
-    if gemm_key == "3xtf32" or tensor_cores == "wgmma":
-        table = MeasuredTiles(table.measured, gemm_key == "3xtf32", tensor_cores == "wgmma")
+    if gemm_key in ("3xtf32", "auto") or tensor_cores == "wgmma":
+        ways = gemm_key == "3xtf32", tensor_cores == "wgmma", gemm_key == "auto"
+        table = MeasuredTiles(table.measured, *ways)
     return partial(automatic if gemm_key == "auto" else gemm, table=table)
 
 

@@ -276,6 +276,7 @@ class FastestTile(NamedTuple):
 
     elements  dtype of the operands
     stored    storage of the operands: "NT" is a product with the second operand stored transposed
+    gain      of float32: how many times as fast 3xTF32 was as the CUDA cores; 0: not compared
     """
 
     elements: str
@@ -284,6 +285,7 @@ class FastestTile(NamedTuple):
     n: int
     k: int
     tiling: Tiling
+    gain: float = 0.0
 
     def distance(self, m: int, n: int, k: int) -> float:
         """Return the largest factor between corresponding dims of the two shapes."""
@@ -293,6 +295,10 @@ class FastestTile(NamedTuple):
         )
 
 
+FLOAT_GAIN = 1.3
+"""device.gemm=auto takes 3xTF32 where it was so many times as fast as the CUDA cores."""
+
+
 class MeasuredTiles:
     """A choice of tilings by measurement, otherwise by `cost`.
 
@@ -300,13 +306,19 @@ class MeasuredTiles:
     NEAR.
 
     is_3xtf32  float32 is multiplied on tensor cores, as three products of TF32
+    by_gain    float32 is multiplied so where the measured shape has a `gain` of FLOAT_GAIN or more
     wgmma      warpgroups multiply 16-bit elements where the device can, and the copy engine takes the operands
     """
 
     def __init__(
-        self, measured: Iterable[FastestTile] = (), is_3xtf32: bool = False, wgmma: bool = False
+        self,
+        measured: Iterable[FastestTile] = (),
+        is_3xtf32: bool = False,
+        wgmma: bool = False,
+        by_gain: bool = False,
     ):
         self.measured, self.is_3xtf32, self.wgmma = tuple(measured), is_3xtf32, wgmma
+        self.by_gain = by_gain
         # The choice is cached: a search in every product would cost as much as the launch.
         self._chosen: dict[tuple, Tiling] = {}
 
@@ -344,24 +356,30 @@ class MeasuredTiles:
             tiles: tuple[AnyTile, ...] = HOPPER_TILES
             if not by_warpgroups:
                 tiles = possible(a, engine.capability, self.is_3xtf32)
-            self._chosen[key] = self._choose(tiles, a.dtype.name, stored, shape, engine)
+            gained = possible(a, engine.capability, True) if self.by_gain else ()
+            self._chosen[key] = self._choose(tiles, gained, a.dtype.name, stored, shape, engine)
         return self._chosen[key]
 
     def _choose(
         self,
         tiles: tuple[AnyTile, ...],
+        gained: tuple[AnyTile, ...],
         elements: str,
         stored: str,
         shape: tuple[int, int, int, int],
         engine: Engine,
     ) -> Tiling:
+        """Return the tiling of a shape: of `gained` only one that was measured with a gain of FLOAT_GAIN."""
         *dims, batches = shape
         known = [
             entry
             for entry in self.measured
             if batches == 1
             and min(dims) > 0
-            and entry.tiling.tile in tiles
+            and (
+                entry.tiling.tile in tiles
+                or (entry.gain >= FLOAT_GAIN and entry.tiling.tile in gained)
+            )
             and (entry.elements, entry.stored) == (elements, stored)
             and entry.distance(*dims) <= NEAR
         ]
@@ -472,6 +490,7 @@ class _TileLine(BaseModel):
     k: Extent
     kernel: Literal["gemm", "gemm_tensor", "gemm_hopper"]
     plan: tuple[list[int], Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
+    gain: float = Field(0.0, ge=0)
 
 
 class _TilesFile(BaseModel):
@@ -503,6 +522,7 @@ def write_tiles(path: Path, device: str, measured: Iterable[FastestTile]) -> Non
             **dict(zip(FastestTile._fields, entry[:5], strict=False)),
             "plan": entry.tiling,
             "kernel": entry.tiling.tile.kernel,
+            **({"gain": entry.gain} if entry.gain else {}),
         }
         for entry in measured
     ]
@@ -516,7 +536,9 @@ def _entry(line: _TileLine) -> FastestTile:
     for tile in TILES + on_tensor_cores + HOPPER_TILES * (line.elements in HALVES):
         if [*tile] == wanted and tile.kernel == line.kernel:
             return FastestTile(
-                line.elements, line.stored, line.m, line.n, line.k, Tiling(tile, splits)
+                *(line.elements, line.stored, line.m, line.n, line.k),
+                Tiling(tile, splits),
+                line.gain,
             )
     raise ValueError(f"no kernel takes {wanted} of {line.kernel}")
 

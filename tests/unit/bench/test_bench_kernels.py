@@ -127,8 +127,10 @@ def test_the_best_tiles_are_written_and_then_taken(tmp_path):
     words = ("--tiles", table, "--shapes", "10x17x300", "--products", "NT")
     code, rows, text = bench("gemm", "--device", "cuda-sim", *words)
     assert code == 0 and rows[0][7] == "64x128x16/2", text
-    assert bench(*tune, "4")[0] == 0
-    assert len(json.loads((tmp_path / "tiles.json").read_text())["measured"]) == 6
+    assert bench(*tune, "4", "--gemm", "auto")[0] == 0
+    both = json.loads((tmp_path / "tiles.json").read_text())["measured"]
+    assert len(both) == 6
+    assert all((line["gain"] >= 1.3) >= (line["kernel"] == "gemm_tensor") for line in both[3:])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import H100
 from mpitrain.ops.cuda.launches import SHARED
+from mpitrain.ops.cuda.product import chosen
 from mpitrain.ops.cuda.tiles import (
     FLOAT_TILES,
     TENSOR_TILES,
@@ -55,6 +56,19 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
     table = MeasuredTiles(FOUND, is_3xtf32=True)
     assert table.tiling(FLOATS, "NT", (1024, 1000, 1024, 1), of(90)) == Tiling(FLOAT_TILES[1], 3)
+
+
+@pytest.mark.parametrize(("gain", "takes"), [(1.31, True), (1.29, False), (0.0, False)])
+def test_float32_goes_to_tensor_cores_where_a_measured_shape_gained_enough(gain, takes, tmp_path):
+    path, other = tmp_path / "tiles.json", Tiling(FLOAT_TILES[1], 1)
+    write_tiles(path, "a GPU", [FastestTile("float32", "NT", 512, 512, 512, other, gain)])
+    for table, expected in (
+        (chosen("auto", str(path)).keywords["table"], takes),
+        (chosen("tiled", str(path)).keywords["table"], False),
+    ):
+        assert (table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(90)) == other) == expected
+        assert table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(75)).tile in TILES
+        assert table.tiling(FLOATS, "NT", (4096, 512, 400, 1), of(90)).tile in TILES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ from mpitrain.errors import ConfigError
 from mpitrain.kernels.loader import Engine
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.layers import pitch
-from mpitrain.ops.cuda.tiles import DEFAULT, FastestTile, MeasuredTiles, Tiling, worth_measuring
+from mpitrain.ops.cuda.tiles import (
+    DEFAULT,
+    FLOAT_GAIN,
+    FLOAT_TILES,
+    FastestTile,
+    MeasuredTiles,
+    Tiling,
+    worth_measuring,
+)
 from mpitrain.ops.device import Device
 from mpitrain.ops.host.product import put_product
 from mpitrain.ops.reference.layers import linear_gelu
@@ -203,13 +211,16 @@ def tune(device: Device, shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iter
 def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str) -> Tuned:
     """Measure each tiling by itself, then the best and the default one in turns.
 
-    Measuring these two in turns keeps noise from deciding between them.
+    Measuring these two in turns keeps noise from deciding between them. With device.gemm=auto, the
+    best of 3xTF32 and the best of CUDA cores are compared, too, and 3xTF32 has to gain FLOAT_GAIN.
     """
     case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
     table = _table(device)
     is_3xtf32, wgmma = table.is_3xtf32, table.wgmma and not any(dim % 8 for dim in shape)
     usual = MeasuredTiles((), is_3xtf32, wgmma).tiling(like, ways, (*shape, 1), engine)
     tilings = [usual, *worth_measuring(like, *shape, engine, is_3xtf32, wgmma)]
+    if is_both := table.by_gain and dtype == "float32":
+        tilings += worth_measuring(like, *shape, engine, True)
     runs = {tiling: case.by(partial(product.gemm, tiling=tiling)) for tiling in tilings}
     times: dict[Tiling, float] = {}
     wrong = 0
@@ -218,12 +229,22 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
         device.backend.synchronize()
         wrong += case.compared()[0]
         (times[tiling],) = seconds(device, run)
-    best = min(times, key=times.__getitem__)
+    best, gain = min(times, key=times.__getitem__), 0.0
+    if is_both:
+        split = [tiling for tiling in times if tiling.tile in FLOAT_TILES]
+        ours = [min(some, key=times.__getitem__) for some in (split, times.keys() - {*split})]
+        by_tensor_cores, by_cuda_cores = seconds(device, *(runs[each] for each in ours))
+        gain = by_cuda_cores / by_tensor_cores
+        best = ours[gain < FLOAT_GAIN]
     fastest, usually = seconds(device, runs[best], runs[usual])
     if usually < fastest:
         best, fastest = usual, usually
     return Tuned(
-        FastestTile(dtype, ways, *shape, best), len(times), 1e6 * fastest, 1e6 * usually, wrong
+        FastestTile(dtype, ways, *shape, best, gain),
+        len(times),
+        1e6 * fastest,
+        1e6 * usually,
+        wrong,
     )
 
 
