@@ -48,12 +48,14 @@ class Mode(NamedTuple):
     memory     what they are where the ranks read each other's GPU memory; "": there is no such way
     messages   whether it sends parameters, gradients or activations in messages
     truth      ranks on the CPU whose losses are the truth
+    model      settings that the truth has, too
     """
 
     settings: str
     memory: str = ""
     messages: bool = True
     truth: int = 1
+    model: str = ""
 
 
 SHARED = "replication.algorithm=shared"
@@ -85,6 +87,11 @@ MODES = {
         )
         for name in ("ulysses", "ring")
     },
+    "ep 2": Mode(
+        "layout.ep=2 replication.algorithm=ring",
+        f"layout.ep=2 {SHARED}",
+        model="model.experts=4 model.top_k=2",
+    ),
 }
 CUDA_AWARE = {"ipc": "no", "staged": "no", "pointers": "yes"}
 
@@ -151,7 +158,7 @@ def modes(way: str) -> Iterator[tuple[str, str, Mode]]:
     for name, mode in MODES.items():
         settings = mode.memory if way == "ipc" else mode.settings
         if settings:
-            yield name, f"{settings} device.cuda_aware={CUDA_AWARE[way]}", mode
+            yield name, f"{settings} {mode.model} device.cuda_aware={CUDA_AWARE[way]}", mode
 
 
 def measure(host: Any, kind: str, way: str, name: str, settings: str, mode: Mode) -> None:
@@ -170,7 +177,8 @@ def measure(host: Any, kind: str, way: str, name: str, settings: str, mode: Mode
     everyone = [Trained(*each) for each in host.gather_text(found)]
     if host.rank:
         return
-    right = truth(kind, mode.truth, mode.settings if mode.truth > 1 else "") * (3 - mode.truth)
+    alone = mode.settings if mode.truth > 1 else mode.model
+    right = truth(kind, mode.truth, alone) * (3 - mode.truth)
     apart = max(distance(*each) for each in zip((e.losses for e in everyone), right, strict=True))
     moved = np.ptp(everyone[0].losses[-STEPS // 2 :])
     nbytes, by_pointer = (
