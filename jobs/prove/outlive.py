@@ -3,6 +3,7 @@
     python jobs/prove/outlive.py [--jobs 76] [--seed 0]       100 ranks are killed, in the mix of NEEDED
     python jobs/prove/outlive.py --spares [--jobs 64]         the same with spares, which take their places
         [--kept FILE]     adds the jobs to FILE, and prints the table of all jobs in it
+        [--way WORDS]     only jobs of this one of WAYS
     python jobs/prove/outlive.py --load 40 [--minutes 20]     nobody is declared dead on a busy machine
     python jobs/prove/outlive.py --turns 5                    what a step costs without a loss
 
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -154,6 +155,7 @@ WAYS: tuple[tuple[str, int], ...] = (
     ("a spare, then a rank", 2),
     ("one after the other", 2),
     ("without a spare", 0),
+    ("four in turn", 4),
 )
 """(what is killed, spares)."""
 
@@ -176,6 +178,10 @@ def ranks_of(out: Path) -> dict[int, int]:
 def records(out: Path) -> list[dict]:
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def resumes(out: Path) -> list[dict]:
+    return [record for record in records(out) if record.get("event") == "resume"]
 
 
 def kill(
@@ -349,13 +355,15 @@ def recoveries(found: list[dict], kills: list[float]) -> list[float]:
     return times
 
 
-def with_spares(seed: int, folder: Path, cached: dict) -> Spared:
+def with_spares(seed: int, folder: Path, cached: dict, ways: Sequence[tuple[str, int]]) -> Spared:
     """Run one job with spares."""
     dice, out = random.Random(seed), folder / "run"
     mode, ranks, settings = MODES[seed % len(MODES)]
-    way, spares = WAYS[(seed + seed // len(MODES)) % len(WAYS)]
+    way, spares = ways[(seed + seed // len(MODES)) % len(ways)]
     if ranks == 2 and way in ("two at once", "during recovery", "without a spare"):
         mode, ranks = f"{mode} twice", 4
+    if way == "four in turn":
+        settings = {**settings, "run.steps": 150}
     if not spares:
         settings = {**settings, "checkpoint.every": 1}  # Fresh ranks begin from any step.
     same, inject, kills = undisturbed(ranks, settings, cached), {}, list[tuple[int, float]]()
@@ -374,7 +382,7 @@ def with_spares(seed: int, folder: Path, cached: dict) -> Spared:
 
         def resumed(times: int) -> bool:
             while running.poll() is None and time.monotonic() < until:
-                if sum(r.get("event") == "resume" for r in records(out)) >= times:
+                if len(resumes(out)) >= times:
                     return True
                 time.sleep(0.02)
             return False
@@ -400,6 +408,15 @@ def with_spares(seed: int, folder: Path, cached: dict) -> Spared:
         elif way == "one after the other" and resumed(1):
             time.sleep(dice.uniform(0, 1))
             shot(ranks)
+        elif way == "four in turn":
+            placed = [*range(ranks)]
+            for number in range(1, spares):
+                if not resumed(number):
+                    break
+                for rank, process in resumes(out)[-1].get("replaced", ()):
+                    placed[rank] = process
+                time.sleep(dice.uniform(0, 0.5))
+                shot(dice.choice(placed))
         try:
             code = running.wait(max(1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -411,7 +428,7 @@ def with_spares(seed: int, folder: Path, cached: dict) -> Spared:
         errors.seek(0)
         said = errors.read()
     last = records(out)[-1] if records(out) else {}
-    starts = [r for r in records(out) if r.get("event") == "resume"]
+    starts = resumes(out)
     facts = [(r["step"], r["ranks"], r.get("replaced"), r.get("filled_from")) for r in starts]
     times = recoveries(records(out), [at for _, at in kills])
     seconds, numbers = time.monotonic() - began, [number for number, _ in kills]
@@ -450,7 +467,7 @@ def table_of(jobs: list[Spared]) -> Iterator[str]:
             )
 
 
-def all_with_spares(seeds: range, kept: Path | None) -> bool:
+def all_with_spares(seeds: range, kept: Path | None, ways: Sequence[tuple[str, int]]) -> bool:
     """Run the jobs; print a line of each, and the table of all, with those in the file `kept` before."""
     cached, jobs = dict[str, dict[int, float]](), list[Spared]()
     for line in kept.read_text().splitlines() if kept and kept.exists() else ():
@@ -462,7 +479,7 @@ def all_with_spares(seeds: range, kept: Path | None) -> bool:
     for seed in seeds:
         known = [*cached]
         with tempfile.TemporaryDirectory() as folder:
-            jobs.append(with_spares(seed, Path(folder), cached))
+            jobs.append(with_spares(seed, Path(folder), cached, ways))
         print(
             f"seed {seed}: {'passed' if jobs[-1].passed else 'FAILED'}: {jobs[-1].text}", flush=True
         )
@@ -537,10 +554,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--spares", action="store_true")
     parser.add_argument("--kept", type=Path)
+    parser.add_argument("--way", choices=[way for way, _ in WAYS])
     asked = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader of the lines may have enough.
     if asked.spares:
-        sys.exit(not all_with_spares(range(asked.seed, asked.seed + asked.jobs), asked.kept))
+        ways = [way for way in WAYS if asked.way in (None, way[0])]
+        sys.exit(not all_with_spares(range(asked.seed, asked.seed + asked.jobs), asked.kept, ways))
     if asked.load:
         sys.exit(not busy(asked.load, asked.minutes))
     if asked.turns:
