@@ -363,7 +363,7 @@ def with_spares(seed: int, folder: Path, cached: dict, ways: Sequence[tuple[str,
     if ranks == 2 and way in ("two at once", "during recovery", "without a spare"):
         mode, ranks = f"{mode} twice", 4
     if way == "four in turn":
-        settings = {**settings, "run.steps": 150}
+        settings = {**settings, "run.steps": 120, "checkpoint.every": 10}
     if not spares:
         settings = {**settings, "checkpoint.every": 1}  # Fresh ranks begin from any step.
     same, inject, kills = undisturbed(ranks, settings, cached), {}, list[tuple[int, float]]()
