@@ -21,4 +21,4 @@ for process in $(ip netns pids mth2); do
     if [[ ${1:-} == host ]] || grep -aq mpitrain_launched "/proc/$process/cmdline"; then kill -9 "$process"; fi
 done
 wait $job
-python -m mpitrain runs report "$run" | sed -n '/were lost/p; /finished/p; /of all/p'
+python -m mpitrain runs report "$run" | sed -n '/were lost/p; /finished/p; /of all [0-9]/p'
