@@ -201,9 +201,7 @@ def _plan(
     if groups:
         # On average; a sum is not split, so one of three TF32 products would be too long.
         table = DEFAULT if table.is_3xtf32 and k > LONGEST else table
-        each = (
-            (count(m, groups), n, k, groups) if batches == 1 else (m, n, count(k, groups), groups)
-        )
+        each = (count(m, groups), n, k, groups) if c.ndim == 2 else (m, n, count(k, groups), groups)
         tile = (tiling or table.tiling(a, stored, each, kernels.engine, has_boxes=False)).tile
         splits = 1
     else:
