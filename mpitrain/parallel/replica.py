@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpitrain import config
-from mpitrain.collectives.engine.arithmetic import Wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.engine.executor import ExposedTime, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.data import Source, read_rows
@@ -458,7 +458,6 @@ class Replica:
         optimizer: config.Optimizer,
         batch: config.Batch,
         run: config.Run,
-        wire: Wire,
         compute: str,
         source: str,
         dense_steps: int = 0,
@@ -470,7 +469,6 @@ class Replica:
 
         storage      layout of this rank's tensors in a flat buffer
         loss         the loss of this rank's logits
-        wire         wire format of the gradients
         compute      precision.compute
         source       data.source, for messages
         dense_steps  first steps that reduce without the wire format
@@ -481,7 +479,7 @@ class Replica:
         first        the first unit of this rank with a backward: all units before are frozen
         """
         self.grid, self.storage, self.device, self.arena = grid, storage, device, arena
-        self.settings, self.run, self.wire = settings, run, wire
+        self.settings, self.run, self.wire = settings, run, parse_wire(settings.wire)
         self.chunks, self.first = chunks, first
         self.size, self.micro_batches = batch.size, batch.micro_batches
         self.dense_steps, self.next_pause = dense_steps, next_pause

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 from zlib import crc32
 
-from mpitrain.collectives.engine.arithmetic import Wire, parse_wire
+from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.cost_model import Tuning
 from mpitrain.collectives.selection.tuning import DEFAULT, read_tuning
 from mpitrain.config import Config
@@ -111,7 +111,6 @@ class Job:
     axes      the size of each mesh axis, with dp set
     hosts     the host of each rank, by rank
     plan      the pipeline schedule, and the stage of each model chunk
-    wire      the format of gradient compression
     tuning    the parameters of the cost model, by which `auto` chooses algorithms
     gpus      the GPU of each rank, by rank; empty unless device.kind is cuda
     device    the device of this rank
@@ -130,7 +129,6 @@ class Job:
     axes: Axes
     hosts: Sequence[str]
     plan: Plan
-    wire: Wire
     tuning: Tuning
     gpus: Sequence[Gpu]
     device: Device
@@ -394,10 +392,11 @@ def resolve_here(
     check_each(of_shares(config, sizes.dp))
     if config.layout.sequence_parallel:
         check_each(of_rows(config, sizes))
-    wire, file = parse_wire(config.replication.wire), config.replication.tuning
+    parse_wire(config.replication.wire)  # raises an error
+    file = config.replication.tuning
     tuning = read_tuning(Path(file)) if file else DEFAULT
     gpus = [gpu] * len(hosts) * (kind == "cuda")
-    return Job(config, sizes, hosts, plan, wire, tuning, gpus, device)
+    return Job(config, sizes, hosts, plan, tuning, gpus, device)
 
 
 def with_hyper_parameters(config: Config) -> Config:

@@ -348,7 +348,6 @@ class Trainer:
             optimizer=config.optimizer,
             batch=config.batch,
             run=config.run,
-            wire=job.wire,
             compute=config.precision.compute,
             source=config.data.source,
             dense_steps=config.dense_steps,

@@ -238,7 +238,7 @@ def _noise(
 ) -> Noise | None:
     affordable = max(2, int(seconds / (2 * LEAST * timed[0].first_s)))
     parts = min(PARTS, affordable, steps.rows // unit)
-    if parts < 2 or resolved.wire.name != "none":
+    if parts < 2 or resolved.config.replication.wire != "none":
         return None
     start = time.perf_counter()
 

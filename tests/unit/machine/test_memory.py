@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.collectives.engine.arithmetic import parse_wire
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.config import with_settings
 from mpitrain.data import Unopened
@@ -47,16 +46,7 @@ def config_of(kind="gpt", layers=3, **more):
 
 def resolved(config, ranks=1):
     placed, plan = (axes(config, ranks), plan_of("1f1b", 1, 1))
-    return Job(
-        config,
-        placed,
-        ("",) * placed.ranks,
-        plan,
-        parse_wire("none"),
-        DEFAULT,
-        [],
-        device_for("cpu"),
-    )
+    return Job(config, placed, ("",) * placed.ranks, plan, DEFAULT, [], device_for("cpu"))
 
 
 def check(transport, found, source=SOURCES["gpt"]):
