@@ -3,26 +3,26 @@
 As in direct.py, each rank reads the memory of all ranks. In an all-reduce each rank also writes to
 the memory of all ranks. Events that the ranks share order this work on the stream of messages.
 
-Run k of a rank has gradients G(k), which its stream of computation writes. R(k) is an event behind
-them, which all ranks share. W(k) is the rank's work on the memory of all ranks, and D(k) an event
-behind W(k).
+Run k of a rank has gradients G(k), which its stream of computation writes. W(k) is the rank's work on
+the memory of all ranks. All ranks share two events of each: R(k) behind G(k), and D(k) behind W(k).
 
-    computation  G(k) R(k)  | other work ...                                  | G(k+1) R(k+1)
-    messages                | wait for R(k) of all ranks, W(k), D(k)          |
-    host         record R(k), barrier, launch W(k), poll D(k), announce its end, await all others
+    computation  G(k) R(k)  | other work ...                     | wait for D(k) of all ranks, G(k+1) R(k+1)
+    messages                | wait for R(k) of all ranks, W(k), D(k)
+    host         record R(k), barrier, launch W(k) D(k), barrier, launch the waits for D(k)
 
-The computation never waits, and the host only polls. The order is safe:
+The host never waits for a device, only for other hosts in the barriers. The order is safe:
 
-1. W(k) begins after G(k) of all ranks. A rank launches its waits after the barrier, and all ranks
-   have recorded R(k) before. A wait is for the last record before it (cudaStreamWaitEvent).
-2. G(k+1) overwrites no memory in use. It follows the end of run k, when D(k) of all ranks has
-   passed.
-3. No wait is for a later record. R(k+1) follows the end of run k, when all ranks have launched
-   their waits for R(k).
+1. W(k) begins after G(k) of all ranks. A rank launches its waits after the first barrier, and all
+   ranks have recorded R(k) before. A wait is for the last record before it (cudaStreamWaitEvent).
+   So it is with D(k) and the second barrier.
+2. G(k+1) overwrites no memory in use. It is behind the waits for D(k) of all ranks.
+3. No wait is for a later record. R(k+1) follows the second barrier of run k, before which all ranks
+   have launched their waits for R(k). D(k+1) follows the first barrier of run k+1, before which all
+   ranks have launched their waits for D(k).
 4. Streams never wait in a circle, in any order of several reductions. Each wait is launched after
    the record that it is for.
-5. The loss of a rank ends the run, even if a device waits for the lost rank. While a rank polls its
-   device, its receives from all ranks are posted.
+5. A rank that is lost before the second barrier ends the run. A device may wait for ever for one
+   that is lost later; such a job ends as MPI ends it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mpitrain.collectives.engine.executor import Combine, Execution, Reduction
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, say
-from mpitrain.machine.backend import Copy, Recordable
+from mpitrain.machine.backend import Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
-from mpitrain.transport.base import Request, Transport, named
+from mpitrain.transport.base import Transport
 from mpitrain.transport.device import Aside, DeviceTransport
 
 TRIAL = 1 << 16
@@ -93,15 +93,15 @@ def _ordered(
     raises  CommError on every rank if the driver of one rank refuses
     """
     arrays = _opened(transport, array.reshape(-1))
-    own, others = _events(transport)
+    ready, done = _events(transport), _events(transport)
     chunks = [slice(*bounds) for bounds in chunk_bounds(array.size, transport.size)]
     combine = arithmetic.combining(array, op)
     return StreamOrdered(
         transport,
         array,
         tag,
-        own,
-        others,
+        ready,
+        done,
         lambda: WORK[operation](transport.rank, arrays, chunks, combine),
     )
 
@@ -183,7 +183,9 @@ def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None
         for rank in range(transport.size)
     ]
     array = transport.backend.from_host(patterns[transport.rank])
-    _ordered("allreduce", transport, array, "add", tag, arithmetic).run()
+    # Its events must outlive its run on every rank, which `gather_text` waits for.
+    trial = _ordered("allreduce", transport, array, "add", tag, arithmetic)
+    trial.run()
     is_right = np.array_equal(transport.backend.to_host(array), sum(patterns))
     if wrong := [rank for rank, right in enumerate(transport.gather_text(is_right)) if not right]:
         raise CommError(
@@ -226,9 +228,11 @@ def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
 class StreamOrdered(Reduction):
     """Collective over the GPU memory of all ranks of a host.
 
-    own     the event R of this rank (R and W as in the header of this file)
-    others  the events R of all other ranks, opened
-    work    function that launches W on the current stream
+    It must outlive its last run on every rank: the others wait for its events.
+
+    ready  the events R (R, W and D as in the header of this file): this rank's, and the others', opened
+    done   the events D likewise
+    work   function that launches W on the current stream
     """
 
     is_messages = False
@@ -238,26 +242,22 @@ class StreamOrdered(Reduction):
         transport: DeviceTransport,
         array: Any,
         tag: int,
-        own: Recordable,
-        others: Sequence[Any],
+        ready: tuple[Recordable, Sequence[Any]],
+        done: tuple[Recordable, Sequence[Any]],
         work: Callable[[], None],
     ):
-        self._transport, self._own, self._work = transport, own, work
-        self._events = [own, *others]
+        self._transport, self._ready, self._done, self._work = transport, ready, done, work
         self._aside = Aside(transport.backend, transport.under_way)
         plan = barrier(transport.rank, transport.size)
-        self._recorded = Execution(transport, np.empty(0, np.uint8), "add", plan, tag)
-        self._tag, self._empty = tag, np.empty(0, np.uint8)
-        self._peers = [peer for peer in range(transport.size) if peer != transport.rank]
-        # Empty messages by which all ranks tell each other that their work has ended.
-        self._ends: list[Request] = []
-        self._done: Copy | None = None
+        self._recorded, self._launched = (
+            Execution(transport, np.empty(0, np.uint8), "add", plan, tag) for _ in range(2)
+        )
         self._left: deque[Callable[[], bool]] = deque()
 
     def _start(self) -> None:
-        self._own.record()
+        self._ready[0].record()
         self._recorded.start()
-        self._left.extend((self._has_launched, self._has_computed, self._have_all_ended))
+        self._left.extend((self._has_launched, self._has_ended))
 
     def _advance(self) -> bool:
         while self._left and self._left[0]():
@@ -268,34 +268,25 @@ class StreamOrdered(Reduction):
         self._transport.wait_until(self._advance, what=self)
 
     def __str__(self) -> str:
-        return f"{self._recorded}{named(self._ends)}" or "the work of this GPU"
+        return f"{self._recorded}{self._launched}" or "the work of this GPU"
 
     def _has_launched(self) -> bool:
         """Launch the waits and the work when all ranks have recorded R; return whether they have."""
         if not self._recorded.poll():
             return False
-        self._ends = [
-            self._transport.start_recv(self._empty, peer, self._tag) for peer in self._peers
-        ]
-        backend = self._transport.backend
+        own, others = self._ready
         with self._aside.here():
-            for event in self._events:
-                backend.follow(event)
+            for event in (own, *others):
+                self._transport.backend.follow(event)
             self._work()
-            self._done = backend.so_far()
+            self._done[0].record()
+        self._launched.start()
         return True
 
-    def _has_computed(self) -> bool:
-        """Return whether D has passed, and then announce it; PeerLost if a rank has ended."""
-        self._have_all_ended()
-        assert self._done is not None  # The launch has set it.
-        if not self._aside.has_passed(self._done):
+    def _has_ended(self) -> bool:
+        """Let the computation wait for D of all ranks when they have recorded it; return whether they have."""
+        if not self._launched.poll():
             return False
-        self._ends += [
-            self._transport.start_send(self._empty, peer, self._tag) for peer in self._peers
-        ]
+        for event in (*self._done[1], self._done[0]):
+            self._transport.backend.follow(event)
         return True
-
-    def _have_all_ended(self) -> bool:
-        self._ends = [request for request in self._ends if not request.test()]
-        return not self._ends

@@ -291,7 +291,12 @@ class _OpenedMemory:
 
     def __init__(self, runtime: ModuleType, handle: bytes):
         self.address = runtime.ipcOpenMemHandle(handle)
-        weakref.finalize(self, runtime.ipcCloseMemHandle, self.address)
+        weakref.finalize(self, _close, runtime, self.address)
+
+
+def _close(runtime: ModuleType, address: int) -> None:
+    runtime.deviceSynchronize()  # The host does not wait for the work on this memory.
+    runtime.ipcCloseMemHandle(address)
 
 
 def _allocation_start(address: int) -> int:

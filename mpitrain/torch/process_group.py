@@ -229,6 +229,8 @@ class ProcessGroup(dist.ProcessGroup):
             return leaving.has_one_ended or self._barrier.poll()
 
         def run(call: Call) -> None:
+            if self._gpu:
+                self._gpu.stream.synchronize()  # The others free memory that its work may read.
             seconds = min(self._seconds, LEAVE)
             for _ in range(2):  # A rank that gave up in the first round does not begin the second.
                 call.deadline = time.monotonic() + seconds

@@ -551,6 +551,7 @@ cuda = SimpleNamespace(
         ipcGetMemHandle=_export,
         ipcOpenMemHandle=_open,
         ipcCloseMemHandle=ipc.opened.remove,
+        deviceSynchronize=lambda: None,
         ipcGetEventHandle=_export_event,
         ipcOpenEventHandle=_open_event,
         eventDestroy=lambda ptr: ipc.events.pop(ptr),

@@ -53,6 +53,7 @@ class Gpu:
                 ipcGetMemHandle=lambda ptr: self.blocks[ptr][0].encode(),
                 ipcOpenMemHandle=lambda handle: self._opened(self._map(handle.decode(), "r+")),
                 ipcCloseMemHandle=self._close,
+                deviceSynchronize=lambda: self.current.synchronize(),
                 ipcGetEventHandle=lambda ptr: self.events[ptr].name.encode(),
                 ipcOpenEventHandle=lambda handle: self._opened(
                     Event(self, True, handle.decode()).ptr

@@ -36,7 +36,7 @@ def test_processes_sum_exactly_with_several_buckets_in_flight(
         arrays = [memory.zeros(3 + count, "float64")[3:] for count in COUNTS]
         reductions = [bind(over, array, algorithm="shared") for array in arrays]
         assert all(isinstance(one, StreamOrdered) for one in reductions)
-        assert len(gpu.opened) == (mpi_ranks - 1) * (2 * len(COUNTS) - 1), "not of empty arrays"
+        assert len(gpu.opened) == (mpi_ranks - 1) * (3 * len(COUNTS) - 1), "not of empty arrays"
         moving = ProgressEngine(over)
         for run in range(RUNS):
             for array, reduction in zip(arrays, reductions, strict=True):

@@ -258,6 +258,23 @@ def test_tensors_live_until_their_call_has_ended():
     on_ranks("staged", check)
 
 
+def test_within_a_host_wait_returns_while_the_gpus_have_done_nothing(monkeypatch):
+    def check(group, rank, size):
+        group.allreduce([tensor(rank)], SYNC).wait()  # binds
+        group.barrier(SYNC).wait()
+        monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
+        one, places = tensor(rank), [tensor(9) for _ in range(size)]
+        works = [group.allreduce([one], SYNC), group.allgather([places], [one], SYNC)]
+        for work in works:
+            work.wait()
+            assert not work.is_completed()
+        total = sum(values(tensor(each)) for each in range(size))
+        for each in (one, *places):
+            assert np.array_equal(values(each), total)
+
+    on_ranks("memory of one host", check)
+
+
 def test_the_current_gpu_stays_the_callers_and_a_second_one_is_refused():
     def check(group, rank, size):
         cupy.devices.current.index = 1
