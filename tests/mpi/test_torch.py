@@ -82,6 +82,27 @@ for n in range(1, world.size + 1):
         exact = PowerSGDState(group, matrix_approximation_rank=24, min_compression_rate=0.01, start_powerSGD_iter=2)
         apart = (trained(group, (exact, powerSGD_hook)) - trained(group)).abs().max().item()
         print(json.dumps([world.rank, f"callbacks {n}", [apart, chained(group, other, n)]]), flush=True)
+
+def bind_at_once(*groups):
+    "Whether the sums of two groups are right, each in a thread of its own; both bind new memory at the same time."
+    import threading
+    together, rights = threading.Barrier(len(groups)), []
+
+    def sums(group, sign):
+        for bits in range(6, 18):
+            own = sign * (torch.arange(1 << bits) + 1000 * dist.get_rank())
+            together.wait()
+            dist.all_reduce(own, group=group)
+            rights.append(torch.equal(own, sign * (3 * torch.arange(1 << bits) + 3000)))
+
+    threads = [threading.Thread(target=sums, args=each) for each in zip(groups, (1, -1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return rights
+
+print(json.dumps([world.rank, "at once", bind_at_once(dist.new_group(), dist.new_group())]), flush=True)
 dist.destroy_process_group()
 """
 """A future's callbacks that make calls and wait for them, on 1, 2 and 3 ranks. PowerSGD of full rank averages exactly."""
@@ -141,6 +162,10 @@ def test_callbacks_of_futures_make_calls_and_wait_for_them(found):
         assert len(found[f"callbacks {ranks}"]) == ranks, ranks
         for apart, is_right in found[f"callbacks {ranks}"]:
             assert apart <= 1e-12 and is_right, (ranks, apart, is_right)
+
+
+def test_two_groups_bind_in_two_threads_at_once(found):
+    assert found["at once"] == [[True] * 24] * RANKS
 
 
 def test_drawn_programs_of_collectives_equal_those_over_gloo(found):
