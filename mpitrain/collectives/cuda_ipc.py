@@ -27,6 +27,7 @@ The host never waits for a device, only for other hosts in the barriers. The ord
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,9 +184,7 @@ def _prove(transport: DeviceTransport, tag: int, arithmetic: Arithmetic) -> None
         for rank in range(transport.size)
     ]
     array = transport.backend.from_host(patterns[transport.rank])
-    # Its events must outlive its run on every rank, which `gather_text` waits for.
-    trial = _ordered("allreduce", transport, array, "add", tag, arithmetic)
-    trial.run()
+    _ordered("allreduce", transport, array, "add", tag, arithmetic).run()
     is_right = np.array_equal(transport.backend.to_host(array), sum(patterns))
     if wrong := [rank for rank, right in enumerate(transport.gather_text(is_right)) if not right]:
         raise CommError(
@@ -218,17 +217,17 @@ def _events(transport: DeviceTransport) -> tuple[Recordable, list[Any]]:
 
     raises  CommError on all ranks if one rank cannot share or open an event
     """
-    gpu = transport.backend
+    gpu, retired = transport.backend, len(transport.retired)
     own = on_all_ranks(transport, gpu.shared_event)
     handles = transport.gather_text(own.handle)
+    # All ranks are here: they have launched their waits in all runs that had ended on this one.
+    del transport.retired[:retired]
     others = [handle for peer, handle in enumerate(handles) if peer != transport.rank]
     return own, on_all_ranks(transport, lambda: [gpu.open_event(handle) for handle in others])
 
 
 class StreamOrdered(Reduction):
     """Collective over the GPU memory of all ranks of a host.
-
-    It must outlive its last run on every rank: the others wait for its events.
 
     ready  the events R (R, W and D as in the header of this file): this rank's, and the others', opened
     done   the events D likewise
@@ -253,6 +252,8 @@ class StreamOrdered(Reduction):
             Execution(transport, np.empty(0, np.uint8), "add", plan, tag) for _ in range(2)
         )
         self._left: deque[Callable[[], bool]] = deque()
+        # Another rank may be about to launch its waits when this one drops the reduction.
+        weakref.finalize(self, transport.retired.extend, (ready[0], done[0])).atexit = False
 
     def _start(self) -> None:
         self._ready[0].record()

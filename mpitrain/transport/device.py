@@ -108,6 +108,7 @@ class DeviceTransport:
     unshared  the reason why these ranks cannot use each other's device memory, "" if they can; None
               until collectives have tried
     refusals  such reasons of all groups of this rank
+    retired   events of this rank whose collectives are gone
     is_whole  whether these are all ranks of the transport from which this one was split
     """
 
@@ -121,7 +122,7 @@ class DeviceTransport:
 
     def _join(self, host: Transport, is_whole: bool) -> None:
         self.host, self.rank, self.size = host, host.rank, host.size
-        self.is_whole = is_whole
+        self.is_whole, self.retired = is_whole, list[Any]()
         self.unshared: str | None = (
             None if host.needs_all else "It does not outlive the loss of a rank."
         )

@@ -151,7 +151,7 @@ class Stream:
 
     def ordered(self):
         """Everything that has ended before whatever is started here now begins."""
-        return [*self._pending, *(work for record in self._after for work in record.all_works())]
+        return [*self._pending, *_works_of(self._after)]
 
     def __enter__(self):
         self._outside.append(get_current_stream())
@@ -254,6 +254,18 @@ class Event:
             self.recorded.reach()
 
 
+def _works_of(records):
+    """The work before these records, on all streams."""
+    works, seen, left = [], set(), list(records)
+    while left:
+        record = left.pop()
+        if id(record) not in seen:
+            seen.add(id(record))
+            works += record.works
+            left += record.after
+    return works
+
+
 class _Record:
     """A record of an event. Before it come the work and copies of its stream, and the records for which the stream waits."""
 
@@ -261,10 +273,6 @@ class _Record:
         self.stream, self.works, self.after = stream, list(stream._pending), list(stream._after)
         self.copies, stream._copies = stream._copies, []
         self.when = max(time.perf_counter(), getattr(stream, "idle_at", 0.0))
-
-    def all_works(self):
-        """The work before this record, on all streams."""
-        return [*self.works, *(work for record in self.after for work in record.all_works())]
 
     def is_left(self):
         """Whether any work before this record is unfinished."""

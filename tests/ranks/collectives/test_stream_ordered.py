@@ -43,7 +43,7 @@ class Rank:
 
     def __init__(self, threads):
         self.memory = CudaBackend()
-        transport = Staged(threads, self.memory)
+        self.transport = transport = Staged(threads, self.memory)
         self.rank, self.size, self.stream = threads.rank, threads.size, cupy.get_current_stream()
         self.arrays = [self.memory.zeros(count, "float64") for count in COUNTS]
         self.other = self.memory.zeros(4, "float64")
@@ -153,6 +153,18 @@ def test_each_step_of_the_protocol_is_needed(broken, monkeypatch):
                 broken(rank, one)
         found.append(played(ranks, seed, monkeypatch))
     assert any(found)
+
+
+def test_a_rank_may_drop_a_reduction_while_others_end_its_run():
+    def run(threads):
+        rank = Rank(threads)
+        for count in range(1, 9):
+            array = rank.memory.zeros(count, "float64")
+            bind(rank.transport, array, algorithm="shared").run()
+        threads.barrier()
+
+    run_ranks(3, run)
+    assert cupy.faults == []
 
 
 def test_the_host_waits_for_no_device(monkeypatch):
