@@ -21,6 +21,8 @@ for computation that runs meanwhile:
 import signal
 import subprocess
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, cast
@@ -95,6 +97,10 @@ def aside(transport: Transport, array: Any) -> Aside | None:
     return None
 
 
+OUTLIVING = deque[list](maxlen=1024)
+"""The last `retired` of transports that are gone: other ranks may still be about to wait for these events."""
+
+
 class DeviceTransport:
     """A Transport for messages in device and host memory; its `allocate` returns device memory.
 
@@ -123,6 +129,7 @@ class DeviceTransport:
     def _join(self, host: Transport, is_whole: bool) -> None:
         self.host, self.rank, self.size = host, host.rank, host.size
         self.is_whole, self.retired = is_whole, list[Any]()
+        weakref.finalize(self, OUTLIVING.append, self.retired).atexit = False
         self.unshared: str | None = (
             None if host.needs_all else "It does not outlive the loss of a rank."
         )
