@@ -39,7 +39,8 @@ fi
 
 job=${MPITRAIN_JOB:-$LSB_JOBID}  # the first job of this run
 run="runs/lsf-$job"
-trap 'kill -USR1 $P' USR1  # the time limit is near: launch and srun pass USR1 on to every rank
+# The time limit is near: launch and srun pass USR1 on to every rank. It would end them in their first seconds.
+trap 'while ((SECONDS < 20)); do sleep 1; done; kill -USR1 $P 2>/dev/null' USR1
 trap 'cancelled=1; kill -USR1 $P' TERM  # cancelled or preempted
 # This warning comes from the script, since the system sends none:
 { while ((SECONDS < 3540)); do sleep 1; done; kill -USR1 $$; } & timer=$!

@@ -214,7 +214,11 @@ def test_a_timer_warns_the_run(tmp_path):
     program = "trap 'exit 85' USR1; while :; do sleep 0.02; done"
     environment(tmp_path / ".venv", {"mpitrain": program, "qsub": "env >> queued"})
     words = ["--pbs", "--cores-per-rank", "2", "--", "train"]
-    text = written(words).replace("SECONDS < 3540", "SECONDS < 1")
+    text = (
+        written(words)
+        .replace("SECONDS < 3540", "SECONDS < 1")
+        .replace("SECONDS < 20", "SECONDS < 0")
+    )
     done = run(["bash", "-c", text], cwd=tmp_path, env={**NONE, "PBS_JOBID": "7"})
     assert done.returncode == 85 and "MPITRAIN_JOB=7" in (tmp_path / "queued").read_text()
 
