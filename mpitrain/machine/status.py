@@ -10,8 +10,9 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 FLAG = "mpitrain_launched"
 """The value of Python's option -X on every rank that `launch` starts."""
@@ -41,22 +42,26 @@ def status(event: Event, run_dir: str = "") -> str:
 class ProgramEnd:
     """Tells `launch` once how the program of a user ends on this rank.
 
-    `os._exit` with an exit code of `successes` says so, too. The line goes to the standard output of
-    now: the program may close it, or put a file in its place.
+    `os._exit` with an exit code of `successes` says so, too, and a program that puts another one in its
+    place. The line goes to the standard output of now: the program may close it, or redirect it.
     """
 
     def __init__(self, successes: tuple[int | None, ...]):
         self._own, self._is_told = os.getpid(), not is_launched()
         self._output = -1 if self._is_told else os.dup(1)
         atexit.register(self.tell, "aborts")  # The last of all that runs at the exit.
-        leave = os._exit
 
-        def tell_and_leave(code: int) -> None:
-            if code in successes:
-                self.tell("left")
-            leave(code)
+        def telling(leave: Callable[..., Any], is_end: Callable[..., bool]) -> Callable[..., Any]:
+            def leave_told(*arguments: Any) -> Any:
+                if is_end(*arguments):
+                    self.tell("left")
+                return leave(*arguments)
 
-        os._exit = tell_and_leave  # type: ignore[assignment]
+            return leave_told
+
+        os._exit = telling(os._exit, lambda code: code in successes)
+        for name in ("execv", "execve"):
+            setattr(os, name, telling(getattr(os, name), lambda *_: True))
 
     def tell(self, event: Event) -> None:
         # A child of this rank, as a worker of a DataLoader, is not the program.

@@ -393,8 +393,8 @@ def run(
         say(screen, f"{why}, but the launcher did not end: a host may be lost")
         return 1
     if code == 0 and words.left < leave:
-        ends = f"the program ended on {words.left} of {leave} ranks"
-        say(screen, f"the launcher returned 0, but {ends}: {words.loss}")
+        ended = f"the program ended on {words.left} of {leave} ranks"
+        say(screen, f"the launcher returned 0, but {ended}: {words.loss}")
         return 1
     lost = passages[0].lost
     if lost and lost.errno != errno.EPIPE:

@@ -190,6 +190,7 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         ("end.tell('left'); os._exit(0)", ["left"]),
         ("os._exit(85)", ["left"]),
         ("os._exit(1)", []),
+        ("os.execlp('true', 'true')", ["left"]),
         ("raise ValueError", ["aborts"]),
     ),
 )
