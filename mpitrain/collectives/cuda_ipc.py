@@ -42,7 +42,7 @@ from mpitrain.errors import CommError, ConfigError, say
 from mpitrain.machine.backend import Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
-from mpitrain.transport.device import Aside, DeviceTransport
+from mpitrain.transport.device import DeviceTransport
 
 TRIAL = 1 << 16
 """Elements of the array by which ranks prove that they can use each other's GPU memory."""
@@ -246,7 +246,6 @@ class StreamOrdered(Reduction):
         work: Callable[[], None],
     ):
         self._transport, self._ready, self._done, self._work = transport, ready, done, work
-        self._aside = Aside(transport.backend, transport.under_way)
         plan = barrier(transport.rank, transport.size)
         self._recorded, self._launched = (
             Execution(transport, np.empty(0, np.uint8), "add", plan, tag) for _ in range(2)
@@ -275,10 +274,10 @@ class StreamOrdered(Reduction):
         """Launch the waits and the work when all ranks have recorded R; return whether they have."""
         if not self._recorded.poll():
             return False
-        own, others = self._ready
-        with self._aside.here():
+        (own, others), backend = self._ready, self._transport.backend
+        with backend.aside():
             for event in (own, *others):
-                self._transport.backend.follow(event)
+                backend.follow(event)
             self._work()
             self._done[0].record()
         self._launched.start()
@@ -288,6 +287,7 @@ class StreamOrdered(Reduction):
         """Let the computation wait for D of all ranks when they have recorded it; return whether they have."""
         if not self._launched.poll():
             return False
-        for event in (*self._done[1], self._done[0]):
+        own, others = self._done
+        for event in (own, *others):
             self._transport.backend.follow(event)
         return True
