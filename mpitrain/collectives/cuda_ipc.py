@@ -6,29 +6,37 @@ the memory of all ranks. Events that the ranks share order this work on the stre
 Run k of a rank has gradients G(k), which its stream of computation writes. W(k) is the rank's work on
 the memory of all ranks. All ranks share two events of each: R(k) behind G(k), and D(k) behind W(k).
 
-    computation  G(k) R(k)  | other work ...                     | wait for D(k) of all ranks, G(k+1) R(k+1)
-    messages                | wait for R(k) of all ranks, W(k), D(k)
-    host         record R(k), barrier, launch W(k) D(k), barrier, launch the waits for D(k)
+    computation  G(k) R(k)  | other work ...                                  | G(k+1) R(k+1)
+    messages                | wait for R(k) of all ranks, W(k), D(k)          |
+    host         record R(k), barrier, launch W(k), poll D(k), announce its end, await all others
 
-The host never waits for a device, only for other hosts in the barriers. The order is safe:
+The computation never waits, and the host only polls. The order is safe:
 
-1. W(k) begins after G(k) of all ranks. A rank launches its waits after the first barrier, and all
-   ranks have recorded R(k) before. A wait is for the last record before it (cudaStreamWaitEvent).
-   So it is with D(k) and the second barrier.
-2. G(k+1) overwrites no memory in use. It is behind the waits for D(k) of all ranks.
-3. No wait is for a later record. R(k+1) follows the second barrier of run k, before which all ranks
-   have launched their waits for R(k). D(k+1) follows the first barrier of run k+1, before which all
-   ranks have launched their waits for D(k).
+1. W(k) begins after G(k) of all ranks. A rank launches its waits after the barrier, and all ranks
+   have recorded R(k) before. A wait is for the last record before it (cudaStreamWaitEvent).
+2. G(k+1) overwrites no memory in use. It follows the end of run k, when D(k) of all ranks has
+   passed.
+3. No wait is for a later record. R(k+1) follows the end of run k, when all ranks have launched
+   their waits for R(k).
 4. Streams never wait in a circle, in any order of several reductions. Each wait is launched after
    the record that it is for.
-5. A rank that is lost before the second barrier ends the run. A device may wait for ever for one
-   that is lost later; such a job ends as MPI ends it.
+5. The loss of a rank ends the run, even if a device waits for the lost rank. While a rank polls its
+   device, its receives from all ranks are posted.
+
+A caller whose computation is to wait, not its host, ends the run by `order`:
+
+    computation  G(k) R(k)  | other work ...            | wait for D(k) of all ranks, G(k+1) R(k+1)
+    host         record R(k), barrier, launch W(k) D(k), barrier, launch the waits for D(k)
+
+6. As in 1, all ranks have recorded D(k) before a rank launches its waits for it, behind which G(k+1)
+   is. D(k+1) follows the first barrier of run k+1, before which all ranks have launched these waits.
+7. A device may wait for ever for a rank that is lost after the second barrier. Such a job ends as MPI
+   ends it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,10 +47,10 @@ from mpitrain.collectives.engine.executor import Combine, Execution, Reduction
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.plans.steps import chunk_bounds
 from mpitrain.errors import CommError, ConfigError, say
-from mpitrain.machine.backend import Recordable
+from mpitrain.machine.backend import Copy, Recordable
 from mpitrain.transport.agreement import from_all_ranks, on_all_ranks
-from mpitrain.transport.base import Transport
-from mpitrain.transport.device import DeviceTransport
+from mpitrain.transport.base import Request, Transport, named
+from mpitrain.transport.device import Aside, DeviceTransport
 
 TRIAL = 1 << 16
 """Elements of the array by which ranks prove that they can use each other's GPU memory."""
@@ -245,49 +253,89 @@ class StreamOrdered(Reduction):
         done: tuple[Recordable, Sequence[Any]],
         work: Callable[[], None],
     ):
-        self._transport, self._ready, self._done, self._work = transport, ready, done, work
+        self._transport, self._ready, self._events, self._work = transport, ready, done, work
+        self._aside = Aside(transport.backend, transport.under_way)
         plan = barrier(transport.rank, transport.size)
         self._recorded, self._launched = (
             Execution(transport, np.empty(0, np.uint8), "add", plan, tag) for _ in range(2)
         )
-        self._left: deque[Callable[[], bool]] = deque()
+        self._tag, self._empty = tag, np.empty(0, np.uint8)
+        self._peers = [peer for peer in range(transport.size) if peer != transport.rank]
+        # Empty messages by which all ranks tell each other that their work has ended.
+        self._ends: list[Request] = []
+        self._done: Copy | None = None
+        self._step = 0
         # Another rank may be about to launch its waits when this one drops the reduction.
         weakref.finalize(self, transport.retired.extend, (ready[0], done[0])).atexit = False
 
     def _start(self) -> None:
         self._ready[0].record()
         self._recorded.start()
-        self._left.extend((self._has_launched, self._has_ended))
+        self._step = 0
 
     def _advance(self) -> bool:
-        while self._left and self._left[0]():
-            self._left.popleft()
-        return not self._left
+        return self._go_on(
+            self._has_launched, self._has_posted, self._has_computed, self._have_all_ended
+        )
+
+    def _follow(self) -> bool:
+        return self._go_on(self._has_launched, self._has_entered, self._has_followed)
+
+    def _go_on(self, *steps: Callable[[], bool]) -> bool:
+        """Do the steps that are left, as far as they return True; return whether all have."""
+        while self._step < len(steps) and steps[self._step]():
+            self._step += 1
+        return self._step == len(steps)
 
     def _finish(self) -> None:
         self._transport.wait_until(self._advance, what=self)
 
     def __str__(self) -> str:
-        return f"{self._recorded}{self._launched}" or "the work of this GPU"
+        return f"{self._recorded}{self._launched}{named(self._ends)}" or "the work of this GPU"
 
     def _has_launched(self) -> bool:
         """Launch the waits and the work when all ranks have recorded R; return whether they have."""
         if not self._recorded.poll():
             return False
         (own, others), backend = self._ready, self._transport.backend
-        with backend.aside():
+        with self._aside.here():
             for event in (own, *others):
                 backend.follow(event)
             self._work()
-            self._done[0].record()
+            self._events[0].record()
+            self._done = backend.so_far()
+        return True
+
+    def _has_entered(self) -> bool:
         self._launched.start()
         return True
 
-    def _has_ended(self) -> bool:
-        """Let the computation wait for D of all ranks when they have recorded it; return whether they have."""
+    def _has_followed(self) -> bool:
+        """Let the computation wait for D of all ranks once they have recorded it; return whether it does."""
         if not self._launched.poll():
             return False
-        own, others = self._done
+        own, others = self._events
         for event in (own, *others):
             self._transport.backend.follow(event)
         return True
+
+    def _has_posted(self) -> bool:
+        self._ends = [
+            self._transport.start_recv(self._empty, peer, self._tag) for peer in self._peers
+        ]
+        return True
+
+    def _has_computed(self) -> bool:
+        """Return whether D has passed, and then announce it; PeerLost if a rank has ended."""
+        self._have_all_ended()
+        assert self._done is not None  # The launch has set it.
+        if not self._aside.has_passed(self._done):
+            return False
+        self._ends += [
+            self._transport.start_send(self._empty, peer, self._tag) for peer in self._peers
+        ]
+        return True
+
+    def _have_all_ended(self) -> bool:
+        self._ends = [request for request in self._ends if not request.test()]
+        return not self._ends

@@ -421,7 +421,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _run(self, call: Call, reduction: Reduction) -> None:
         reduction.start()
-        self._finish(call, reduction.poll)
+        self._finish(call, reduction.order)
 
     def _exchange(
         self,

@@ -70,6 +70,10 @@ class Aside:
         """Return whether the computation before `begin` has ended. Never blocks."""
         return self._under_way.ended(self._before)
 
+    def has_passed(self, event: Copy) -> bool:
+        """Return whether the device has passed an event. Never blocks."""
+        return self._under_way.ended([event])
+
     def wait(self) -> None:
         """Block until the computation before `begin` has ended."""
         for before in self._before:

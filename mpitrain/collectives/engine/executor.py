@@ -177,6 +177,22 @@ class Reduction:
                 self._end_span()
         return not self._is_under_way
 
+    def order(self) -> bool:
+        """Progress the run as `poll`, for a caller that launches work on a GPU: its host need not wait.
+
+        Either all ranks end a run by `order`, or none.
+
+        Returns
+        -------
+        bool
+            True once work that is launched from now on finds the result in the buffer. A GPU may
+            still be at work on it.
+        """
+        if self._is_under_way and self._follow():
+            self._is_under_way = False
+            self._end_span()
+        return not self._is_under_way
+
     def wait(self) -> None:
         """Block until the result is in the buffer."""
         wait = self._recorder.wait(self._name)
@@ -198,6 +214,10 @@ class Reduction:
     def _advance(self) -> bool:
         """Progress the run under way, as `poll`."""
         raise NotImplementedError
+
+    def _follow(self) -> bool:
+        """Progress the run under way, as `order`."""
+        return self._advance()
 
     def _finish(self) -> None:
         """Block until the run under way has ended."""

@@ -5,6 +5,7 @@ One thread plays all ranks: a generator with a seed chooses the rank that goes o
 
 import gc
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -53,8 +54,11 @@ class Rank:
         """Different on every rank, place and run; whole numbers, so that sums are exact."""
         return (np.arange(count) * 7 + 31 * rank + 101 * run) % 97 - 40.0
 
-    def program(self, rng):
-        """Steps: gradients on the stream, their reductions, other computation meanwhile, results, again."""
+    def program(self, rng, ends):
+        """Steps: gradients on the stream, their reductions, other computation meanwhile, results, again.
+
+        ends  "poll" or "order", by which the runs end
+        """
         for run in range(RUNS):
             for array, reduction in zip(self.arrays, self.reductions, strict=True):
                 array[...] = self.memory.from_host(self.brought(self.rank, array.size, run))
@@ -62,12 +66,12 @@ class Rank:
                 yield
                 self.other += self.other
                 if rng.random() < 0.5:
-                    self.reductions[rng.integers(len(COUNTS))].poll()
+                    getattr(self.reductions[rng.integers(len(COUNTS))], ends)()
                 yield
             left = list(self.reductions)
             while left:
                 at = rng.integers(len(left))
-                if left[at].poll():
+                if getattr(left[at], ends)():
                     left.pop(at)
                 yield
             for array in self.arrays:
@@ -81,7 +85,7 @@ class Wrong(Exception):
     """A sum that is not the sum."""
 
 
-def played(ranks, seed, monkeypatch):
+def played(ranks, seed, monkeypatch, ends):
     """Run all programs in an order of this seed; return whether a race or a wrong sum was found."""
     rng = np.random.default_rng(seed)
     slow = 0.02 + rng.random(3) ** 3  # of the device, and of two kinds of ranks
@@ -93,7 +97,7 @@ def played(ranks, seed, monkeypatch):
         return False
 
     monkeypatch.setattr(cupy.Event, "passed", passed)
-    programs = {rank: rank.program(rng) for rank in ranks}
+    programs = {rank: rank.program(rng, ends) for rank in ranks}
     try:
         while programs:
             each = [slow[1 + rank.rank % 2] for rank in programs]
@@ -106,12 +110,13 @@ def played(ranks, seed, monkeypatch):
     return bool(cupy.faults)
 
 
+@pytest.mark.parametrize("ends", ["poll", "order"])
 @pytest.mark.parametrize("n, seeds", [(1, 2), (2, 10), (3, 5), (4, 3)])
-def test_no_order_of_hosts_and_devices_lets_ranks_race(n, seeds, monkeypatch):
+def test_no_order_of_hosts_and_devices_lets_ranks_race(n, seeds, ends, monkeypatch):
     ranks = run_ranks(n, Rank)
     assert all(isinstance(one, StreamOrdered) for rank in ranks for one in rank.reductions)
     for seed in range(seeds):
-        assert not played(ranks, seed, monkeypatch), (seed, cupy.faults)
+        assert not played(ranks, seed, monkeypatch, ends), (seed, cupy.faults)
 
 
 def no_waits(rank, one):
@@ -122,12 +127,20 @@ def no_barrier(rank, one):
     one._recorded = Stub()
 
 
+def no_announcements(rank, one):
+    one._peers = []
+
+
+def announced_early(rank, one):
+    one._aside.has_passed = lambda event: True
+
+
 def no_second_barrier(rank, one):
     one._launched = Stub()
 
 
 def no_waits_for_the_work_of_others(rank, one):
-    one._done = one._done[0], []
+    one._events = one._events[0], []
 
 
 class Stub:
@@ -141,9 +154,13 @@ class Stub:
 
 
 @pytest.mark.parametrize(
-    "broken", [no_waits, no_barrier, no_second_barrier, no_waits_for_the_work_of_others]
+    "ends, broken",
+    [
+        *(("poll", each) for each in (no_waits, no_barrier, no_announcements, announced_early)),
+        *(("order", each) for each in (no_second_barrier, no_waits_for_the_work_of_others)),
+    ],
 )
-def test_each_step_of_the_protocol_is_needed(broken, monkeypatch):
+def test_each_step_of_the_protocol_is_needed(ends, broken, monkeypatch):
     found = []
     for seed in range(4):
         ranks = run_ranks(2, Rank)
@@ -151,8 +168,14 @@ def test_each_step_of_the_protocol_is_needed(broken, monkeypatch):
         for rank in ranks:
             for one in rank.reductions:
                 broken(rank, one)
-        found.append(played(ranks, seed, monkeypatch))
+        found.append(played(ranks, seed, monkeypatch, ends))
     assert any(found)
+
+
+def ordered(reduction):
+    reduction.start()
+    while not reduction.order():
+        time.sleep(0)
 
 
 def test_a_rank_may_drop_a_reduction_while_others_end_its_run():
@@ -160,7 +183,7 @@ def test_a_rank_may_drop_a_reduction_while_others_end_its_run():
         rank = Rank(threads)
         for count in range(1, 9):
             array = rank.memory.zeros(count, "float64")
-            bind(rank.transport, array, algorithm="shared").run()
+            ordered(bind(rank.transport, array, algorithm="shared"))
 
     run_ranks(3, run)
     assert cupy.faults == []
@@ -173,13 +196,37 @@ def test_the_host_waits_for_no_device(monkeypatch):
         monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
         cupy.log().clear()
         rank.arrays[0] += 1
-        rank.reductions[0].run()
+        ordered(rank.reductions[0])
         assert cupy.get_current_stream().ordered() and ("synchronize",) not in cupy.log()
         threads.barrier()
         assert np.array_equal(rank.memory.to_host(rank.arrays[0]), [3.0] * COUNTS[0])
         threads.barrier()
 
     run_ranks(3, run)
+
+
+def test_a_lost_rank_ends_a_run_that_its_device_would_never_end(monkeypatch):
+    """The devices of the survivors wait forever for the work of the lost one."""
+
+    def run(threads):
+        rank = Rank(threads)
+        threads.barrier()
+        monkeypatch.setattr(cupy.Event, "passed", lambda event: False)
+        reduction = rank.reductions[0]
+        reduction.start()
+        while reduction._done is None:
+            reduction.poll()
+        threads.barrier()
+        if threads.rank == 1:
+            raise KeyError("died")
+        with pytest.raises(PeerLost) as lost:
+            reduction.wait()
+        losses.append(lost.value.ranks)
+
+    losses = []
+    with pytest.raises(KeyError):
+        run_ranks(3, run)
+    assert losses == [(1,)] * 2
 
 
 def test_a_wait_for_a_rank_that_does_not_start_names_it():
@@ -192,10 +239,12 @@ def test_a_wait_for_a_rank_that_does_not_start_names_it():
         run_ranks(2, run)
 
 
-def test_a_failed_device_ends_a_run():
+def test_a_failed_device_ends_a_run(monkeypatch):
     def run(threads):
         reduction = Rank(threads).reductions[0]
         reduction.start()
+        while reduction._done is None:
+            reduction.poll()
         threads.barrier()
         cupy.devices.broken = True
         reduction.wait()
