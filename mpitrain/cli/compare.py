@@ -347,7 +347,9 @@ def run_kept(
     work: TrainingJob, words: Sequence[str], peers: Sequence[str], files: dict[str, Any]
 ) -> None:
     with mpi_session(
-        kind=lambda: work.configured(1).device.kind, thread_level=_level(_rivals(peers))
+        kind=lambda: work.configured(1).device.kind,
+        thread_level=_level(_rivals(peers)),
+        polls=lambda: work.configured(1).replication.algorithm != "native",
     ) as transport:
         measure_sides(transport, work, list(dict.fromkeys(words)), peers, files)
 

@@ -236,8 +236,9 @@ def yield_crowded_cores() -> None:
 def poll_without_yielding() -> None:
     """Let MPI_Test of Open MPI never leave the core, which it does if ranks exceed cores.
 
-    Call it before MPI starts, in a program whose waits poll and sleep. Beside other work each test
-    would cost a turn of that work.
+    Call it before MPI starts, in a program whose waits poll and sleep: `train`, and a program with
+    mpitrain.torch. Beside other work each test would cost a turn of that work. A call that blocks
+    within MPI needs the yields.
     """
     os.environ |= {"OMPI_MCA_mpi_yield_when_idle": "0"}
 
