@@ -77,15 +77,17 @@ extern "C" __global__ void __launch_bounds__(256) encode_fp16(
 }
 
 // y = scale q, or y += scale q if `accumulate`. A share lies within one block: it has one scale.
+// A thread writes 16 bytes, so that each store of a warp fills all sectors that it touches: with two stores, each fills half.
 template <class Number>
 __device__ __forceinline__ void decode(long long n, int accumulate, const Number* q, const float* scales, Result* y) {
-    each_share<CODED>(n, [&](auto here) {
+    constexpr int N = 16 / sizeof(Result);
+    each_share<N>(n, [&](auto here) {
         const Sum scale = scales[here.first / BLOCK];
-        Sum xs[CODED], ys[CODED];
+        Sum xs[N], ys[N];
         here.load(q, xs);
         if (accumulate) here.load(y, ys);
 #pragma unroll
-        for (int j = 0; j < CODED; ++j) xs[j] = accumulate ? ys[j] + scale * xs[j] : scale * xs[j];
+        for (int j = 0; j < N; ++j) xs[j] = accumulate ? ys[j] + scale * xs[j] : scale * xs[j];
         here.store(y, xs);
     }, q, y);
 }

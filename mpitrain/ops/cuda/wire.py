@@ -60,7 +60,7 @@ def _decode(name: str, kernels: Kernels, q: Any, scales: Any, y: Any, accumulate
     """Write or add the decoded numbers to y."""
     kernels.launch(
         name,
-        blocks(y.size, BLOCK // 32),
+        blocks(y.size, 16 // y.itemsize),
         POINTWISE,
         (y.size, int(accumulate), q, scales, y),
         macros=WIRE[y.dtype, y.dtype],

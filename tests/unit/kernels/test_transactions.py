@@ -11,7 +11,7 @@ from mpitrain.cli.bench.collectives import command
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import Simulator
 from mpitrain.machine.arena import Arena
-from mpitrain.ops.cuda import product
+from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.tiles import FLOAT_TILES, TENSOR_TILES, TILES, Tiling
 from mpitrain.ops.cuda.wire import top_k
 from mpitrain.tools.bench.kernels.transactions import STEP, UPDATES, count, has_conflicts
@@ -143,6 +143,14 @@ def test_only_the_histogram_of_a_selection_has_bank_conflicts():
     for launch in traffic(lambda kernels: top_k(kernels, x, 100, Arena())):
         if launch.kernel != "count_digits":
             assert not any(map(has_conflicts, launch.shared)), launch
+
+
+@pytest.mark.parametrize(("decode", "coded"), [("decode_int8", "int8"), ("decode_fp16", "float16")])
+def test_decoded_numbers_fill_the_sectors_that_they_touch(decode, coded):
+    q, y = np.ones(1 << 12, coded), np.empty(1 << 12, np.float32)
+    scales = np.ones(q.size // wire.BLOCK, np.float32)
+    (found,) = traffic(lambda kernels: getattr(wire, decode)(kernels, q, scales, y, False))
+    assert (found.sectors["q"], found.sectors["y"]) == (q.nbytes / 32, y.nbytes / 32)
 
 
 def test_the_command_prints_each_launch():
