@@ -55,6 +55,7 @@ TABLE = (
     Part("losses", 50, "training.py", ("losses",)),
     Part("profile of a product", 40, "profiles.py"),
     Part("training", 90, "training.py"),
+    Part("graphs", 40, "training.py", ("graph",)),
     Part("ring, IPC", 20, "ring.py", ("ipc",), 2),
     Part("process group", 60, "process_group.py", (), 2),
     Part("products", 50, "kernels.py", ("products",)),

@@ -1,7 +1,8 @@
-"""Three parts of the GPU job: GPT-2 124M against PyTorch, float32 and bfloat16.
+"""Four parts of the GPU job: GPT-2 124M against PyTorch, float32 and bfloat16.
 
 python3 jobs/gpu/training.py DEVICE losses      the losses of ten steps
 python3 jobs/gpu/training.py DEVICE             the time of a step, against PyTorch eager
+python3 jobs/gpu/training.py DEVICE graph       a step as a CUDA graph, against launches one by one
 python3 jobs/gpu/training.py DEVICE compiled    against torch.compile, bfloat16 first; on a GPU only
 
 PyTorch trains the same weights on the same batches: autocast for bfloat16, fused AdamW, scaled_dot_product_attention. There is
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any, NamedTuple
@@ -209,6 +211,35 @@ def compare(transport: Any, kind: str, compute: str, way: str) -> None:
     )
 
 
+def graphs(transport: Any, kind: str, compute: str) -> None:
+    """A step as a CUDA graph and as launches one by one, in turns; the losses have to be the same."""
+    settings = config(kind, compute)
+    jobs = [
+        build(transport, settings.changed({"device.graph": graph}), source=source(kind, settings))
+        for graph in ("auto", "no")
+    ]
+    size, losses = settings.batch.size, [list[float](), list[float]()]
+    rows = [
+        jobs[0].data.batch(0, index, size, range(size))
+        for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])
+    ]
+
+    def side(job: Any, own: list[float]) -> tuple[Events, Callable[[int], None]]:
+        return our_events(kind, job.trainer.backend.synchronize), lambda index: own.append(
+            job.trainer.step(index, *rows[index]).loss
+        )
+
+    found = measured(kind, [side(job, own) for job, own in zip(jobs, losses, strict=True)])
+    emit(
+        f"training step of a GPT, {compute}, as a graph against launches one by one",
+        *(milli(times.event) for times in found),
+        ratio=found[1].event / found[0].event,
+        goal=1.05,
+        ok=losses[0] == losses[1],
+        **facts(found),
+    )
+
+
 def report(what: str, compute: str, losses: list[float], rival: Rival | None) -> None:
     theirs = rival.losses if rival else losses
     apart = furthest(losses, theirs)
@@ -255,7 +286,7 @@ def main(transport: Any, kind: str, way: str) -> None:
         emit("torch.compile: skipped, there is no GPU here")
         return
     for compute in ("bfloat16", "float32") if way == "compiled" else WAYS:
-        compare(transport, kind, compute, way)
+        (graphs if way == "graph" else partial(compare, way=way))(transport, kind, compute)
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
     assert done.stdout.splitlines()[-1] == last
     assert list(dict.fromkeys(row["part"] for row in rows)) == [
         *("predicted", "machine", "suite", "compiled", "losses", "profile of a product"),
-        *("training", "ring, IPC", "process group", "products", "attention", "memory"),
+        *("training", "graphs", "ring, IPC", "process group", "products", "attention", "memory"),
         *("ring, staged", "ring, pointers", "torch.compile"),
     ]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
