@@ -170,6 +170,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "for (int step = 1; step <= 32; step *= 2) {",
     ): "no lane has another 32 before it",
     ("experts.cu", "for (int j0 = 0; j0 <= n; j0 += 32) {"): "one more round finds no choice",
+    ("experts.cu", "for (int e0 = 0; e0 <= E; e0 += 32) {"): "one more round has no expert",
     ("experts.cu", "for (int c = WIDE * (threadIdx.x % 32); c <= C; c += COLUMNS) {"): EMPTY_RUN,
     (
         "experts.cu",
