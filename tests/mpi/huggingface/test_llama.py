@@ -173,6 +173,72 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
 
 
 @pytest.mark.parametrize(
+    ("kind", "keys", "says"),
+    [
+        ("Qwen2Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], but mpitrain has \[\]"),
+        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2, but mpitrain has 1"),
+        ("Qwen2Moe", {"num_experts_per_tok": 9}, "9 of 4 do not exist"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, but mpitrain has null"),
+        ("Gemma2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("Gemma3", {"query_pre_attn_scalar": 9}, "query_pre_attn_scalar 9.0, but mpitrain has 8"),
+        ("Qwen2Moe", {"experts.1.up_proj": None}, "no tensor .*experts.1.up_proj.weight"),
+        ("Mixtral", {"experts.3.w2": None}, "no tensor .*block_sparse_moe.experts.3.w2.weight"),
+        ("Mixtral", {"experts.2.w1": (3, 4)}, r"2.w1.weight' has the shape \(3, 4\), but config"),
+        ("Olmoe", {"num_experts": 3}, r"0.mlp.gate.weight' has the shape \(4, 24\), but config"),
+        ("Qwen2Moe", {"shared_expert_gate": None}, "no tensor .*shared_expert_gate.weight"),
+    ],
+)
+def test_a_mixture_that_is_damaged_or_another_one_is_refused_by_name(kind, keys, says, tmp_path):
+    """A name of a tensor means that tensor of layer 0: None takes it out, else it gets another shape."""
+    from safetensors.numpy import load_file, save_file
+
+    of_kind = {"Olmoe": OLMOE, "Qwen2Moe": QWEN2_MOE, "Qwen3Moe": MOE, "Gemma2": GEMMA2}
+    of_kind |= {"Gemma3": GEMMA3, "Mixtral": {"num_local_experts": 4}}
+    llama(f"{kind}ForCausalLM", **of_kind[kind]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for key, value in keys.items():
+        if found := [name for name in tensors if ".layers.0." in name and key in name]:
+            del tensors[found[0]]
+            if value:
+                tensors[found[0]] = np.zeros(value, np.float32)
+        else:
+            config[key] = value
+    save_file(tensors, path, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MpitrainError, match=says):
+        run_ranks(1, ours, f"run.init_from={tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Gemma3"])
+def test_a_long_context_in_float32_has_the_logits_of_transformers_with_its_angles(kind, tmp_path):
+    """transformers rounds frequencies twice to float32: at 2,000 tokens that alone is more than 1e-5."""
+    own, tokens = MOE if kind == "Qwen3Moe" else GEMMA3, 2000
+    model = llama(f"{kind}ForCausalLM", **own, max_position_embeddings=tokens)
+    model.save_pretrained(tmp_path)
+    rotary = model.model.rotary_emb
+    for name, theirs in [*rotary.named_buffers()]:
+        if name.endswith("inv_freq") and "original" not in name:
+            ropes = model.config.rope_parameters
+            rope = ropes.get(name.removesuffix("_inv_freq"), ropes)
+            count = len(theirs)
+            powers = (1 / rope["rope_theta"] ** (np.arange(count) / count)).astype(np.float32)
+            theirs.copy_(torch.from_numpy(powers / np.float32(rope.get("factor", 1))))
+
+    def found(transport):
+        long = ["model.context=2000", "batch.size=1"]
+        settings = [*FLAT, *long, f"run.init_from={tmp_path}"]
+        trainer, source, _ = build(transport, configured(*settings))
+        inputs, _ = source.batch(0, 0, 1, range(1))
+        return inputs, trainer.logits(inputs)
+
+    ((inputs, own_logits),) = run_ranks(1, found)
+    truth = logits(model, inputs)
+    assert np.abs(own_logits - truth).max() <= 1e-5 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize(
     ("kind", "keys"),
     [
         ("Llama", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}),
