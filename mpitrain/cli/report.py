@@ -145,6 +145,7 @@ def read_report(run: Path) -> "tuple[RunReport, list[str]]":
     from mpitrain.tools.report.schedule_comparison import what_was_predicted
     from mpitrain.tools.report.text import (
         energy,
+        experts,
         goodput,
         how_it_ended,
         losses,
@@ -170,7 +171,7 @@ def read_report(run: Path) -> "tuple[RunReport, list[str]]":
         way_out = "Name the directory of a run." + traces * bool(starts)
         raise ConfigError(f"There is no run in {run}.", way_out)
     lines = [f"{run}: {'It had no run directory yet.' if is_early else how_it_ended(records)}"]
-    lines += [*goodput(records), *energy(records), *losses(records)]
+    lines += [*goodput(records), *energy(records), *experts(records), *losses(records)]
     timeline = breakdown = None
     sentences = lines.copy()  # of the page, which has a table of its own
     if is_early or (TRACE in names and trace_files(run)[1]):

@@ -18,6 +18,8 @@ SHOWN = {
     "val_accuracy": ".1%",
     "lr": ".2e",
     "grad_norm": ".3f",
+    "imbalance": ".2f",
+    "dropped": ".1%",
     "tokens_per_s": ",.0f",
     "samples_per_s": ",.0f",
     "wall_s": ".1f",

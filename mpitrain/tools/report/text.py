@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -251,6 +251,17 @@ def energy(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if each := [record[key] for record in records if (key := f"joules_per_{unit}") in record]:
             parts = ", ".join(dict.fromkeys(metered))
             yield f"Energy: {median(each):.3g} J a {unit} ({parts} of rank 0's host, and as much of every other)."
+
+
+def experts(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for a run with experts: how unequal their tokens were, and what they dropped."""
+    each = [seconds(record, "imbalance") for record in records if "imbalance" in record]
+    dropped = [seconds(record, "dropped") for record in records if "imbalance" in record]
+    if each:
+        yield (
+            f"Experts: the busiest was chosen {median(each):.2f} times as often as the mean one, at most {max(each):.2f} "
+            f"times; {100 * fmean(dropped):.1f}% of the choices were dropped."
+        )
 
 
 def losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
