@@ -19,6 +19,7 @@ from mpitrain.ops.host import experts as host
 from mpitrain.run.build import build
 from mpitrain.run.checkpoint.manifest import Done
 from mpitrain.run.generate import Sampling, texts
+from mpitrain.tools.report.text import experts as experts_of
 from mpitrain.transport.threads import run_ranks
 from tests.laws.collectives import measured
 from tests.laws.layers import draw, placed
@@ -243,6 +244,17 @@ def test_ranks_without_common_steps_train_experts_and_do_not_sum_their_tokens(
     )
     steps = [record for record in records(tmp_path) if "grad_norm" in record]
     assert len(steps) == 6 and not any("expert_tokens" in record for record in steps)
+
+
+def test_a_report_has_the_imbalance_of_the_experts_and_what_they_dropped(tmp_path):
+    job = ["model.experts=4", "model.capacity=1.0", "run.eval_every=-1"]
+    go(2, [*RUN, *job, "layout.ep=2", f"run.out={tmp_path / 'run'}"])
+    steps = [record for record in records(tmp_path) if "grad_norm" in record]
+    each = [max(step["expert_tokens"]) / np.mean(step["expert_tokens"]) for step in steps]
+    (line,) = experts_of(steps)
+    assert f" {np.median(each):.2f} times as often" in line and f" {max(each):.2f} times;" in line
+    assert f"; {100 * np.mean([step['dropped'] for step in steps]):.1f}% of" in line
+    assert steps[0]["dropped"] > 0 and not [*experts_of([{"loss": 1.0}])]
 
 
 def test_no_token_is_dropped_outside_of_training():
