@@ -391,6 +391,13 @@ class Model(Section):
     any text, also dots. A frozen parameter has no gradient and no optimizer state, and no rank
     sends it but with replication.zero 3"""
 
+    @field_validator("qk_norm", mode="before")
+    @classmethod
+    def _true_or_joint(cls, value: Any) -> Any:
+        if value != "joint" and not isinstance(value, bool):
+            raise PydanticCustomError("choice", "must be true, false or joint")
+        return value
+
     @property
     def head_channels(self) -> int:
         """Channels of a head."""

@@ -306,6 +306,11 @@ class Planner:
         shown: Callable[[Iterator[Any]], Iterable[Any]] = iter,
         imbalance: float = 1.0,
     ):
+        if imbalance > 1 and not config.model.experts:
+            raise ConfigError(
+                f"--imbalance is of the tokens of experts, but model.experts is 0 and --imbalance {imbalance:g}.",
+                "Set model.experts, or leave out --imbalance.",
+            )
         self._imbalance = imbalance
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job = alone(alone_config, hosts[:1])
