@@ -83,9 +83,6 @@ class Engine(Protocol):
     multiprocessor: Multiprocessor
     """The limits of each multiprocessor."""
 
-    has_wgmma: bool
-    """True if warpgroups multiply, as on Hopper (sm_90a)."""
-
     takes_plain: bool
     """True if the engine needs only the addresses of arrays, so that functions take arguments
     unchanged.
@@ -94,6 +91,10 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """The device's name."""
+
+    @property
+    def has_wgmma(self) -> bool:
+        """True if warpgroups multiply, as on Hopper (sm_90a)."""
 
     def prepare(self, source: SourceFile, defines: dict[str, str], waits: bool) -> None:
         """Compile a source into the cache, for `load`.
