@@ -46,7 +46,13 @@ static bool is_inside(unsigned begin, unsigned end) {
 void begin_cluster(std::mt19937& random) {
     barriers.clear();
     boxes.clear();
-    for (auto& warp : products) warp = WarpProducts{};
+    waiting = 0;
+    for (auto& warp : products) {    // a new deque would cost an allocation a warp and block
+        warp.issued.clear();
+        warp.groups.clear();
+        warp.sums.clear();
+        warp.fenced = false;
+    }
     window_base = kAtom + 16 * (1 + (launch.order == RANDOM ? random() % 63 : launch.order * 36));
 }
 
@@ -102,8 +108,12 @@ void wait_for_phase(unsigned address, unsigned parity, Place place) {
     running->place = place;
     running->barrier = address;
     running->parity = parity;
-    if (has_come(*running)) running->state = READY;
-    else suspend();
+    if (has_come(*running)) {
+        running->state = READY;
+    } else {
+        ++waiting;
+        suspend();
+    }
 }
 
 void meet_cluster(Place place) {
@@ -113,6 +123,14 @@ void meet_cluster(Place place) {
 }
 
 // ---- Copies
+
+// Whether products of a warp that are under way read any of this.
+static bool is_read(unsigned warp, const Range& range) {
+    const auto touches = [&](const std::vector<Issued>& group) {
+        return std::any_of(group.begin(), group.end(), [&](const Issued& each) { return overlap(each.a, range) || overlap(each.b, range); });
+    };
+    return touches(products[warp].issued) || std::any_of(products[warp].groups.begin(), products[warp].groups.end(), touches);
+}
 
 void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned blocks, Place place) {
     if (to % kAtom) return fail_at(nullptr, "tile", "%s:%d: a box goes to shared memory at %u, %u bytes behind a multiple of 1,024", place.file, place.line, to, to % kAtom);
@@ -130,22 +148,13 @@ void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, i
             if (other.blocks >> rank & 1 && overlap(of_box(other, rank), range))
                 return fail_at(nullptr, "in flight", "%s:%d: a copy to where another one has not landed", place.file, place.line);
         for (unsigned warp = 0; warp < warps_of_block(); ++warp)
-            if (reads(rank * warps_of_block() + warp, range.begin, range.end, rank))
+            if (is_read(rank * warps_of_block() + warp, range))
                 return fail_at(nullptr, "in flight", "%s:%d: a copy to what a product of warp %u of block %u of the cluster still reads", place.file,
                             place.line, warp, rank);
         std::memset(memory_at(rank, range.begin), 0xff, range.end - range.begin);
         forget_value(memory_at(rank, range.begin), range.end - range.begin);
     }
     boxes.push_back(box);
-}
-
-bool reads(unsigned warp, unsigned begin, unsigned end, unsigned rank) {
-    const auto touched = [&](const std::vector<Issued>& group) {
-        return std::any_of(group.begin(), group.end(), [&](const Issued& each) {
-            return overlap(each.a, {rank, begin, end}) || overlap(each.b, {rank, begin, end});
-        });
-    };
-    return touched(products[warp].issued) || std::any_of(products[warp].groups.begin(), products[warp].groups.end(), touched);
 }
 
 static void land(const Box& box, unsigned rank) {
@@ -342,8 +351,12 @@ void wait_for_products(unsigned groups, Place place) {
     running->place = place;
     running->barrier = kProducts;
     running->parity = groups;
-    if (has_come(*running)) running->state = READY;
-    else suspend();
+    if (has_come(*running)) {
+        running->state = READY;
+    } else {
+        ++waiting;
+        suspend();
+    }
 }
 
 bool has_come(const Fiber& fiber) {

@@ -18,7 +18,7 @@ constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kMostDynamicShared = 232448;    // 227 KiB, what a block can have on sm_90
 constexpr unsigned kMostCluster = 2;             // blocks that run together
 
-enum State : uint8_t { READY, AT_BARRIER, AT_MEETING, WAITING, AT_CLUSTER, DONE };
+enum State : uint8_t { UNSTARTED, READY, AT_BARRIER, AT_MEETING, WAITING, AT_CLUSTER, DONE };
 
 struct Copy { void* to; const void* from; size_t nbytes, valid; int group; };
 
@@ -81,6 +81,7 @@ extern char *kernel_begin, *kernel_end;     // the kernel's library in memory
 extern char *shared_begin, *shared_end;     // its shared memory: the thread-local image, dynamic part included
 extern char* dynamic_shared_begin;
 extern unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp];
+extern unsigned waiting;          // fibers that are WAITING
 extern unsigned meeting_warp;     // whose collective runs, counted over all blocks of the cluster
 
 void record_failure(const char* kind, const void* address, const char* format, va_list values);
@@ -99,7 +100,6 @@ void run_cluster(const uint3* blocks, std::mt19937& random);
 void begin_cluster(std::mt19937& random);
 bool has_come(const Fiber& fiber);           // what it is WAITING for
 bool end_something(std::mt19937& random);    // a copy or products under way, if there are any
-bool reads(unsigned warp, unsigned begin, unsigned end, unsigned rank);    // whether products under way do
 void end_cluster();
 
 void open_shadow();               // before the first block of a checked launch

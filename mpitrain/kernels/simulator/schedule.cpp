@@ -9,7 +9,7 @@
 namespace simulator {
 
 Self self;
-unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp], meeting_warp;
+unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp], meeting_warp, waiting;
 bool landing;
 
 void barrier(Place place) {
@@ -116,7 +116,10 @@ static bool run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_or
     do {
         arrange(lane_order, random);
         for (unsigned lane : lane_order) {
-            if (lane < lanes && warp[lane].state == WAITING && has_come(warp[lane])) warp[lane].state = READY;
+            if (waiting && lane < lanes && warp[lane].state == WAITING && has_come(warp[lane])) {
+                warp[lane].state = READY;
+                --waiting;
+            }
             if (lane >= lanes || warp[lane].state != READY) continue;
             resume(warp[lane]);
             ran = true;
@@ -124,7 +127,7 @@ static bool run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_or
         }
         if (launch.counted) count_requests();
     } while (complete_a_meeting(warp, lanes));
-    if (failed || any(warp, lanes, WAITING)) return ran;    // these may still come to the meeting
+    if (failed || (waiting && any(warp, lanes, WAITING))) return ran;    // these may still come to the meeting
     for (unsigned lane = 0; lane < lanes; ++lane)
         if (warp[lane].state == AT_MEETING)
             fail("deadlock", "%s:%d: thread %u waits for lanes of mask %08x that go elsewhere",
@@ -169,6 +172,17 @@ static bool complete_a_barrier(unsigned count) {
     return launch.cluster > 1 && !failed && complete_the_barrier(&fibers[0], launch.cluster * count, AT_CLUSTER);
 }
 
+// The blocks of a cluster begin one after another, as far apart as may be: the next one when those before it cannot go on.
+static bool start_a_block(unsigned count) {
+    for (unsigned i = 0; i < launch.cluster; ++i) {
+        Fiber* first = &fibers[(launch.order == REVERSE ? launch.cluster - 1 - i : i) * count];
+        if (first->state != UNSTARTED) continue;
+        for (unsigned thread = 0; thread < count; ++thread) first[thread].state = READY;
+        return true;
+    }
+    return false;
+}
+
 // Runs a block, or the blocks of a cluster together.
 void run_cluster(const uint3* blocks, std::mt19937& random) {
     const unsigned count = threads_of_block(), all = launch.cluster * count;
@@ -181,7 +195,9 @@ void run_cluster(const uint3* blocks, std::mt19937& random) {
         fibers[i].block = blocks[i / count];
         fibers[i].thread = {number % self.threads.x, number / self.threads.x % self.threads.y, number / self.threads.x / self.threads.y};
         start(fibers[i]);
+        fibers[i].state = UNSTARTED;
     }
+    start_a_block(count);
     for (unsigned& epoch : barrier_epoch) ++epoch;
     begin_cluster(random);
     auto warps = numbers_up_to((all + kWarp - 1) / kWarp), lanes = numbers_up_to(kWarp);
@@ -193,7 +209,8 @@ void run_cluster(const uint3* blocks, std::mt19937& random) {
             ran |= run_warp(&fibers[warp * kWarp], std::min(kWarp, all - warp * kWarp), lanes, random);
             if (failed) return;
         }
-        ran = (ran && any(&fibers[0], all, WAITING)) || complete_a_barrier(count) || (!failed && end_something(random));
+        ran = (ran && waiting) || complete_a_barrier(count) || start_a_block(count) ||
+              (!failed && end_something(random));
     } while (ran && !failed);
     if (failed) return;
     for (unsigned i = 0; i < all; ++i)

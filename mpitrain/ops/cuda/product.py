@@ -378,7 +378,6 @@ def library_is_faster(engine: Engine, a: Any, b: Any, c: Any, **ways: Any) -> bo
         and a.itemsize == 2
         and a.ndim == b.ndim == c.ndim == 2
         and not any(dim % 8 for array in (a, b) for dim in array.shape)
-        and bool(in_chunks(a, b, c))
         and beta in (0, 1)
         and all(name in LIBRARY_WAYS or value is None for name, value in ways.items())
         and (row_sums is None or (ways.get("transposed_a") is True and a.flags.c_contiguous))
