@@ -238,15 +238,26 @@ def compiled_once(
     """
     if not _is_whole(target):
         try:
-            with locked(target, source, waits) as is_free:
+            with locked(target, source, waits) as (is_free, is_locked):
                 if is_free and not _is_whole(target):
-                    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                    # The host's name stands in it, because locks of some file systems end at the host.
+                    prefix = f".{target.name}.{platform.node()}."
+                    if is_locked:
+                        _remove_leftovers(target.parent, prefix)
+                    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
                         compile(part := Path(folder) / target.name)
                         _publish(part, target)
         except OSError as error:
             remedy = "Set XDG_CACHE_HOME to a folder that you may write to."
             raise cannot_write(path_of(error) or target, error, remedy) from None
     return target
+
+
+def _remove_leftovers(folder: Path, prefix: str) -> None:
+    """Remove what compilations that were killed left behind: whoever makes such names holds the lock."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest_of(target: Path) -> Path:
@@ -281,16 +292,17 @@ def loaded(path: Path, way_out: str) -> ctypes.CDLL:
 
 
 @contextmanager
-def locked(target: Path, source: str, waits: bool = True) -> Iterator[bool]:
+def locked(target: Path, source: str, waits: bool = True) -> Iterator[tuple[bool, bool]]:
     """Lock the library's file, so that only one rank of a host compiles it, where files can be
-    locked; yield whether this rank may compile it, which is always so if it `waits`.
+    locked; yield whether this rank may compile it, which is always so if it `waits`, and whether
+    this rank holds the lock.
 
     source  name for the observer of compilations
     """
     with compiling(source), target.with_suffix(".lock").open("w") as file:
-        is_free = True
+        is_free = is_locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError as error:
-            is_free = not isinstance(error, BlockingIOError)
-        yield is_free
+            is_free, is_locked = not isinstance(error, BlockingIOError), False
+        yield is_free, is_locked

@@ -1,10 +1,14 @@
 """Where compiled kernels are kept: libraries are loaded from there, so nobody else may be able to put one there."""
 
 import os
+import platform
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,6 +143,43 @@ def test_code_and_its_digest_are_durable_before_they_get_their_names(tmp_path, m
     *files, folder = synced
     assert sorted(files) == sorted((name.stat().st_ino, []) for name in names)
     assert folder == (tmp_path.stat().st_ino, names)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from mpitrain.machine.compiling import compiled_once
+
+def compile(part):
+    part.write_text("half of the co")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+compiled_once(pathlib.Path(sys.argv[1]), "code", compile)
+"""
+
+
+def test_the_next_compilation_removes_what_one_that_was_killed_left(tmp_path, monkeypatch):
+    """But nothing of another host or another target, or where files cannot be locked: that may be in use."""
+    target = tmp_path / "code.so"
+    subprocess.run([sys.executable, "-c", KILLED, target], timeout=60, check=False)
+    (left,) = tmp_path.glob(".code.so.*")
+    assert (left / "code.so").read_text() == "half of the co"
+    others = [
+        tmp_path / f".code.so.{platform.node()}2.x",
+        tmp_path / left.name.replace("e.so", "f.so"),
+    ]
+    for folder in others:
+        folder.mkdir()
+
+    def compile(part):
+        part.write_text("code")
+
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(compiling.fcntl, "flock", Mock(side_effect=OSError("no locks")))
+        compiling.compiled_once(target, "code", compile)
+    assert left.exists()
+    target.unlink()
+    compiling.compiled_once(target, "code", compile)
+    assert sorted(path for path in tmp_path.iterdir() if path.is_dir()) == sorted(others)
 
 
 @pytest.mark.parametrize("name", ["code.lock", "code.so", "code.so.sha256"])
