@@ -370,7 +370,7 @@ def measure_sides(
     from mpitrain.run.build import build
     from mpitrain.tools.bench.comparison.modes import JOB, settings_of
     from mpitrain.tools.bench.results import header
-    from mpitrain.tools.bench.table import KEPT, agreement, plot, table
+    from mpitrain.tools.bench.table import KEPT, agreement, plot, table, with_energy
     from mpitrain.tools.bench.training.floor import BareProducts, recorded
     from mpitrain.tools.bench.training.peers import peer_of
     from mpitrain.tools.bench.training.steps import (
@@ -429,7 +429,8 @@ def measure_sides(
         f"{way(config)}, {config.device.kind}, products by {_multiplier(config)}; "
         f"{work.blocks} blocks of {work.steps} steps"
     )
-    lines = [title, *table(KEPT, [row.side for row in rows]).lines(rows), *agreement(rows)]
+    shape = table(with_energy(KEPT, rows), [row.side for row in rows])
+    lines = [title, *shape.lines(rows), *agreement(rows)]
     lines += [note for rival in rivals for note in rival.notes()]
     lines += ["", *STAGES.lines(of_stages)] if of_stages else []
     facts["device"] = config.device.kind

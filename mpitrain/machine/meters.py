@@ -1,6 +1,6 @@
 """Meters of a host: the energy of its processors (RAPL) and GPUs (NVML), and the state of its GPUs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from math import inf
@@ -53,6 +53,18 @@ def energy_here(gpus: Iterable[str] = (), powercap: Path = POWERCAP) -> Energy |
         parts[f"GPU {address}"] = meter
     parts |= _of_processors(powercap)
     return Energy(parts) if parts else None
+
+
+def energy_of(places: Sequence[tuple[str, str, str]]) -> Energy | None:
+    """Return the energy of the host of all ranks, as `energy_here` does.
+
+    None also if there are several hosts: this one has no meter of the others.
+
+    places  by rank: host, PCI address of the GPU and its UUID
+    """
+    if len({host for host, _, _ in places}) > 1:
+        return None
+    return energy_here(address for _, address, _ in places if address)
 
 
 def _of_processors(powercap: Path) -> dict[str, Meter]:

@@ -28,7 +28,7 @@ from mpitrain.errors import (
 )
 from mpitrain.files import mend
 from mpitrain.machine import blas_kernels, process
-from mpitrain.machine.meters import energy_here
+from mpitrain.machine.meters import energy_of
 from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
@@ -243,9 +243,7 @@ class Run:
         self._watchdog.alive("measuring matrix products")
         places = gpu_identities(self.transport.hosts, job.trainer.job.gpus)
         self._rates = utilisation(job, places.count(places[rank]))
-        here = [place for place in places if place[0] == places[rank][0]]
-        self._energy = None if rank else energy_here(filter(None, (each[1] for each in here)))
-        self._hosts_share = len(places) / len(here)
+        self._energy = None if rank else energy_of(places)
         if self.config.run.on_spike == "back":
             from mpitrain.run.checkpoint.snapshot import Snapshots
 
@@ -658,7 +656,7 @@ class Run:
             record["tokens_per_s"] = size * context / step_s
             record["tokens_seen"] = context * record["samples_seen"]
         if self._energy:
-            joules = self._energy.since() * self._hosts_share / (steps * size)
+            joules = self._energy.since() / (steps * size)
             if self.source.form == "tokens":
                 record["joules_per_token"] = joules / config.model.context
             else:

@@ -19,6 +19,13 @@ def mark(row: Row) -> str:
     return "~" * (row.speed in UNSURE)
 
 
+def with_energy(columns: str, rows: Sequence[Row]) -> str:
+    """Return the columns, with joules of a token beside its rate if they were measured."""
+    if all(row.joules is None for row in rows):
+        return columns
+    return columns.replace("tokens/s", "tokens/s|J/token")
+
+
 def _largest(values: Sequence[float]) -> float | None:
     return max(values, default=None)
 
@@ -35,6 +42,11 @@ COLUMNS = {
     "samples/s": TextColumn("samples/s", "9.1f", lambda row: row.samples / row.step_s),
     "tokens/s": TextColumn(
         "tokens/s", "9,.0f", lambda row: row.tokens / row.step_s if row.tokens else None
+    ),
+    "J/token": TextColumn(
+        "J/token",
+        "9.3g",
+        lambda row: row.joules / row.tokens if row.tokens and row.joules is not None else None,
     ),
     "exposed ms": TextColumn(
         "exposed ms", "10.1f", lambda row: None if row.comm_s is None else 1e3 * row.comm_s

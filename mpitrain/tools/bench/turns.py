@@ -34,6 +34,8 @@ class Row(NamedTuple):
     evaluated_s    seconds from the start of the training to the end of the evaluation
     workers        number of ranks that compute gradients
     comm_s         seconds of a step in which a worker waits for messages, on the worst worker
+    joules         of a step: energy of the host's processors and of the GPUs of the ranks, mean over
+                   all steps; on rank 0, None without meters or over several hosts
     idle           fraction of the time in which a worker waits for messages, mean over workers
     sent_bytes     by rank: payload of messages per step
     formula_bytes  the largest of `sent_bytes` as a formula predicts it; None without a formula
@@ -67,6 +69,7 @@ class Row(NamedTuple):
     evaluated_s: float = 0.0
     workers: int | None = None
     comm_s: float | None = None
+    joules: float | None = None
     idle: float | None = None
     sent_bytes: Sequence[float] = ()
     formula_bytes: float | None = None

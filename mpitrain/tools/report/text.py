@@ -245,12 +245,15 @@ def goodput_of_ranks(records: Sequence[Mapping[str, Any]], total: float) -> Iter
 
 
 def energy(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line: the median energy of a token or a sample, and what is counted."""
+    """Yield a line: the median energy of a token or a sample, and what is counted; or why there is none over several hosts."""
     metered = [name for record in records for name in record.get("metered", ())]
     for unit in ("token", "sample"):
         if each := [record[key] for record in records if (key := f"joules_per_{unit}") in record]:
             parts = ", ".join(dict.fromkeys(metered))
-            yield f"Energy: {median(each):.3g} J a {unit} ({parts} of rank 0's host, and as much of every other)."
+            yield f"Energy: {median(each):.3g} J a {unit} ({parts})."
+            return
+    if (hosts := int(max((seconds(record, "hosts") for record in records), default=0))) > 1:
+        yield f"Energy: not measured, because rank 0 can read only the meters of its own host, one of {hosts}."
 
 
 def experts(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

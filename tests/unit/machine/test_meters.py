@@ -6,10 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpitrain.config import parse, with_settings
 from mpitrain.machine import meters
-from mpitrain.machine.meters import Energy, Meter, energy_here, gpu_states
-from mpitrain.run import loop
+from mpitrain.machine.meters import Energy, Meter, energy_here, energy_of, gpu_states
+from mpitrain.run.build import build
+from mpitrain.tools.bench.table import KEPT, table, with_energy
+from mpitrain.tools.bench.training.steps import Ours, alternate
 from mpitrain.tools.report.text import energy
+from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go, records
 
 
@@ -114,8 +118,19 @@ def test_the_state_of_gpus_has_clocks_and_errors_and_says_what_is_unknown(nvml):
     assert second == ("GPU 1", 1410, 1980, None, 3)
 
 
-def test_a_run_records_the_energy_of_its_tokens_and_a_report_says_it(tmp_path, monkeypatch):
-    """A meter that counts 6 J at each reading: those of a step of 6 rows."""
+def test_ranks_of_several_hosts_have_no_energy(tmp_path, monkeypatch):
+    zone(tmp_path, "intel-rapl:0", "package-0", 10)
+    monkeypatch.setattr(meters, "energy_here", lambda gpus: energy_here(gpus, tmp_path))
+    assert [*energy_of([("a", "", "")] * 2).parts] == ["package-0"]
+    assert energy_of([("a", "", ""), ("b", "", "")]) is None
+    (line,) = energy([{"event": "start", "hosts": 2}, {"step": 1}])
+    assert "one of 2" in line
+    assert [*energy([{"event": "start", "hosts": 1}, {"step": 1}])] == []
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """A meter that counts 6 J at each reading."""
     read = SimpleNamespace(joules=0.0)
 
     def count():
@@ -123,11 +138,38 @@ def test_a_run_records_the_energy_of_its_tokens_and_a_report_says_it(tmp_path, m
         return read.joules
 
     monkeypatch.setattr(
-        loop, "energy_here", lambda gpus: Energy({"package-0": Meter(count)}) if not [*gpus] else 0
+        meters,
+        "energy_here",
+        lambda gpus: Energy({"package-0": Meter(count)}) if not [*gpus] else 0,
     )
-    monkeypatch.setattr(meters, "POWERCAP", tmp_path)
+
+
+@pytest.fixture
+def book(tmp_path):
     (tmp_path / "book.txt").write_text("some words to train on. " * 40)
-    go(2, [*TINY, f"data.source=text:{tmp_path / 'book.txt'}", f"run.out={tmp_path / 'run'}"])
+    return f"data.source=text:{tmp_path / 'book.txt'}"
+
+
+def test_a_comparison_has_the_energy_of_a_token_where_there_is_a_meter(counting, book):
+    """Six joules are those of a turn of 3 steps of 6 x 8 tokens."""
+    config = parse(with_settings({}, [*TINY, book]))
+
+    def compared(transport):
+        job = build(transport, config)
+        rows = alternate(transport, job, [Ours(job)], 2, 3)
+        job.close()
+        return rows
+
+    (row,), (of_rank_1,) = run_ranks(2, compared)
+    assert row.joules == 2 and of_rank_1.joules is None
+    heading, line = table(with_energy(KEPT, [row]), ["mpitrain"]).lines([row])
+    assert " J/token exposed ms" in heading and line.split()[-4] == f"{2 / 48:.3g}"
+    assert with_energy(KEPT, [of_rank_1]) == KEPT
+
+
+def test_a_run_records_the_energy_of_its_tokens_and_a_report_says_it(tmp_path, counting, book):
+    """The six joules are those of a step of 6 rows."""
+    go(2, [*TINY, book, f"run.out={tmp_path / 'run'}"])
     found = records(tmp_path)
     assert found[0]["metered"] == ["package-0"]
     each = [record["joules_per_token"] for record in found if "lr" in record]

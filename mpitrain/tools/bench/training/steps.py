@@ -17,6 +17,8 @@ import numpy as np
 
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError
+from mpitrain.machine.meters import Energy, energy_of
+from mpitrain.machine.process import gpu_identities
 from mpitrain.parallel.modes import mode_of
 from mpitrain.pipeline.instructions import Send, fused_at_the_input, training_program
 from mpitrain.pipeline.schedules import STREAMS
@@ -104,21 +106,27 @@ class Kept:
     side  Ours, LookingOn or a peer
     """
 
-    def __init__(self, transport: Transport, job: Job, side: Any):
+    def __init__(self, transport: Transport, job: Job, side: Any, energy: Energy | None = None):
         """Take the steps before the first timed one. Collective.
 
-        job  whose batches the side trains on
+        job     whose batches the side trains on
+        energy  of the host, on one rank
         """
         self._transport, self._job, self._side, self.steps = transport, job, side, 1
+        self._energy, self._joules = energy, 0.0
         self.last_s = _timed(transport, job, side, range(WARM_UP))[0][-1]
         """Seconds of the last step of the warm-up."""
         self._seconds, self._losses, self._waits = list[float](), list[float](), list[float]()
 
     def turn(self, block: int) -> float:
         first = WARM_UP + block * self.steps
+        if self._energy:
+            self._energy.since()
         times, losses, waits = _timed(
             self._transport, self._job, self._side, range(first, first + self.steps)
         )
+        if self._energy:
+            self._joules += self._energy.since()
         self._seconds += times
         self._losses += losses
         self._waits += waits
@@ -135,6 +143,7 @@ class Kept:
             losses=[loss if math.isfinite(loss) else None for loss in self._losses],
             ends=[*accumulate(self._seconds)],
             comm_s=median(self._waits) if self._waits else None,
+            joules=self._joules / len(self._seconds) if self._energy else None,
         )
 
 
@@ -156,7 +165,9 @@ def alternate(
     of       as in `Row`
     raises   ConfigError on every rank if turns of a single step would take longer
     """
-    kept = [Kept(transport, job, side) for side in sides]
+    places = gpu_identities(transport.hosts, job.trainer.job.gpus)
+    energy = None if transport.rank else energy_of(places)
+    kept = [Kept(transport, job, side, energy) for side in sides]
     last_s = sum(side.last_s for side in kept)
     if blocks * last_s > seconds:
         raise ConfigError(
