@@ -40,8 +40,23 @@ if [[ -d $wheels/ucx ]]; then # Open MPI passes device pointers on to UCX, which
     export LD_LIBRARY_PATH="$wheels/ucx/libucx/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     export POINTERS="--mca pml ucx --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 fi
-said=$(python3 -c "import mpitrain.config, mpitrain.kernels.loader" 2>&1) ||
-    { echo "mpitrain cannot be imported: ${said##*$'\n'}; collect wheels with jobs/gpu/wheels.sh and bring them in $wheels"; exit 2; }
+# Without mpi4py and PyTorch the job leaves out the parts that need them.
+python3 - << 'END' ||
+import sys
+from importlib import import_module
+
+packages = "numpy click pydantic tomli_w tqdm threadpoolctl safetensors ml_dtypes pytest mpitrain.config mpitrain.kernels.loader"
+lacking = []
+for name in packages.split():
+    try:
+        import_module(name)
+    except Exception as error:
+        lacking.append(f"{error}")
+if lacking:
+    print(f"{sys.executable} cannot import what the parts need: {'; '.join(dict.fromkeys(lacking))}")
+    sys.exit(1)
+END
+    { echo "Activate the environment that has all of it, or collect wheels with jobs/gpu/wheels.sh and bring them in $wheels"; exit 2; }
 if [[ $device == cuda ]]; then
     python3 -c "import sys; from mpitrain.machine.process import gpus; sys.exit(not gpus())" ||
         { echo "CuPy finds no GPU here: install mpitrain[cuda13] or [cuda12] and NVIDIA's driver, or try cuda-sim"; exit 2; }

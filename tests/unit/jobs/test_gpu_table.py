@@ -277,12 +277,16 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
 
 
 def test_missing_packages_are_named_before_a_part_begins(tmp_path):
-    (tmp_path / "pydantic.py").write_text("raise ImportError('pydantic is missing')\n")
+    """As with a python3 whose environment is not active; some are imported by a part alone."""
+    for name in ("pydantic", "ml_dtypes", "pytest"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is missing')\n")
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     (tmp_path / "sitecustomize.py").write_text(path)
     done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2 and "pydantic is missing" in done.stdout
-    assert "wheels.sh" in done.stdout and not (tmp_path / "out/results.jsonl").exists()
+    said, way_out = done.stdout.splitlines()
+    assert done.returncode == 2 and "wheels.sh" in way_out and sys.executable in said
+    assert said.endswith("need: pydantic is missing; ml_dtypes is missing; pytest is missing")
+    assert not (tmp_path / "out/results.jsonl").exists()
 
 
 @pytest.mark.skipif(gpus() > 0, reason="there is a GPU here")
