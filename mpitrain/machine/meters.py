@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,10 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Meter(NamedTuple):
-    """A counter of joules, which begins again at 0 when it reaches `wraps_at`."""
+    """A counter of joules, which begins again at 0 when it reaches `wraps_at`.
+
+    read  raises OSError or ValueError where the meter fails
+    """
 
     read: Callable[[], float]
     wraps_at: float = inf
@@ -27,17 +30,29 @@ class Energy:
         self.parts = parts
         self._before = self._now()
 
-    def since(self) -> float:
-        """Return the joules of all parts since the last call, or since this object was made."""
-        now, joules = self._now(), 0.0
+    def since(self) -> float | None:
+        """Return the joules of all parts since the last call, or since this object was made.
+
+        None from the first meter that cannot be read, or is set back, on: a part is never left out.
+        """
+        before, self._before = self._before, self._now()
+        if before is None or self._before is None:
+            self._before = None
+            return None
+        joules = 0.0
         for name, meter in self.parts.items():
-            used = now[name] - self._before[name]
+            used = self._before[name] - before[name]
             joules += used if used >= 0 else used + meter.wraps_at
-        self._before = now
+        if not isfinite(joules):  # a driver that was loaded again
+            self._before = None
+            return None
         return joules
 
-    def _now(self) -> dict[str, float]:
-        return {name: meter.read() for name, meter in self.parts.items()}
+    def _now(self) -> dict[str, float] | None:
+        try:
+            return {name: meter.read() for name, meter in self.parts.items()}
+        except (OSError, ValueError):
+            return None
 
 
 def energy_here(gpus: Iterable[str] = (), powercap: Path = POWERCAP) -> Energy | None:
@@ -96,13 +111,19 @@ def nvml() -> Any:
 def _of_gpu(address: str) -> Meter | None:
     if (module := nvml()) is None:
         return None
+
+    def read() -> float:
+        try:
+            return module.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        except module.NVMLError as error:
+            raise OSError(str(error)) from error
+
     try:
         handle = module.nvmlDeviceGetHandleByPciBusId(address)
-        meter = Meter(lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
-        meter.read()
-    except module.NVMLError:  # before Volta there is no meter
+        read()
+    except (module.NVMLError, OSError):  # before Volta there is no meter
         return None
-    return meter
+    return Meter(read)
 
 
 class GpuState(NamedTuple):
@@ -111,30 +132,42 @@ class GpuState(NamedTuple):
     clock, most   of its multiprocessors, in MHz: now, and at most
     memory_errors  errors of its memory that ECC could not correct, since the driver was loaded
     link_errors   transfers over PCI Express and NVLink that were repeated
+    problem       why the GPU cannot be asked, as "GPU is lost"; else ""
     """
 
     name: str
-    clock: int | None
-    most: int | None
-    memory_errors: int | None
-    link_errors: int | None
+    clock: int | None = None
+    most: int | None = None
+    memory_errors: int | None = None
+    link_errors: int | None = None
+    problem: str = ""
 
 
 def gpu_states() -> list[GpuState]:
     """Return the state of each GPU of this host; empty where NVML cannot be used."""
     if (module := nvml()) is None:
         return []
-    return [
-        _state(module, f"GPU {index}", module.nvmlDeviceGetHandleByIndex(index))
-        for index in range(module.nvmlDeviceGetCount())
-    ]
+    try:
+        count = module.nvmlDeviceGetCount()
+    except module.NVMLError as error:
+        return [GpuState("every GPU", problem=str(error))]
+    states = []
+    for index in range(count):
+        name = f"GPU {index}"
+        try:
+            states.append(_state(module, name, module.nvmlDeviceGetHandleByIndex(index)))
+        except module.NVMLError as error:
+            states.append(GpuState(name, problem=str(error)))
+    return states
 
 
 def _state(module: Any, name: str, handle: Any) -> GpuState:
     def asked(function: str, *words: Any) -> int | None:
         try:
             return int(getattr(module, function)(handle, *words))
-        except module.NVMLError:
+        except module.NVMLError as error:
+            if error.value == module.NVML_ERROR_GPU_IS_LOST:
+                raise
             return None
 
     replay, ecc = module.NVML_NVLINK_ERROR_DL_REPLAY, module.NVML_MEMORY_ERROR_TYPE_UNCORRECTED

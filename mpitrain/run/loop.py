@@ -655,12 +655,12 @@ class Run:
             context = config.model.context
             record["tokens_per_s"] = size * context / step_s
             record["tokens_seen"] = context * record["samples_seen"]
-        if self._energy:
-            joules = self._energy.since() / (steps * size)
+        if self._energy and (joules := self._energy.since()) is not None:
+            per_sample = joules / (steps * size)
             if self.source.form == "tokens":
-                record["joules_per_token"] = joules / config.model.context
+                record["joules_per_token"] = per_sample / config.model.context
             else:
-                record["joules_per_sample"] = joules
+                record["joules_per_sample"] = per_sample
         record |= self._rates(step_s)
         names = mode_of(config.replication, config.pipeline.schedule).records(config.replication)
         record |= {name: result.extras.get(name, 0) for name in names}

@@ -148,20 +148,29 @@ def line_states(seen: Values) -> str:
     if not states:
         return "no GPU that NVML can be asked about"
     return "; ".join(
-        f"{name} of {host}: {clock} of {most} MHz, {memory} memory errors, {link} link errors".replace(
+        f"{name} of {host}: cannot be asked"
+        if problem
+        else f"{name} of {host}: {clock} of {most} MHz, {memory} memory errors, {link} link errors".replace(
             "None", "unknown"
         )
-        for host, name, clock, most, memory, link in states
+        for host, name, clock, most, memory, link, problem in states
     )
 
 
 def faulty_gpus(host: str, own: list[Any], seen: Values) -> str:
-    for name, _, _, memory, link in own[0]:
+    faults = []
+    for name, _, _, memory, link, problem in own[0]:
+        if problem:
+            faults.append(f"a GPU must answer, but {name} of {host} cannot be asked: {problem}")
         if memory:
-            return f"the memory of a GPU must be right, but {name} of {host} has {memory} uncorrected errors"
+            faults.append(
+                f"the memory of a GPU must be right, but {name} of {host} has {memory} uncorrected errors"
+            )
         if (link or 0) > REPEATED:
-            return f"the links of a GPU must be right, but those of {name} of {host} repeated {link} transfers"
-    return ""
+            faults.append(
+                f"the links of a GPU must be right, but those of {name} of {host} repeated {link} transfers"
+            )
+    return "; ".join(faults)
 
 
 def _is_first(transport: Transport) -> bool:

@@ -21,8 +21,8 @@ SEEN = {
     "threads": ("multiple", "funneled"),
     "GPU binding": (["17:00", "18:00"], ["18:00"]),
     "GPU state": (
-        [["GPU 0", 1410, 1980, 0, None], ["GPU 1", None, None, None, 12]],
-        [["GPU 0", 1410, 1980, 1, 0]],
+        [["GPU 0", 1410, 1980, 0, None, ""], ["GPU 1", None, None, None, 12, ""]],
+        [["GPU 0", 1410, 1980, 1, 0, ""]],
     ),
     "imports": ({"seconds": "0.5", "files": "7"}, {"seconds": "30.1", "files": "7"}),
     "windows": ("", "crashed"),

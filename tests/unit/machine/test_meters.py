@@ -12,19 +12,23 @@ from mpitrain.machine.meters import Energy, Meter, energy_here, energy_of, gpu_s
 from mpitrain.run.build import build
 from mpitrain.tools.bench.table import KEPT, table, with_energy
 from mpitrain.tools.bench.training.steps import Ours, alternate
+from mpitrain.tools.doctor.probes import Values, faulty_gpus, line_states
 from mpitrain.tools.report.text import energy
 from mpitrain.transport.threads import run_ranks
 from tests.runs import TINY, go, records
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, words, value=3):
+        super().__init__(words)
+        self.value = value
 
 
 class Nvml:
     """The driver's library with two GPUs; the second has neither ECC nor NVLink, and no meter."""
 
     NVMLError = NVMLError
+    NVML_ERROR_GPU_IS_LOST = 15
     NVML_CLOCK_SM = NVML_VOLATILE_ECC = NVML_NVLINK_ERROR_DL_REPLAY = 0
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_NVLINK_MAX_LINKS = 1, 18
     addresses = "0000:17:00.0", "0000:18:00.0"
@@ -114,8 +118,52 @@ def test_a_gpu_of_several_ranks_is_counted_once_and_one_without_a_meter_makes_no
 
 def test_the_state_of_gpus_has_clocks_and_errors_and_says_what_is_unknown(nvml):
     first, second = gpu_states()
-    assert first == ("GPU 0", 1410, 1980, 4, 3 + 2 * 20)
-    assert second == ("GPU 1", 1410, 1980, None, 3)
+    assert first == ("GPU 0", 1410, 1980, 4, 3 + 2 * 20, "")
+    assert second == ("GPU 1", 1410, 1980, None, 3, "")
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetClockInfo", "nvmlDeviceGetCount"]
+)
+def test_a_lost_gpu_is_a_state_that_the_doctor_names(nvml, monkeypatch, function):
+    answer = getattr(nvml, function)
+
+    def lost(*words):
+        if words and not words[0]:
+            return answer(*words)
+        raise NVMLError("GPU is lost", nvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(nvml, function, lost)
+    states = gpu_states()
+    name = "every GPU" if function == "nvmlDeviceGetCount" else "GPU 1"
+    assert states[-1] == (name, None, None, None, None, "GPU is lost")
+    assert [state.problem for state in states[:-1]] == [""] * (len(states) - 1)
+    seen = Values(["a"], [states])
+    assert f"{name} of a: cannot be asked" in line_states(seen)
+    assert faulty_gpus("a", [states], seen).endswith(f"{name} of a cannot be asked: GPU is lost")
+
+
+@pytest.mark.parametrize("read", ["", "none"])
+def test_after_a_meter_has_failed_once_there_is_no_energy(tmp_path, read):
+    zone(tmp_path, "intel-rapl:0", "package-0", 10)
+    found, file = energy_here(powercap=tmp_path), tmp_path / "intel-rapl:0/energy_uj"
+    file.write_text(read) if read else file.unlink()
+    assert found.since() is None
+    file.write_text("12000000\n")
+    assert found.since() is None and found.since() is None
+
+
+def test_a_gpu_whose_meter_fails_or_is_set_back_has_no_energy(nvml, monkeypatch, tmp_path):
+    first, _ = nvml.addresses
+    found, lost = energy_here([first], tmp_path), energy_here([first], tmp_path)
+    nvml.millijoules -= 1
+    assert found.since() is None and found.since() is None
+
+    def fails(handle):
+        raise NVMLError("GPU is lost", nvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", fails)
+    assert lost.since() is None
 
 
 def test_ranks_of_several_hosts_have_no_energy(tmp_path, monkeypatch):
@@ -130,11 +178,13 @@ def test_ranks_of_several_hosts_have_no_energy(tmp_path, monkeypatch):
 
 @pytest.fixture
 def counting(monkeypatch):
-    """A meter that counts 6 J at each reading."""
-    read = SimpleNamespace(joules=0.0)
+    """A meter that counts 6 J at each reading, up to `most`, and then fails."""
+    read = SimpleNamespace(joules=0.0, most=1e9)
 
     def count():
         read.joules += 6
+        if read.joules > read.most:
+            raise OSError("no data")
         return read.joules
 
     monkeypatch.setattr(
@@ -142,6 +192,7 @@ def counting(monkeypatch):
         "energy_here",
         lambda gpus: Energy({"package-0": Meter(count)}) if not [*gpus] else 0,
     )
+    return read
 
 
 @pytest.fixture
@@ -176,3 +227,20 @@ def test_a_run_records_the_energy_of_its_tokens_and_a_report_says_it(tmp_path, c
     assert np.allclose(each, 1 / 8) and len(each) == 6
     (line,) = energy(found)
     assert line.startswith("Energy: 0.125 J a token (package-0")
+
+
+def test_a_meter_that_fails_does_not_end_a_run_or_a_comparison(tmp_path, counting, book):
+    counting.most = 4 * 6.0  # when the energy is made, at the start line, and for two steps
+    go(1, [*TINY, book, f"run.out={tmp_path / 'run'}"])
+    steps = [record for record in records(tmp_path) if "lr" in record]
+    assert ["joules_per_token" in record for record in steps] == [True] * 2 + [False] * 4
+    counting.most = counting.joules + 4 * 6.0  # of two turns the first
+
+    def compared(transport):
+        job = build(transport, parse(with_settings({}, [*TINY, book])))
+        rows = alternate(transport, job, [Ours(job)], 2, 3)
+        job.close()
+        return rows
+
+    ((row,),) = run_ranks(1, compared)
+    assert row.joules is None and len(row.losses) == 6

@@ -113,7 +113,7 @@ class Kept:
         energy  of the host, on one rank
         """
         self._transport, self._job, self._side, self.steps = transport, job, side, 1
-        self._energy, self._joules = energy, 0.0
+        self._energy, self._joules = energy, list[float | None]()
         self.last_s = _timed(transport, job, side, range(WARM_UP))[0][-1]
         """Seconds of the last step of the warm-up."""
         self._seconds, self._losses, self._waits = list[float](), list[float](), list[float]()
@@ -126,7 +126,7 @@ class Kept:
             self._transport, self._job, self._side, range(first, first + self.steps)
         )
         if self._energy:
-            self._joules += self._energy.since()
+            self._joules.append(self._energy.since())
         self._seconds += times
         self._losses += losses
         self._waits += waits
@@ -136,6 +136,8 @@ class Kept:
         whose = self._side.job if isinstance(self._side, Ours) else self._job
         config = whose.trainer.config
         tokens = config.batch.size * config.model.context
+        joules = [each for each in self._joules if each is not None]
+        is_metered = self._energy and len(joules) == len(self._joules)
         return Row(
             self._side.name,
             samples=config.batch.size,
@@ -143,7 +145,7 @@ class Kept:
             losses=[loss if math.isfinite(loss) else None for loss in self._losses],
             ends=[*accumulate(self._seconds)],
             comm_s=median(self._waits) if self._waits else None,
-            joules=self._joules / len(self._seconds) if self._energy else None,
+            joules=sum(joules) / len(self._seconds) if is_metered else None,
         )
 
 
