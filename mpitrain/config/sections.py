@@ -720,13 +720,13 @@ class Device(Section):
     16-bit ones on compute capability 9.0, and 3xtf32 where device.tiles says that it is 1.3 times
     as fast as tiled"""
     tensor_cores: Literal["mma", "wgmma"] = "mma"
-    """gemm tiled and 3xtf32: 16-bit products by instructions of a warp (mma), or by those of
-    Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim. wgmma has
-    not run on a GPU yet"""
+    """cuda and cuda-sim, gemm tiled, 3xtf32 and auto: 16-bit products by instructions of a warp (mma), or by those of
+    Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim; with wgmma
+    auto never takes cuBLAS. wgmma has not run on a GPU yet"""
     graph: Literal["no", "auto"] = "no"
     """cuda: the forward and backward passes of a step are one launch, of a CUDA graph. auto: where one
-    rank trains, without run.trace and dropout; else each kernel is launched by itself, and rank 0
-    says why"""
+    rank trains, without run.trace, dropout and cuBLAS; else each kernel is launched by itself, and
+    rank 0 says why"""
     passes: Literal["auto", "compiled", "numpy"] = "auto"
     """LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++
     or zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding.

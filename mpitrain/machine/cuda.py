@@ -168,8 +168,8 @@ class CudaBackend:
             except BaseException as error:
                 with suppress(failure):  # An invalid capture has to be ended all the same.
                     stream.end_capture()
-                if isinstance(error, failure):
-                    raise KernelError(f"The driver says {error}.") from None
+                if isinstance(error, RuntimeError):  # Of the driver, or of CuPy about cuBLAS.
+                    raise KernelError(f"It cannot be captured: {error}.") from None
                 raise
             finally:
                 self._is_capturing = False

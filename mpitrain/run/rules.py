@@ -115,10 +115,18 @@ def of_device(config: Config) -> Iterator[Rule]:
         f"Kernels compute attention in tiles, but memory.attention is whole on {kind}.",
         "Set memory.attention to auto, or device.kind to cpu.",
     )
+    gemm, is_half = config.device.gemm, config.precision.is_half
+    yield (
+        config.device.tensor_cores == "wgmma" and not (is_half and gemm != "library"),
+        "device.tensor_cores=wgmma needs 16 bits and device.gemm tiled, 3xtf32 or auto, but "
+        f"precision.compute is {compute} and device.gemm {gemm}.",
+        "Set precision.compute to bfloat16 or float16 and device.gemm to tiled, 3xtf32 or auto, or "
+        "device.tensor_cores to mma.",
+    )
     layout = config.layout
     yield (
         is_on_kernels
-        and config.precision.is_half
+        and is_half
         and layout.tp > 1
         and layout.algorithm == "native"
         and not layout.sequence_parallel,

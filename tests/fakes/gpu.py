@@ -66,6 +66,10 @@ class FakeEngine:
         return start
 
     def multiply(self, a, b, c, transposed_a, transposed_b, accumulate):
+        if cupy.get_current_stream().captures is not None:  # as CuPy does
+            raise NotImplementedError(
+                "calling cuBLAS API during stream capture is currently unsupported"
+            )
         truths = (a.truth, b.truth, c.truth)
         cupy.launch(
             [c],

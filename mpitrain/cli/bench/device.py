@@ -74,6 +74,11 @@ def device_of(options: dict[str, Any]) -> "tuple[Device, str]":
             "--gemm, --tensor-cores and --tiles are about products on a GPU, but --device is cpu.",
             "Leave them out.",
         )
+    if tensor_cores == "wgmma" and gemm == "library":
+        raise ConfigError(
+            "--tensor-cores wgmma is about our kernels, but --gemm is library.",
+            "Use --gemm tiled, 3xtf32 or auto, or leave --tensor-cores out.",
+        )
     device = device_for(kind, gemm, tiles, options["checked"], tensor_cores=tensor_cores)
     return device, device.kernels.engine.name if device.kernels else processor().name
 

@@ -109,6 +109,8 @@ def gemm(
     raises      KernelError if the shapes do not fit
     """
     asked = beta != 0, bias is None, saved is None, residual is None, activation
+    # A kernel of tensor cores copies in chunks only where both operands begin at 16 bytes.
+    may_copy_chunks = a.itemsize == 2 or table.is_3xtf32 or table.by_gain or tiling
     key = (
         a.dtype,
         c.dtype,
@@ -125,7 +127,7 @@ def gemm(
         asked,
         table,
         tiling,
-        (a.itemsize == 2 or table.is_3xtf32 or tiling) and (address(a) | address(b)) % 16 == 0,
+        may_copy_chunks and (address(a) | address(b)) % 16 == 0,
     )
     plan = kernels.plans.get(key)
     if plan is None:
@@ -200,7 +202,7 @@ def _plan(
     stored = "NT"[transposed_a] + "NT"[transposed_b]
     if groups:
         # On average; a sum is not split, so one of three TF32 products would be too long.
-        table = DEFAULT if table.is_3xtf32 and k > LONGEST else table
+        table = DEFAULT if (table.is_3xtf32 or table.by_gain) and k > LONGEST else table
         each = (count(m, groups), n, k, groups) if c.ndim == 2 else (m, n, count(k, groups), groups)
         tile = (tiling or table.tiling(a, stored, each, kernels.engine, has_boxes=False)).tile
         splits = 1

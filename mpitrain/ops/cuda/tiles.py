@@ -384,7 +384,9 @@ class MeasuredTiles:
             and entry.distance(*dims) <= NEAR
         ]
         if known:
-            return min(known, key=lambda entry: entry.distance(*dims)).tiling
+            tiling = min(known, key=lambda entry: entry.distance(*dims)).tiling
+            # The measured sum may have been shorter.
+            return tiling._replace(splits=max(tiling.splits, fewest(tiling.tile, dims[2])))
         return usual(tuple(tile for tile in tiles if tile not in ONLY_MEASURED), *shape, engine)
 
 

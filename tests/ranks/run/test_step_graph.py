@@ -63,7 +63,7 @@ def steps(settings, between=lambda index, trainer: None, ranks=1):
         ["precision.compute=bfloat16", "memory.recompute=unit"],
         ["precision.compute=float16"],
         ["model.experts=4", "model.capacity=0.8", "model.shared=8"],
-        ["model.tied=true", "memory.logit_chunks=2", "device.gemm=library"],
+        ["model.tied=true", "memory.logit_chunks=2"],
     ],
 )
 def test_a_graph_has_the_launches_of_a_step_and_its_bits(settings, monkeypatch, capsys):
@@ -105,6 +105,7 @@ def test_a_changed_buffer_is_found(monkeypatch):
     ("settings", "ranks", "reason"),
     [
         (["model.dropout=0.2"], 1, "It copies numbers from the host"),
+        (["device.gemm=library"], 1, "It cannot be captured: calling cuBLAS"),
         (["replication.algorithm=ring"], 2, "The host drives the messages"),
     ],
 )

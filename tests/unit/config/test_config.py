@@ -203,6 +203,11 @@ TEXTS = ["data.source=jsonl:texts.jsonl"]
     [
         (["model.heads=3"], "Set model.width to 126 or 129"),
         (["replication.wire=fp16", "precision.compute=float64"], "Wire formats carry float32"),
+        (["device.tensor_cores=wgmma"], "precision.compute is float32 and device.gemm tiled"),
+        (
+            ["device.tensor_cores=wgmma", "precision.compute=float16", "device.gemm=library"],
+            "device.gemm library",
+        ),
         (["model.kind=bert", 'run.sample_prompt=["a"]'], "is for a gpt or llama"),
         (["model.kind=bert", *TEXTS, "data.packing=true"], "data.packing is of conversations"),
         (["model.kind=bert", *TEXTS, "data.mask=0.3"], "kind is bert and classifies texts"),

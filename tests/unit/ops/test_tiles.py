@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.kernels.loader import H100
+from mpitrain.kernels.loader import H100, Kernels
+from mpitrain.kernels.simulator.machine import Simulator
+from mpitrain.machine.arena import Arena
+from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.product import chosen
 from mpitrain.ops.cuda.tiles import (
@@ -25,6 +28,7 @@ from mpitrain.ops.cuda.tiles import (
     worth_measuring,
     write_tiles,
 )
+from mpitrain.run.count.operations import Unlaunched
 
 
 def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleNamespace:
@@ -56,6 +60,11 @@ def test_a_shape_near_a_measured_one_gets_its_plan():
     assert table.tiling(BRAINS, "NN", (1000, 1000, 1000, 1), of(90)) == Tiling(TENSOR_TILES[4], 2)
     table = MeasuredTiles(FOUND, is_3xtf32=True)
     assert table.tiling(FLOATS, "NT", (1024, 1000, 1024, 1), of(90)) == Tiling(FLOAT_TILES[1], 3)
+    table = MeasuredTiles(
+        [FastestTile("float32", "NT", 64, 64, 8192, Tiling(FLOAT_TILES[1], 1))], True
+    )
+    for k, splits in ((8192, 1), (8193, 2), (16384, 2)):  # no sum is longer than 8192
+        assert table.tiling(FLOATS, "NT", (64, 64, k, 1), of(90)) == Tiling(FLOAT_TILES[1], splits)
 
 
 @pytest.mark.parametrize(("gain", "takes"), [(1.31, True), (1.29, False), (0.0, False)])
@@ -69,6 +78,19 @@ def test_float32_goes_to_tensor_cores_where_a_measured_shape_gained_enough(gain,
         assert (table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(90)) == other) == expected
         assert table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(75)).tile in TILES
         assert table.tiling(FLOATS, "NT", (4096, 512, 400, 1), of(90)).tile in TILES
+
+
+def test_float32_is_copied_in_chunks_only_where_each_product_allows():
+    """A plan is of a shape and an alignment, also where a measured gain sends float32 to tensor cores."""
+    kernels, tiling = Kernels(Simulator()), Tiling(FLOAT_TILES[2], 1)
+    gained = FastestTile("float32", "NN", 32, 32, 32, tiling, 2.0)
+    unlaunched, table = Unlaunched(kernels), MeasuredTiles([gained], by_gain=True)
+    buffer = np.empty(3 * 1024 + 17, np.float32)
+    aligned = buffer[-buffer.ctypes.data % 64 // 4 :]
+    for first in (0, 1):
+        a, b, c = (aligned[at : at + 1024].reshape(32, 32) for at in (2048 + first, 0, 1024))
+        product.gemm(unlaunched, Arena(), a, b, c, table=table)
+    assert [dict(macros)["CHUNKED"] for _, macros in kernels.expected] == ["1", "0"]
 
 
 @pytest.mark.parametrize(
