@@ -56,7 +56,7 @@ from mpitrain.run.count.step import Counter
 from mpitrain.run.job import resolve_here
 from mpitrain.run.memory import stage_sizes
 from mpitrain.run.rules import check_each, of_model
-from mpitrain.tools.plan.memory import most_imbalance
+from mpitrain.tools.plan.memory import check_imbalance, most_imbalance
 from mpitrain.tools.plan.mode_traffic import RankFacts, of_partial_sums, of_replicas, sent_to_agree
 from mpitrain.tools.plan.unit_counts import UnitCount, keeps, unit_counts
 from mpitrain.tools.plan.units import UnitTimes, facts_of, kind_of, seconds_of, timed_quickly
@@ -122,6 +122,7 @@ class Prediction(NamedTuple):
     pipeline   the rest of the simulated pipeline: idle time, and messages between stages
     replicas   sums and gathers over dp x cp that no computing hides
     nbytes     parameters, gradients, optimizer state and activations
+    imbalance  rows at the experts of the predicted rank, over the mean
     """
 
     layout: ParallelLayout
@@ -130,6 +131,7 @@ class Prediction(NamedTuple):
     pipeline: float
     replicas: float
     nbytes: float
+    imbalance: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -294,7 +296,8 @@ class Planner:
     shown  shows the progress of the steps of timing, as of `timed_quickly`
     limit  bytes of memory of a rank; 0: what is free here, shared by the ranks of a host
     imbalance  rows at the experts of the busiest rank of layout.ep, over the mean; the step and the memory
-               are that rank's
+               are that rank's. A layout with less ep has the most that is possible there
+    raises     ConfigError if no layout can have this imbalance
     """
 
     def __init__(
@@ -311,11 +314,13 @@ class Planner:
                 f"--imbalance is of the tokens of experts, but model.experts is 0 and --imbalance {imbalance:g}.",
                 "Set model.experts, or leave out --imbalance.",
             )
-        self._imbalance = imbalance
+        self.imbalance, self.ranks = imbalance, len(hosts)
+        if parts := {each.ep for each in self.layouts(config)}:
+            check_imbalance(config.model, parts, imbalance)
         alone_config = ParallelLayout(1, 1, 1, 0, 1, "none").of(config)
         self._job = alone(alone_config, hosts[:1])
         self._whole = self._job.units(described(self._job.device.ops, self._job.config.layout))
-        self._config, self._hosts, self.ranks = self._job.config, hosts, len(hosts)
+        self._config, self._hosts = self._job.config, hosts
         device = self._job.device
         is_on_device = isinstance(device.backend, DeviceBackend)
         on_host = 1 if is_on_device else hosts.count(hosts[0])
@@ -455,6 +460,7 @@ class Planner:
             max(0.0, step.makespan - step.computing - step.tensors),
             self._exposed(layout, step),
             max(self._activations(axes, m, layout.recompute) + self._state(axes, layout.zero)),
+            self._imbalance_of(layout),
         )
 
     def sent(self, layout: ParallelLayout) -> float:
@@ -646,8 +652,10 @@ class Planner:
         )
         plan = plan_of(SERIAL, 1, layout.micro_batches)
         job = replace(self._job, config=config, axes=layout.axes, plan=plan)
-        imbalance = min(self._imbalance, most_imbalance(config.model, layout.ep))
-        return Counter(job, job.source, job.units, imbalance=imbalance)
+        return Counter(job, job.source, job.units, imbalance=self._imbalance_of(layout))
+
+    def _imbalance_of(self, layout: ParallelLayout) -> float:
+        return min(self.imbalance, most_imbalance(self._config.model, layout.ep))
 
     def _plan(self, pp: int, m: int) -> tuple[Plan, Program]:
         """Return the schedule of m micro-batches, without and with messages."""
@@ -910,6 +918,8 @@ def report(ranking: Ranking, planner: Planner, hosts: Sequence[str]) -> list[str
     columns = TextTable(
         [
             *(TextColumn(key, "4", _field(key)) for key in divided),
+            *[TextColumn("imbalance", "9.3g", lambda each: each.imbalance)]
+            * (planner.imbalance > 1),
             TextColumn("micro", "6", _field("micro_batches"), unit="batches"),
             TextColumn("recompute", "9", _field("recompute")),
             TextColumn("step time", "10", marked("step_s"), unit="ms"),

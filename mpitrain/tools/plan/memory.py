@@ -1,7 +1,7 @@
 """`plan memory`: activations and FLOPs of a job, unit by unit, counted in one process before it is launched."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
 from typing import NamedTuple
 
@@ -68,19 +68,24 @@ def most_imbalance(model: Model, ep: int) -> float:
     return ep * min(model.top_k, model.experts // ep) / model.top_k if ep > 1 else 1.0
 
 
+def check_imbalance(model: Model, parts: Iterable[int], imbalance: float) -> None:
+    """Raise ConfigError if at no ep of `parts` a rank's experts can get `imbalance` times the mean rows."""
+    most, ep = max((most_imbalance(model, ep), ep) for ep in parts)
+    if imbalance > most:
+        raise ConfigError(
+            f"A rank's experts get at most {most:g} times the mean rows: layout.ep is {ep}, model.experts "
+            f"{model.experts} and model.top_k {model.top_k}. But --imbalance is {imbalance:g}.",
+            f"Set --imbalance to {most:g} or less.",
+        )
+
+
 def count(unresolved: Config, imbalance: float = 1.0) -> Counted:
     """Count a job of `ranks_of` ranks on one host. Of a tensor-parallel group, rank 0 is counted.
 
     imbalance  rows at the counted rank's experts, over those at the mean rank's
     """
     ranks = ranks_of(unresolved)
-    most = most_imbalance(unresolved.model, unresolved.layout.ep)
-    if imbalance > most:
-        raise ConfigError(
-            f"A rank's experts get at most {most:g} times the mean rows: layout.ep is {unresolved.layout.ep}, model.experts "
-            f"{unresolved.model.experts} and model.top_k {unresolved.model.top_k}. But --imbalance is {imbalance:g}.",
-            f"Set --imbalance to {most:g} or less.",
-        )
+    check_imbalance(unresolved.model, [unresolved.layout.ep], imbalance)
     job = alone(unresolved, ("",) * ranks)
     config, axes, plan = job.config, job.axes, job.plan
     counter, fixed = (

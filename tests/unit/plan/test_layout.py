@@ -64,6 +64,18 @@ def test_the_sums_of_a_tensor_parallel_step_are_those_of_the_formula():
     assert nbytes == 4 * ((4 * layers + 2) * rows * tokens * width + 3 * rows * tokens)
 
 
+def test_an_imbalance_that_no_layout_can_have_is_refused_and_a_row_says_the_one_it_has():
+    experts = "model.experts=4", "model.top_k=1", "model.layers=1", "replication.zero=1"
+    given = configured("device.kind=cpu", "batch.size=2", *experts)
+    with pytest.raises(ConfigError, match=r"at most 2 times .* layout.ep is 2.* --imbalance is 9"):
+        Planner(given, ["a"] * 2, RATE, GB, imbalance=9)
+    plan = Planner(given, ["a"] * 2, RATE, GB, imbalance=1.5)
+    ranking = rank(plan, given)
+    assert {(each.layout.ep, each.imbalance) for each in ranking.predictions} == {(1, 1), (2, 1.5)}
+    said = "\n".join(report(ranking, plan, ["a"] * 2))
+    assert "imbalance" in said and " 1.5 " in said
+
+
 def test_all_groups_share_the_link_of_their_host():
     hosts = [f"host {rank // 4}" for rank in range(8)]
     times = MessageTimes(DEFAULT, hosts, is_on_device=False)

@@ -173,8 +173,8 @@ def test_the_page_has_every_claim_and_needs_no_other_file(judged, language):
 
 
 def test_each_command_of_a_claim_has_valid_options():
-    for claim in CLAIMS.values():
-        words = shlex.split(claim.command)
+    for line in (line for claim in CLAIMS.values() for line in claim.command.splitlines()):
+        words = shlex.split(line)
         assert words[0] == "mpitrain"
         words = words[words.index("--") + 1 :] if "--" in words else words[1:]
         group, context = commands, click.Context(commands)
@@ -182,11 +182,22 @@ def test_each_command_of_a_claim_has_valid_options():
             _, group, words = group.resolve_command(context, words)
         for word in words:
             if word.startswith("--"):
-                assert any(word in option.opts for option in group.params), claim.command
+                assert any(word in option.opts for option in group.params), line
         for key in (word.split("=")[0] for word in words if "." in word and "=" in word):
             from mpitrain.config import keys
 
             assert key in {each.name for each in keys()}
+
+
+def test_the_two_commands_of_the_unlucky_rank_give_its_number(judged):
+    def flops(line):
+        said = CliRunner().invoke(commands, shlex.split(line)[1:]).output
+        (total,) = (row for row in said.splitlines() if row.startswith("activations of a step"))
+        return float(total.split()[-1])
+
+    mean, busiest = map(flops, CLAIMS["experts-unlucky"].command.splitlines())
+    value = judged["experts-unlucky"].findings[0].figures.value
+    assert busiest / mean == pytest.approx(value, rel=0.03)
 
 
 def test_a_claim_that_cannot_be_measured_does_not_keep_the_others_from_their_files(

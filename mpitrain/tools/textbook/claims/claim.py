@@ -54,7 +54,7 @@ class Claim(NamedTuple):
     measure     what the value means
     bound       (key of RELATIONS, threshold); the sentence is true if `value relation threshold`
     experiment  (arguments of a setting) -> Figures
-    command     shell command that shows the same
+    command     shell command that shows the same, or two, a line each, whose results are compared
     compiled    whether the experiment needs a compiler, as the simulator does
     """
 

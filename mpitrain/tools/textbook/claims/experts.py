@@ -8,12 +8,31 @@ import numpy as np
 from mpitrain.run.build import build
 from mpitrain.tools.plan.memory import count
 from mpitrain.tools.textbook.claims.claim import Claim, Figures, other, usual
-from mpitrain.tools.textbook.claims.measure import configured, on_ranks
+from mpitrain.tools.textbook.claims.measure import configured, on_ranks, typed
 from mpitrain.transport.base import Transport
 
 SWITCH = "Fedus et al., Switch Transformers, JMLR 2022"
 STEPS, LAST = 60, 20
 """Steps of a training, of which the last are counted."""
+TRAINED = (
+    "model.experts=4",
+    "model.top_k=1",
+    "model.context=64",
+    "optimizer.lr=0.01",
+    "optimizer.schedule=constant",
+)
+LOGGED = f"run.steps={STEPS}", "run.log_every=1"
+COUNTED = (
+    "model.experts=4",
+    "layout.dp=4",
+    "layout.ep=4",
+    "batch.size=8",
+    "model.heads=2",
+    "model.layers=2",
+)
+
+
+COUNTED_256 = typed(*COUNTED, "model.width=256", "model.context=16")
 
 
 @cache
@@ -21,9 +40,7 @@ def routed(*settings: str) -> tuple[np.ndarray, float]:
     """Train a small model with 4 experts, 1 of a token; return the tokens of each expert in the last steps,
     and the mean fraction that was dropped.
     """
-    job = "model.experts=4", "model.top_k=1", "model.context=64"
-    rate = "optimizer.lr=0.01", "optimizer.schedule=constant"
-    config = configured(*job, *rate, *settings)
+    config = configured(*TRAINED, *settings)
 
     def run(transport: Transport) -> Sequence[tuple[Sequence[int], float]]:
         trainer, source, _ = build(transport, config)
@@ -48,9 +65,7 @@ def dropped(capacity: float, balance: float) -> Figures:
 
 
 def unlucky(width: int, context: int) -> Figures:
-    job = "model.experts=4", "layout.dp=4", "layout.ep=4", "batch.size=8", "model.heads=2"
-    sizes = f"model.width={width}", f"model.context={context}"
-    config = configured(*job, *sizes, "model.layers=2")
+    config = configured(*COUNTED, f"model.width={width}", f"model.context={context}")
     mean, busiest = (count(config, rows).stages[0].step for rows in (1.0, 2.0))
     numbers = {"MFLOP, mean rank": mean.flops / 1e6, "MFLOP, busiest": busiest.flops / 1e6}
     numbers |= {"kB, mean rank": mean.peak / 1e3, "kB, busiest": busiest.peak / 1e3}
@@ -69,7 +84,7 @@ CLAIMS = {
             usual("balance = {balance}", balance=0.1),
             other("balance = {balance}", balance=0.0),
         ),
-        "mpitrain train --set model.experts=4 --set model.balance=0.01",
+        f"mpitrain train {typed(*TRAINED, 'model.balance=0.01', *LOGGED)}",
     ),
     "experts-capacity": Claim(
         "Balanced experts drop few tokens with a capacity of twice an equal share.",
@@ -82,7 +97,7 @@ CLAIMS = {
             other("capacity {capacity}, balance {balance}", capacity=2.0, balance=0.0),
             other("capacity {capacity}, balance {balance}", capacity=1.25, balance=0.01),
         ),
-        "mpitrain train --set model.experts=4 --set model.capacity=2",
+        f"mpitrain train {typed(*TRAINED, 'model.balance=0.01', 'model.capacity=2', *LOGGED)}",
     ),
     "experts-unlucky": Claim(
         "Twice the mean tokens at a rank's experts nearly double the work of a step.",
@@ -94,6 +109,6 @@ CLAIMS = {
             usual("width {width}, context {context}", width=256, context=16),
             other("width {width}, context {context}", width=16, context=512),
         ),
-        "mpitrain plan memory --dp 4 --ep 4 --set model.experts=8 --imbalance 2",
+        "\n".join(f"mpitrain plan memory {COUNTED_256}{ratio}" for ratio in ("", " --imbalance 2")),
     ),
 }

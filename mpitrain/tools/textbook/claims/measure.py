@@ -87,6 +87,12 @@ def configured(*settings: str) -> Config:
     return parse(with_settings({}, [*SMALL, *settings]))
 
 
+def typed(*settings: str) -> str:
+    """Return the options of a command with the configuration SMALL, changed by these `section.key=value`."""
+    changed = {setting.partition("=")[0]: setting for setting in (*SMALL, *settings)}
+    return " ".join(f"--set {setting}" for setting in changed.values())
+
+
 @cache
 def trained(ranks: int, *settings: str) -> Row:
     """Train a small job on threads, once for all claims; return its bytes, memory and losses."""

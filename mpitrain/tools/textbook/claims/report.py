@@ -72,7 +72,7 @@ def lines(judged: Judged, language: str) -> Iterator[str]:
                 f"{numbers(result, language)}"
             )
     yield f"  {text('published in', language)}: {said(claim.source, language)}"
-    yield f"  $ {claim.command}"
+    yield from (f"  $ {line}" for line in claim.command.splitlines())
 
 
 def summary(judged: Sequence[Judged], language: str) -> str:
@@ -149,7 +149,7 @@ def _section(judged: Judged, language: str) -> Iterator[str]:
     yield from (_row(result, language) for result in ordered)
     yield "</table>"
     yield f"<p>{html.escape(text('published in', language))}: {html.escape(said(claim.source, language))}</p>"
-    yield f"<p><code>{html.escape(claim.command)}</code></p>"
+    yield from (f"<p><code>{html.escape(line)}</code></p>" for line in claim.command.splitlines())
 
 
 def _row(finding: SettingResult, language: str) -> str:
