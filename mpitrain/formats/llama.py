@@ -70,7 +70,8 @@ class Rope(BaseModel):
         kind = self.rope_type or self.type or "default"
         check_only("rope_type", kind, ["default", *SCALING])
         for layers in (FULL, SLIDING):  # Positions of their own.
-            check_only(layers, getattr(self, layers), [None])
+            own: Rope | None = getattr(self, layers)
+            check_only(layers, own and own.model_dump(exclude_unset=True), [None])
         if kind == "default":  # It does not read the others.
             return []
         check_only("partial_rotary_factor", self.partial_rotary_factor, [1])

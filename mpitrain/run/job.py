@@ -230,7 +230,9 @@ def agree_on(
             # The others may see no GPU, and the kind is then cpu; else all resolve cuda below.
             job = resolve_here(config.changed({"device.kind": "cpu"}), hosts, machine)
         validation, today = beside_source(config), date.today().isoformat()
-        job = opened(with_data_found(job, RunLocation(), validation, today))
+        new = opened(with_data_found(job, RunLocation(), validation, today))
+        if new.source is not None:
+            job = new
         jobs.append(job)
         return [
             config.flat(),

@@ -26,7 +26,7 @@ class FakeEngine:
         self.noted, self.streams = defaultdict(list), defaultdict(list)
         self.prepared = defaultdict(list)
 
-    name, takes_plain = "a fake GPU", False
+    name, takes_plain, has_wgmma = "a fake GPU", False, False
 
     def prepare(self, source, defines, waits):
         self.prepared[threading.get_ident()].append((source.path.stem, tuple(defines.items())))
