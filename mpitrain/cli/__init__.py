@@ -70,7 +70,7 @@ COMMANDS = {
     ),
     "plan": Listed(
         "plan.command",
-        "Simulate pipelines and collectives, count memory, and measure which batch and techniques suit a job.",
+        "Simulate pipelines and collectives, count memory, and measure which batch suits a job.",
     ),
     "doctor": Listed(
         "doctor",

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from mpitrain.cli.bench.rows import CSV, BenchReport
+from mpitrain.cli.bench.rows import BenchReport
 from mpitrain.cli.job_options import (
     DEVICE,
     PRESET,
@@ -59,8 +60,11 @@ ROW_SECONDS = 120.0
 """The default of --row-seconds."""
 ALONE = [
     "layout.dp=1",
+    "layout.cp=1",
+    "layout.ep=1",
     "layout.tp=1",
     "layout.pp=1",
+    "pipeline.partition=",
     "layout.sequence_parallel=false",
     "replication.mode=all-reduce",
     "replication.shard=all",
@@ -76,6 +80,18 @@ WINDOWS, TRANSFORMERS = WRITERS = "whole-windows", "transformers"
 PEERS = (*TORCH, *(f"{name}:{BACKENDS[1]}" for name in TORCH), ONE_RANK, PRODUCTS, *WRITERS)
 LEAST_BLOCKS = 5
 """Fewer blocks of a trick may agree by chance."""
+SERVED = {
+    "row_seconds": ("--shapes",),
+    "tokens": ("--generate",),
+    "prompt_tokens": ("--generate",),
+    "batch": ("--generate",),
+    "plot_file": ("", "--kept"),
+    "steps": ("", "--kept", "--tricks", "--shapes"),
+    "peers": ("", "--kept", "--shapes", "--generate"),
+    "preset": ("", "--kept", "--tricks", "--generate"),
+    "job": ("", "--kept", "--tricks", "--generate"),
+}
+"""{parameter: options of the kinds of measurement that it acts on}; "" is without such an option. Others act on all."""
 
 
 class TrainingJob(NamedTuple):
@@ -92,6 +108,13 @@ class TrainingJob(NamedTuple):
     preset: str | None = None
     file: Path | None = None
     job: str | None = None
+
+    def set_keys(self) -> set[str]:
+        """Return the keys that the settings, the preset and the file set."""
+        from mpitrain.config import tables_of
+
+        tables = tables_of(self.file, self.settings, self.preset)
+        return {f"{section}.{key}" for section, values in tables.items() for key in values}
 
     def configured(self, ranks: int, more: Sequence[str] = ()) -> Any:
         """Return the configuration. A step of a preset is one of its micro-batches on each rank.
@@ -121,9 +144,13 @@ def gpt(settings: Sequence[str] = ()) -> list[str]:
 
 
 FILES = with_options(
-    output_option("--json", "Write the rows to this JSON file as they are measured."),
-    CSV,
-    output_option("--plot", "Draw loss over time to this file, at the end."),
+    output_option(
+        "--json",
+        "Write the rows to this JSON file: all at the end with --kept, --peer and --generate, else each when "
+        "it is measured.",
+    ),
+    output_option("--csv", "Write the rows to this CSV file, at the same times."),
+    output_option("--plot", "Draw the losses of trainings over time to this file, at the end."),
 )
 
 
@@ -134,7 +161,7 @@ FILES = with_options(
     "--job",
     type=click.Choice([*JOBS]),
     help="A built-in job: a small model with a large batch, a large model with a small batch, or the GPT that "
-    "is compared with peers.",
+    "--kept and --peer train unless told otherwise, there with 16 sequences per rank.",
 )
 @SET
 @DEVICE
@@ -226,13 +253,13 @@ def command(
     words += tuple(modes.split(",")) if modes else ()  # the old form of the settings
     kinds = {"--tricks": tricks, "--shapes": shapes, "--generate": generate, "--kept": kept}
     named = [name for name, value in kinds.items() if value]
-    _check_usage(named, words, peers, row_seconds)
+    _check_usage(click.get_current_context(), named, words, file)
     changed = changes(settings, device=device)
     built_in = JOBS.get(job or "", ())
     if tricks:
         own = [*built_in, *changed]
         names = None if tricks == "all" else tricks
-        turns = max(LEAST_BLOCKS, blocks or LEAST_BLOCKS), steps or 3
+        turns = blocks or LEAST_BLOCKS, steps or 3
         run_tricks(lambda: configured(file, own, preset), names, turns, files)
     elif shapes:
         work = TrainingJob(changed, blocks or 5, steps or 10)
@@ -243,27 +270,47 @@ def command(
         run_generation(words, own, shape, blocks or 5, peers, False, files, file, preset)
     elif kept or peers:
         work = TrainingJob(changed, blocks or 5, steps or 10, preset, file, job)
-        run_kept(work, words or ("job",), peers, files)
+        run_kept(work, list(dict.fromkeys(words)) or ["job"], peers, files)
     else:
         own = [*built_in, f"run.steps={steps or 30}", f"run.eval_rows={EVALUATED}", *changed]
         run_trainings(list(dict.fromkeys(words)), own, blocks or 3, files, file, preset)
 
 
 def _check_usage(
-    named: list[str], words: Sequence[str], peers: Sequence[str], row_seconds: float | None
+    context: click.Context, named: list[str], words: Sequence[str], file: Path | None
 ) -> None:
-    """Raise UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together, or that would be ignored.
+
+    named  options of kinds
+    words  settings of the sides
+    """
     if len(named) > 1:
         raise click.UsageError(f"{' and '.join(named)} are different measurements. Take one.")
-    kind = named[0] if named else ""
-    if row_seconds is not None and kind != "--shapes":
-        raise click.UsageError("--row-seconds bounds the rows of --shapes. Add --shapes.")
+    kind, values = named[0] if named else "", context.params
+    for option in context.command.params:
+        name = option.name or ""
+        if (
+            kind in SERVED.get(name, (kind,))
+            or context.get_parameter_source(name) == ParameterSource.DEFAULT
+        ):
+            continue
+        if kind:
+            raise click.UsageError(f"{option.opts[-1]} has no effect beside {kind}. Take one.")
+        (other,) = SERVED[name]
+        raise click.UsageError(f"{option.opts[-1]} has no effect without {other}. Add {other}.")
+    if kind == "--shapes" and file:
+        raise click.UsageError("--shapes has jobs of its own, and takes no file. Use --set.")
     if kind in ("--tricks", "--shapes") and words:
         raise click.UsageError(f"{kind} takes no settings beside it, but {words[0]}. Use --set.")
-    if kind == "--tricks" and peers:
-        raise click.UsageError("--tricks takes no --peer.")
+    if values["preset"] and values["job"]:
+        raise click.UsageError("--preset and --job are different jobs. Take one.")
+    if kind == "--tricks" and (values["blocks"] or LEAST_BLOCKS) < LEAST_BLOCKS:
+        raise click.UsageError(
+            f"--tricks takes at least {LEAST_BLOCKS} blocks, since fewer may agree by chance, but --blocks is "
+            f"{values['blocks']}."
+        )
     allowed = WRITERS if kind == "--generate" else TORCH if kind == "--shapes" else PEERS[:-2]
-    for peer in peers:
+    for peer in values["peers"]:
         if peer.partition(":")[0] not in allowed:
             raise click.UsageError(f"--peer {peer} is not for {kind or 'training'}.")
 
@@ -344,26 +391,26 @@ def measure_modes(
 
 
 def run_kept(
-    work: TrainingJob, words: Sequence[str], peers: Sequence[str], files: dict[str, Any]
+    work: TrainingJob, sides: Sequence[str | list[str]], peers: Sequence[str], files: dict[str, Any]
 ) -> None:
     with mpi_session(
         kind=lambda: work.configured(1).device.kind,
         thread_level=_level(_rivals(peers)),
         polls=lambda: work.configured(1).replication.algorithm != "native",
     ) as transport:
-        measure_sides(transport, work, list(dict.fromkeys(words)), peers, files)
+        measure_sides(transport, work, sides, peers, files)
 
 
 def measure_sides(
     transport: Any,
     work: TrainingJob,
-    words: Sequence[str],
+    sides: Sequence[str | list[str]],
     peers: Sequence[str],
     files: dict[str, Any],
 ) -> None:
     """Measure the job with each setting in turns with peers, all in memory. Collective.
 
-    words  settings of the sides; the first is that of the job which peers train
+    sides  words joined by +, or lists of `section.key=value`; the first is the job which peers train
     """
     from mpitrain.cli.terminal.progress import way
     from mpitrain.collectives.selection.tuning import foreign
@@ -384,10 +431,9 @@ def measure_sides(
     )
     from mpitrain.transport.agreement import on_all_ranks
 
-    set_keys = {setting.partition("=")[0] for setting in work.settings}
-
     def all_configured() -> list[Any]:
-        own = [[*settings_of(word, set_keys)] for word in words]
+        keys = work.set_keys()
+        own = [side if isinstance(side, list) else [*settings_of(side, keys)] for side in sides]
         for each in own:
             check_same_work(each)
         configs = [work.configured(transport.size, more) for more in [*own, ALONE]]
@@ -398,27 +444,28 @@ def measure_sides(
     facts = header(transport, "compare", "cpu", sys.argv[1:])
     shown = BenchReport(transport, facts, files)
     *configs, single = on_all_ranks(transport, all_configured)
+    words = [side if isinstance(side, str) else "+".join(side) for side in sides]
     names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
     job = build(transport, configs[0])
     jobs = [job, *(build(transport, each, source=job.source) for each in configs[1:])]
     config = job.trainer.config  # here device.kind "auto" is resolved
-    sides: list[Any] = [Ours(*each) for each in zip(jobs, names, strict=True)]
+    measured: list[Any] = [Ours(*each) for each in zip(jobs, names, strict=True)]
     if ONE_RANK in peers:
         own = transport.split(None if transport.rank else 0)
         alone = on_all_ranks(transport, lambda: own and build(own, single, source=job.source))
         name = "one rank of mpitrain"
-        sides.append(Ours(alone, name) if alone else LookingOn(name))
+        measured.append(Ours(alone, name) if alone else LookingOn(name))
     rivals = [peer_of(transport, job, *peer) for peer in _rivals(peers)]
-    sides += rivals
+    measured += rivals
     if PRODUCTS in peers:
-        sides.append(BareProducts(recorded(transport, job)))
-    rows = alternate(transport, job, sides, work.blocks, work.steps)
+        measured.append(BareProducts(recorded(transport, job)))
+    rows = alternate(transport, job, measured, work.blocks, work.steps)
     of_stages = []
     if config.layout.pp > 1:
         of_stages = stage_rows(job.trainer, *job.trainer.replica.batch(job.data, 0))
     # After an error no side is closed: closing waits for ranks that may not have the error.
-    for side in sides:
-        side.close()
+    for each in measured:
+        each.close()
     if config.replication.algorithm == "auto" and (
         advice := foreign(job.trainer.job.tuning, transport.hosts)
     ):
@@ -653,7 +700,7 @@ def measure_generation(
             return "it is not installed"
         if config.model.kind not in ARCHITECTURES or config.lora.rank:
             return f"it has no {config.model.kind} with lora.rank {config.lora.rank}"
-        if config.device.kind not in ("cpu", "auto") or config.precision.compute != "float32":
+        if config.device.kind != "cpu" or config.precision.compute != "float32":
             return f"it is measured on the CPU in float32, not {config.device.kind}, {config.precision.compute}"
         return "it is measured on one rank" if transport.size > 1 else ""
 
@@ -674,11 +721,13 @@ def measure_generation(
                 f"The peer {WINDOWS} is measured on one rank, but there are {transport.size}.",
                 "Leave it out.",
             )
+        return configs
+
+    def check_transformers(config: Any) -> None:
         if TRANSFORMERS in peers and (why := refusal(config)):
             raise ConfigError(
                 f"The peer {TRANSFORMERS} writes what our model writes, but {why}.", "Leave it out."
             )
-        return configs
 
     configs = on_all_ranks(transport, checked)
     config = configs[0]
@@ -690,6 +739,8 @@ def measure_generation(
     names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
     sides: list[GenerationSide] = [Cached(*each) for each in zip(trainers, names, strict=True)]
     trainer = trainers[0]
+    # Building has resolved device.kind "auto".
+    on_all_ranks(transport, lambda: check_transformers(trainer.config))
     if WINDOWS in peers:
         sides.append(WholeWindows(trainer))
     if TRANSFORMERS in peers or (with_transformers and not refusal(trainer.config)):

@@ -90,7 +90,7 @@ def train(
         return
     named = [f"{peer}:{backend}" for peer, backend in rivals]
     named += [ONE_RANK] * alone + [PRODUCTS] * floor
-    run_kept(work, ["job", *(["+".join(others)] if others else [])], named, files)
+    run_kept(work, ["job", *([[*others]] if others else [])], named, files)
 
 
 @click.command("generate", hidden=True)

@@ -218,6 +218,8 @@ def test_a_peer_that_would_do_other_work_is_refused(setting):
         "batch.size=3",
         "precision.compute=float64",
         "optimizer.name=sgd",
+        "optimizer.clip=1.0",
+        "lora.rank=8",
         "run.seed=1",
         "device.kind=cuda",
     ],

@@ -46,8 +46,7 @@ def columns() -> int:
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Simulate pipelines and collectives, count memory, and measure which batch and techniques
-    suit a job.
+    """Simulate pipelines and collectives, count memory, and measure which batch suits a job.
 
     `batch` measures on all ranks of the MPI job. The other commands need one process and no MPI.
     """

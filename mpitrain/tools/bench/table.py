@@ -102,7 +102,7 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     if blocks == 1:
         return []
     return [
-        f"step ms: median of {blocks} blocks in turns; ~ {unsure} of {len(rows)} sides: their blocks disagree "
+        f"step ms: median of {blocks} blocks in turns; ~ {unsure} of {len(others)} others: their blocks disagree "
         f"whether they are faster than {first}, or other work ran"
     ]
 

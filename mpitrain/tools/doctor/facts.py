@@ -16,7 +16,7 @@ from mpitrain.machine.blas_kernels import NAMES
 from mpitrain.machine.process import KINDS, processor, room_for
 from mpitrain.transport.base import Transport
 
-SMALL_SHM = 64e6
+SMALL_SHM = 64 << 20
 """Bytes of /dev/shm in a container by default: too few for ranks that share memory."""
 MKL = "mkl"
 """An optional library of `uses` that is not a Python module."""
@@ -232,14 +232,12 @@ def warnings(everyone: list[Facts], started: process.Launched) -> Iterator[str]:
 def small_shm(ranks: Sequence[Facts], least: float) -> str:
     """Return what is wrong with /dev/shm of the host of these ranks; "" if enough is free.
 
-    least  bytes that must be free; the ranks may need more
+    least  more bytes than these must be free; the ranks may need still more
     """
     free, least = min(rank.shared for rank in ranks), max(least, room_for(0, len(ranks)))
-    if free >= least:
+    if free > least:
         return ""
-    return (
-        f"/dev/shm of {ranks[0].host} has {free / 1e6:.0f} MB free, and needs {least / 1e6:.4g} MB"
-    )
+    return f"/dev/shm of {ranks[0].host} has {free / 1e6:.0f} MB free, and needs more than {least / 1e6:.4g} MB"
 
 
 def _crowded(host: str, ranks: int, allowed: int, cores: int) -> str:

@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from mpitrain.cli.compare import ALONE, TrainingJob
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
 from mpitrain.machine import arena
@@ -300,6 +301,19 @@ AVERAGING = ("master", "local", "gossip")
 def test_a_rank_holds_what_it_has_allocated(settings):
     told, found = allocated(3, *settings.split())
     assert abs(sum(told) - found) < 0.01 * found, (told, sum(told), found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["layout.cp=2"],
+        ["layout.ep=2", "model.kind=llama", "model.experts=4"],
+        ["layout.pp=2", "pipeline.partition=3,1"],
+    ],
+)
+def test_a_divided_job_is_one_of_a_single_rank_with_the_settings_alone(settings):
+    config = TrainingJob([*TINY, *settings], 1, 1).configured(2, ALONE)
+    run_ranks(1, lambda transport: build(transport, config).close())
 
 
 def test_half_precision_on_the_cpu_costs_a_quarter_of_what_is_held():

@@ -1,4 +1,6 @@
-"""Law 5 and 6: a job has the curve and the tensors of one rank in every mode and layout.
+"""Law 5 and 6: a job has the curve and the tensors of one rank in every layout, and in every mode with such a curve.
+
+Modes `local` and `gossip`, and servers without `update=sync`, have curves of their own; test_servers.py has those of servers.
 
 A row of MATRIX is a job with its cells: the ranks, and the settings of the mode, layout and all-reduce. One rank trains each
 model once.
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mpitrain.collectives.selection.table import choices
-from mpitrain.parallel.modes import ZERO
+from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import run_ranks
 from tests.cases.own_layers import units
@@ -318,7 +320,7 @@ def alone(name, settings):
 @pytest.mark.parametrize(
     "name, cell", [(name, cell) for name, job in MATRIX.items() for cell in job.cells]
 )
-def test_every_mode_and_layout_trains_as_one_rank_does(name, cell, tmp_path, monkeypatch):
+def test_each_cell_trains_as_one_rank_does(name, cell, tmp_path, monkeypatch):
     if name == "digits":
         pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
@@ -337,6 +339,15 @@ def test_every_mode_and_layout_trains_as_one_rank_does(name, cell, tmp_path, mon
 def test_every_algorithm_of_an_all_reduce_is_in_the_matrix():
     assert set(choices("allreduce")) == {name for _, name in ALGORITHMS}
     assert set(choices("allreduce")) == {name for (dp, *_), *_, name in GRIDS if dp > 1}
+
+
+def test_every_mode_with_the_curve_of_one_rank_is_in_the_matrix():
+    modes = {
+        configured(*job.settings, *settings).replication.mode
+        for job in MATRIX.values()
+        for _, settings in job.cells.values()
+    }
+    assert modes == {*MODES} - {"local", "gossip", "server"}
 
 
 def test_every_schedule_is_in_the_matrix():

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpitrain.cli import commands
-from mpitrain.cli.compare import JOBS
+from mpitrain.cli.compare import JOBS, TrainingJob
 from mpitrain.collectives.selection.table import choices
 from mpitrain.config import parse, with_settings
 from mpitrain.errors import ConfigError
@@ -144,6 +144,30 @@ def test_the_job_and_keys_keep_the_algorithm_of_the_job():
     assert jobs(["job"], [], "aa", {"model": {"width": 32}})["job"].model.width == 32
 
 
+def test_a_setting_of_a_side_is_kept_although_names_of_modes_imply_it():
+    sides = ["job", "replication.algorithm=ring", "layout.tp=2+layout.algorithm=ring"]
+    found = jobs(sides, ["layout.algorithm=native"], "aa")
+    pairs = [(each.replication.algorithm, each.layout.algorithm) for each in found.values()]
+    assert pairs == [("auto", "native"), ("ring", "native"), ("auto", "ring")]
+
+
+def test_a_plus_in_a_value_joins_nothing():
+    assert settings_of("replication.tuning=c++/a+b.json+tp2+layout.algorithm=ring") == (
+        "replication.tuning=c++/a+b.json",
+        "layout.tp=2",
+        "layout.algorithm=ring",
+        "replication.algorithm=ring",
+    )
+
+
+def test_a_file_sets_keys_as_set_does_for_sides_in_memory(tmp_path):
+    (tmp_path / "job.toml").write_text('[replication]\nalgorithm = "star"\n')
+    work = TrainingJob(["layout.algorithm=tree"], 1, 1, file=tmp_path / "job.toml")
+    keys = work.set_keys()
+    assert keys == {"replication.algorithm", "layout.algorithm"}
+    assert work.configured(2, settings_of("zero1", keys)).replication.algorithm == "star"
+
+
 @pytest.mark.parametrize(
     "words, settings, hosts, said",
     [
@@ -221,7 +245,7 @@ def test_a_side_is_faster_or_slower_only_if_every_block_agrees(blocks, speed, wo
     assert cells[2] == ratio and cells[6] == word
     is_marked = "~" in table(TRAINED, ["star"]).line(other)
     assert is_marked == (speed in ("~", "spoilt"))
-    assert f"~ {int(is_marked)} of 2 sides" in agreement([FIRST, other])[0]
+    assert f"~ {int(is_marked)} of 1 others" in agreement([FIRST, other])[0]
 
 
 def test_one_side_or_one_block_has_no_line_about_agreement():
@@ -283,7 +307,19 @@ def test_a_nonfinite_loss_is_null_in_the_file_and_absent_in_the_plot(tmp_path):
         (["--peer", "transformers"], "--peer transformers is not for training"),
         (["--generate", "--peer", "torch"], "--peer torch is not for --generate"),
         (["--shapes", "all", "--peer", "one-rank"], "--peer one-rank is not for --shapes"),
-        (["--tricks", "all", "--peer", "torch"], "--tricks takes no --peer"),
+        (["--tricks", "all", "--peer", "torch"], "--peer has no effect beside --tricks"),
+        (["--tricks", "all", "--plot", "a.png"], "--plot has no effect beside --tricks"),
+        (["--generate", "--plot", "a.png"], "--plot has no effect beside --generate"),
+        (["--shapes", "all", "--plot", "a.png"], "--plot has no effect beside --shapes"),
+        (["--shapes", "all", "--preset", "gpt2"], "--preset has no effect beside --shapes"),
+        (["--shapes", "all", "--job", "gpt"], "--job has no effect beside --shapes"),
+        (["job.toml", "--shapes", "all"], "--shapes has jobs of its own, and takes no file"),
+        (["ring", "--tokens", "8"], "--tokens has no effect without --generate"),
+        (["--kept", "--prompt-tokens", "1"], "--prompt-tokens has no effect beside --kept"),
+        (["--peer", "torch", "--batch", "1"], "--batch has no effect without --generate"),
+        (["--generate", "--steps", "3"], "--steps has no effect beside --generate"),
+        (["--tricks", "all", "--blocks", "2"], "--tricks takes at least 5 blocks"),
+        (["--preset", "gpt2", "--job", "gpt"], "--preset and --job are different jobs"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_mpi_starts(words, said):

@@ -38,6 +38,7 @@ def test_only_what_every_rank_can_do_works():
         ({"cores": [0]}, 2, "a has 2 cores, but 2 ranks may run on 1 of them", "without taskset"),
         ({"threads": 2}, 2, "2 ranks on a use 2 BLAS threads each, more", "Unset OMP_NUM_THREADS"),
         ({"shared": 1 << 20}, 2, "/dev/shm of a has 1 MB free", "start it with --shm-size=1g."),
+        ({"shared": 64 << 20}, 2, "/dev/shm of a has 67 MB free", "start it with --shm-size=1g."),
     ],
 )
 def test_what_will_go_wrong_comes_with_its_way_out(changes, ranks, wrong, way_out):

@@ -25,7 +25,7 @@ RING = "replication.algorithm=ring"
 BASELINE = "ring"
 """The mode that changes nothing else in the job."""
 COUNTED = (RING, "layout.algorithm=ring")
-"""Settings of words that --set may replace. Rings are the default, because the transport counts
+"""Settings that names of modes imply, and --set may replace. Rings are the default, because the transport counts
 their bytes.
 """
 
@@ -104,12 +104,12 @@ def settings_of(mode: str, set_keys: Collection[str] = ()) -> tuple[str, ...]:
     """
     known = settings_by_mode()
     settings: dict[str, tuple[str, str]] = {}
-    words = JOINED.split(mode)
+    words = _words_of(mode, known)
     for word in words:
         for setting in () if word == JOB else _settings_of_word(word, mode, known):
             key, _, value = setting.partition("=")
             is_default = setting == RING or key in set_keys
-            if setting in COUNTED and is_default and word != BASELINE:
+            if setting in COUNTED and is_default and word != BASELINE and not is_of_job(word):
                 continue  # Another word may replace a default.
             first, before = settings.setdefault(key, (word, value))
             if before != value:
@@ -128,6 +128,18 @@ def is_of_job(word: str) -> bool:
     return word == JOB or "=" in word
 
 
+def _words_of(mode: str, known: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the words of a mode. A + before anything but a word is part of a value."""
+    words: list[str] = []
+    for part in JOINED.split(mode):
+        is_word = is_of_job(part) or part in known or _form_of(part)
+        if words and "=" in words[-1] and not is_word:
+            words[-1] += f"+{part}"
+        else:
+            words.append(part)
+    return words
+
+
 def _settings_of_word(word: str, mode: str, known: Mapping[str, tuple[str, ...]]) -> Iterable[str]:
     return [word] if "=" in word else known.get(word) or _formed(word, mode)
 
@@ -138,16 +150,24 @@ def is_replication(mode: str) -> bool:
 
 
 def _formed(word: str, mode: str) -> Iterable[str]:
-    for form, settings in FORMS.items():
-        if match := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
-            values = dict(zip(_HOLES.findall(form), match.groups(), strict=True))
-            return [_HOLES.sub(_value_in(values), setting) for setting in settings]
+    if found := _form_of(word):
+        form, match = found
+        values = dict(zip(_HOLES.findall(form), match.groups(), strict=True))
+        return [_HOLES.sub(_value_in(values), setting) for setting in FORMS[form]]
     whole = "" if word == mode else f" of {mode}"
     raise ConfigError(
         f"A setting is {JOB}, SECTION.KEY=VALUE, {', '.join([*settings_by_mode(), *FORMS])}, or several joined by +, "
         f"but this is {word!r}{whole}.",
         "Name some of these.",
     )
+
+
+def _form_of(word: str) -> tuple[str, re.Match[str]] | None:
+    """Return the form of a word with its match, or None if it has none."""
+    for form in FORMS:
+        if match := re.fullmatch(_HOLES.sub(_pattern, re.escape(form)), word):
+            return form, match
+    return None
 
 
 def _pattern(hole: re.Match[str]) -> str:

@@ -32,7 +32,9 @@ from mpitrain.transport.base import Transport
 
 WARM_UP = 3
 """Steps of each side before the first timed step."""
-THE_WORK = ("run.", "data.", "model.", "precision.", "batch.size", "optimizer.name", "device.kind")
+THE_WORK = (
+    *("run.", "data.", "model.", "lora.", "precision.", "batch.size", "optimizer.", "device.kind"),
+)
 """Keys or sections that must be equal on both sides: the computation and the device."""
 
 
