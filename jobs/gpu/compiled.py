@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 from table import emit, micro
-from workload import HOPPER_WAYS, WAYS, all_products, config, multiply, source
+from workload import HOPPER_WAYS, WAYS, all_products, config, multiply, multiply_ones, source
 
 from mpitrain.errors import MpitrainError
 from mpitrain.kernels.cuda import Compiler
@@ -69,6 +69,8 @@ def collect(kind: str, device: Engine, ways: Iterable[str]) -> dict[tuple[str, t
     kernels = Kernels(collector)
     for shape, way, name in all_products(kind, ways):
         multiply(kernels, HostBackend().arena(), shape, way, name)
+    if "wgmma" in ways and device.has_wgmma:
+        multiply_ones(kernels, kind)
     Nowhere.kind = kind
     BACKENDS[kind], KERNELS[kind] = Nowhere, lambda: kernels
     bench.SHAPES |= HEAD_SIZED

@@ -20,7 +20,7 @@ import numpy as np
 from predicted import GPUS, tiled, total
 from table import emit, micro, wrong_words
 from training import APART, LOSSES, WARM_UP, Events, Rival, furthest, measured, milli, our_events
-from workload import BLOCKS, HOPPER_WAYS, PRODUCTS, STEPS, config, source, table
+from workload import BLOCKS, HOPPER_WAYS, PRODUCTS, STEPS, config, multiply_ones, source, table
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
@@ -37,7 +37,7 @@ from tests.cases.products import hopper
 BY = {"bfloat16": "mma.sync", "wgmma": "wgmma", "library": "cuBLAS", "auto": "mma.sync and cuBLAS"}
 """By what each way multiplies; on cuda-sim the library is NumPy, and auto takes mma.sync alone."""
 PATIENCE = 40
-"""Seconds for a process that makes one product, its compilation included."""
+"""Seconds for a process that makes the products of GUARDED, which the part `compiled` has compiled."""
 OF_THE_LIBRARY = 0.75
 """What a product shall reach of cuBLAS, which has some 790 TFLOP/s on an H200: 600."""
 
@@ -80,7 +80,7 @@ def first(kind: str) -> None:
 
 
 def works(kind: str) -> bool:
-    """Whether a product by warpgroups ends, and is right: in another process, since on a GPU a wrong wait has no end."""
+    """Whether products by warpgroups end, and are right: in another process, since on a GPU a wrong wait has no end."""
     words = [sys.executable, __file__, kind, "ones"]
     try:
         done = subprocess.run(words, timeout=PATIENCE, stdout=subprocess.DEVNULL, check=False)
@@ -88,16 +88,12 @@ def works(kind: str) -> bool:
     except subprocess.TimeoutExpired:
         is_right = False
     if not is_right:
-        emit("products by wgmma are left out: one tile of ones is wrong, or has no end", ok=False)
+        emit("products by wgmma are left out: one with ones is wrong, or has no end", ok=False)
     return is_right
 
 
 def ones(kind: str) -> None:
-    kernels, tile = kernels_for(kind), HOPPER_TILES[0]
-    a, b = (np.ones((rows, 640), ml_dtypes.bfloat16) for rows in (tile.TILE_M, tile.TILE_N))
-    c = np.empty((tile.TILE_M, tile.TILE_N), "float32")
-    product.gemm(kernels, Arena(), a, b, c, transposed_b=True, tiling=Tiling(tile, 1))
-    if not (c == 640).all():
+    if multiply_ones(kernels_for(kind), kind):
         sys.exit(1)
 
 

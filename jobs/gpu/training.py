@@ -35,6 +35,8 @@ LOSSES = 10
 On a CPU, in 10 steps and in 40, losses of PyTorch itself get 2e-6 and 5e-3 apart if the weights begin 1e-7 of themselves apart,
 and 9e-4 and 1e-1 if one side takes bfloat16.
 """
+OF_GRAPHS = 3
+"""Blocks of a step as a graph, at most: the two sides differ by the host's part alone."""
 REQUIRED = {"float32": "goal", "3xtf32": "goal", "bfloat16": "required"}
 """What being as fast as PyTorch eager is: our float32 has no wgmma."""
 APART = {"float32": 1e-2, "3xtf32": 1e-2, "bfloat16": 5e-2}
@@ -219,9 +221,10 @@ def graphs(transport: Any, kind: str, compute: str) -> None:
         for graph in ("auto", "no")
     ]
     size, losses = settings.batch.size, [list[float](), list[float]()]
+    blocks = min(OF_GRAPHS, BLOCKS[kind])
     rows = [
         jobs[0].data.batch(0, index, size, range(size))
-        for index in range(WARM_UP + BLOCKS[kind] * STEPS[kind])
+        for index in range(WARM_UP + blocks * STEPS[kind])
     ]
 
     def side(job: Any, own: list[float]) -> tuple[Events, Callable[[int], None]]:
@@ -229,7 +232,8 @@ def graphs(transport: Any, kind: str, compute: str) -> None:
             job.trainer.step(index, *rows[index]).loss
         )
 
-    found = measured(kind, [side(job, own) for job, own in zip(jobs, losses, strict=True)])
+    sides = [side(job, own) for job, own in zip(jobs, losses, strict=True)]
+    found = measured(kind, sides, blocks)
     emit(
         f"training step of a GPT, {compute}, as a graph against launches one by one",
         *(milli(times.event) for times in found),
@@ -259,12 +263,14 @@ def furthest(ours: list[float], theirs: list[float]) -> float:
     return float(apart[:LOSSES].max() + 0 * apart.sum())
 
 
-def measured(kind: str, sides: list[tuple[Events, Callable[[int], None]]]) -> list[Times]:
-    """Blocks of steps of each side in turn, after some that do not count."""
+def measured(
+    kind: str, sides: list[tuple[Events, Callable[[int], None]]], blocks: int = 0
+) -> list[Times]:
+    """Blocks of steps of each side in turn, after some that do not count.    blocks: 0: those of BLOCKS"""
     taken: list[tuple[list[float], list[float]]] = [([], []) for _ in sides]
     for events, step in sides:
         events.times(step, range(WARM_UP))
-    for block in range(BLOCKS[kind]):
+    for block in range(blocks or BLOCKS[kind]):
         first = WARM_UP + block * STEPS[kind]
         for (events, step), (device, host) in zip(sides, taken, strict=True):
             seconds = events.times(step, range(first, first + STEPS[kind]))
@@ -285,7 +291,7 @@ def main(transport: Any, kind: str, way: str) -> None:
     if way == "compiled" and kind != "cuda":
         emit("torch.compile: skipped, there is no GPU here")
         return
-    for compute in ("bfloat16", "float32") if way == "compiled" else WAYS:
+    for compute in ("bfloat16", "float32") if way in ("compiled", "graph") else WAYS:
         (graphs if way == "graph" else partial(compare, way=way))(transport, kind, compute)
 
 

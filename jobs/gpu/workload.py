@@ -3,16 +3,19 @@
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import product as every
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from mpitrain.config import Config, parse, with_settings
 from mpitrain.data import TokenSource
+from mpitrain.machine.backend import HostBackend
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.layers import pitch
-from mpitrain.ops.cuda.tiles import DEFAULT, MeasuredTiles, read_tiles
+from mpitrain.ops.cuda.tiles import DEFAULT, HOPPER_TILES, MeasuredTiles, Tiling, read_tiles
 
 VOCABULARY = 50257
 """Of GPT-2."""
@@ -51,6 +54,15 @@ MODELS = {
     "cuda-sim": "model.layers=1 model.width=32 model.heads=2 model.context=16 batch.size=2",
 }
 VOCABULARIES = {"cuda": VOCABULARY, "cuda-sim": 61}
+GUARDED = {
+    "cuda": (*every(HOPPER_TILES[:2], FORMS, (1, 2)),),
+    "cuda-sim": ((HOPPER_TILES[1], "TN", 2),),
+}
+"""(tile, how operands are stored, splits) of products by warpgroups that must end and be right before others have their turn.
+
+On a GPU a wrong wait has no end: these have each tile, form and kind of split of the job. In the simulator a wrong wait is an
+error, and one product shows the way.
+"""
 STEPS = {"cuda": 10, "cuda-sim": 1}
 """Training steps of a block."""
 
@@ -145,3 +157,29 @@ def multiply(kernels: Any, arena: Any, shape: tuple[int, int, int], way: str, na
             transposed_b=name[1] == "T",
             **extras,
         )
+
+
+def multiply_ones(kernels: Any, kind: str) -> int:
+    """Make the products of GUARDED with ones, by two multiprocessors: each block, or pair, computes several tiles.
+
+    returns  how many elements are wrong: each sum is the depth
+    """
+    depth, wrong, engine = 640, 0, kernels.engine
+    multiprocessors, engine.multiprocessors = engine.multiprocessors, 2
+    for tile, form, splits in GUARDED[kind]:
+        shape = 4 * tile.TILE_M, tile.TILE_N, depth
+        a, b, c = operands(shape, ml_dtypes.bfloat16, form)
+        a[:], b[:] = 1, 1
+        product.gemm(
+            kernels,
+            HostBackend().arena(),
+            a,
+            b,
+            c,
+            transposed_a=form[0] == "T",
+            transposed_b=form[1] == "T",
+            tiling=Tiling(tile, splits),
+        )
+        wrong += int((c != depth).sum())
+    engine.multiprocessors = multiprocessors
+    return wrong

@@ -30,7 +30,16 @@ EMIT = "import json\ndef emit(**row): print(json.dumps(row), flush=True)\n"
 def job(monkeypatch):
     """The modules of the job, which are programs beside each other."""
     monkeypatch.syspath_prepend(str(JOBS / "gpu"))
-    for name in ("job", "table", "profiles", "suite", "kernels", "workload"):
+    for name in (
+        "job",
+        "table",
+        "profiles",
+        "suite",
+        "kernels",
+        "workload",
+        "predicted",
+        "training",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import job
 
@@ -302,6 +311,29 @@ def test_wheels_that_cannot_be_installed_stop_the_job(tmp_path):
     (tmp_path / "requirements.txt").write_text("lacking\n")
     done = table_of("cuda-sim", tmp_path / "out", folder=tmp_path, WHEELS=str(tmp_path))
     assert done.returncode == 2 and "cannot be installed" in done.stdout
+
+
+def test_each_kind_of_product_by_warpgroups_is_tried_in_a_process_of_its_own_before_it_is_timed(
+    job,
+):
+    import predicted
+    import workload
+
+    table, guarded = workload.table("wgmma"), set(workload.GUARDED["cuda"])
+    timed = [(name[:2], shape) for shape, _, name in workload.all_products("cuda", ["wgmma"])]
+    for gpu in predicted.GPUS:
+        for form, shape in [*predicted.products(), *timed]:
+            (tile, splits), _ = predicted.tiled(gpu, form, shape, "bfloat16", table)
+            assert (tile, form, min(splits, 2)) in guarded
+
+
+def test_a_step_as_a_graph_begins_with_bfloat16_for_which_it_is_measured(job, monkeypatch):
+    import training
+
+    asked = []
+    monkeypatch.setattr(training, "graphs", lambda transport, kind, compute: asked.append(compute))
+    training.main(None, "cuda", "graph")
+    assert asked == ["bfloat16", "float32"]
 
 
 def test_all_of_it_runs_in_the_simulator_and_leaves_two_files(tmp_path):
