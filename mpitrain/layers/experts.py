@@ -293,3 +293,32 @@ class Experts:
                 of_weight(product, leaf.array, leaf.claim(), arena)
         if self.shared:
             self.shared.backward_weight(shared, dw.get("shared", {}), arena)
+
+
+class TokensOfExperts:
+    """The tokens of each expert in a step, over all layers and ranks."""
+
+    def __init__(
+        self, tally: Any, backend: Backend, bind: Callable[[np.ndarray], Any], copies: int
+    ):
+        """Bind their sum; collective.
+
+        tally   (2, E) int64 on the device: the choices of this rank's tokens, and those that experts took
+        bind    (array) -> its sum over all ranks, as `Group.bind`
+        copies  ranks that route the same tokens, those of layout.tp
+        """
+        self._tally, self._backend, self._copies = tally, backend, copies
+        self._counts = np.zeros(tally.shape)
+        self._sum = bind(self._counts)
+
+    def extras(self) -> dict[str, Any]:
+        """Return the extras of the step's `StepResult`, and set the tally to zero; collective."""
+        self._counts[...] = self._backend.to_host(self._tally)
+        self._tally.fill(0)
+        self._sum.run()
+        tokens, taken = self._counts / self._copies
+        return {
+            "expert_tokens": [int(count) for count in tokens],
+            "dropped": (tokens.sum() - taken.sum()) / max(1.0, tokens.sum()),
+            "imbalance": tokens.max() / max(1.0, tokens.mean()),
+        }

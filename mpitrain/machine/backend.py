@@ -78,7 +78,7 @@ class Backend(Protocol):
         """Return a zeroed 1-D array in this backend's memory."""
 
     def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
-        """Return a contiguous copy of the array in this backend's memory, or the array itself.
+        """Return a contiguous copy of the array in this backend's memory; the array itself, if it is there.
 
         arena  leases the memory of the copy, if this backend's memory is not the host's
         """

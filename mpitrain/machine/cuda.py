@@ -127,6 +127,8 @@ class CudaBackend:
         return self._cupy.zeros(count, dtype)
 
     def from_host(self, array: np.ndarray, arena: Arena | None = None) -> Any:
+        if self.holds(array):
+            return array
         if arena is None:
             return self._cupy.asarray(np.ascontiguousarray(array))
         target = arena.take(array.shape, array.dtype)

@@ -73,7 +73,7 @@ def own_logits(
     filled = np.zeros(trainer.layers.filled(inputs.shape), inputs.dtype)
     filled[tuple(map(slice, inputs.shape))] = inputs
     own = trainer.rows.own_tokens(filled, 0)
-    places = trainer.rows.places(filled.shape, inputs.shape, starts, types, trainer.placed)
+    places = trainer.rows.places(own.shape, inputs.shape, starts, types, trainer.placed)
     logits = trainer.pipe.infer(own.shape, lambda: trainer.placed(own), places)
     if logits is None:
         return None

@@ -4,6 +4,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from mpitrain.errors import KernelError, say
+from mpitrain.machine.arena import Arena
+from mpitrain.machine.backend import Backend, address
+from mpitrain.parallel.replica import Replica
+from mpitrain.transport.base import Transport
 
 
 class StepGraph:
@@ -17,30 +21,62 @@ class StepGraph:
     captured  a function as `CudaBackend.captured`
     """
 
-    def __init__(self, captured: Callable[[Callable[[], None]], Callable[[], None]]):
-        self._captured, self._refused = captured, False
+    def __init__(
+        self,
+        captured: Callable[[Callable[[], None]], Callable[[], None]],
+        replica: Replica,
+        arena: Arena,
+    ):
+        self._captured, self._replica, self._arena = captured, replica, arena
+        self._refused = False
         self._key: Hashable = None
         self._launch: Callable[[], None] | None = None
 
-    def run(self, key: Hashable, work: Callable[[], None], undo: Callable[[], Any]) -> None:
-        """Run `work`, or launch the graph of it.
+    def run(self, passes: Callable[[], None], *of_rows: Any) -> None:
+        """Run the passes of a step that has begun, or launch the graph of them.
 
-        undo  takes back what an unfinished `work` did on the host
+        of_rows  the arrays of this step that the passes read, on the device; None is left out
         """
+        key = self._key_of([array for array in of_rows if array is not None])
         if key != self._key:
             self._key, self._launch = key, None
         elif self._launch is None and not self._refused:
             try:
-                self._launch = self._captured(work)
+                self._launch = self._captured(passes)
             except KernelError as error:
                 self._refused = True
-                say_without_graph(error.law)
-                undo()
+                _say_without_graph(error.law)
+                self._replica.prepare()  # takes back what the unfinished passes did on the host
         if self._launch is not None:
             self._launch()
             return
-        work()
+        passes()
+
+    def _key_of(self, of_rows: list[Any]) -> Hashable:
+        replica, arena = self._replica, self._arena
+        kept = *replica.parameter_arrays, *replica.gradient_arrays, replica.losses
+        arrays = tuple((array.shape, array.dtype, address(array)) for array in (*of_rows, *kept))
+        numbers = *replica.weights, replica.skips.loss_scale
+        return arrays, numbers, (arena.allocations, arena.held, arena.live)
 
 
-def say_without_graph(reason: str) -> None:
+def graph_of_steps(
+    backend: Backend, transport: Transport, replica: Replica, arena: Arena
+) -> StepGraph | None:
+    """Return the graph of device.graph=auto; None if there can be none, and rank 0 says why."""
+    reasons = {
+        f"device.kind is {backend.kind}.": backend.kind != "cuda",
+        "The host drives the messages of several ranks.": transport.size > 1,
+        "run.trace records each of them.": transport.recorder.is_on,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if not reason:
+        on_gpu: Any = backend
+        return StepGraph(on_gpu.captured, replica, arena)
+    if transport.rank == 0:
+        _say_without_graph(reason)
+    return None
+
+
+def _say_without_graph(reason: str) -> None:
     say(f"note: device.graph is auto, but each kernel is launched by itself. {reason}")

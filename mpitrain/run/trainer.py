@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,9 +16,9 @@ from mpitrain.config.faults import delay_s, delays
 from mpitrain.data import IGNORED, Source, Targets, positions_of, without_ends, without_padding
 from mpitrain.errors import DataError, MpitrainError
 from mpitrain.layers.base import Loss, Now, Places, Unit
+from mpitrain.layers.experts import TokensOfExperts
 from mpitrain.layers.flat import Storage
 from mpitrain.layers.plain import LOSSES, Plain
-from mpitrain.machine.backend import address
 from mpitrain.optim import learning_rate
 from mpitrain.parallel.grid import Grid
 from mpitrain.parallel.modes import is_synchronous, mode_of
@@ -32,7 +31,7 @@ from mpitrain.regions import share
 from mpitrain.run import inference
 from mpitrain.run.checkpoint.regions import PARAMETERS
 from mpitrain.run.job import Job, agree_on
-from mpitrain.run.step_graph import StepGraph, say_without_graph
+from mpitrain.run.step_graph import graph_of_steps
 from mpitrain.transport.agreement import on_all_ranks
 from mpitrain.transport.base import Transport
 from mpitrain.transport.device import over_device
@@ -68,12 +67,15 @@ class Rows:
         self._transport, self._layers, self.logits_shape = transport, layers, logits_shape
         self._vocabulary, self.takes, self._dtype, self._attend = vocabulary, takes, dtype, attend
 
-    def read(self, inputs: np.ndarray, targets: np.ndarray, where: str) -> tuple[Any, ...]:
+    def read(
+        self, inputs: np.ndarray, targets: np.ndarray, where: str, most: int | None = None
+    ) -> tuple[Any, ...]:
         """Return checked rows: inputs without padding, targets, `starts`, `types`.
 
         Tokens and classes become int32 or int64, and numbers get the dtype of parameters.
 
         where   the origin of the rows, for messages
+        most    the most rows that there may be
         starts  (B, T) int32, the index in the row where each token's document begins; None unless
                 rows are texts or data.attend is document
         types   (B, T) int32, the token types; None unless rows are texts
@@ -85,7 +87,14 @@ class Rows:
         else:
             inputs, starts, types = self.texts(inputs)
         inputs = self.tokens(inputs, where)
-        return inputs, self.targets(targets, inputs.shape, where), starts, types
+        targets = self.targets(targets, inputs.shape, where)
+        if most is not None and len(inputs) > most:
+            self.refuse(
+                f"A rank computes at most its share of batch.size rows, {most}, but {{}} has {len(inputs)}.",
+                where,
+                "Pass the rows trainer.share() of the global batch.",
+            )
+        return inputs, targets, starts, types
 
     def targets(self, targets: np.ndarray, inputs: Shape, where: str) -> np.ndarray:
         """Return checked targets of inputs of this shape, without padding, as `read`."""
@@ -191,7 +200,7 @@ class Rows:
 
     def places(
         self,
-        shape: Shape,
+        own: Shape,
         unpadded: Shape,
         starts: np.ndarray | None,
         types: np.ndarray | None,
@@ -199,10 +208,13 @@ class Rows:
     ) -> Places | None:
         """Return the places of the tokens of rows.
 
-        shape, unpadded   of the rows, (B, T), with and without padding
-        starts, types     from `read`
-        placed            copies an array to the device
+        own            shape of this rank's tokens of the rows, as of `own_tokens`
+        unpadded       shape of the rows, (B, T), without padding
+        starts, types  from `read`
+        placed         copies an array to the device
         """
+        # A row has the tokens of all ranks that divide it, padding included.
+        shape = own[0], *(length * self._layers.tokens.ranks for length in own[1:])
         if starts is None and shape[1:] != unpadded[1:] and not self.is_causal:
             starts = np.zeros(unpadded, np.int32)
         return places_of(self._layers, shape, starts, placed, types)
@@ -355,12 +367,13 @@ class Trainer:
             chunks=numbers,
             first=cut.first(self.units),
         )
-        together = is_synchronous(config.replication, config.pipeline.schedule)
         # Without common steps no sum has all ranks.
-        self._tally = layers.tally if together else None
-        if self._tally is not None:
-            self._loads = np.zeros(self._tally.shape)
-            self._sum_of_loads = grid.world.bind(self._loads)
+        together = is_synchronous(config.replication, config.pipeline.schedule)
+        self._tokens_of_experts = (
+            TokensOfExperts(layers.tally, self.backend, grid.world.bind, grid.axes.tp)
+            if together and layers.tally is not None
+            else None
+        )
         dtype = job.device.half or self.storage.dtype
         self.pipe = (AsyncPipeline if config.pipeline.schedule in STREAMS else Pipeline)(
             job.plan, chunks, grid.pp.transport, self.replica, self.arena, dtype
@@ -378,24 +391,11 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._graph = self._graph_of_steps()
-
-    def _graph_of_steps(self) -> StepGraph | None:
-        """Return the graph of device.graph; None if there can be none, and rank 0 says why."""
-        if self.config.device.graph == "no":
-            return None
-        reasons = {
-            f"device.kind is {self.backend.kind}.": self.backend.kind != "cuda",
-            "The host drives the messages of several ranks.": self.transport.size > 1,
-            "run.trace records each of them.": self._recorder.is_on,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), "")
-        if not reason:
-            backend: Any = self.backend
-            return StepGraph(backend.captured)
-        if self.transport.rank == 0:
-            say_without_graph(reason)
-        return None
+        self._graph = (
+            graph_of_steps(self.backend, self.transport, self.replica, self.arena)
+            if config.device.graph == "auto"
+            else None
+        )
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -405,7 +405,7 @@ class Trainer:
         if self._own is None:
             return
         self.sync_parameters()  # No operation may be in flight.
-        del self.pipe, self.replica  # They own arrays in windows.
+        del self.pipe, self.replica, self._graph  # They own arrays in windows.
         self.grid.close()
         self._own.close()
         self._own = None
@@ -482,28 +482,49 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        replica, ranks, config = self.replica, self.layers.tokens.ranks, self.config
+        replica, config, arena = self.replica, self.config, self.arena
         own, micro_batches = replica.share(config.batch.size), config.batch.micro_batches
-        where = f"step {index + 1}"
-        inputs, targets, starts, types = self.rows.read(inputs, targets, where)
-        if len(inputs) > len(own):
-            self.rows.refuse(
-                f"A rank computes at most its share of batch.size rows, {len(own)}, but {{}} has {len(inputs)}.",
-                where,
-                "Pass the rows trainer.share() of the global batch.",
-            )
+        inputs, targets, starts, types = self.rows.read(
+            inputs, targets, f"step {index + 1}", most=len(own)
+        )
         unpadded, counted = inputs.shape, self.rows.counted(targets)
         inputs, targets = self.rows.own_tokens(inputs, 0), self.rows.own_tokens(targets, IGNORED)
-        count, *lengths = inputs.shape
-        # A row has the tokens of all ranks that divide it, padding included.
-        shape = count, *(length * ranks for length in lengths)
-        places = self.rows.places(shape, unpadded, starts, types, self.placed) if count else None
+        count, places = len(inputs), None  # A parameter server has no rows.
+        if count:
+            places = self.rows.places(inputs.shape, unpadded, starts, types, self.placed)
         parts = [share(count, micro, micro_batches) for micro in range(micro_batches)]
         xs, ys = (np.split(rows, [part.start for part in parts[1:]]) for rows in (inputs, targets))
 
+        arena.rewind()
+        lr = learning_rate(config.optimizer, index, config.run.steps)
+        predictions = math.prod(targets.shape[1:]) * self.layers.tokens.ranks
+        replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
+        weights: Sequence[Any] = [None] * micro_batches
+        if count and config.model.experts:  # They add to the loss.
+            factor, dtype = replica.skips.loss_scale / predictions, self.storage.dtype
+            weights = [
+                self.backend.from_host(
+                    (weight * factor * counted[part.start : part.stop]).astype(dtype), arena
+                )
+                for weight, part in zip(replica.weights, parts, strict=True)
+            ]
+        micros = [
+            Now(
+                index,
+                own.start + part.start,
+                len(part),
+                True,
+                places and places.of(part),
+                weight=weight,
+            )
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        if count and config.run.delay:
+            self._delay(index)
+
         def loss(micro: int, logits: Any) -> Any:
             span = self._recorder.compute(self._loss_name, micro=micro)
-            right = (rights[micro] if rights else self._targets(ys[micro])).reshape(-1)
+            right = self.backend.from_host(ys[micro], arena).reshape(-1)
             scale = replica.weights[micro] * replica.skips.loss_scale
             value, gradient = replica.loss(logits.reshape(len(right), -1), right, scale)
             # Arrays without dims are copied on the device. For others CuPy would compile a kernel.
@@ -511,81 +532,25 @@ class Trainer:
             self._recorder.end(span)
             return gradient.reshape(logits.shape)
 
-        self.arena.rewind()
-        lefts: list[Any] = []
-        rights: list[Any] = []
+        def passes() -> None:
+            shapes = [x.shape for x in xs]
+            self.pipe.train(micros, shapes, lambda micro: self.placed(xs[micro]), loss)
+
         if count and self._graph and places is None:
             # Copies of host memory cannot be part of a graph.
-            lefts, rights = [*map(self.placed, xs)], [*map(self._targets, ys)]
-        lr = learning_rate(config.optimizer, index, config.run.steps)
-        predictions = math.prod(targets.shape[1:]) * ranks
-        replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
-        factor = replica.skips.loss_scale / predictions
-        weights = [
-            self._weights(weight * factor * counted[part.start : part.stop])
-            for part, weight in zip(parts, replica.weights if count else (), strict=bool(count))
-        ]
-        if count and config.run.delay:
-            self._delay(index)
-
-        def passes() -> None:
-            self.pipe.train(
-                [
-                    Now(
-                        index,
-                        own.start + part.start,
-                        len(part),
-                        True,
-                        places and places.of(part),
-                        weight=weight,
-                    )
-                    for part, weight in zip(parts, weights, strict=True)
-                ],
-                [x.shape for x in xs],
-                lambda micro: lefts[micro] if lefts else self.placed(xs[micro]),
-                loss,
-            )
-
-        if lefts and self._graph:
-            key = self._graph_key(lefts, rights, [one for one in weights if one is not None])
-            self._graph.run(key, passes, replica.prepare)
-        elif count:  # A parameter server has no rows.
+            xs, ys = [*map(self.placed, xs)], [self.backend.from_host(y, arena) for y in ys]
+            self._graph.run(passes, *xs, *ys, *weights)
+        elif count:
             passes()
+
         result = replica.finish(bool(stop_requested and stop_requested()))
-        if self._tally is not None:
-            result = result._replace(extras={**result.extras, **self._sums(self._tally)})
+        if self._tokens_of_experts:
+            extras = {**result.extras, **self._tokens_of_experts.extras()}
+            result = result._replace(extras=extras)
         every = config.memory.release_every
         if every and (index + 1) % every == 0:
-            self.arena.release()
+            arena.release()
         return result
-
-    def _graph_key(self, *of_rows: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the launches of a step depend on, for `StepGraph`."""
-        replica, arena = self.replica, self.arena
-        kept = (*replica.parameter_arrays, *replica.gradient_arrays, replica.losses)
-        arrays = *chain(*of_rows), *kept
-        places = tuple((array.shape, array.dtype, address(array)) for array in arrays)
-        numbers = *replica.weights, replica.skips.loss_scale
-        return places, numbers, (arena.allocations, arena.held, arena.live)
-
-    def _weights(self, of_rows: np.ndarray) -> Any:
-        """Return `weight` of `Now`, on the device."""
-        if not self.config.model.experts:
-            return None
-        return self.backend.from_host(of_rows.astype(self.storage.dtype), self.arena)
-
-    def _sums(self, tally: Any) -> dict[str, Any]:
-        """Return the tokens of each expert in a step, over all layers and ranks; collective."""
-        self._loads[...] = self.backend.to_host(tally)
-        tally.fill(0)
-        self._sum_of_loads.run()
-        # The ranks of layout.tp route the same tokens.
-        tokens, taken = self._loads / self.grid.axes.tp
-        return {
-            "expert_tokens": [int(count) for count in tokens],
-            "dropped": (tokens.sum() - taken.sum()) / max(1.0, tokens.sum()),
-            "imbalance": tokens.max() / max(1.0, tokens.mean()),
-        }
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""
@@ -647,15 +612,11 @@ class Trainer:
         """
         return inference.evaluate(self, source, stop_requested)
 
-    def _targets(self, rows: np.ndarray) -> Any:
-        """Copy the targets of rows to the device."""
-        return self.backend.from_host(rows, self.arena)
-
     def placed(self, rows: np.ndarray) -> Any:
         """Copy rows to the device; features are rounded where activations are stored in 16 bits."""
         half = self.job.device.half
         return self.backend.from_host(
-            rows.astype(half) if half and rows.dtype.kind == "f" else rows, self.arena
+            rows.astype(half, copy=False) if half and rows.dtype.kind == "f" else rows, self.arena
         )
 
 
