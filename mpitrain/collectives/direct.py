@@ -139,16 +139,15 @@ class SharedMemory(Reduction):
             self._meeting.start()
 
 
-def offer(transport: Transport, array: np.ndarray, compares: bool) -> list[Any]:
+def offer(transport: Transport, array: np.ndarray) -> list[Any]:
     """Return the facts of this rank that a binding through shared memory needs.
 
     These are the location of the array in a window, or None, and the numbers of the windows that
-    this rank could borrow for a copy: none unless the ranks tell each other (`compares`).
+    this rank could borrow for a copy.
     """
     windows, members = transport.windows, transport.members
     location = windows.locate(array, members[transport.rank])
-    idle = windows.idle(_borrowed(transport, array)[2], members) if compares else []
-    return [location, idle]
+    return [location, windows.idle(_borrowed(transport, array)[2], members)]
 
 
 def bind_shared(

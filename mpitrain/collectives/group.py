@@ -30,7 +30,7 @@ from mpitrain.collectives.engine.executor import (
 )
 from mpitrain.collectives.routes import ROUTES, TAGS, Routes
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import Tuning, choose
+from mpitrain.collectives.selection.cost_model import MEMORY, Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError
@@ -388,9 +388,18 @@ def bind_algorithm(
     is_trial   whether this is the second binding of an added algorithm, to whole numbers that
                `check_trial` checks
     """
-    asked, table, offered = algorithm, TABLES[operation], None
-    if unfit(array) is None and not (algorithm in table and table[algorithm].plans):
-        offered = offer(transport, array, compares)
+    asked, table, offered, rivals = algorithm, TABLES[operation], None, [algorithm]
+    if unfit(array) is None:
+        topology = topology_of(transport, array)
+        if algorithm == "auto":
+            facts = topology, array.size, array.itemsize
+            kinds = MEMORY[:1] if topology.is_on_device else MEMORY
+            rivals = [chosen(tuning, *facts, memory, operation) for memory in kinds]
+        # Messages that suit any memory need no facts of other ranks. Locations differ: a host with one
+        # rank, or without room, has no window, and a tied tensor has another offset on each stage.
+        is_settled = len({*rivals}) == 1 and rivals[0] in table and table[rivals[0]].plans
+        if not is_settled and not topology.is_on_device:
+            offered = offer(transport, array)
     settings = {"op": op}
     if algorithm == "auto" and tuning is not DEFAULT:
         settings["tuning"] = f"{crc32(repr(tuning).encode()):08x}"
@@ -404,11 +413,9 @@ def bind_algorithm(
         compares,
         **settings,
     )
-    topology = topology_of(transport, array)
     if algorithm == "auto":
-        is_window = on_device(array) or all(location for location, _ in agreed.owns)
-        memory = "window" if is_window else "plain"
-        algorithm = chosen(tuning, topology, array.size, array.itemsize, memory, operation)
+        is_plain = offered and not all(location for location, _ in agreed.owns)
+        algorithm = rivals[-1 if is_plain else 0]
     if refusal := table[algorithm].refusal(topology):
         raise refusal.on_every_rank()
     if table.is_added(algorithm):

@@ -242,8 +242,7 @@ class Agreed(NamedTuple):
     """The agreement of all ranks on the arguments of one binding.
 
     tag   of the collective
-    owns  for each rank, the facts that it passed to `agree` as `own`; where ranks do not compare, those
-          of this rank alone: they hold for all
+    owns  for each rank, the facts that it passed to `agree` as `own`
     """
 
     tag: int
@@ -265,7 +264,7 @@ def agree(
     array     the array to bind
     known     names of the algorithms that exist
     own       facts of this rank for the others, serialisable as JSON; None: there are none
-    compares  False: the caller knows that the arguments are equal on all ranks, and no message is sent
+    compares  False: the caller knows that the arguments are equal, so only `own` is gathered
     settings  other arguments that must be the same on all ranks
     raises    CommError on every rank if any argument differs, if any rank's array is not one
               contiguous, writable block of numbers, or if there is no rank `root`;
@@ -284,7 +283,7 @@ def agree(
     elif problem is not None:
         raise _unfit_error(transport, operation, transport.rank, problem)
     elif own is not None:
-        owns = [own]
+        owns = transport.gather_text(own)
     check_name(f"{operation} algorithm", algorithm, known)
     check_name("op", settings.get("op", "add"), OPS)
     root = settings.get("root", 0)

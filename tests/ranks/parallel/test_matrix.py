@@ -17,7 +17,7 @@ import pytest
 from mpitrain.collectives.selection.table import choices
 from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
-from mpitrain.transport.threads import run_ranks
+from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.cases.own_layers import units
 from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
 from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
@@ -334,6 +334,32 @@ def test_each_cell_trains_as_one_rank_does(name, cell, tmp_path, monkeypatch):
     assert_alike(truth, found)
     assert all(same([found[0].told], [each.told]) for each in found), "ranks are told alike"
     assert set().union(*(each.tensors for each in found)) == {*truth.tensors}
+
+
+TRUSTED = {
+    **{hosts: (hosts, []) for hosts in ("aaab", "aaaab", "aabbc")},
+    "zero 3": ("aaaab", [zero(3)]),
+    "tied": ("aa", ["layout.pp=2", TIED, TWO]),
+    "tp": ("aaa", ["layout.tp=3", "model.heads=6", TIED]),
+}
+
+
+@pytest.mark.parametrize("cell", TRUSTED)
+def test_ranks_that_compare_no_bindings_train_as_one_rank_does(cell, monkeypatch):
+    """As over MPI. The arrays have sizes for which "auto" chooses by the memory of all ranks."""
+    monkeypatch.setattr(ThreadTransport, "is_strict", False)
+    hosts, settings = TRUSTED[cell]
+    small = [
+        "batch.size=6",
+        "model.context=8",
+        "model.layers=1",
+        "model.width=96",
+        "run.eval_rows=6",
+    ]
+    job = Job(["precision.compute=float64", *small], 2, {})
+    wide = [each for each in settings if each.startswith(COMPUTED)]
+    truth = run_ranks(1, train, job, wide)[0]
+    assert_alike(truth, run_ranks(len(hosts), train, job, settings, hosts=hosts))
 
 
 def test_every_algorithm_of_an_all_reduce_is_in_the_matrix():
