@@ -87,7 +87,7 @@ def parameters(kind):
     return run_ranks(1, lambda transport: build(transport, config).trainer.parameter_count)[0]
 
 
-@pytest.mark.parametrize("page", [README, PARALLEL, PIPELINE, PLAN, BENCH])
+@pytest.mark.parametrize("page", [README, PIPELINE, PLAN, BENCH])
 def test_numbers_of_parameters_are_those_of_the_jobs(page):
     """With commas `train` and `plan` write them, `compare` without."""
     found = re.findall(r" ([\d,]+) parameters[, ]", page.read_text())
