@@ -725,8 +725,8 @@ class Device(Section):
     auto never takes cuBLAS. wgmma has not run on a GPU yet"""
     graph: Literal["no", "auto"] = "no"
     """cuda: the forward and backward passes of a step are one launch, of a CUDA graph. auto: where one
-    rank trains, without run.trace, dropout and cuBLAS; else each kernel is launched by itself, and
-    rank 0 says why"""
+    rank trains, without run.trace, run.inject, memory.release_every, dropout, documents, padding and
+    cuBLAS; else each kernel is launched by itself, and rank 0 says why"""
     passes: Literal["auto", "compiled", "numpy"] = "auto"
     """LayerNorm, GELU and the softmax of attention on cpu. compiled: fused passes in C++, which g++
     or zig compiles at the first start on a machine. numpy: passes of NumPy; equal to rounding.

@@ -172,6 +172,11 @@ class Arena:
         # A step leases the same shapes in each micro-batch, so their sizes are computed once.
         self._sizes: dict[tuple[tuple[int, ...], Any], LeaseSize] = {}
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The numbers of the free buffers, in the order that leases take them from."""
+        return tuple(leased.number for free in self._free.values() for leased in free)
+
     def rewind(self) -> None:
         """Sort the free buffers, so that leases reuse them in the order of their allocation."""
         for free in self._free.values():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from mpitrain.config import Config
 from mpitrain.errors import KernelError, say
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, address
@@ -14,9 +15,9 @@ class StepGraph:
     """A graph of the launches of a step, made once, and launched again while its key is the same.
 
     The key has everything that the launches depend on: shapes, numbers, and the addresses of arrays
-    outside the arena. The leases of a step have the same addresses in each step, if as much of the
-    arena is leased when the step begins. So the key has that, too. With a new key a step runs as
-    without a graph; with the same key again it is captured.
+    outside the arena. The leases of a step have the same addresses in each step, if the same
+    buffers of the arena are free when the step begins. So the key has those, too. With a new key a
+    step runs as without a graph; with the same key again it is captured.
 
     captured  a function as `CudaBackend.captured`
     """
@@ -28,7 +29,7 @@ class StepGraph:
         arena: Arena,
     ):
         self._captured, self._replica, self._arena = captured, replica, arena
-        self._refused = False
+        self._refused = self._has_missed = False
         self._key: Hashable = None
         self._launch: Callable[[], None] | None = None
 
@@ -52,22 +53,32 @@ class StepGraph:
             return
         passes()
 
+    def miss(self) -> None:
+        """Say, the first time, why a step is not in the graph: its tokens have places."""
+        if not self._has_missed:
+            self._has_missed = True
+            _say_without_graph("Documents and padding need the host within a step.")
+
     def _key_of(self, of_rows: list[Any]) -> Hashable:
         replica, arena = self._replica, self._arena
         kept = *replica.parameter_arrays, *replica.gradient_arrays, replica.losses
         arrays = tuple((array.shape, array.dtype, address(array)) for array in (*of_rows, *kept))
         numbers = *replica.weights, replica.skips.loss_scale
-        return arrays, numbers, (arena.allocations, arena.held, arena.live)
+        return arrays, numbers, (arena.allocations, arena.free)
 
 
 def graph_of_steps(
-    backend: Backend, transport: Transport, replica: Replica, arena: Arena
+    config: Config, backend: Backend, transport: Transport, replica: Replica, arena: Arena
 ) -> StepGraph | None:
-    """Return the graph of device.graph=auto; None if there can be none, and rank 0 says why."""
+    """Return the graph of device.graph; None if there can be none, and rank 0 says why."""
+    if config.device.graph == "no":
+        return None
     reasons = {
         f"device.kind is {backend.kind}.": backend.kind != "cuda",
         "The host drives the messages of several ranks.": transport.size > 1,
         "run.trace records each of them.": transport.recorder.is_on,
+        "run.inject fails within a step.": config.run.inject,
+        "memory.release_every gives back the memory of a graph.": config.memory.release_every,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if not reason:

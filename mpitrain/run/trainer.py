@@ -391,11 +391,7 @@ class Trainer:
         self._recorder = recorder = self.transport.recorder
         recorder.computes_on(self.backend.mark)
         self._loss_name, self._delay_name = recorder.name("the loss"), recorder.name("run.delay")
-        self._graph = (
-            graph_of_steps(self.backend, self.transport, self.replica, self.arena)
-            if config.device.graph == "auto"
-            else None
-        )
+        self._graph = graph_of_steps(config, self.backend, self.transport, self.replica, self.arena)
 
     def close(self) -> None:
         """Free the communicators and windows of this trainer, which cannot be used afterwards.
@@ -541,6 +537,8 @@ class Trainer:
             xs, ys = [*map(self.placed, xs)], [self.backend.from_host(y, arena) for y in ys]
             self._graph.run(passes, *xs, *ys, *weights)
         elif count:
+            if self._graph:
+                self._graph.miss()
             passes()
 
         result = replica.finish(bool(stop_requested and stop_requested()))

@@ -101,11 +101,30 @@ def test_a_changed_buffer_is_found(monkeypatch):
     assert [bool(graphs) for _, graphs in launched[2:]] == [True, True, False, False, True]
 
 
+def test_a_graph_writes_nothing_that_is_kept_between_steps(monkeypatch):
+    """New logits are computed before the old ones die, so as much is leased in each step, but other buffers are free."""
+    gpu.play(monkeypatch)
+    kept, tokens = [], np.zeros((2, 8), np.int32)
+
+    def between(index, trainer):
+        if kept:
+            assert same(kept[0], [trainer.backend.to_host(kept[1])])
+        logits = trainer.logits(tokens) if index < STEPS - 1 else None
+        kept[:] = []
+        if logits is not None:
+            kept[:] = [trainer.backend.to_host(logits).copy()], logits
+
+    steps(["device.graph=auto"], between)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "reason"),
     [
         (["model.dropout=0.2"], 1, "It copies numbers from the host"),
         (["device.gemm=library"], 1, "It cannot be captured: calling cuBLAS"),
+        (["data.attend=document", "data.separator=0"], 1, "Documents and padding need the host"),
+        (["memory.release_every=1"], 1, "memory.release_every gives back"),
+        (["run.inject=raise:0@8:backward"], 1, "run.inject fails within a step"),
         (["replication.algorithm=ring"], 2, "The host drives the messages"),
     ],
 )
