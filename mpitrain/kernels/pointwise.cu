@@ -124,20 +124,21 @@ extern "C" __global__ void __launch_bounds__(128) soft_cap(
     }
 }
 
-// z becomes dz = dy (1 - tanh(z / cap)^2).    dy: rows that begin dy_pitch elements apart. Launch as above.
+// dz = dy (1 - tanh(z / cap)^2).    z, dz: as above; dy: rows that begin dy_pitch elements apart. Launch as above.
 extern "C" __global__ void __launch_bounds__(128) soft_cap_backward(
-    int M, int N, int pitch, int dy_pitch, Sum cap, const Element* __restrict__ dy, Element* z) {
+    int M, int N, int pitch, int dy_pitch, Sum cap, const Element* __restrict__ dy, const Element* __restrict__ z,
+    Element* __restrict__ dz) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * pitch, from = (long long)row * dy_pitch;
-    const bool vector = in_runs<WIDE>(z, pitch), vector_dy = in_runs<WIDE>(dy, dy_pitch);
+    const bool vector = in_runs<WIDE>(z, pitch) && in_runs<WIDE>(dz, pitch), vector_dy = in_runs<WIDE>(dy, dy_pitch);
     for (int c = WIDE * lane; c < N; c += 32 * WIDE) {
         Sum zs[WIDE], ds[WIDE];
         load_run(z + at, c, N, vector, zs);
         load_run(dy + from, c, N, vector_dy, ds);
 #pragma unroll
         for (int j = 0; j < WIDE; ++j) zs[j] = ds[j] * activation_slope(tanh(zs[j] / cap), ACTIVATION_TANH);
-        store_run(z + at, c, N, vector, zs);
+        store_run(dz + at, c, N, vector, zs);
     }
 }
 

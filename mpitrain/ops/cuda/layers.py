@@ -184,9 +184,11 @@ def soft_cap(kernels, z, cap, arena):
 
 def soft_cap_backward(kernels, dy, saved, arena):
     z, cap = saved
-    arguments = *z.shape, _pitch_of(z), _pitch_of(dy), cap, dy, z
-    _launch_padded(kernels, "soft_cap_backward", arguments, z.dtype, "dy z")
-    return z
+    between = _pitch_of(z)
+    dz = arena.take((len(z), between), z.dtype)[:, : z.shape[1]]
+    arguments = *z.shape, between, _pitch_of(dy), cap, dy, z, dz
+    _launch_padded(kernels, "soft_cap_backward", arguments, z.dtype, "dy z dz", fresh="dz")
+    return dz
 
 
 def _launch_padded(kernels, name, arguments, dtype, strided, fresh=""):
