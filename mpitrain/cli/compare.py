@@ -394,9 +394,7 @@ def run_kept(
     work: TrainingJob, sides: Sequence[str | list[str]], peers: Sequence[str], files: dict[str, Any]
 ) -> None:
     with mpi_session(
-        kind=lambda: work.configured(1).device.kind,
-        thread_level=_level(_rivals(peers)),
-        polls=lambda: work.configured(1).replication.algorithm != "native",
+        kind=lambda: work.configured(1).device.kind, thread_level=_level(_rivals(peers))
     ) as transport:
         measure_sides(transport, work, sides, peers, files)
 

@@ -36,7 +36,6 @@ def mpi_session(
     grace: Callable[[], float] = lambda: 0.0,
     thread_level: str = "serialized",
     kernels: Callable[[], str | None] = lambda: None,
-    polls: Callable[[], bool] = lambda: False,
 ) -> "Iterator[Transport]":
     """Connect the ranks, yield the transport, and pass a barrier before any rank exits.
 
@@ -51,7 +50,6 @@ def mpi_session(
     grace        returns the seconds from the end of the block to the end of this process; 0: no limit
     thread_level of MPI, as for `connect`
     kernels      returns the kernels of OpenBLAS that a resumed run began with, or None
-    polls        returns whether no wait of a step blocks within MPI; its errors are ignored too
     """
     process.limit_blas_threads()
     blas_kernels.choose(kernels)
@@ -61,8 +59,6 @@ def mpi_session(
     with suppress(MpitrainError, OSError):
         seconds = patience()
         process.choose_gpu(kind())
-        if polls():
-            process.poll_without_yielding()
         if does_trace():
             from mpitrain.trace.startup import begun
 

@@ -132,7 +132,6 @@ def command(
         does_trace=lambda: configured().run.trace,
         grace=lambda: configured().run.grace,
         kernels=lambda: _kernels_of_run(config_file, changed) if resume else None,
-        polls=lambda: configured().replication.algorithm != "native",
     ) as transport:
         finished = _train(transport, configured, resume or "no", stop)
     sys.exit(STOPPED if finished.stopped else 0)

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, get_args
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError
+from mpitrain.machine.status import is_launched
 
 # Each entry has the launcher, then its variables for: local rank, ranks on this host, rank, ranks.
 # Under `mpirun` inside a Slurm job, the SLURM_ variables describe the batch step (local rank 0 of
@@ -223,6 +224,10 @@ def silence_ucx() -> None:
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 
+_CHOSEN = set[str]()
+"""Variables that `yield_crowded_cores` has set in this process; all others are the user's, or of `launch`."""
+
+
 def yield_crowded_cores() -> None:
     """Let MPI leave the core while it waits, if this host has fewer cores than ranks.
 
@@ -230,17 +235,20 @@ def yield_crowded_cores() -> None:
     """
     if ranks_here() > processors():
         for name in ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_ENABLE_HEAVY_YIELD"):
-            os.environ.setdefault(name, "1")
+            if name not in os.environ:
+                os.environ[name] = "1"
+                _CHOSEN.add(name)
 
 
 def poll_without_yielding() -> None:
     """Let MPI_Test of Open MPI never leave the core, which it does if ranks exceed cores.
 
-    Call it before MPI starts, in a program whose waits poll and sleep: `train`, and a program with
-    mpitrain.torch. Beside other work each test would cost a turn of that work. A call that blocks
-    within MPI needs the yields.
+    Call it before MPI starts, in a program whose waits poll and sleep. Beside other work each test
+    would cost a turn of that work. What the user has set stays, except under `launch`, which sets it, too.
     """
-    os.environ |= {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    name = "OMPI_MCA_mpi_yield_when_idle"
+    if name not in os.environ or name in _CHOSEN or is_launched():
+        os.environ[name] = "0"
 
 
 OPENBLAS_KERNELS, BY_MKL = "OPENBLAS_CORETYPE", "MPITRAIN_MKL"

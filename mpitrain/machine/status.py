@@ -52,16 +52,16 @@ class ProgramEnd:
         atexit.register(self.tell, "aborts")  # The last of all that runs at the exit.
 
         def telling(leave: Callable[..., Any], is_end: Callable[..., bool]) -> Callable[..., Any]:
-            def leave_told(*arguments: Any) -> Any:
-                if is_end(*arguments):
+            def leave_told(*arguments: Any, **named: Any) -> Any:
+                if is_end(*arguments, **named):
                     self.tell("left")
-                return leave(*arguments)
+                return leave(*arguments, **named)
 
             return leave_told
 
-        os._exit = telling(os._exit, lambda code: code in successes)
+        os._exit = telling(os._exit, lambda status=None: status in successes)
         for name in ("execv", "execve"):
-            setattr(os, name, telling(getattr(os, name), lambda *_: True))
+            setattr(os, name, telling(getattr(os, name), lambda *_, **__: True))
 
     def tell(self, event: Event) -> None:
         # A child of this rank, as a worker of a DataLoader, is not the program.

@@ -244,7 +244,7 @@ class Recovery:
         gc.collect()
         if not self._root.await_place():
             self._root.end_rank("")
-        self._root.joins = False
+        self._root.joins, self._since = False, time.perf_counter()
         self._limit("connecting the living ranks")
 
     def _free(self, folder: Path) -> None:

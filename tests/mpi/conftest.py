@@ -131,3 +131,12 @@ def pytest_runtest_makereport(item, call):
             time.sleep(1)  # others may have failed, too, and are about to say so
             os._exit(1)
     return report
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_choice_of_yielding(request):
+    """Programs of PyTorch choose whether MPI yields, unless the user has: see `poll_without_yielding`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "test_torch" in request.module.__name__:
+            patch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+        yield

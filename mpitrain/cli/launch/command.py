@@ -249,7 +249,7 @@ def command(
         is_doubtful = Path(line[0]).name == "mpirun" and hosts_of(granted, placed) > 1
         leave = (1 if fault_tolerant else ranks) if is_doubtful and target.tells_its_end else 0
         while True:
-            output = LauncherOutput()
+            output = LauncherOutput(hosts_of(granted, placed))
             started = with_options(line, program_words, ["-X", FLAG, *waiting.words])
             is_ours = bool(target.command)
             code = run(started, settings, requests, is_training, is_ours, last_line, output, leave)

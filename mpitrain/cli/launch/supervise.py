@@ -66,7 +66,9 @@ class LauncherOutput:
     failure  the first failure that a rank reported
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: int = 1) -> None:
+        """hosts: the number of them, as far as `launch` knows."""
+        self.hosts = hosts
         self.began = self.spoken = False
         self.end, self.run, self.lost, self.left = "", "", "", 0
         self.killed, self.failure = KilledRanks(), Failure()
@@ -390,7 +392,8 @@ def run(
         return training_code(screen, words, code, passed, process.pid)
     if has_hung:
         why = words.failure.report or "a rank has ended all"
-        say(screen, f"{why}, but the launcher did not end: a host may be lost")
+        cause = ": a host may be lost" if words.hosts > 1 else f" within {ABORTING:.0f} s"
+        say(screen, f"{why}, but the launcher did not end{cause}")
         return 1
     if code == 0 and words.left < leave:
         ended = f"the program ended on {words.left} of {leave} ranks"

@@ -138,11 +138,20 @@ def test_ranks_of_a_crowded_host_leave_its_cores_while_they_wait(ranks, yields, 
     environ = dict(zip(names, ("1", str(ranks), "1", "8"), strict=True))
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(process, "processors", lambda: 2)
+    monkeypatch.setattr(process, "_CHOSEN", set())
     process.yield_crowded_cores()
     assert environ.get("OMPI_MCA_mpi_yield_when_idle") == yields
     assert environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD") == yields
     process.poll_without_yielding()  # whose waits sleep
     assert environ["OMPI_MCA_mpi_yield_when_idle"] == "0"
+
+
+def test_what_the_user_says_of_yielding_stays(monkeypatch):
+    environ = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(process, "_CHOSEN", set())
+    process.poll_without_yielding()
+    assert environ == {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def test_the_component_of_ucx_is_left_out_unless_a_device_or_the_user_wants_it(
