@@ -166,21 +166,20 @@ def pointwise(kernels: Kernels, dtype: str) -> None:
 
 
 def wires(kernels: Kernels, dtype: str) -> None:
-    """Received chunks of a type, and the fp16 format in whole blocks."""
+    """Received chunks of a type, and numbers to the fp16 format in whole blocks."""
     wire.add_into(kernels, ones("float32"), ones(dtype))
     wire.maximum_into(kernels, ones("float32"), ones(dtype))
     wire.convert(kernels, ones("float32"), ones(dtype))
     wire.convert(kernels, ones(dtype), ones("float32"))
-    coded = ones("float16", 2048), ones("float32", 8)
-    wire.encode_fp16(kernels, ones("float32", 2048), *coded)
-    wire.decode_fp16(kernels, *coded, ones("float32", 2048), accumulate=True)
+    wire.encode_fp16(kernels, ones("float32", 2048), ones("float16", 2048), ones("float32", 8))
 
 
-def int8(kernels: Kernels, dtype: str) -> None:
-    """The int8 format, whose numbers are moved by 8 bytes."""
-    coded = ones("int8", 2048), ones("float32", 8)
-    wire.encode_int8(kernels, ones("float32", 2048), *coded)
-    wire.decode_int8(kernels, *coded, ones("float32", 2048), accumulate=True)
+def coded(kernels: Kernels, dtype: str) -> None:
+    """The int8 format, and numbers from the fp16 format: 4 or 8 of their numbers are moved at once."""
+    int8, fp16 = ((ones(kind, 2048), ones("float32", 8)) for kind in ("int8", "float16"))
+    wire.encode_int8(kernels, ones("float32", 2048), *int8)
+    wire.decode_int8(kernels, *int8, ones("float32", 2048), accumulate=True)
+    wire.decode_fp16(kernels, *fp16, ones("float32", 2048), accumulate=True)
 
 
 def embeddings(kernels: Kernels, dtype: str) -> None:
@@ -225,7 +224,7 @@ def selections(kernels: Kernels, dtype: str) -> None:
         (totals, "x"),
         (pointwise, "a b x y z dy dz residual"),
         (wires, "x y q"),
-        (int8, "x y"),
+        (coded, "x y"),
         (embeddings, "table positions x dx dtable dpositions"),
         (columns, "x parts y"),
         (norms, "x y gain bias dy dx"),
@@ -323,10 +322,11 @@ def test_each_operation_moves_the_bytes_of_its_row():
             for array, nbytes in counts.items()
             if array not in private
         )
-        assert moved >= row.nbytes(**sizes), name
-        # How many partial sums are pending depends on the device.
+        # Of experts only the rows that were routed move: the ends of their parts are data.
+        assert moved >= row.nbytes(**sizes) or "@grouped_linear" in row.operands, name
+        # How many partial sums are pending depends on the device. A warp reads its row of a router's logits k + 2 times.
         shapes = {one.shape or one.reads for one in line.takes if not one.number}
-        if len(shapes) == 1 and line.takes[0].name != "pending":
+        if len(shapes) == 1 and line.takes[0].name != "pending" and name != "choose":
             exact.add(name)
             assert row.products or row.launches > 1 or moved == row.nbytes(**sizes), name
     assert {"add", "gelu", "relu_backward", "row_maximum", "sgd", "adamw"} <= exact
