@@ -104,10 +104,12 @@ dist.all_reduce(ones)
 
 def test_torchrun_starts_pytorchs_own_backends_and_not_this_one(tmp_path):
     code = "import sys, torch.distributed as dist, mpitrain.torch; dist.init_process_group(sys.argv[1])"
-    (tmp_path / "own.py").write_text(f"{code}; print(dist.get_rank(), dist.get_world_size())")
+    # One write a rank: torchrun starts Python with -u, under which print writes each of its parts by itself.
+    said = r"print(f'{dist.get_rank()} {dist.get_world_size()}\n', end='')"
+    (tmp_path / "own.py").write_text(f"{code}; {said}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = run([*torchrun, "own.py", "gloo"], cwd=tmp_path)
-    assert sorted(done.stdout.split()) == ["0", "1", "2", "2"], done
+    assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"], done
     done = run([*torchrun, "own.py", "mpitrain"], cwd=tmp_path)
     assert done.returncode and "torchrun started 2 processes" in done.stderr and not done.stdout
 
