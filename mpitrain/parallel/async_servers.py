@@ -239,10 +239,12 @@ class AsyncWorker(Worker):
     def outcome(self, step: int, own: StepResult | None) -> StepResult:
         return self._known.pop(step)._replace(comm_s=self.exposed.take())
 
-    def finish(self, stop: bool = False) -> StepResult:
+    def agree(self, *numbers: float) -> Sequence[float]:
+        return numbers  # a worker decides alone about its gradient
+
+    def finish(self, totals: Sequence[float]) -> StepResult:
         assert self.ticket is not None
-        facts = self.facts(slice(self.micro_batches), self.weights, self.squared)
-        own, scale = self.result_of((*facts, stop, sum(self.ignored)), self.targets)
+        own, scale = self.result_of(totals)
         requests = []
         for server in self.roles.servers:
             kind, version = PUSH if own.updated else LEAVE_OUT, self._versions[server]
@@ -263,7 +265,7 @@ class AsyncWorker(Worker):
             own.lr,
             own.nonfinite,
             own.updated,
-            bool(stop or servers_stop),
+            bool(own.stop or servers_stop),
             int(staleness),
         )
         self._report = _filled(DRAW, *report)

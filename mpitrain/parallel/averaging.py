@@ -140,8 +140,8 @@ class Averaging(Replica):
     def agree(self, *numbers: float) -> Sequence[float]:
         return numbers  # most steps have no all-reduce
 
-    def finish(self, stop: bool = False) -> StepResult:
-        own = super().finish(stop)
+    def finish(self, totals: Sequence[float]) -> StepResult:
+        own = super().finish(totals)
         with self.exposed:
             is_end_of_period = (self.step + 1) % self.settings.period == 0
             self.is_current = False

@@ -352,7 +352,7 @@ class Replica:
         each micro-batch, unit by unit   forward: open
         at the end of the model          loss
         each micro-batch, unit by unit   backward: open, gradients, ready
-        finish
+        sum, agree, finish
 
     Between units, `poll`. In all calls `unit` is an index in this rank's list of units, `micro` the
     index of a micro-batch, and `step` the number of a step from 0. After a step all replicas are
@@ -657,7 +657,7 @@ class Replica:
         workers may compute several other steps first; servers compute none.
 
         stop_requested  () -> whether this rank has received a request to stop. A rank that computes
-                        rows passes the same fact to `finish`.
+                        rows passes the same fact to `agree`.
         """
         return iter((step,))
 
@@ -726,30 +726,13 @@ class Replica:
         """Block until all gradients are summed; all units must have been reported as ready."""
         self.buckets.wait()
 
-    def finish(self, stop: bool = False) -> StepResult:
-        """Wait for the gradients, agree on the result, and update the parameters if it is finite;
-        collective.
-
-        The result is equal on all ranks, with the exceptions that `StepResult` states.
-
-        stop  whether this rank has received a request to stop
-        """
-        loss, squares, nonfinite = self.sum(slice(self.micro_batches), self.weights)
-        with self.exposed:
-            ignored = sum(self.ignored) if self.grid.reports_loss else 0
-            totals = self.agree(loss, squares, nonfinite, stop, ignored)
-        result, scale = self.result_of(totals, self.targets)
-        if result.updated:
-            span = self.recorder.compute(self._update_name, UPDATE)
-            self.apply(scale, self.lr, self.step + 1 - self.skips.number)
-            self.recorder.end(span)
-        self._is_spoiled = not result.updated
-        return self.skips.conclude(result._replace(comm_s=self.exposed.take()))
-
-    def sum(self, micros: slice, weights: Sequence[float]) -> tuple[float, float, int]:
+    def sum(
+        self, micros: slice = slice(None), weights: Sequence[float] = ()
+    ) -> tuple[float, float, int]:
         """Wait for the summed gradients. Exposed time includes the exchange of activations.
 
-        returns  as `facts`, of the gradients in `squared`
+        micros, weights  as in `facts`; by default those of the step
+        returns          as `facts`, of the gradients in `squared`
         """
         wait = self.recorder.wait(self._gradients_name)
         with self.exposed:
@@ -757,7 +740,7 @@ class Replica:
         self.recorder.go_on(wait)
         self.exposed.seconds += self.grid.exchanged.seconds - self._exchanged_s
         span = self.recorder.compute(self._norm_name)
-        facts = self.facts(micros, weights, self.squared)
+        facts = self.facts(micros, weights or self.weights, self.squared)
         self.recorder.end(span)
         return facts
 
@@ -797,23 +780,36 @@ class Replica:
         return self._control[: len(numbers)].tolist()
 
     def agree(self, *numbers: float) -> Sequence[float]:
-        """Return the sums of some numbers over all ranks that make the same update.
+        """Return the sums of some numbers over all ranks that make the same update; collective.
 
         numbers  loss, squares, non-finite elements, stop requests, ignored targets
         """
-        return self.total(*numbers)
+        with self.exposed:
+            return self.total(*numbers)
 
-    def result_of(self, totals: Sequence[float], targets: int) -> tuple[StepResult, float]:
+    def finish(self, totals: Sequence[float]) -> StepResult:
+        """Update the parameters if the result of the step is finite; return that result.
+
+        The result is equal on all ranks, with the exceptions that `StepResult` states.
+
+        totals  as from `agree`
+        """
+        result, scale = self.result_of(totals)
+        if result.updated:
+            span = self.recorder.compute(self._update_name, UPDATE)
+            self.apply(scale, self.lr, self.step + 1 - self.skips.number)
+            self.recorder.end(span)
+        self._is_spoiled = not result.updated
+        return self.skips.conclude(result._replace(comm_s=self.exposed.take()))
+
+    def result_of(self, totals: Sequence[float]) -> tuple[StepResult, float]:
         """Return the result of a step, and the factor `scale` of the summed gradient in its update.
 
         `updated` is true if loss and norm are finite, and the loss is no spike.
-
-        totals   as from `agree`
-        targets  of the update, over all ranks
         """
         loss, squares, nonfinite, stop, ignored = totals
         clip, loss_scale = self.optimizer.settings.clip, self.skips.loss_scale
-        mean = mean_of(loss, squares, ignored, targets, loss_scale, clip)
+        mean = mean_of(loss, squares, ignored, self.targets, loss_scale, clip)
         accepts = self.skips.accepts(mean.loss)
         is_finite = math.isfinite(mean.loss) and math.isfinite(mean.norm)
         return StepResult(

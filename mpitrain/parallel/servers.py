@@ -11,7 +11,6 @@ bytes sent  by a worker S a step, with S the bytes of all parameters; by all K s
 source      Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI 11
 """
 
-import time
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -217,21 +216,26 @@ class Worker(Replica):
             push.wait()
         self._unpushed, self._pushes = [*range(len(self._push))], []
 
-    def finish(self, stop: bool = False) -> StepResult:
-        began = time.perf_counter()
+    def agree(self, *numbers: float) -> Sequence[float]:
+        """Report loss, stop requests and targets to all servers, and receive the sums, with the
+        parameters that the servers have updated.
+        """
+        loss, _, _, stop, ignored = numbers
         line, answers = self._line, self._answers
-        self.push()
-        loss = self.facts(slice(self.micro_batches), self.weights, ())[0]
-        self._report[:4] = loss, stop, sum(self.ignored), self.targets
-        pulls = [line.start_recv(answers[server], self._pull[server], server) for server in answers]
-        ends = [line.start_send(self._report, [], server) for server in answers]
-        self.wait()
-        for request in chain(*ends, *pulls):
-            request.wait()
+        self._report[:4] = loss, stop, ignored, self.targets
+        with self.exposed:
+            requests = [
+                *(
+                    line.start_recv(answers[server], self._pull[server], server)
+                    for server in answers
+                ),
+                *(line.start_send(self._report, [], server) for server in answers),
+            ]
+            for request in chain(*requests):
+                request.wait()
         self.loaded()
         first, *_ = answers.values()  # all servers send the same numbers
-        result, _ = self.result_of(first[:5].tolist(), self.targets)
-        return self.skips.conclude(result._replace(comm_s=time.perf_counter() - began))
+        return first[:5].tolist()
 
 
 class Server(Replica):
@@ -314,33 +318,33 @@ class Server(Replica):
                     following += line.start_recv_pieces([arrived], worker + 1)
             arriving = following
 
-    def finish(self, stop: bool = False) -> StepResult:
-        """Sum the gradients, agree on the result, update, and answer all workers with the
-        parameters. Loss, ignored and all targets are those that the workers report.
+    def agree(self, *numbers: float) -> Sequence[float]:
+        """Return the sums over all workers, which report loss, ignored and all targets, and over all
+        servers, which have the squares.
         """
-        began = time.perf_counter()
-        line, workers = self._line, self._reports
-        self.wait()
-        for _ in workers:
-            source = line.wait_for_header(self._heard)
-            self._reports[source][:] = self._heard
-        comm_s = time.perf_counter() - began
-        loss, stops, of_workers = (
+        _, squares, own_nonfinite, stop, _ = numbers
+        with self.exposed:
+            for _ in self._reports:
+                source = self._line.wait_for_header(self._heard)
+                self._reports[source][:] = self._heard
+        loss, stops, ignored = (
             sum(float(report[number]) for report in self._reports.values()) for number in range(3)
         )
-        _, squares, own_nonfinite = self.facts(slice(0), (), self.squared)
+        self.targets = int(self._reports[0][3])
         self._squares[:] = squares, own_nonfinite, stop
         self._agree_on_squares.run()
         squares, nonfinite, servers_stop = self._squares.tolist()
-        totals = self._answer[:5] = (loss, squares, nonfinite, stops + servers_stop, of_workers)
-        result, scale = self.result_of(totals, int(self._reports[0][3]))
-        if result.updated:
-            self.apply(scale, self.lr, self.step + 1 - self.skips.number)
+        return loss, squares, nonfinite, stops + servers_stop, ignored
+
+    def finish(self, totals: Sequence[float]) -> StepResult:
+        """Update, and answer all workers with the sums and the parameters."""
+        result = super().finish(totals)
+        self._answer[:5] = totals
         views = [*self.owned.values()]
-        answers = [line.start_send(self._answer, views, worker) for worker in workers]
+        answers = [self._line.start_send(self._answer, views, worker) for worker in self._reports]
         for request in chain(*answers):
             request.wait()  # the next update must not overwrite parameters still being sent
-        return self.skips.conclude(result._replace(comm_s=comm_s))
+        return result
 
     def loaded(self) -> None:
         """Do nothing: a server has no mirror."""

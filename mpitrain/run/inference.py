@@ -120,7 +120,7 @@ def _losses(trainer: Any, source: Source, rows: Sequence[int]) -> tuple[float, i
     inputs, targets = read_rows(name, source, len(rows), lambda: source.held_out_rows(rows))
     inputs, targets, *marks = trainer.rows.read(inputs, targets, "a held-out batch")
     targets = trainer.rows.own_tokens(targets, IGNORED)
-    counted = targets.size - trainer.rows.ignored(targets)
+    counted = int(trainer.rows.counted(targets).sum())
     flat = trainer.backend.from_host(targets).reshape(-1)
     logits = own_logits(trainer, inputs, *marks)
     if logits is None:

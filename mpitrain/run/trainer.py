@@ -174,10 +174,6 @@ class Rows:
         self._transport.abort(error.named())
         raise error
 
-    def ignored(self, targets: np.ndarray) -> int:
-        """Return the number of targets that do not count."""
-        return int(targets.size - self.counted(targets).sum())
-
     def counted(self, targets: np.ndarray) -> np.ndarray:
         """Return the number of targets of each row that count, (rows, 1)."""
         if not self.takes:
@@ -478,32 +474,28 @@ class Trainer:
             If a token or a target is out of range, if there are more rows than this rank's share, or
             if a prediction has no target. With several ranks the job is aborted.
         """
-        replica, config, arena = self.replica, self.config, self.arena
+        replica, config, arena, rows = self.replica, self.config, self.arena, self.rows
         own, micro_batches = replica.share(config.batch.size), config.batch.micro_batches
-        inputs, targets, starts, types = self.rows.read(
+
+        # This rank's tokens of the rows, checked and without padding, in micro-batches.
+        inputs, targets, starts, types = rows.read(
             inputs, targets, f"step {index + 1}", most=len(own)
         )
-        unpadded, counted = inputs.shape, self.rows.counted(targets)
-        inputs, targets = self.rows.own_tokens(inputs, 0), self.rows.own_tokens(targets, IGNORED)
+        unpadded, counted = inputs.shape, rows.counted(targets)
+        inputs, targets = rows.own_tokens(inputs, 0), rows.own_tokens(targets, IGNORED)
         count, places = len(inputs), None  # A parameter server has no rows.
         if count:
-            places = self.rows.places(inputs.shape, unpadded, starts, types, self.placed)
+            places = rows.places(inputs.shape, unpadded, starts, types, self.placed)
         parts = [share(count, micro, micro_batches) for micro in range(micro_batches)]
-        xs, ys = (np.split(rows, [part.start for part in parts[1:]]) for rows in (inputs, targets))
+        xs, ys = (np.split(each, [part.start for part in parts[1:]]) for each in (inputs, targets))
 
+        # The step begins: learning rate, weight of each target in the loss, empty gradients.
         arena.rewind()
-        lr = learning_rate(config.optimizer, index, config.run.steps)
         predictions = math.prod(targets.shape[1:]) * self.layers.tokens.ranks
-        replica.begin(index, lr, [self.rows.ignored(y) for y in ys], predictions)
-        weights: Sequence[Any] = [None] * micro_batches
-        if count and config.model.experts:  # They add to the loss.
-            factor, dtype = replica.skips.loss_scale / predictions, self.storage.dtype
-            weights = [
-                self.backend.from_host(
-                    (weight * factor * counted[part.start : part.stop]).astype(dtype), arena
-                )
-                for weight, part in zip(replica.weights, parts, strict=True)
-            ]
+        ignored = [int(y.size - rows.counted(y).sum()) for y in ys]
+        lr = learning_rate(config.optimizer, index, config.run.steps)
+        replica.begin(index, lr, ignored, predictions)
+        weights = self._weights(counted, parts, predictions)
         micros = [
             Now(
                 index,
@@ -515,10 +507,9 @@ class Trainer:
             )
             for part, weight in zip(parts, weights, strict=True)
         ]
-        if count and config.run.delay:
-            self._delay(index)
 
         def loss(micro: int, logits: Any) -> Any:
+            """Note the loss of a micro-batch, and return the gradient of its logits."""
             span = self._recorder.compute(self._loss_name, micro=micro)
             right = self.backend.from_host(ys[micro], arena).reshape(-1)
             scale = replica.weights[micro] * replica.skips.loss_scale
@@ -529,9 +520,12 @@ class Trainer:
             return gradient.reshape(logits.shape)
 
         def passes() -> None:
+            """Run forward and backward of all micro-batches; replicas sum gradients meanwhile."""
             shapes = [x.shape for x in xs]
             self.pipe.train(micros, shapes, lambda micro: self.placed(xs[micro]), loss)
 
+        if count and config.run.delay:
+            self._delay(index)
         if count and self._graph and places is None:
             # Copies of host memory cannot be part of a graph.
             xs, ys = [*map(self.placed, xs)], [self.backend.from_host(y, arena) for y in ys]
@@ -541,7 +535,14 @@ class Trainer:
                 self._graph.miss()
             passes()
 
-        result = replica.finish(bool(stop_requested and stop_requested()))
+        # The sums of this rank: loss, square of the gradient's norm, elements that are not finite.
+        loss_sum, squares, nonfinite = replica.sum()
+        # The control message: the sums of all ranks, and whether one of them wants to stop.
+        stop = bool(stop_requested and stop_requested())
+        not_counted = sum(ignored) if self.grid.reports_loss else 0
+        totals = replica.agree(loss_sum, squares, nonfinite, stop, not_counted)
+        # The update, if loss and norm are finite.
+        result = replica.finish(totals)
         if self._tokens_of_experts:
             extras = {**result.extras, **self._tokens_of_experts.extras()}
             result = result._replace(extras=extras)
@@ -549,6 +550,25 @@ class Trainer:
         if every and (index + 1) % every == 0:
             arena.release()
         return result
+
+    def _weights(
+        self, counted: np.ndarray, parts: Sequence[range], predictions: int
+    ) -> Sequence[Any]:
+        """Return the weight of each row of each micro-batch in the losses that experts add, on the
+        device; None without experts.
+
+        counted  targets of each row that count, (rows, 1)
+        """
+        replica = self.replica
+        if not self.config.model.experts or not len(counted):
+            return [None] * len(parts)
+        factor, dtype = replica.skips.loss_scale / predictions, self.storage.dtype
+        return [
+            self.backend.from_host(
+                (weight * factor * counted[part.start : part.stop]).astype(dtype), self.arena
+            )
+            for weight, part in zip(replica.weights, parts, strict=True)
+        ]
 
     def loss_sums(self) -> np.ndarray:
         """Return this rank's summed loss of each micro-batch of the last step: (micro-batches,)."""

@@ -86,7 +86,7 @@ def measure(
             chunk: _part(trainer, chunk, inputs[:rows], targets[:rows])
             for chunk in trainer.pipe.stages
         }
-        trainer.replica.finish()
+        _end(trainer)
         way = _way(trainer, (rows, *inputs.shape[1:]))
         gathered = trainer.transport.gather_text((own, way))
         costs = [
@@ -125,10 +125,16 @@ def end_s(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
         trainer.backend.synchronize()
         trainer.transport.barrier()
         start = time.perf_counter()
-        replica.finish()
+        _end(trainer)
         trainer.backend.synchronize()
         times.append(time.perf_counter() - start)
     return max(trainer.transport.gather_text(median(times[1:])))
+
+
+def _end(trainer: Trainer) -> None:
+    """End a step as `Trainer.step` does: sums of gradients, control message, update."""
+    replica = trainer.replica
+    replica.finish(replica.agree(*replica.sum(), False, 0))
 
 
 def _part(trainer: Trainer, chunk: int, inputs: np.ndarray, targets: np.ndarray) -> list[float]:

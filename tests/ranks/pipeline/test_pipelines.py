@@ -91,15 +91,15 @@ def test_gradients_travel_between_replicas_of_a_stage_in_a_wire_format(wire):
 def test_a_nonfinite_gradient_of_one_stage_skips_the_update_everywhere():
     def run(transport):
         trainer, source, _ = build(transport, configured(*SMALL, *layout(2, 3, "zero-bubble", 3)))
-        told, finish = [], trainer.replica.finish
+        told, summed = [], trainer.replica.sum
 
-        def spoilt(stop):
+        def spoilt():
             """On the middle stage of the first replica, when all micro-batches have gone back."""
             if trainer.replica.step == 1 and transport.rank == 2:
                 trainer.gradients[0] = np.nan
-            return finish(stop)
+            return summed()
 
-        trainer.replica.finish = spoilt
+        trainer.replica.sum = spoilt
         for index in range(3):
             outcome = trainer.step(index, *trainer.replica.batch(source, index))
             told.append((outcome.updated, outcome.nonfinite > 0))
