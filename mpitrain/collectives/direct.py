@@ -150,6 +150,15 @@ def offer(transport: Transport, array: np.ndarray) -> list[Any]:
     return [location, windows.idle(_borrowed(transport, array)[2], members)]
 
 
+def is_offer_of_all(transport: Transport, array: np.ndarray) -> bool:
+    """Return whether all ranks `offer` the same for arrays at one place of their memory; collective.
+
+    They do if they share memory, unless they could borrow a window: each sees at its own time that it is idle.
+    """
+    nbytes = _borrowed(transport, array)[2]
+    return transport.shares_memory() and not transport.windows.shared_by(transport.members, nbytes)
+
+
 def bind_shared(
     operation: str,
     transport: Transport,

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from mpitrain.collectives.activations import ActivationBuffer, ActivationPool
-from mpitrain.collectives.direct import SMALL, give_up_shared, offer
+from mpitrain.collectives.direct import SMALL, give_up_shared, is_offer_of_all, offer
 from mpitrain.collectives.engine.arithmetic import HOST, Arithmetic, Wire
 from mpitrain.collectives.engine.executor import (
     Execution,
@@ -30,7 +30,7 @@ from mpitrain.collectives.engine.executor import (
 )
 from mpitrain.collectives.routes import ROUTES, TAGS, Routes
 from mpitrain.collectives.selection.algorithm import Topology
-from mpitrain.collectives.selection.cost_model import MEMORY, Tuning, choose
+from mpitrain.collectives.selection.cost_model import Tuning, choose
 from mpitrain.collectives.selection.table import PLANS, TABLES, choices, title
 from mpitrain.collectives.selection.tuning import DEFAULT
 from mpitrain.errors import CommError
@@ -110,13 +110,14 @@ class Group:
     def _exchanges(self) -> ActivationPool:
         return ActivationPool(self.arena)
 
-    def bind(self, array: np.ndarray, op: str = "add") -> Reduction:
+    def bind(self, array: np.ndarray, op: str = "add", is_alike: bool = True) -> Reduction:
         """Bind an all-reduce of `array`, as MPI_Allreduce_init.
 
         In all methods, op is the name of a function of NumPy: "add", "multiply", "maximum",
-        "minimum", "bitwise_and", "bitwise_or" or "bitwise_xor".
+        "minimum", "bitwise_and", "bitwise_or" or "bitwise_xor". If bindings compare nothing, `is_alike` says
+        whether all ranks have the array at the same place of an array from `allocate`, or all elsewhere.
         """
-        choice = op, self.algorithm, self.tuning, self.arithmetic, self.compares
+        choice = op, self.algorithm, self.tuning, self.arithmetic, self.compares, is_alike
         return self._noted(
             "all-reduce", array, lambda: bind_algorithm(self.transport, "allreduce", array, *choice)
         )
@@ -379,43 +380,51 @@ def bind_algorithm(
     tuning: Tuning,
     arithmetic: Arithmetic,
     compares: bool = True,
+    is_alike: bool = True,
     is_trial: bool = False,
 ) -> Reduction:
     """Bind an operation of TABLES by the algorithm of this name, or by the choice of "auto".
 
     operation  "allreduce", "reduce-scatter" or "all-gather"
     compares   as of `agree`
+    is_alike   as of `Group.bind`
     is_trial   whether this is the second binding of an added algorithm, to whole numbers that
                `check_trial` checks
     """
-    asked, table, offered, rivals = algorithm, TABLES[operation], None, [algorithm]
+    asked, table, offered, is_known = algorithm, TABLES[operation], None, False
+
+    def best(memory: str) -> str:
+        return chosen(tuning, topology, array.size, array.itemsize, memory, operation)
+
     if unfit(array) is None:
         topology = topology_of(transport, array)
-        if algorithm == "auto":
-            facts = topology, array.size, array.itemsize
-            kinds = MEMORY[:1] if topology.is_on_device else MEMORY
-            rivals = [chosen(tuning, *facts, memory, operation) for memory in kinds]
+        if asked == "auto":
+            algorithm = best("window")
         # Messages that suit any memory need no facts of other ranks. Locations differ: a host with one
         # rank, or without room, has no window, and a tied tensor has another offset on each stage.
-        is_settled = len({*rivals}) == 1 and rivals[0] in table and table[rivals[0]].plans
+        is_settled = algorithm in table and table[algorithm].plans
+        if is_settled and asked == "auto":
+            is_settled = algorithm == best("plain")
         if not is_settled and not topology.is_on_device:
             offered = offer(transport, array)
+            is_known = not compares and is_alike and is_offer_of_all(transport, array)
     settings = {"op": op}
-    if algorithm == "auto" and tuning is not DEFAULT:
+    if asked == "auto" and tuning is not DEFAULT:
         settings["tuning"] = f"{crc32(repr(tuning).encode()):08x}"
     agreed = agree(
         transport,
         title(operation),
         array,
         choices(operation),
-        algorithm,
-        offered,
+        asked,
+        None if is_known else offered,
         compares,
         **settings,
     )
-    if algorithm == "auto":
-        is_plain = offered and not all(location for location, _ in agreed.owns)
-        algorithm = rivals[-1 if is_plain else 0]
+    if is_known:
+        agreed = agreed._replace(owns=[offered] * transport.size)
+    if asked == "auto" and offered and not all(location for location, _ in agreed.owns):
+        algorithm = best("plain")
     if refusal := table[algorithm].refusal(topology):
         raise refusal.on_every_rank()
     if table.is_added(algorithm):
@@ -428,7 +437,7 @@ def bind_algorithm(
         give_up_shared(transport, array, asked)
         algorithm = "ring"
         if asked == "auto" and on_device(array):
-            algorithm = chosen(tuning, topology, array.size, array.itemsize, "plain", operation)
+            algorithm = best("plain")
         reduction = table[algorithm].bind(transport, array, op, agreed, arithmetic)
     assert reduction is not None  # a ring runs on any machine
     reduction.algorithm = algorithm

@@ -153,7 +153,9 @@ def tied_sums(grid: Grid, flat: Any, runs: Iterable[tuple[str, bool, int, int]])
     for (holders, partial), group in groupby(runs, lambda run: run[:2]):
         if partial:
             spans = list(group)
-            sums.append(grid.holders[holders].bind(flat[spans[0][2] : spans[-1][3]]))
+            # Tensors that other ranks lack may come before.
+            part = flat[spans[0][2] : spans[-1][3]]
+            sums.append(grid.holders[holders].bind(part, is_alike=False))
     return sums
 
 

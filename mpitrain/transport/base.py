@@ -283,6 +283,10 @@ class Transport(Protocol):
         rank of the host prints one line.
         """
 
+    def shares_memory(self) -> bool:
+        """Return whether `allocate` gives all ranks a window of memory that they share, or none. Collective."""
+        return len({*self.hosts}) == 1
+
     def close(self) -> None:
         """Free the communicators and windows of this transport; MPI has a limited number of them.
         Collective.

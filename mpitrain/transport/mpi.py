@@ -644,6 +644,11 @@ class MpiTransport(Transport):
         host.barrier()
         return block[: count * np.dtype(dtype).itemsize].view(dtype)
 
+    def shares_memory(self) -> bool:
+        # Containers may have one host name and no common memory.
+        is_one = len({*self.hosts}) == 1
+        return is_one and (not self.needs_all or self._ranks_of_this_host().size == self.size)
+
     def _ranks_of_this_host(self) -> MpiTransport:
         """Return the transport of the ranks of this host; collective at the first call."""
         if self._host is None:

@@ -120,23 +120,32 @@ class Windows:
         return [blocks[member][location.offset : stop].view(dtype) for member in members]
 
     def idle(self, nbytes: int, members: Sequence[int]) -> list[int]:
-        """Return the windows of `nbytes` per rank that only these ranks share and this one does not use.
+        """Return the windows of `shared_by` that this rank does not use.
 
-        A window shared with other ranks is left out: those ranks may still read the result of its
-        last reduction. They are offered to this thread alone until `settle`.
+        They are offered to this thread alone until `settle`.
         """
         with self._binding:
             elsewhere = set[int]().union(*self._offered.values())
             found = [
                 window
-                for window, blocks in self._blocks.items()
-                if self._is_idle(window)
-                and window not in elsewhere
-                and blocks.keys() == set(members)
-                and all(block.nbytes == nbytes for block in blocks.values())
+                for window in self.shared_by(members, nbytes)
+                if self._is_idle(window) and window not in elsewhere
             ]
             self._offered[threading.get_ident()] = {*found}
         return found
+
+    def shared_by(self, members: Sequence[int], nbytes: int) -> list[int]:
+        """Return the windows of `nbytes` per rank that only these ranks share.
+
+        A window shared with other ranks is left out: those ranks may still read the result of its
+        last reduction.
+        """
+        return [
+            window
+            for window, blocks in self._blocks.items()
+            if blocks.keys() == set(members)
+            and all(block.nbytes == nbytes for block in blocks.values())
+        ]
 
     def settle(self) -> None:
         """End the offer of `idle` to this thread: what it took is in use."""

@@ -15,23 +15,14 @@ from tests.processes import python_ranks, run, sets
 
 WORDS = "words of all ranks"
 """The name of a gather of JSON in a trace."""
-EVERYONE, DP = (0, 1, 2, 3), (0, 2)
-CONFIGURATION, CONTROL, RUN = [EVERYONE] * 3
+EVERYONE = (0, 1, 2, 3)
+CONFIGURATION, RUN = [EVERYONE] * 2
 """Agreements of all ranks before the first step of a new run:
 
 CONFIGURATION  with devices, tuning, schedule, location of the run, and facts of data and model: a file may be
                missing or differ on a rank
-CONTROL        the binding of the control message: window and offset of each rank's array
 RUN            the run directory, which rank 0 has made or not, and the earlier part of the run
 """
-AGREED = {
-    # A group of one, tp here, agrees with nobody. The bucket of gradients is bound over dp.
-    "dp 4": [CONFIGURATION, EVERYONE, CONTROL, RUN],
-    # Each rank binds a bucket of its own and of replicated tensors.
-    "dp 2 x tp 2": [CONFIGURATION, DP, DP, CONTROL, RUN],
-    # Messages need no location.
-    "ring": [CONFIGURATION, RUN],
-}
 LAYOUTS = {
     "dp 4": ["--dp", "4"],
     "dp 2 x tp 2": ["--dp", "2", "--tp", "2"],
@@ -105,14 +96,14 @@ def test_a_file_that_differs_on_one_rank_is_refused_on_every_rank(number, start)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_agree_at_most_five_times_before_the_first_step(layout, start):
+def test_ranks_agree_twice_before_the_first_step(layout, start):
     folder, _ = start
     trace = read_trace(folder / layout / "trace/rank-00000")
     first = trace.records[trace.records["kind"] == STEP][0]["number"]
     waits = trace.records[(trace.records["kind"] == WAIT) & (trace.records["number"] < first)]
     found = [trace.names[name] for name in waits["what"]]
     assert {what for what, _ in found} == {WORDS}, "no barrier, no message"
-    assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == AGREED[layout]
+    assert [tuple(ranks) for _, ranks in found if len(ranks) > 1] == [CONFIGURATION, RUN]
 
 
 def test_a_program_that_a_rank_starts_is_no_rank(tmp_path):
