@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ LONGEST = (
 """Rooms whose files take longest: under `-n` they come first, so that no worker is left with one at the end."""
 COMPILED = ("cuda-sim", "simulated kernels", "compiled")
 """Words in parameters of tests that compile."""
+OTHERS = {"compile", "mpi", "slow", "gpu"}
+"""Marks of which a test that is `fast` has none."""
 NO_GPU = "CuPy finds no GPU here"
 NO_COMPILER = "they need a compiler: pip install ziglang, or apt install g++"
 
@@ -85,18 +88,18 @@ def pytest_collection_modifyitems(config, items):
     workers.
     """
     for item in items:
-        kind, _, room = item.path.parent.relative_to(TESTS).as_posix().partition("/")
+        kind, room = place(item.path)
         if kind in ("unit", "ranks", "golden") and room.partition("/")[0] not in TOOLS:
             item.add_marker("engine")
-        if item.path.is_relative_to(TESTS / "mpi"):
+        if kind == "mpi":
             item.add_marker("mpi")
-        if any(item.path.is_relative_to(TESTS / room) for room in JOBS):
+        if f"{kind}/{room}" in JOBS:
             item.add_marker("slow")
-        if item.path.is_relative_to(TESTS / "unit/kernels"):
+        if (kind, room) == ("unit", "kernels"):
             item.add_marker("compile")
         if any(words in item.name.partition("[")[2] for words in COMPILED):
             item.add_marker("compile")
-        if not any(item.get_closest_marker(name) for name in ("compile", "mpi", "slow", "gpu")):
+        if not OTHERS & {mark.name for mark in item.iter_markers()}:
             item.add_marker("fast")
     # Not above: SETTINGS come before NumPy.
     from mpitrain.machine.compiling import has_compiler
@@ -110,10 +113,17 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=_place_in_line)
 
 
+@cache
+def place(path):
+    """The kind of a file's tests, and their room of that kind: the first folder in tests/, and the folders in it."""
+    kind, _, room = path.parent.relative_to(TESTS).as_posix().partition("/")
+    return kind, room
+
+
 def _place_in_line(item):
     """The number of the test's room in LONGEST, and of all others the last."""
-    room = item.path.relative_to(TESTS).as_posix()
-    found = [number for number, long in enumerate(LONGEST) if room.startswith(f"{long}/")]
+    kind, room = place(item.path)
+    found = [number for number, long in enumerate(LONGEST) if long in (kind, f"{kind}/{room}")]
     return found[0] if found else len(LONGEST)
 
 

@@ -5,6 +5,9 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
+
+import pytest
 
 SECONDS = float(os.environ.get("MPITRAIN_TEST_SECONDS", "300"))
 """For one program; a whole test has three times that (see conftest.py). Nothing else in the tests counts seconds for one."""
@@ -13,6 +16,12 @@ NEVER_BEGAN = "listener thread failed to start"
 """What an mpirun says that a crowded machine gave no thread, before it starts a rank: no test of ours has begun."""
 
 PROGRAM = [sys.executable, "-m", "mpitrain"]
+
+
+def skip_without(package):
+    """Skip a test, or a file, where a package is not installed, and do not import it: scikit-learn takes 2 s of each worker."""
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}", allow_module_level=True)
 
 
 def run(words, **more):

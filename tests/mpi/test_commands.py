@@ -25,6 +25,7 @@ from tests.processes import (
     python_ranks,
     run,
     sets,
+    skip_without,
 )
 
 TINY = sets(
@@ -147,7 +148,7 @@ def test_a_run_is_evaluated_and_goes_on_with_its_own_model_alone(tmp_path):
 
 
 def test_classifier_runs_on_digits(tmp_path):
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     shape = sets(data__source="digits", model__layers=1, model__width=64)
     rate = sets(run__steps=200, optimizer__lr="4e-3")
     done = mpitrain("train", "--out", "run", *shape, *rate, cwd=tmp_path)

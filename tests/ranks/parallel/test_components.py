@@ -8,9 +8,10 @@ from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
 from tests.laws.replication import GradientLaws, ParameterLaws, RowsLaws, StepLaws
 from tests.laws.transport import laws_of
+from tests.processes import skip_without
 from tests.training import configured
 
-pytest.importorskip("sklearn")
+skip_without("sklearn")
 MLP = [
     "data.source=digits",
     "model.kind=mlp",

@@ -19,6 +19,7 @@ from mpitrain.parallel.modes import MODES, ZERO
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.transport.threads import ThreadTransport, run_ranks
 from tests.cases.own_layers import units
+from tests.processes import skip_without
 from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
 from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
 from tests.ranks.parallel.test_tensor import ONE, source_of
@@ -322,7 +323,7 @@ def alone(name, settings):
 )
 def test_each_cell_trains_as_one_rank_does(name, cell, tmp_path, monkeypatch):
     if name == "digits":
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     monkeypatch.chdir(tmp_path)
     texts = ({"text": "abc"[n % 3] * (1 + n % 7) + "d", "label": n % 3} for n in range(40))
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))

@@ -8,9 +8,10 @@ from mpitrain.ops.host import layers
 from mpitrain.run.build import alone, build
 from mpitrain.run.utilisation import work_of
 from mpitrain.transport.threads import run_ranks
+from tests.processes import skip_without
 from tests.training import configured
 
-pytest.importorskip("sklearn")
+skip_without("sklearn")
 
 CNN = [
     "data.source=digits",

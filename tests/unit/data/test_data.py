@@ -11,6 +11,7 @@ from mpitrain.data import TENTH, beside, largest_token, open_source
 from mpitrain.errors import ConfigError, DataError
 from mpitrain.models.table import MODELS
 from mpitrain.run.choices import parse
+from tests.processes import skip_without
 
 
 @pytest.fixture(params=["pydocs", "text", "tokens", "digits", "idx"])
@@ -25,7 +26,7 @@ def source(request, tmp_path):
         write_mnist(tmp_path)
         return open_source(f"idx:{tmp_path}", 16, "float32")
     if request.param == "digits":
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     return open_source(request.param, 16, "float32")
 
 
@@ -44,7 +45,7 @@ def write_mnist(folder, train=50, test=20):
 @pytest.mark.parametrize("name", ["digits", "idx"])
 def test_images_are_the_samples_with_their_shape(name, tmp_path):
     if name == "digits":
-        pytest.importorskip("sklearn")
+        skip_without("sklearn")
     write_mnist(tmp_path)
     name, side = (name, 8) if name == "digits" else (f"idx:{tmp_path}", 28)
     flat, images = (open_source(name, 1, "float32", form=form) for form in (None, "images"))
@@ -95,7 +96,7 @@ def test_the_last_tenth_of_the_tokens_is_never_trained_on(tmp_path):
 
 
 def test_an_epoch_of_samples_visits_each_once():
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     source = open_source("digits", 1, "float64")
     steps = [source.batch(0, step, 1438, range(1438))[0] for step in range(2)]
     ordered = [rows[np.lexsort(rows.T)] for rows in steps]

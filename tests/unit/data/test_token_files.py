@@ -11,6 +11,7 @@ import pytest
 from mpitrain.data import IGNORED, Reading, absolute, as_it_is, beside, largest_token, open_source
 from mpitrain.data.token_files import FileTokens, token_paths, tokens_of
 from mpitrain.errors import ConfigError, DataError
+from tests.processes import skip_without
 
 CONTEXT = 8
 TOKENS = (np.arange(2000) * 7 % 901).astype("<u2")
@@ -228,7 +229,7 @@ def test_a_file_with_a_pattern_in_its_own_name_is_that_file(tmp_path):
 
 @pytest.mark.parametrize("key, value", [("order", "epochs"), ("separator", 1), ("dtype", "uint32")])
 def test_samples_read_none_of_these_keys(key, value):
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     with pytest.raises(ConfigError, match=rf"data\.{key}"):
         open_source("digits", 8, "float32", reading=Reading()._replace(**{key: value}))
 

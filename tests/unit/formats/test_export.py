@@ -18,6 +18,7 @@ from mpitrain.formats.writing import SETTINGS, byte_level
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
+from tests.processes import skip_without
 from tests.runs import TINY, go
 from tests.training import configured
 from tests.unit.formats.gpt2_folder import tensors, written
@@ -202,7 +203,7 @@ def test_a_damaged_run_is_not_exported(run, tmp_path, damage):
 
 def test_a_model_that_is_no_gpt_is_refused(tmp_path):
     settings = ["data.source=digits", "model.kind=mlp", "run.steps=0", "run.eval_every=-1"]
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     go(1, [*settings, f"run.out={tmp_path / 'run'}"])
     with pytest.raises(MpitrainError) as caught:
         export(tmp_path / "run", "--to", "gpt2")

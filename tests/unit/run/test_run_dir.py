@@ -27,6 +27,7 @@ from mpitrain.run.metrics import MetricsFile, read_metrics
 from mpitrain.run.run_dir import configuration, look
 from mpitrain.run.watcher import Watcher
 from mpitrain.transport.threads import run_ranks
+from tests.processes import skip_without
 
 TINY = [
     "model.layers=1",
@@ -72,7 +73,7 @@ def test_data_below_a_folder_whose_name_is_not_utf_8_are_refused(tmp_path, monke
 
 
 def test_a_resume_with_another_batch_size_continues_after_its_samples(tmp_path, monkeypatch):
-    pytest.importorskip("sklearn")
+    skip_without("sklearn")
     drawn = []
     batch = SampleSource.batch
 
