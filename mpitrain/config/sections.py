@@ -340,6 +340,10 @@ class Model(Section):
     window_theta: float = Field(0.0, ge=0)
     """llama: model.theta of the layers with model.window, whose positions are then not scaled, as in
     Gemma 3; 0: they turn as those of the others"""
+    score_scale: float = Field(0.0, ge=0)
+    """llama: scale of the scores of attention; 0: 1 / the square root of a head's channels"""
+    score_cap: float = Field(0.0, ge=0)
+    """llama: the scores s of attention become cap tanh(s / cap), as in Gemma 2; 0: they stay"""
     logit_cap: float = Field(0.0, ge=0)
     """llama: the logits z become cap tanh(z / cap), as in Gemma 2; 0: they stay"""
     tied: bool = False
@@ -666,8 +670,8 @@ class Memory(Section):
     attention: Literal["auto", "tiled", "whole"] = "auto"
     """attention on cpu. tiled: in tiles that stay in cache; the backward computes the exponentials
     again, and no memory grows with the square of model.context. whole: the exponentials are saved
-    for the backward. auto: whole for short sequences, tiled from 512 tokens on. cuda and cuda-sim
-    always compute in tiles"""
+    for the backward. auto: whole for short sequences, tiled from 512 tokens on and with
+    model.score_cap. cuda and cuda-sim always compute in tiles"""
     release_every: int = Field(0, ge=0)
     """steps between releases of unused activation memory to the system; 0: never"""
     limit_gb: float = Field(0.0, ge=0)

@@ -174,7 +174,7 @@ class Gemma2Configuration(GemmaConfiguration):
 
     num_key_value_heads: Size | None = 4
     hidden_activation: str = GELU
-    query_pre_attn_scalar: float = 256
+    query_pre_attn_scalar: Size = 256
     sliding_window: Size | None = 4096
     layer_types: list[str] | None = None
     final_logit_softcapping: Cap | None = 30.0
@@ -387,9 +387,7 @@ def keys(config: _Configuration) -> dict[str, Any]:
     of_windows = 0.0
     if isinstance(config, Gemma3Configuration):
         rope, of_windows = _ropes(config, given, window)
-    if isinstance(config, Gemma2Configuration):
-        check_only("query_pre_attn_scalar", config.query_pre_attn_scalar, [config.head_dim])
-    cap = getattr(config, "final_logit_softcapping", None)
+    scalar = getattr(config, "query_pre_attn_scalar", None)
     return {
         "model.kind": "llama",
         "model.layers": config.num_hidden_layers,
@@ -401,7 +399,9 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.scaled_embedding": isinstance(config, GemmaConfiguration),
         "model.qk_norm": QK_NORM.get(config.model_type, False),
         "model.post_norm": isinstance(config, Gemma2Configuration),
-        "model.logit_cap": cap or 0.0,
+        "model.score_scale": 0.0 if scalar in (None, config.head_dim) else scalar**-0.5,
+        "model.score_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "model.logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "model.qkv_bias": getattr(config, "qkv_bias", config.model_type == "qwen2"),
         "model.theta": float(rope.rope_theta or config.rope_theta or 10_000),
         "model.rope_scaling": rope.scaling(config.max_position_embeddings),
@@ -483,9 +483,20 @@ def _of_layers(keys: Model) -> dict[str, Any]:
 
 def _of_gemma(keys: Model) -> dict[str, Any]:
     """Return the keys of a Gemma 2 or 3."""
-    caps = {"final_logit_softcapping": keys.logit_cap or None, "attn_logit_softcapping": None}
-    own = {"hidden_activation": GELU, "query_pre_attn_scalar": keys.head_channels}
-    return {**_of_layers(keys), **caps, **own}
+    scalar = round(keys.score_scale**-2) if keys.score_scale else keys.head_channels
+    if keys.score_scale and not math.isclose(scalar * keys.score_scale**2, 1):
+        raise ConfigError(
+            "A Gemma's query_pre_attn_scalar is 1 / model.score_scale^2 and a whole number, but model.score_scale is "
+            f"{keys.score_scale:g}.",
+            f"Export a run with model.score_scale={max(1, scalar) ** -0.5:g}, for example.",
+        )
+    return {
+        **_of_layers(keys),
+        "hidden_activation": GELU,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": keys.score_cap or None,
+        "final_logit_softcapping": keys.logit_cap or None,
+    }
 
 
 def _of_gemma3(keys: Model) -> dict[str, Any]:
@@ -510,7 +521,7 @@ EXPERTS: Parts = {"experts": None, "router": None}
 NORMED: Parts = {"qk_norm": (True,)}
 GEMMA: Parts = {"scaled_embedding": (True,)}
 LATER_GEMMA: Parts = {**GEMMA, "activation": ("gelu",), "post_norm": (True,)}
-LATER_GEMMA |= {**WINDOWS, "window_every": None, "logit_cap": None}
+LATER_GEMMA |= {**WINDOWS, "window_every": None, "score_scale": None, "logit_cap": None}
 FAMILIES = {
     "Llama": LlamaFamily("llama"),
     "Mistral": LlamaFamily(
@@ -525,7 +536,7 @@ FAMILIES = {
     "Qwen2": LlamaFamily("qwen2", {"qkv_bias": (True,), **WINDOWS, "window_every": None}, _of_qwen),
     "Qwen3": LlamaFamily("qwen3", {**NORMED, **WINDOWS, "window_every": None}, _of_qwen),
     "Gemma": LlamaFamily("gemma", GEMMA),
-    "Gemma2": LlamaFamily("gemma2", LATER_GEMMA, _of_gemma),
+    "Gemma2": LlamaFamily("gemma2", {**LATER_GEMMA, "score_cap": None}, _of_gemma),
     "Gemma3": LlamaFamily(
         "gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3
     ),
@@ -650,7 +661,6 @@ LLAMA = Architecture(
     only={
         "hidden_act": ("silu", GELU),
         "hidden_activation": (GELU,),
-        "attn_logit_softcapping": (None,),
         "clip_qkv": (None,),
         "use_bidirectional_attention": (None, False),
         "attention_bias": (False,),

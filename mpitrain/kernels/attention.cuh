@@ -15,6 +15,7 @@
 #pragma once
 #include "bounds.cuh"
 #include "reduce.cuh"
+#include "soft_cap.cuh"
 
 constexpr int SIDE = TILE / 4, THREADS = SIDE * SIDE;
 constexpr int PITCH = (HEAD + 3) / 4 * 4 + 4, ROW = TILE + 4;    // of a TILE x HEAD and of a TILE x TILE array
@@ -161,7 +162,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int s = s0 + tx + SIDE * j;
-                scores[i][j] = s <= last && !bounds.hides(first, s) ? scores[i][j] * scale : MINUS_INFINITY;
+                scores[i][j] = s <= last && !bounds.hides(first, s) ? capped(scores[i][j] * scale) : MINUS_INFINITY;
                 largest = larger(largest, scores[i][j]);
             }
 #pragma unroll
@@ -200,7 +201,7 @@ __device__ __forceinline__ void attend(Mask mask, const Sizes& sizes, Sum scale,
     store_rows(out, inverse, y + sizes.y(b, h), C, t0, Q, ty, tx);
 }
 
-// One tile of weights p = exp(score - log_sum) times the mask and of dscores = p (mask dy v^T - dot) scale; 0 for keys that the
+// One tile of weights p = exp(score - log_sum) times the mask and of dscores = p (mask dy v^T - dot) scale, times the slope of a soft-cap; 0 for keys that the
 // query does not see. Queries from Q on have q = 0 and dy = 0: their dscores are 0, and their weights meet
 // zeros.
 template <class Mask>
@@ -219,8 +220,9 @@ __device__ __forceinline__ void weights_and_slopes(
         for (int j = 0; j < 4; ++j) {
             const int s = s0 + tx + SIDE * j;
             const bool seen = s <= last && !bounds.hides(first, s);
-            p[i][j] = seen ? exp(scores[i][j] * scale - log_sum) : Sum(0);
-            ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale;
+            const Sum score = capped(scores[i][j] * scale);
+            p[i][j] = seen ? exp(score - log_sum) : Sum(0);
+            ds[i][j] = p[i][j] * (products[i][j] * mask.at(i, j) - dot) * scale * cap_slope(score);
             p[i][j] *= mask.at(i, j);
         }
     }

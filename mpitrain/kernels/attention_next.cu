@@ -3,6 +3,7 @@
 // values. keys, values: (B, G, W, D), which receive the new rows; past: (B,) earlier tokens of each sequence, with
 // past[b] + T <= W; y: (B, T, H D). q_pitch, kv_pitch: elements from one row to the next
 #include "reduce.cuh"
+#include "soft_cap.cuh"
 
 constexpr int OWN = (HEAD + 31) / 32;    // channels of a lane; D = HEAD is a macro, any number from 1
 
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_next(
             const Element* key = k < first ? keys + stored + (long long)k * HEAD : new_key + (k - first) * pitch;
             Sum dot = 0;
             for (int d = 0; d < HEAD; ++d) dot += wide(query[d]) * wide(key[d]);
-            score = dot * scale;
+            score = capped(dot * scale);
         }
         const Sum peak = larger(largest, warp_max(score));
         const Sum shrunk = exp(largest - peak), weight = exp(score - peak);

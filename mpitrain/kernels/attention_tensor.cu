@@ -7,8 +7,9 @@
 // tile, two stages of keys and values.
 #include "attention_tensor.cuh"
 
-// Less than every score. It is finite with documents or a window, because a query may see none of the keys so far.
-#define NO_SCORE (BOUNDED ? -3.4028235e38f : MINUS_INFINITY)
+// Less than every score. With documents or a window it is finite, because a query may see none of the keys so far, and a power of 2: times
+// any scale it is exact, so that 2^(difference of two such products) is 1 also where a product and a sum are one instruction.
+#define NO_SCORE (BOUNDED ? -0x1p100f : MINUS_INFINITY)
 
 // What a warp knows of its queries: of row g + 8 i of fragment f the largest score so far, and this lane's part of the sum.
 struct Softmax {
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
         if (masks && s0 >= warp_end) return;
         Steps p;
         multiply_rows(p, qs, m, ks);
+        cap(p, scale);
         if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
         if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, bounds);
         weigh(p, rows, out, scale);

@@ -8,6 +8,7 @@
 // element by element.
 #pragma once
 #include "bounds.cuh"
+#include "soft_cap.cuh"
 #include "tensor_tile.cuh"
 
 constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
@@ -121,6 +122,22 @@ __device__ __forceinline__ void multiply_rows(Steps& out, const Element* own, in
             }
         }
     }
+}
+
+#define LOG2_E 1.4426950408889634f
+
+// Scores get their soft-cap. `scale` times a score is its logarithm of base 2, so `whole` is the cap of that. An approximate tanh has an
+// absolute error of a few 2^-24, which is enough for weights of 16 bits.
+__device__ __forceinline__ void cap(Steps& scores, float scale) {
+    if (CAP == 0) return;
+    const float whole = CAP * LOG2_E, inside = 2.0f * LOG2_E * scale / whole, outside = whole / scale;
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+        for (int j = 0; j < STEP / 8; ++j)
+#pragma unroll
+            for (float& score : scores[f][j])
+                score = outside * (1.0f - __fdividef(2.0f, 1.0f + exp2_flushed(inside * score)));
 }
 
 // Scores of keys after the last that their query sees become minus infinity. The fragments' first row and column are row0 and

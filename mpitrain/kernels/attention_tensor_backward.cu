@@ -11,10 +11,8 @@
 // Launch: grid (ceil(Q / OWNED), H, B), for dk and dv (ceil(T / OWNED), G, B), block (THREADS). Any Q, T >= 1. scale: 1 / sqrt(D)
 #include "attention_tensor.cuh"
 
-#define LOG2_E 1.4426950408889634f
-
 // Scores p become weights 2^(scale score - log_sum), and products ds of dy and values slopes p (product - dot), which lack the
-// scale of scores. of(f, j, e): the statistics of the query of element e of fragments f and j.
+// scale of scores, with the slope of a soft-cap. of(f, j, e): the statistics of the query of element e of fragments f and j.
 template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, float scale, const Of& of) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
@@ -23,8 +21,10 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const Statistics query = of(f, j, e);
-                p[f][j][e] = exp2_flushed(p[f][j][e] * scale - query.x);
+                const float score = p[f][j][e] * scale;
+                p[f][j][e] = exp2_flushed(score - query.x);
                 ds[f][j][e] = p[f][j][e] * (ds[f][j][e] - query.y);
+                if (CAP != 0) ds[f][j][e] *= fmaxf(0.0f, cap_slope(score / LOG2_E));    // of a hidden key the score is minus infinity
             }
 }
 
@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
             const Statistics* statistics = reinterpret_cast<const Statistics*>(dys + Other::ELEMENTS) + lane % 4 * 2;
             Steps p, ds;
             multiply_rows(p, ks, m, qs);
+            cap(p, scale * LOG2_E);
             if (masks && (!BOUNDED || at0 < s0 + m + WARP_ROWS - 1)) mask<false>(p, s0 + m, at0, T);
             if (BOUNDED && masks && (t0 < all_keys_begin || t0 + STEP > all_keys_end)) hide<false>(p, s0 + m, t0, bounds);
             multiply_rows(ds, vs, m, dys);
@@ -126,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backwa
         if (masks && s0 >= warp_end) return;
         Steps p, ds;
         multiply_rows(p, qs, m, ks);
+        cap(p, scale * LOG2_E);
         if (masks && (at0 + m + 1 < s0 + STEP || (GENERAL && T < s0 + STEP))) mask<true>(p, at0 + m, s0, T);
         if (masks && (s0 < seen_by_all || (DOCUMENTS == 2 && end < s0 + STEP))) hide<true>(p, t0 + m, s0, bounds);
         multiply_rows(ds, dys, m, vs);

@@ -44,7 +44,7 @@ from mpitrain.layers.recomputed import Recomputed, state_of
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, HostBackend, copy_rows
 from mpitrain.ops import Ops
-from mpitrain.ops.reference.attention import Seen
+from mpitrain.ops.reference.attention import CAUSAL, Seen
 from mpitrain.tables import Table
 
 NOT_JOINED: Mapping[str, range] = {}
@@ -687,7 +687,7 @@ class Attention:
     drop      dropout of the probabilities, or None
     rotary    how queries and keys are turned by their positions, or None
     causal    whether a query sees no later key
-    window    the most keys that a query sees, the last up to its own; 0: there is no window
+    seen      the window and the scores; each forward adds the other bounds
     rows      how whole sequences come of the rows between layers
     first     number of the first head on this rank
     every     number of query heads on all ranks; 0: heads
@@ -703,14 +703,14 @@ class Attention:
         drop: Dropout | None = None,
         rotary: Rotary | None = None,
         causal: bool = True,
-        window: int = 0,
+        seen: Seen = CAUSAL,
         rows: WholeRows = ALL_ROWS,
         first: int = 0,
         every: int = 0,
     ):
         self.ops, self.heads, self.kv_heads = ops, heads, kv_heads or heads
         self.drop, self.rotary, self.causal = drop, rotary, causal
-        self.window, self.rows = window, rows
+        self.seen, self.rows = seen, rows
         self.first, self.every = first, every or heads
 
     def parameters(self):
@@ -730,7 +730,8 @@ class Attention:
             x = self._turned(x, 1, places and places.positions, arena)
         q, kv = x[..., :width], x[..., width:]
         offset = 0 if self.causal else x.shape[1] - 1
-        seen = Seen(places and places.starts, offset, self.window, closed=not self.causal)
+        bounds = {"starts": places and places.starts, "closed": not self.causal}
+        seen = self.seen._replace(offset=offset, **bounds)
         if self.drop and now.trains:
             first, drop = now.row * self.every + self.first, self.drop
             mask = drop.key, now.step, first, self.every, drop.rate
@@ -746,7 +747,7 @@ class Attention:
         keys, values = past.arrays(self.kv_heads, width // self.heads, x.dtype)
         q, kv = x[..., :width], x[..., width:]
         return self.ops.attention_next(
-            q, kv, keys, values, past.lengths, self.heads, arena, self.window
+            q, kv, keys, values, past.lengths, self.heads, arena, self.seen
         )
 
     def backward_input(self, w, dy, saved, arena):
@@ -1064,6 +1065,8 @@ class Plain:
         rotary: Rotary | None = None,
         causal: bool = True,
         window: int = 0,
+        scale: float = 0.0,
+        cap: float = 0.0,
     ) -> Layer:
         """Return attention, from the output of `qkv` to (B, T, width).
 
@@ -1071,6 +1074,8 @@ class Plain:
         rotary   turns queries and keys by their positions; heads are of even width
         causal   whether later tokens are hidden
         window   the most tokens that each sees, up to itself; 0: all
+        scale    of the scores; 0: 1 / the square root of the channels of a head
+        cap      soft-cap of the scores; 0: they have none
         raises   ConfigError if heads or kv_heads do not divide, or a window is not causal
         """
         divided(width, heads, f"heads do not divide a width of {width}")
@@ -1090,7 +1095,8 @@ class Plain:
             self.made.add("a window")
         self.windows.add(window)
         drop = self.dropout(dropout) if dropout else None
-        attention = self._heads(heads, shared, drop, rotary, causal, window)
+        seen = Seen(window=window, scale=scale, cap=cap)
+        attention = self._heads(heads, shared, drop, rotary, causal, seen)
         return Recomputed(attention) if self.memory.recompute == "attention" else attention
 
     def _heads(self, heads: int, kv_heads: int, *rest: Any) -> Attention:

@@ -36,6 +36,8 @@ def llama(
     epsilon: float = 1e-5,
     windows: Sequence[int] = (),
     window_theta: float = 0.0,
+    score_scale: float = 0.0,
+    score_cap: float = 0.0,
     logit_cap: float = 0.0,
     experts: int = 0,
 ) -> list[Unit]:
@@ -91,7 +93,11 @@ def llama(
             qkv=layers.qkv(width, heads, inner, shared, qkv_bias, head_dim),
             **head_norms(),
             attention=layers.attention(
-                inside, heads, shared, rotary=within if window else rotary, window=window
+                *(inside, heads, shared),
+                rotary=within if window else rotary,
+                window=window,
+                scale=score_scale,
+                cap=score_cap,
             ),
             out=layers.row_linear(inside, width, onto_residual, bias=False),
         )

@@ -81,6 +81,8 @@ def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Uni
         qk_norm=keys.qk_norm,
         post_norm=keys.post_norm,
         window_theta=keys.window_theta,
+        score_scale=keys.score_scale,
+        score_cap=keys.score_cap,
         logit_cap=keys.logit_cap,
         activation=keys.activation,
         scaled_embedding=keys.scaled_embedding,

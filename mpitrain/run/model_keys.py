@@ -47,6 +47,8 @@ OF_RUN = [
     "window_every",
     "window_theta",
     "post_norm",
+    "score_scale",
+    "score_cap",
     "logit_cap",
 ]
 OF_RUN += ["experts", "top_k", "router", "capacity", "shared", "shared_gate"]

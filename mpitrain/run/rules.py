@@ -509,7 +509,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
     of_a_llama = "kv_heads head_dim qk_norm qkv_bias rope_scaling activation scaled_embedding"
-    for key in f"{of_a_llama} post_norm window_theta logit_cap".split():
+    for key in f"{of_a_llama} post_norm window_theta score_scale score_cap logit_cap".split():
         yield (
             getattr(model, key) != type(model).model_fields[key].default
             and "kv_heads" not in row.split.split(),
@@ -535,6 +535,11 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Logits in slices have no soft-cap, but model.logit_cap is {model.logit_cap:g} and memory.logit_chunks "
         f"{config.memory.logit_chunks}.",
         "Set memory.logit_chunks to 1.",
+    )
+    yield (
+        model.score_cap and config.memory.attention == "whole",
+        f"Saved exponentials have no soft-cap, but model.score_cap is {model.score_cap:g} and memory.attention whole.",
+        "Set memory.attention to auto or tiled.",
     )
     yield (
         model.qk_norm == "joint" and layout.tp > 1,

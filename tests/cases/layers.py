@@ -10,6 +10,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import sum_rows
+from mpitrain.ops.reference.attention import Seen
 from tests.cases.numbers import assert_close, numbers, stored, values
 from tests.cases.packed import Packed
 
@@ -365,16 +366,16 @@ def check_attention(
     shifted: bool = False,
     g: int | None = None,
     queries: int | None = None,
-    offset: int = 0,
     rate: float = 0.0,
+    **seen: float,
 ) -> None:
-    """Attention forward and backward: g heads of keys and values, the last `queries` rows, an offset; with a rate dropout, of
-    some heads of a batch's sequences.
+    """Attention forward and backward: g heads of keys and values, the last `queries` rows, fields of `Seen`; with a rate dropout,
+    of some heads of a batch's sequences.
     """
     name = "attention_dropout" if rate else "attention"
     given = ((5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, rate) if rate else ()
     ops, truth = (
-        Packed(each, name, g, queries, offset=offset) for each in (bodies.cuda(kernels), reference)
+        Packed(each, name, g, queries, **seen) for each in (bodies.cuda(kernels), reference)
     )
     qkv, dy = (
         stored(numbers(1, b, t, (h + 2 * (g or h)) * d), dtype, shifted),
@@ -400,7 +401,7 @@ def check_next(
     d: int,
     dtype: str = "float32",
     g: int | None = None,
-    window: int = 0,
+    **seen: float,
 ) -> None:
     """Compare attention of new tokens, after different numbers of stored tokens; the rest of the
     cache must not change.
@@ -412,12 +413,18 @@ def check_next(
     truths = [values(cache) for cache in caches]
     firsts, width = np.array(past, np.int64), h * d
     y, truth = (
-        each.attention_next(x[..., :width], x[..., width:], *stores, firsts, h, Arena(), window)
+        each.attention_next(
+            x[..., :width], x[..., width:], *stores, firsts, h, Arena(), Seen(**seen)
+        )
         for each, x, stores in ((ops, qkv, caches), (reference, values(qkv), truths))
     )
     assert_close(y, truth, dtype, "y")
     for cache, truth in zip(caches, truths, strict=True):
         np.testing.assert_array_equal(values(cache), truth)
+
+
+CAPPED = {"cap": 0.7, "scale": 0.9}
+"""A soft-cap, and a scale that brings scores below and above it."""
 
 
 def dropped_attentions() -> Iterator[Callable]:
@@ -427,6 +434,7 @@ def dropped_attentions() -> Iterator[Callable]:
     for dtype in ("float64", "bfloat16"):
         yield partial(check_attention, b=1, t=40, h=2, d=16, dtype=dtype, rate=0.3)
     yield partial(check_attention, b=2, t=70, h=4, g=2, d=4, rate=0.3, offset=70)
+    yield partial(check_attention, b=1, t=37, h=2, d=4, rate=0.3, **CAPPED)
 
 
 def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
@@ -655,6 +663,9 @@ def attentions() -> Iterator[Callable]:
         yield partial(check_attention, b=1, t=40, h=2, d=8, dtype=dtype)
     for t, h, g, queries, offset in GROUPED:
         yield partial(check_attention, b=2, t=t, h=h, g=g, d=4, queries=queries, offset=offset)
+    for dtype in ("float32", "float64", "bfloat16"):
+        yield partial(check_attention, b=1, t=70, h=2, g=1, d=8, dtype=dtype, window=40, **CAPPED)
+    yield partial(check_attention, b=1, t=33, h=2, d=8, cap=50.0)
     yield partial(check_no_sequences, dtype="float32", d=4)
     yield check_masking
 
@@ -679,6 +690,8 @@ def next_attentions() -> Iterator[Callable]:
     for window in (1, 2, 10, 32, 33, 1000):
         yield partial(check_next, past=(9, 70), t=1, h=1, d=8, window=window)
         yield partial(check_next, past=(40, 0), t=35, h=2, g=1, d=8, window=window)
+    for dtype in ("float32", "bfloat16"):
+        yield partial(check_next, past=(9, 40), t=2, h=2, d=8, dtype=dtype, window=20, **CAPPED)
 
 
 def tensor_attentions() -> Iterator[Callable]:
@@ -714,6 +727,8 @@ def tensor_attentions() -> Iterator[Callable]:
         check_attention, b=1, t=131, h=2, d=64, dtype="float16"
     )  # several copies to a thread
     yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")  # eight warps
+    for t, d, seen in ((300, 16, {}), (200, 80, {"window": 70}), (160, 64, {"offset": 160})):
+        yield partial(check_attention, b=1, t=t, h=2, g=1, d=d, dtype="float16", **seen, **CAPPED)
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
     yield check_attention_repeats

@@ -18,7 +18,15 @@ reference = bodies.reference()
 
 
 def of_rank(
-    ops: Ops, share: TokenShare, q: Any, kv: Any, dy: Any, heads: int, starts: Any, window: int = 0
+    ops: Ops,
+    share: TokenShare,
+    q: Any,
+    kv: Any,
+    dy: Any,
+    heads: int,
+    starts: Any,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Any:
     """Return y, dq and, for each rank's tokens, dkv: what a rank computes of whole rows (B, T, C)."""
     arena, joined, steps = Arena(), None, []
@@ -30,7 +38,7 @@ def of_rank(
         firsts = share.firsts(starts, window)
     for step in share.steps(kv.shape[1], window):
         source = (share.rank - step) % share.ranks
-        where = Seen(firsts[source], *((own, 0) if step else (0, window)))
+        where = Seen(firsts[source], *((own, 0) if step else (0, window)), cap=cap)
         queries, keys = share.seen(source, own, window)
         if queries.start < queries.stop:
             steps.append((source, queries, keys, where))
@@ -56,6 +64,7 @@ def check_ring(
     g: int | None = None,
     documents: list[list[int]] | None = None,
     window: int = 0,
+    cap: float = 0.0,
     dtype: str = "float64",
 ) -> None:
     """Compare y and all gradients, put together from the ranks of a ring."""
@@ -68,10 +77,11 @@ def check_ring(
     for rank in range(ranks):
         share = TokenShare(rank, ranks, True)
         mine = share.of(shape[1])
-        y[:, mine], dq[:, mine], parts = of_rank(ops, share, q, kv, dy, h, starts, window)
+        y[:, mine], dq[:, mine], parts = of_rank(ops, share, q, kv, dy, h, starts, window, cap)
         for source, part in enumerate(parts):
             dkv[:, share._replace(rank=source).of(shape[1])] += part.astype("f8")
-    true_y, saved = reference.attention(values(q), values(kv), h, None, Seen(starts, window=window))
+    seen = Seen(starts, window=window, cap=cap)
+    true_y, saved = reference.attention(values(q), values(kv), h, None, seen)
     true_dq, true_dkv = np.empty(q.shape), np.empty(kv.shape)
     reference.attention_backward(values(dy), saved, true_dq, true_dkv, None)
     for found, truth in ((y, true_y), (dq, true_dq), (dkv, true_dkv)):
@@ -84,7 +94,7 @@ RINGS: list[tuple[Any, ...]] = [
     (4, (0, 24), 2, 3, None),
     (2, (1, 268), 2, 4, 1, [[3, 90, 84, 91]]),  # 134 tokens of a rank are not whole tiles
     *((4, (1, 24), 2, 3, 1, None, window) for window in (1, 2, 3, 4, 7, 24)),
-    (3, (2, 24), 2, 3, None, [[5, 7, 12], [1] * 24], 3),
+    (3, (2, 24), 2, 3, None, [[5, 7, 12], [1] * 24], 3, 0.7),
     (2, (1, 268), 2, 4, 1, None, 70),
 ]
 
@@ -101,5 +111,9 @@ def parts() -> Iterator[Callable]:
 
 def tensor_parts() -> Iterator[Callable]:
     """attention_tensor, its backward and attention_join, of a ring."""
-    for ranks, length, *more in ((2, 560, [[100, 200, 260]]), (3, 300, None), (3, 300, None, 60)):
+    for ranks, length, *more in (
+        (2, 560, [[100, 200, 260]]),
+        (3, 300, None),
+        (3, 300, None, 60, 0.7),
+    ):
         yield partial(on_kernels, ring=(ranks, (1, length), 2, 16, 1, *more), dtype="float16")

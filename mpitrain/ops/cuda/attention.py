@@ -5,7 +5,7 @@ log_sums is one number per row instead of a row of weights. 16-bit elements use 
 device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
 cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
 the arguments of dropout.
-Groups of heads that share keys and values, documents, a window, and offsets or other pitches than those of a
+Groups of heads that share keys and values, documents, a window, a soft-cap, and offsets or other pitches than those of a
 layer are macros: a launch without them runs a kernel that has no registers for them.
 """
 
@@ -36,7 +36,7 @@ class AttentionKernels(NamedTuple):
     prefix   of the kernels' names
     tile     rows that a block owns
     threads  per block
-    scale    the forward multiplies scores by it: 1 / sqrt(D), times log2(e) where exponentials are
+    unit     the forward multiplies the scale of scores by it: 1, or log2(e) where exponentials are
              powers of 2
     shared   bytes of dynamic shared memory, forward and backward
     macros   forward and backward
@@ -45,7 +45,7 @@ class AttentionKernels(NamedTuple):
     prefix: str
     tile: int
     threads: int
-    scale: float
+    unit: float
     shared: tuple[int, int]
     macros: tuple[Macros, Macros]
 
@@ -72,7 +72,8 @@ def _attended(kernels: Any, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
     chosen = choose(kernels, q, kv, heads, y, bool(drop), seen)
     arrays = y, log_sums, *drop, seen.starts
-    _launch(kernels, chosen, "", chosen.scale, q, kv, heads, seen, arrays)
+    scale = seen.scale_of(q.shape[2] // heads) * chosen.unit
+    _launch(kernels, chosen, "", scale, q, kv, heads, seen, arrays)
     return y, (q, kv, y, log_sums, heads, drop, seen)
 
 
@@ -123,13 +124,13 @@ def attention_backward(kernels, dy, saved, dq, dkv, arena):
         macros=KINDS[q.dtype].macros,
         fresh="dots",
     )
-    scale, facts = (width // heads) ** -0.5, (dy, log_sums, dots)
+    scale, facts = seen.scale_of(width // heads), (dy, log_sums, dots)
     for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
         arrays = *facts, gradient, *drop, seen.starts
         _launch(kernels, chosen, half, scale, q, kv, heads, seen, arrays)
 
 
-def attention_next(kernels, q, kv, keys, values, past, heads, arena, window=0):
+def attention_next(kernels, q, kv, keys, values, past, heads, arena, seen=CAUSAL):
     """Return y of new tokens, and store their keys and values; one warp per query and head.
 
     q, y: (B, T, H D); kv: (B, T, 2 G D); keys, values: (B, G, W, D); past: (B,)
@@ -137,13 +138,13 @@ def attention_next(kernels, q, kv, keys, values, past, heads, arena, window=0):
     batch, length, _ = q.shape
     (_, groups, room, head), y = keys.shape, arena.take(q.shape, q.dtype)
     pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
-    sizes = batch, length, heads, groups, room, min(window or room, room), *pitches
+    sizes = batch, length, heads, groups, room, min(seen.window or room, room), *pitches
     kernels.launch(
         "attention_next",
         row_blocks(batch * length * heads),
         ROWS,
-        (*sizes, head**-0.5, q, kv, past, keys, values, y),
-        macros=kernels.macros(**element(q), **index(past), HEAD=head),
+        (*sizes, seen.scale_of(head), q, kv, past, keys, values, y),
+        macros=kernels.macros(**element(q), **index(past), HEAD=head, **_of_cap(seen)),
         fresh="y",
         strided="q kv",
     )
@@ -173,12 +174,19 @@ def choose(
     shape = q.shape[1:], kv.shape[2], heads
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
     has_window = int(seen.window > 0)
-    key = ("attention", q.dtype, shape, is_chunked, drops, documents, has_window, is_general)
+    masks = documents, has_window, is_general, seen.cap
+    key = ("attention", q.dtype, shape, is_chunked, drops, *masks)
     chosen = kernels.plans.get(key)
     if chosen is None:
         defines = {"DOCUMENTS": documents, "WINDOW": has_window, "GENERAL": int(is_general)}
+        defines |= _of_cap(seen)
         chosen = kernels.plans[key] = _choose(kernels, q, kv, heads, is_chunked, drops, defines)
     return chosen
+
+
+def _of_cap(seen: Seen) -> dict[str, Any]:
+    """Return the macro of a soft-cap, if there is one: a constant of the kernel."""
+    return {"CAP": repr(float(seen.cap))} if seen.cap else {}
 
 
 def has_tensor_kernel(head: int) -> bool:
@@ -193,7 +201,7 @@ def _choose(
     heads: int,
     is_chunked: bool,
     drops: bool,
-    defines: dict[str, int],
+    defines: dict[str, Any],
 ) -> AttentionKernels:
     _, length, width = q.shape
     head, capability = width // heads, kernels.engine.capability
@@ -221,7 +229,7 @@ def _choose(
             "attention_tensor",
             128,
             128 if head <= 64 else 256,
-            head**-0.5 * log2(e),
+            log2(e),
             (forward[steps[0]], backward[steps[1]]),
             (macros[0], macros[1]),
         )
@@ -233,7 +241,7 @@ def _choose(
                 "attention_dropout" if drops else "attention",
                 tile,
                 tile * tile // 16,
-                head**-0.5,
+                1.0,
                 shared,
                 (kernels.macros(**common, TILE=tile),) * 2,
             )

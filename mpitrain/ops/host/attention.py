@@ -68,7 +68,7 @@ def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
     passes, bounds, offset = passes or PASSES, Bounds.of(visible, *q.shape[:2]), visible.offset
     (batch, count, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
-    groups = kv.shape[2] // (2 * width)
+    scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
     each = heads // groups
     y = arena.take(q.shape, dtype)
     blocks = []
@@ -95,9 +95,7 @@ def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
             own = bounds.within(sequence, rows)
             keys = own.span(exp.shape[3])
             exp, masks = exp[..., keys], masks if masks is None else masks[..., keys]
-            scaled = np.multiply(
-                own_q[:, :, rows], width**-0.5, out=every_scaled[:, :, : exp.shape[2]]
-            )
+            scaled = np.multiply(own_q[:, :, rows], scale, out=every_scaled[:, :, : exp.shape[2]])
             passes.exponentials(
                 scaled,
                 k[:, :, keys],
@@ -131,10 +129,10 @@ def _masks(drop, sequence, rows, exp, scratch):
 
 
 def _backward(dy, saved, dq, dkv, arena):
-    q, kv, heads, blocks, drop, _, bounds, passes = saved
+    q, kv, heads, blocks, drop, visible, bounds, passes = saved
     (batch, total, columns), length, dtype = q.shape, kv.shape[1], q.dtype
     width = columns // heads
-    groups = kv.shape[2] // (2 * width)
+    scale, groups = visible.scale_of(width), kv.shape[2] // (2 * width)
     each, last = heads // groups, min(total, QUERIES)
     flat_ds, flat_scaled = arena.take((2, heads * last * width), dtype)
     part = arena.take((groups, length, width), dtype)
@@ -167,7 +165,7 @@ def _backward(dy, saved, dq, dkv, arena):
             dot = every_dot[:, :, :count]
             # dy takes the row sums and the scale, because it is (Q, D); exp and dscore are (Q, K).
             np.multiply(d[:, :, rows], inverse, out=ds)
-            np.multiply(ds, width**-0.5, out=scaled)
+            np.multiply(ds, scale, out=scaled)
             np.matmul(scaled, v[:, :, keys].swapaxes(2, 3), out=dscore)
             passes.scores_backward(exp, inverse, dscore, masks, dot)
             _write_or_add(exp if masks is None else masks, ds, dv[:, keys], is_last, part)
@@ -253,7 +251,7 @@ def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     saved.of_part(q, kv, seen).backward(dy, dq, dkv, arena)
 
 
-def attention_next(q, kv, keys, values, past, heads, arena, window=0):
+def attention_next(q, kv, keys, values, past, heads, arena, seen=CAUSAL):
     """Return y, and store the new keys and values.
 
     If each sequence has a single new token, all sequences are computed at once. Several new tokens
@@ -272,7 +270,7 @@ def attention_next(q, kv, keys, values, past, heads, arena, window=0):
         keys[b, :, first : first + length] = k[b]
         values[b, :, first : first + length] = v[b]
     if length == 1:
-        _attend(queries, keys, values, firsts, out, arena, window)
+        _attend(queries, keys, values, firsts, out, arena, seen)
         return y
     for b in rounds(batch, q):
         for start in range(0, length, QUERIES):
@@ -285,26 +283,28 @@ def attention_next(q, kv, keys, values, past, heads, arena, window=0):
                 [firsts[b] + start],
                 out[sequence, :, :, rows],
                 arena,
-                window,
+                seen,
             )
     return y
 
 
-def _attend(q, keys, values, firsts, out, arena, window):
+def _attend(q, keys, values, firsts, out, arena, visible):
     """Fill out with the attention of some queries of each sequence.
 
     firsts      position of the first query, for each sequence
     q, out      (B, G, R, Q, D)
     keys, values  (B, G, W, D), of which those that a query sees are each read once
     """
-    batch, groups, each, count, width = q.shape
+    (batch, groups, each, count, width), window = q.shape, visible.window
     end = max(firsts) + count
     seen = np.arange(max(0, min(firsts) + 1 - window) if window else 0, end)
     some = slice(end - len(seen), end)
     exp = arena.take((q.size // width * keys.shape[2],), q.dtype)
     exp = exp[: q.size // width * len(seen)].reshape(batch, groups, each * count, len(seen))
-    scaled = (q * width**-0.5).reshape(batch, groups, each * count, width)
+    scaled = (q * visible.scale_of(width)).reshape(batch, groups, each * count, width)
     np.matmul(scaled, keys[:, :, some].swapaxes(2, 3), out=exp)
+    if visible.cap:
+        attention_tiled.put_capped(exp, visible.cap)
     if count > 1 or min(firsts) < max(firsts):
         lasts = np.tile(np.add.outer(firsts, np.arange(count)), each)[:, None, :, None]
         np.copyto(exp, -np.inf, where=seen > lasts)
@@ -332,8 +332,8 @@ def forwards(attention: str, tiled: Any = None, whole: Any = None) -> Forwards:
     """
 
     def attend(q, kv, heads, masks, arena, seen):
-        is_tiled = attention == "tiled" or (attention == "auto" and kv.shape[1] >= TILED_FROM)
-        if is_tiled:
+        is_long = attention == "auto" and kv.shape[1] >= TILED_FROM
+        if attention == "tiled" or is_long or seen.cap:  # Saved exponentials have none.
             return attention_tiled.attended(q, kv, heads, masks, arena, seen, tiled)
         return attended(q, kv, heads, masks, arena, seen, whole)
 

@@ -86,6 +86,7 @@ class ForwardTile(NamedTuple):
     rows, keys    the queries and keys of this tile
     dropped          (Q, K): the weights after dropout; the scores if there is none
     end           number of keys of the tile up to the diagonal of the first query, or less than 1
+    cap           the soft-cap of scores; 0: there is none
     seen          the columns up to the diagonal that each query sees
     """
 
@@ -105,6 +106,7 @@ class ForwardTile(NamedTuple):
     keys: slice
     dropped: np.ndarray
     end: int
+    cap: float
     seen: Bounds = Bounds(None, None)
 
     def within(self, seen, is_first):
@@ -127,7 +129,7 @@ class ForwardTile(NamedTuple):
 
 
 def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=None):
-    passes, offset = passes or PASSES, visible.offset
+    passes, scale = passes or PASSES, visible.scale_of(queries.shape[2] // heads)
     bounds = Bounds.of(visible, *queries.shape[:2])
     (batch, count, columns), length, dtype = queries.shape, kv.shape[1], queries.dtype
     width = columns // heads
@@ -141,7 +143,7 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
     )
     v, out = arena.take((length, width), dtype), arena.take((count, width), dtype)
     sums = arena.take((count,), dtype)
-    every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None, offset)
+    every = tiles = _forward_tiles(q, kt, v, out, sums, tile, arena, drop is not None, visible)
     kt[width] = 1
     (every_q,), (ys,) = split_heads(queries, 1, heads), split_heads(y, 1, heads)
     every_kv = split_heads(kv, 2, groups)
@@ -155,7 +157,7 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
             every_y[:, some.stop :], log_sums[sequence, :, some.stop :] = 0, -np.inf
         seen, seen_sums = out[some], sums[some]
         for head in rounds(heads, queries):
-            np.multiply(own_q[head], width**-0.5, out=q[:, :width])
+            np.multiply(own_q[head], scale, out=q[:, :width])
             q[:, width] = 0
             if head % (heads // groups) == 0:
                 kt[:width] = every_k[head * groups // heads].T
@@ -174,9 +176,9 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
     return y, TiledState(queries, kv, y, log_sums, tile, drop, visible, passes)
 
 
-def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
+def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, visible):
     """Return the views of all tiles of a head, in the order of their queries."""
-    length, dtype = len(v), q.dtype
+    length, dtype, offset = len(v), q.dtype, visible.offset
     short, long = min(tile.short, len(q)), min(tile.long, length)
     scores, part = arena.take((short * long,), dtype), arena.take((short, v.shape[1]), dtype)
     part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
@@ -207,9 +209,33 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, offset):
                     keys,
                     dropped[: own.size].reshape(own.shape),
                     diagonal + 1 - start,
+                    visible.cap,
                 )
             )
     return tiles
+
+
+def put_scores(t, out, slopes=None):
+    """Write a tile's scores, with the additional channel.
+
+    out     (Q, K)
+    slopes  where to put those of a soft-cap, (Q, K)
+    """
+    if not t.cap:
+        np.matmul(t.q, t.kt, out=out)
+        return
+    np.matmul(t.q[:, :-1], t.kt[:-1], out=out)
+    put_capped(out, t.cap, slopes)
+    np.add(out, t.q[:, -1:], out=out)
+
+
+def put_capped(scores, cap, slopes=None):
+    """Replace scores by cap tanh(scores / cap), and write the slopes of that."""
+    np.multiply(scores, 1 / cap, out=scores)
+    np.tanh(scores, out=scores)
+    if slopes is not None:
+        np.subtract(1, np.multiply(scores, scores, out=slopes), out=slopes)
+    np.multiply(scores, cap, out=scores)
 
 
 def sum_values(tiles, fill):
@@ -218,7 +244,7 @@ def sum_values(tiles, fill):
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
     """
     for t in tiles:
-        np.matmul(t.q, t.kt, out=t.scores)
+        put_scores(t, t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
         t.seen.hide_others(t.scores)
@@ -238,7 +264,7 @@ def _row_maxima(tiles, maxima):
     """Fill the maxima (T,), which are the tiles' sums, with the largest score of each row."""
     maxima.fill(-np.inf)
     for t in tiles:
-        np.matmul(t.q, t.kt, out=t.scores)
+        put_scores(t, t.scores)
         if t.mask.size:
             np.add(t.masked, t.mask, out=t.masked)
         t.seen.hide_others(t.scores)
@@ -258,7 +284,8 @@ class BackwardTile(NamedTuple):
     rows, keys      the queries and keys of this tile
     dropped            (Q, K): the weights after dropout; the weights if there is none
     minus_dots      (Q, 1), of dropout: -dot
-    end, seen       as of a `ForwardTile`
+    slopes          (Q, K), of a soft-cap; the weights if there is none
+    end, cap, seen  as of a `ForwardTile`
     """
 
     q: np.ndarray
@@ -282,7 +309,9 @@ class BackwardTile(NamedTuple):
     keys: slice
     dropped: np.ndarray
     minus_dots: np.ndarray
+    slopes: np.ndarray
     end: int
+    cap: float
     seen: Bounds = Bounds(None, None)
 
     def within(self, seen, is_first):
@@ -300,7 +329,7 @@ class BackwardTile(NamedTuple):
 
 BY_QUERY = (
     *("q", "d", "only_q", "only_d", "weights", "dscores", "masked", "mask"),
-    *("dq", "part_q", "dropped", "minus_dots"),
+    *("dq", "part_q", "dropped", "minus_dots", "slopes"),
 )
 """The arrays of a tile with a row for each query, or for each of the first queries."""
 
@@ -310,7 +339,7 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
     (batch, heads, count), length, dtype = log_sums.shape, kv.shape[1], queries.dtype
     width = dy.shape[2] // heads
     groups = kv.shape[2] // (2 * width)
-    scale = width**-0.5
+    scale = visible.scale_of(width)
     q, d = arena.take((2, count, width + 1), dtype)
     kt, vt = take_columns(2, width + 1, length, dtype, arena)
     k, dk, dv = arena.take((3, length, width), dtype)
@@ -318,7 +347,7 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
     # With dropout the mask comes between the product and -dot, so the channel is 0.
     minus_dots = arena.take((count, 1), dtype) if drop else d[:, width:]
     views = q, d, kt, vt, k, dq, dk, dv, minus_dots
-    every = tiles = _backward_tiles(*views, tile, arena, drop is not None, offset)
+    every = tiles = _backward_tiles(*views, tile, arena, drop is not None, visible)
     kt[width] = vt[width] = 1
     dk[count + offset :] = dv[count + offset :] = 0  # No query sees these keys.
     inputs, results = split_heads(kv, 2, groups), split_heads(dkv, 2, groups)
@@ -355,12 +384,13 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
                 every_dv[group] += dv
 
 
-def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops, offset):
+def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops, visible):
     """Return the views of all tiles of a head, in the order of their keys."""
-    (length, width), dtype = k.shape, k.dtype
+    (length, width), dtype, offset, cap = k.shape, k.dtype, visible.offset, visible.cap
     short, long = min(tile.short, length), min(tile.long, len(q))
     weights, dscores = arena.take((2, short * long), dtype)
     dropped = arena.take((short * long,), dtype) if drops else weights
+    slopes = arena.take((short * long,), dtype) if cap else weights
     part = arena.take((max(short, long), width), dtype)
     mask, tiles = causal_mask(short, dtype), []
     for first in rounds_of(range(0, length, short), q):
@@ -396,7 +426,9 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
                     keys,
                     dropped[:size].reshape(shape),
                     minus_dots[rows],
+                    slopes[:size].reshape(shape),
                     above + 1,
+                    cap,
                 )
             )
     return tiles
@@ -407,7 +439,7 @@ def tile_backward(t, fill):
 
     fill  (queries, keys, dropped): write the mask of dropout; None: there is no dropout
     """
-    np.matmul(t.q, t.kt, out=t.weights)
+    put_scores(t, t.weights, t.slopes)
     if t.mask.size:
         np.add(t.masked, t.mask, out=t.masked)
     t.seen.hide_others(t.weights)
@@ -425,6 +457,8 @@ def add_gradients(tiles, fill, fill_tile=tile_backward):
     """Add every tile's gradient to dq, which is 0 at first; write or add those of dk and dv."""
     for t in tiles:
         fill_tile(t, fill)
+        if t.cap:
+            np.multiply(t.dscores, t.slopes, out=t.dscores)
         if t.is_first:
             np.matmul(t.dropped.T, t.only_d, out=t.dv)
             np.matmul(t.dscores.T, t.only_q, out=t.dk)

@@ -199,7 +199,7 @@ def layer_norm_backward_input(dy, gain, saved, arena, residual=None):
 def sum_values(tiles, fill):
     """As `attention_tiled.sum_values`."""
     for t in tiles:
-        np.matmul(t.q, t.kt, out=t.scores)
+        attention_tiled.put_scores(t, t.scores)
         if fill:
             fill(t.rows, t.keys, t.dropped)
         if has_memory(t.scores):
@@ -220,7 +220,7 @@ def sum_values(tiles, fill):
 
 def tile_backward(t, fill):
     """Fill the tile's weights, those after dropout, and the gradient of its scores."""
-    np.matmul(t.q, t.kt, out=t.weights)
+    attention_tiled.put_scores(t, t.weights, t.slopes)
     np.matmul(t.d, t.vt, out=t.dscores)
     drop = (t.dropped, t.minus_dots) if fill else (None, None)
     if fill:

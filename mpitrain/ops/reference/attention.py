@@ -34,16 +34,27 @@ class Seen(NamedTuple):
     starts  (B, Q) int32, ascending in a row, in the memory of the operations. Of tokens in
             documents: the first token of each one's document
     closed  whether starts are of documents that end, too; the causal mask hides the end without it
+
+    It also says what becomes of a product q k of a query with a key that it sees:
+
+        scale   the score is q k scale            0: scale is 1 / sqrt(D)
+        cap     and then cap tanh(score / cap)    0: it stays
     """
 
     starts: Any = None
     offset: int = 0
     window: int = 0
     closed: bool = False
+    scale: float = 0.0
+    cap: float = 0.0
 
     def narrow(self, queries: int) -> Seen:
         """Return the record without a window that hides no key of so many queries."""
         return self._replace(window=0) if self.window >= queries + self.offset else self
+
+    def scale_of(self, width: int) -> float:
+        """Return the scale of scores of heads of D = width channels."""
+        return self.scale or width**-0.5
 
     def keys_of_a_query(self, keys: int) -> int:
         """Return how many of so many keys a query computes with, if scores are whole squares."""
@@ -126,14 +137,14 @@ def first_keys(starts: np.ndarray, window: int) -> np.ndarray:
 
 @operation("q:B,T,HD kv:B,T,2ED heads=H -> y:B,T,HD saved", "y", products="2BTTHD")
 def attention(q, kv, heads, arena, seen=CAUSAL):
-    """Return (y, saved) with y = softmax(q k^T / sqrt(D)) v for each head (Vaswani et al. 2017).
+    """Return (y, saved) with y = softmax(scores) v for each head (Vaswani et al. 2017).
 
     Rows may be views into longer rows.
 
     q     (B, Q, H D): the heads side by side
     kv    (B, T, 2 G D): the heads of keys side by side, then those of values
-    seen  which keys a query sees, of these keys at least one; starts are those of documents, none
-          after its token
+    seen  which keys a query sees, of these keys at least one, and with which scores; starts are
+          those of documents, none after its token
     y     (B, Q, H D)
     """
     return attended(q, kv, heads, 1, seen)
@@ -141,11 +152,11 @@ def attention(q, kv, heads, arena, seen=CAUSAL):
 
 def attended(q, kv, heads, mask, seen=CAUSAL):
     """Return (y, saved) of attention whose probabilities are multiplied by a mask, (B, H, Q, T)."""
-    scores, v = _scores(q, kv, heads, seen)
+    scores, slopes, v = _scores(q, kv, heads, seen)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     y = (weights * mask @ v).swapaxes(1, 2).reshape(q.shape)
-    return y, (q, kv, weights, mask)
+    return y, (q, kv, weights, mask, slopes)
 
 
 @operation("q:B,T,HD kv:B,K,2ED heads=H -> y:B,T,HD saved", "y", products="2BTKHD")
@@ -158,7 +169,7 @@ def attention_part(q, kv, heads, arena, seen=CAUSAL, earlier=None):
     earlier  `saved` of the parts before, for these queries or for more, of which these are the last;
              y and `saved` are then theirs, with this part joined in place. None: this is the first
     """
-    scores, v = _scores(q, kv, heads, seen)
+    scores, _, v = _scores(q, kv, heads, seen)
     log_sums = np.logaddexp.reduce(scores, -1, initial=-np.inf)
     weights = np.exp(scores - np.maximum(log_sums, np.finfo(q.dtype).min)[..., None])
     y = (weights @ v).swapaxes(1, 2).reshape(q.shape)
@@ -188,18 +199,24 @@ def attention_part_backward(dy, saved, q, kv, dq, dkv, arena, seen=CAUSAL):
     """
     first, heads = saved[0].shape[1] - q.shape[1], saved[1].shape[1]
     y, log_sums = saved[0][:, first:], saved[1][..., first:]
-    scores, _ = _scores(q, kv, heads, seen)
+    scores, slopes, _ = _scores(q, kv, heads, seen)
     (own_y,), (own_dy,) = _heads(y, 1, heads), _heads(dy, 1, heads)
     dots = (own_dy * own_y).sum(-1, keepdims=True)
-    _put_gradients(dy, q, kv, np.exp(scores - log_sums[..., None]), 1, dots, dq, dkv)
+    _put_gradients(dy, q, kv, np.exp(scores - log_sums[..., None]), 1, slopes, dots, dq, dkv)
 
 
 def _scores(q, kv, heads, seen: Seen):
-    """Return the scores (B, H, Q, T), -inf for keys that a query does not see, and the values."""
+    """Return the scores (B, H, Q, T), -inf for keys that a query does not see, the slopes of the
+    others in q k^T, and the values.
+    """
     (every_q,), (k, v) = _heads(q, 1, heads), _heads(kv, 2, _groups(q, kv, heads))
     k, v = (np.repeat(x, heads // x.shape[1], 1) for x in (k, v))
-    scores = every_q @ k.swapaxes(-1, -2) / np.sqrt(k.shape[-1], dtype=q.dtype)
-    return np.where(seen.mask(q.shape[1], kv.shape[1]), scores, -np.inf), v
+    slopes = scale = seen.scale_of(k.shape[-1])
+    scores = every_q @ k.swapaxes(-1, -2) * scale
+    if seen.cap:
+        ratios = np.tanh(scores / seen.cap)
+        scores, slopes = ratios * seen.cap, scale * (1 - ratios * ratios)
+    return np.where(seen.mask(q.shape[1], kv.shape[1]), scores, -np.inf), slopes, v
 
 
 @operation(
@@ -207,11 +224,11 @@ def _scores(q, kv, heads, seen: Seen):
     "y",
     products="4BTTHD",
 )
-def attention_next(q, kv, keys, values, past, heads, arena, window=0):
+def attention_next(q, kv, keys, values, past, heads, arena, seen=CAUSAL):
     """Return y of `attention` for new tokens that follow stored ones (incremental decoding).
 
     New token t of sequence b has the position past[b] + t. Its key and value are stored there, and
-    it sees the positions up to its own, of these the last `window`, or with 0 all.
+    it sees the positions up to its own, of these the last `seen.window`, or with 0 all.
 
     q, kv         (B, T, H D) and (B, T, 2 G D), of the new tokens
     keys, values  (B, G, W, D), finite; they receive the new keys and values
@@ -224,11 +241,12 @@ def attention_next(q, kv, keys, values, past, heads, arena, window=0):
     for b, first in enumerate(past):
         for t, query in enumerate(every_q[b].swapaxes(0, 1)):
             end = first + t + 1
-            own = slice(max(0, end - window) if window else 0, end)
+            own = slice(max(0, end - seen.window) if seen.window else 0, end)
             keys[b, :, end - 1], values[b, :, end - 1] = every_k[b, :, t], every_v[b, :, t]
-            seen, summed = (np.repeat(x[b, :, own], heads // groups, 0) for x in (keys, values))
-            scores = (seen @ query[..., None])[..., 0]
-            scores /= np.sqrt(query.shape[-1], dtype=q.dtype)
+            scored, summed = (np.repeat(x[b, :, own], heads // groups, 0) for x in (keys, values))
+            scores = (scored @ query[..., None])[..., 0]
+            scores *= seen.scale_of(query.shape[-1])
+            scores = seen.cap * np.tanh(scores / seen.cap) if seen.cap else scores
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             y[b, :, t] = (weights[:, None] @ summed)[:, 0]
@@ -246,19 +264,22 @@ def attention_backward(dy, saved, dq, dkv, arena):
 
     The gradients of keys and values are sums over the query heads of their group.
     """
-    q, kv, weights, mask = saved
-    _put_gradients(dy, q, kv, weights, mask, None, dq, dkv)
+    q, kv, weights, mask, slopes = saved
+    _put_gradients(dy, q, kv, weights, mask, slopes, None, dq, dkv)
 
 
-def _put_gradients(dy, q, kv, weights, mask, dots, dq, dkv):
-    """Write dq and dkv.    dots: (B, H, Q, 1), sums of dy y over a row; None: of these keys alone"""
+def _put_gradients(dy, q, kv, weights, mask, slopes, dots, dq, dkv):
+    """Write dq and dkv.
+
+    slopes  of the scores in q k^T
+    dots    (B, H, Q, 1), sums of dy y over a row; None: of these keys alone
+    """
     heads, groups = weights.shape[1], _groups(q, kv, weights.shape[1])
     (every_q,), (k, v), (d,) = _heads(q, 1, heads), _heads(kv, 2, groups), _heads(dy, 1, heads)
     k, v = (np.repeat(x, heads // groups, 1) for x in (k, v))
     dweights = d @ v.swapaxes(-1, -2) * mask
     dots = (dweights * weights).sum(-1, keepdims=True) if dots is None else dots
-    dscores = weights * (dweights - dots)
-    dscores /= np.sqrt(k.shape[-1], dtype=q.dtype)
+    dscores = weights * (dweights - dots) * slopes
     _heads(dq, 1, heads)[0][...] = dscores @ k
     for out, each in zip(
         _heads(dkv, 2, groups),

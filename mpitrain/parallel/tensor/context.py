@@ -208,14 +208,15 @@ class RingAttention(Attention):
         own  number of tokens that each rank has
         """
         ranks, share = self._context.size, self._share
-        firsts = places and places.firsts.get(self.window)
-        steps = share.steps(ranks * own, self.window)
+        window = self.seen.window
+        firsts = places and places.firsts.get(window)
+        steps = share.steps(ranks * own, window)
         for step, after in zip_longest(steps, steps[1:]):
             source = (self._context.rank - step) % ranks
             # Own tokens that lie a window apart in the row do so among themselves, or farther.
-            bounds = (own, 0) if step else (0, self.window)
-            seen = Seen(firsts and firsts[source], *bounds)
-            yield step, (after or step) - step, *share.seen(source, own, self.window), seen
+            bounds = {"offset": own, "window": 0} if step else {}
+            seen = self.seen._replace(starts=firsts and firsts[source], **bounds)
+            yield step, (after or step) - step, *share.seen(source, own, window), seen
 
     def _lease(self, like: Any, content: Any = None) -> ActivationBuffer:
         lease = self._context.exchange(like.shape, like.dtype)

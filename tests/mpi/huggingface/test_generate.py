@@ -28,7 +28,7 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
         [*LLAMA, "model.window=4", "model.window_from=1"],
         [*LLAMA, "model.qk_norm=true", "model.head_dim=6", "model.rope_scaling=[4,32,1,8,1.1]"],
         [*LLAMA, "model.activation=gelu", "model.scaled_embedding=true", "model.tied=true"],
-        [*LLAMA, *GEMMA, "model.logit_cap=3"],
+        [*LLAMA, *GEMMA, "model.logit_cap=3", "model.score_cap=2", "model.score_scale=0.5"],
         [*LLAMA, *GEMMA, "model.qk_norm=true", "model.window_theta=50.0"],
         [*LLAMA, *EXPERTS, "model.window=5"],
         [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.router=before"],

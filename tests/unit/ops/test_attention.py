@@ -117,6 +117,26 @@ def test_shared_heads_and_offsets_equal_the_definition(
         assert_equals_the_definition(forward, qkv, dy, heads, 1e-12, **shape)
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("cap", [0.7, 1e4])
+def test_a_soft_cap_and_a_scale_equal_the_definition(cap, drops, passes):
+    """With the larger cap scores are too large for exponentials without a shift."""
+    qkv, dy = drawn(1, 2, 131, 8 * 3), drawn(2, 2, 131, 4 * 3)
+    forward = chosen.forwards("auto", *passes).attention_dropout if drops else tiled(None, passes)
+    shape = {"kv_heads": 2, "window": 50, "cap": cap, "scale": 0.9 if cap < 1 else 500.0}
+    given = ((5, 7), 2, 7, 11, 0.3) if drops else ()
+    own = over_packed(forward, **shape)
+    definition = Packed(reference, "attention_dropout" if drops else "attention", **shape)
+    y, saved = own.attention(qkv, 4, *given, Arena())
+    true_y, true_saved = definition.attention(qkv, 4, *given, None)
+    assert np.abs(y - true_y).max() <= 1e-11 * np.abs(true_y).max()
+    found, truth = (
+        each.attention_backward(dy, of, Arena())
+        for each, of in ((own, saved), (definition, true_saved))
+    )
+    assert np.abs(found - truth).max() <= 1e-11 * np.abs(truth).max()
+
+
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("body", ["reference", "numpy", "compiled"])
 def test_the_ranks_of_a_ring_compute_attention_over_whole_rows(body, ring, monkeypatch):

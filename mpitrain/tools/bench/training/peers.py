@@ -62,6 +62,7 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         wanted += [("layout.tp", [1]), ("layout.pp", [1])]
         wanted += [("model.qk_norm", [False]), ("model.head_dim", [0])]
         wanted += [("model.activation", ["silu"]), ("model.scaled_embedding", [False])]
+        wanted += [("model.score_scale", [0]), ("model.score_cap", [0])]
     for key, allowed in wanted:
         if values[key] not in allowed:
             raise _refusal(f"{key} {' or '.join(map(str, allowed))}", key, values[key])
