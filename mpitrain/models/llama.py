@@ -6,115 +6,77 @@ Norms without a mean, rotary positions, heads that share keys and values, a gate
 from __future__ import annotations  # so that help() prints signatures as they are written here
 
 import math
-from collections.abc import Sequence
 
+from mpitrain.config import Model
 from mpitrain.layers.base import Layer, Unit
 from mpitrain.layers.compose import Sequential
 from mpitrain.layers.initial import normal
 from mpitrain.layers.plain import Plain, Rotary
 
 
-def llama(
-    layers: Plain,
-    *,
-    vocab: int,
-    context: int,
-    width: int,
-    heads: int,
-    depth: int,
-    hidden: int,
-    kv_heads: int = 0,
-    head_dim: int = 0,
-    qk_norm: bool | str = False,
-    post_norm: bool = False,
-    qkv_bias: bool = False,
-    theta: float = 10_000.0,
-    rope_scaling: Sequence[float] = (),
-    tied: bool = False,
-    activation: str = "silu",
-    scaled_embedding: bool = False,
-    epsilon: float = 1e-5,
-    windows: Sequence[int] = (),
-    window_theta: float = 0.0,
-    score_scale: float = 0.0,
-    score_cap: float = 0.0,
-    logit_cap: float = 0.0,
-    experts: int = 0,
-) -> list[Unit]:
-    """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to context.
+def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
+    """Return the units of a Llama: tokens (B, T) to logits (B, T, vocab), for T up to the context.
 
     Parameters
     ----------
-    hidden : int
-        Hidden units of each MLP.
-    kv_heads : int
-        Heads of keys and values, which divide heads; 0: as many as heads.
-    head_dim : int
-        Channels of a head; 0: width / heads.
-    qk_norm : bool or "joint"
-        Whether each head of queries and of keys is normed before its rotation, or all of a token
-        together.
-    qkv_bias : bool
-        Whether queries, keys and values have biases.
-    theta : float
-        Base of the angles of rotary positions; the width of a head is even.
-    activation : {"silu", "gelu"}
-        Activation of the gates of each MLP.
-    epsilon : float
-        Term of the norms, added to the mean square.
-
-    Others as the keys of [model], or as of `gpt`.
+    model : section
+        [model] of a configuration, such as `Config().model`: width, heads and all others.
     """
+    width, heads, shared = model.width, model.heads, model.kv_heads or model.heads
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
-    inner, onto_residual = normal(std), normal(std / (2 * max(1, depth)) ** 0.5)
-    shared, inside = kv_heads or heads, heads * (head_dim or width // heads)
-    rotary = Rotary(theta, context, tuple(rope_scaling))
-    within = Rotary(window_theta, context) if window_theta else rotary
-    scale = math.sqrt(width) if scaled_embedding else 1.0
-    embedding = layers.embedding(vocab, context, width, positions=False, scale=scale)
-    gated = layers.geglu if activation == "gelu" else layers.swiglu
+    inner, onto_residual = normal(std), normal(std / (2 * model.layers) ** 0.5)
+    inside, hidden = heads * model.head_channels, model.hidden_units
+    rotary = Rotary(model.theta, model.context, tuple(model.rope_scaling))
+    within = Rotary(model.window_theta, model.context) if model.window_theta else rotary
+    scale = math.sqrt(width) if model.scaled_embedding else 1.0
+    embedding = layers.embedding(vocab, model.context, width, positions=False, scale=scale)
+
+    def norm() -> Layer:
+        return layers.rms_norm(width, model.epsilon)
 
     def branch(**children: Layer) -> Layer:
         """Return a residual branch: a norm, the layers, and with post_norm a norm of their output."""
-        after = {"post": layers.rms_norm(width, epsilon)} if post_norm else {}
-        inner_layers = Sequential(norm=layers.rms_norm(width, epsilon), **children, **after)
-        return layers.residual(inner_layers)
+        after = {"post": norm()} if model.post_norm else {}
+        return layers.residual(Sequential(norm=norm(), **children, **after))
 
     def head_norms() -> dict[str, Layer]:
-        is_joint = qk_norm == "joint"
-        if not qk_norm:
+        is_joint = model.qk_norm == "joint"
+        if not model.qk_norm:
             return {}
-        return {"norms": layers.head_norms(inside, heads, shared, epsilon, is_joint)}
+        return {"norms": layers.head_norms(inside, heads, shared, model.epsilon, is_joint)}
+
+    def gated_mlp() -> dict[str, Layer]:
+        up = layers.joined_linear(
+            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
+        )
+        gate = layers.geglu() if model.activation == "gelu" else layers.swiglu()
+        return {
+            "up": up,
+            "gate": gate,
+            "down": layers.row_linear(hidden, width, onto_residual, bias=False),
+        }
 
     units = [Unit("embedding", embedding)]
-    for block in range(depth):
-        window = windows[block] if windows else 0
+    for block, window in enumerate(model.windows):
         attention = branch(
-            qkv=layers.qkv(width, heads, inner, shared, qkv_bias, head_dim),
+            qkv=layers.qkv(width, heads, inner, shared, model.qkv_bias, model.head_dim),
             **head_norms(),
             attention=layers.attention(
                 *(inside, heads, shared),
                 rotary=within if window else rotary,
                 window=window,
-                scale=score_scale,
-                cap=score_cap,
+                scale=model.score_scale,
+                cap=model.score_cap,
             ),
             out=layers.row_linear(inside, width, onto_residual, bias=False),
         )
-        if experts:
-            mlp = branch(experts=layers.experts(width, hidden, inner, onto_residual, is_gated=True))
-        else:
-            mlp = branch(
-                up=layers.joined_linear(
-                    width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
-                ),
-                gate=gated(),
-                down=layers.row_linear(hidden, width, onto_residual, bias=False),
-            )
+        experts = (width, hidden, inner, onto_residual, True)
+        mlp = branch(**({"experts": layers.experts(*experts)} if model.experts else gated_mlp()))
         units += [Unit(f"blocks.{block}.attention", attention), Unit(f"blocks.{block}.mlp", mlp)]
     head = Sequential(
-        norm=layers.rms_norm(width, epsilon),
+        norm=norm(),
         logits=layers.head(width, vocab, inner),
-        **({"cap": layers.soft_cap(logit_cap)} if logit_cap else {}),
+        **({"cap": layers.soft_cap(model.logit_cap)} if model.logit_cap else {}),
     )
-    return [*units, Unit("head", head, {"logits.weight": "embedding.tokens"} if tied else {})]
+    tied = {"logits.weight": "embedding.tokens"} if model.tied else {}
+    return [*units, Unit("head", head, tied)]

@@ -48,7 +48,7 @@ class Model(NamedTuple):
 
 
 def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
-    """Return the arguments that all transformers take."""
+    """Return the arguments that a gpt and a bert take."""
     return {
         "vocab": source.inputs,
         "context": keys.context,
@@ -56,49 +56,28 @@ def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
         "heads": keys.heads,
         "depth": keys.layers,
         "tied": keys.tied,
-        "epsilon": keys.epsilon,
+        **{
+            key: getattr(keys, key) for key in ("hidden", "epsilon", "dropout", "attention_dropout")
+        },
     }
 
 
-def _decoder(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
-    """Return the arguments that a gpt and a llama take."""
+def _gpt(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
     own = {"windows": keys.windows, "experts": keys.experts}
-    return {**_transformer(keys, source), **own}
-
-
-def _dropout(keys: Keys) -> dict[str, Any]:
-    """Return the arguments that a gpt and a bert take."""
-    return {key: getattr(keys, key) for key in ("hidden", "dropout", "attention_dropout")}
+    return gpt(layers, **_transformer(keys, source), **own)
 
 
 def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
     from mpitrain.models.llama import llama  # a run of another kind does not need the module
 
-    return llama(
-        layers,
-        kv_heads=keys.kv_heads,
-        head_dim=keys.head_dim,
-        qk_norm=keys.qk_norm,
-        post_norm=keys.post_norm,
-        window_theta=keys.window_theta,
-        score_scale=keys.score_scale,
-        score_cap=keys.score_cap,
-        logit_cap=keys.logit_cap,
-        activation=keys.activation,
-        scaled_embedding=keys.scaled_embedding,
-        qkv_bias=keys.qkv_bias,
-        theta=keys.theta,
-        rope_scaling=keys.rope_scaling,
-        hidden=keys.hidden_units,
-        **_decoder(keys, source),
-    )
+    return llama(layers, source.inputs, keys)
 
 
 def _bert(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
     from mpitrain.models.bert import bert
 
     classes = 0 if source.form == "tokens" else source.classes
-    return bert(layers, classes=classes, **_transformer(keys, source), **_dropout(keys))
+    return bert(layers, classes=classes, **_transformer(keys, source))
 
 
 def _transformer_flops(keys: Keys, parameters: int) -> float:
@@ -116,7 +95,7 @@ def _transformer_flops(keys: Keys, parameters: int) -> float:
 
 MODELS: Table[str, Model] = Table(
     gpt=Model(
-        lambda layers, keys, source: gpt(layers, **_decoder(keys, source), **_dropout(keys)),
+        _gpt,
         takes="tokens",
         help="for tokens",
         split="heads",
