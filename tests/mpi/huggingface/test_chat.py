@@ -152,13 +152,14 @@ def test_a_template_gives_the_text_of_transformers(folder, name):
     theirs.chat_template = as_jinja(TEMPLATES[name])
     (folder / "chat_template.jinja").write_text(theirs.chat_template)
     template = TEMPLATES[name] if name.startswith("ours") else chat_template(folder)
-    for count in (1, 2, 3, 4):
-        for asks in (False, True):
-            wanted = theirs.apply_chat_template(
-                TURNS[:count], tokenize=False, add_generation_prompt=asks
-            )
-            assert written(template, TURNS[:count], asks) == wanted
-    ((row,),) = rows(template, TURNS)
+    with open_template(template) as opened:
+        for count in (1, 2, 3, 4):
+            for asks in (False, True):
+                wanted = theirs.apply_chat_template(
+                    TURNS[:count], tokenize=False, add_generation_prompt=asks
+                )
+                assert opened.write(Conversation(TURNS[:count]), asks) == wanted
+        ((row,),) = opened.rows([Conversation(TURNS)])
     assert row.text == wanted.removesuffix(wanted[len(row.text) :]) and not row.is_tagged
     bounds = [0, *(bound for span in row.spans for bound in span), len(row.text)]
     pieces = [row.text[start:stop] for start, stop in pairwise(bounds)]
