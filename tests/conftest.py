@@ -45,6 +45,7 @@ TOOLS = (
 """Rooms of `unit` and `ranks` that prove no part of the engine."""
 LONGEST = (
     "mpi",
+    "huggingface",
     "ranks",
     "unit/jobs",
     "unit/textbook",
@@ -55,7 +56,7 @@ LONGEST = (
 """Rooms whose files take longest: under `-n` they come first, so that no worker is left with one at the end."""
 COMPILED = ("cuda-sim", "simulated kernels", "compiled")
 """Words in parameters of tests that compile."""
-OTHERS = {"compile", "mpi", "slow", "gpu"}
+OTHERS = {"compile", "mpi", "huggingface", "slow", "gpu"}
 """Marks of which a test that is `fast` has none."""
 NO_GPU = "CuPy finds no GPU here"
 NO_COMPILER = "they need a compiler: pip install ziglang, or apt install g++"
@@ -91,8 +92,8 @@ def pytest_collection_modifyitems(config, items):
         kind, room = place(item.path)
         if kind in ("unit", "ranks", "golden") and room.partition("/")[0] not in TOOLS:
             item.add_marker("engine")
-        if kind == "mpi":
-            item.add_marker("mpi")
+        if kind in ("mpi", "huggingface"):
+            item.add_marker(kind)
         if f"{kind}/{room}" in JOBS:
             item.add_marker("slow")
         if (kind, room) == ("unit", "kernels"):

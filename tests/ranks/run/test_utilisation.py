@@ -91,6 +91,7 @@ def test_rates_are_fractions_of_the_peak():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(
         compiling.os.path, "expanduser", lambda path: path.replace("~", str(tmp_path))
     )

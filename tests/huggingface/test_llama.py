@@ -11,8 +11,8 @@ from mpitrain.run.build import build
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import exact, llama, loaded, logits, loss_and_gradients, rows
-from tests.mpi.huggingface.test_round_trip import computed
+from tests.huggingface.models import exact, llama, loaded, logits, loss_and_gradients, rows
+from tests.huggingface.test_round_trip import computed
 from tests.training import configured
 
 torch = pytest.importorskip("torch")

@@ -29,7 +29,7 @@ from mpitrain.formats.writing import tokenizer_files
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import loaded
+from tests.huggingface.models import loaded
 from tests.runs import TINY, go, records
 from tests.training import configured
 
@@ -386,7 +386,7 @@ def test_a_whole_fine_tune_and_lora_on_it_have_the_losses_of_transformers_and_pe
 
     torch.manual_seed(0)  # of the adapters
     with contextlib.chdir(tmp_path):
-        run_path(str(Path(__file__).parents[3] / "jobs/prove/sums.py"))["make"]()
+        run_path(str(Path(__file__).parents[2] / "jobs/prove/sums.py"))["make"]()
     model = loaded(tmp_path / "gpt2")
     assert_same_losses(model, tmp_path / "whole", tmp_path / "sums.jsonl", ["optimizer.lr=0.002"])
     model.save_pretrained(tmp_path / "gpt2")

@@ -17,7 +17,7 @@ from mpitrain.run.build import configured as from_run
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import loss_and_gradients, loss_of, named, output
+from tests.huggingface.models import loss_and_gradients, loss_of, named, output
 from tests.training import configured, held, stepped
 
 NAMES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(32))]

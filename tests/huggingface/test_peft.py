@@ -9,7 +9,7 @@ from mpitrain.run.build import configured as opened
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama, loaded, logits, made, rows
+from tests.huggingface.models import llama, loaded, logits, made, rows
 from tests.training import configured
 
 FLAT = ["run.steps=6", "batch.size=8", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpitrain as package
-from tests.mpi.huggingface.test_companions import NAMES, WORDS, saved
+from tests.huggingface.test_companions import NAMES, WORDS, saved
 from tests.processes import mpitrain
 
 PAGE = Path(package.__file__).parent / "formats/README.md"

@@ -11,15 +11,7 @@ from mpitrain.formats.gpt2 import GPT2
 from mpitrain.run.build import build
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import (
-    loaded,
-    logits,
-    loss_and_gradients,
-    loss_of,
-    made,
-    output,
-    rows,
-)
+from tests.huggingface.models import loaded, logits, loss_and_gradients, loss_of, made, output, rows
 from tests.training import configured
 
 FLAT = ["run.steps=3", "batch.size=8", "model.context=16", "device.kind=cpu", "run.eval_every=-1"]

@@ -8,7 +8,7 @@ import pytest
 from mpitrain.errors import MpitrainError
 from mpitrain.run.build import build
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama, loaded, logits, made
+from tests.huggingface.models import llama, loaded, logits, made
 from tests.training import configured
 
 LLAMA3 = {

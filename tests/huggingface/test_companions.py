@@ -10,7 +10,7 @@ from mpitrain.run.build import open_run
 from mpitrain.run.export import export
 from mpitrain.run.loop import train
 from mpitrain.transport.threads import run_ranks
-from tests.mpi.huggingface.models import llama, made
+from tests.huggingface.models import llama, made
 from tests.processes import launch, mpitrain
 from tests.training import configured
 
