@@ -724,8 +724,8 @@ class Device(Section):
     16-bit ones on compute capability 9.0, and 3xtf32 where device.tiles says that it is 1.3 times
     as fast as tiled"""
     tensor_cores: Literal["mma", "wgmma"] = "mma"
-    """cuda and cuda-sim, gemm tiled, 3xtf32 and auto: 16-bit products by instructions of a warp (mma), or by those of
-    Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim; with wgmma
+    """cuda and cuda-sim, gemm tiled, 3xtf32 and auto: 16-bit products and attention by instructions of a warp (mma), or by
+    those of Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim; with wgmma
     auto never takes cuBLAS. wgmma has not run on a GPU yet"""
     graph: Literal["no", "auto"] = "no"
     """cuda: the forward and backward passes of a step are one launch, of a CUDA graph. auto: where one

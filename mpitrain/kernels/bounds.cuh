@@ -49,8 +49,10 @@ struct Bounds {
     const int* starts;
     int Q, reach;    // query t sees no key before t + reach
 
-    __device__ __forceinline__ Bounds(const int* every, const Sizes& sizes)
-        : starts(every + (DOCUMENTS ? (long long)blockIdx.z * sizes.Q : 0)), Q(sizes.Q), reach(sizes.offset + 1 - sizes.window) {}
+    __device__ __forceinline__ Bounds(const int* every, const Sizes& sizes) : Bounds(every, sizes, blockIdx.z) {}
+    // Those of sequence b.
+    __device__ __forceinline__ Bounds(const int* every, const Sizes& sizes, int b)
+        : starts(every + (DOCUMENTS ? (long long)b * sizes.Q : 0)), Q(sizes.Q), reach(sizes.offset + 1 - sizes.window) {}
 
     // The first key that query t sees. A query from Q on sees all keys.
     __device__ __forceinline__ int first_key(int t) const {

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from mpitrain.errors import ConfigError, KernelError
-from mpitrain.kernels.loader import BOX_COLUMNS, Dims, Function, Multiprocessor, TensorMap
+from mpitrain.kernels.loader import (
+    BOX_COLUMNS,
+    Dims,
+    Function,
+    Multiprocessor,
+    TensorMap,
+    map_pitches,
+)
 from mpitrain.kernels.source import Signature, SourceFile
 from mpitrain.machine.compiling import cache_of, compiled_once
 
@@ -181,7 +188,7 @@ class CudaEngine:
         )
 
     def tensor_map(self, array: Any, box_rows: int) -> TensorMap:
-        """Return the map of a matrix, encoded once for each place and shape in memory.
+        """Return the map of an array, encoded once for each place and shape in memory.
 
         raises  KernelError if the driver refuses it
         """
@@ -189,9 +196,9 @@ class CudaEngine:
         if (encoded := self._maps.get(key)) is None:
             if len(self._maps) >= MOST_MAPS:
                 self._maps.clear()
-            kind, pitch = MAP_TYPES[array.dtype.name], array.strides[0]
+            kind, pitches = MAP_TYPES[array.dtype.name], map_pitches(array)
             encoded = self._maps[key] = encoded_map(
-                kind, array.data.ptr, array.shape, pitch, box_rows
+                kind, array.data.ptr, array.shape, pitches, box_rows
             )
         return TensorMap(array, box_rows, encoded)
 
@@ -237,27 +244,28 @@ class CudaEngine:
 
 
 def encoded_map(
-    kind: int, address: int, shape: tuple[int, int], pitch: int, box_rows: int
+    kind: int, address: int, shape: tuple[int, ...], pitches: tuple[int, ...], box_rows: int
 ) -> bytes:
-    """Return a matrix as the driver encodes it for the copy engine, swizzled by 128 bytes.
+    """Return an array as the driver encodes it for the copy engine, swizzled by 128 bytes.
 
-    kind    CUtensorMapDataType
-    pitch   bytes from a row to the next
+    kind     CUtensorMapDataType
+    pitches  of `map_pitches`
     raises  KernelError if the driver refuses it
     """
     memory = (ctypes.c_ubyte * (MAP_BYTES + MAP_ALIGNMENT))()
     place = -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    rows, columns = shape
+    dims = len(shape)
+    box = BOX_COLUMNS, box_rows, 1
     interleave, swizzle, promotion, fill = 0, SWIZZLE_128B, L2_256B, 0
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),
         kind,
-        2,
+        dims,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(BOX_COLUMNS, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * dims)(*reversed(shape)),
+        (ctypes.c_uint64 * (dims - 1))(*pitches),
+        (ctypes.c_uint32 * dims)(*box[:dims]),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
         interleave,
         swizzle,
         promotion,
@@ -265,7 +273,7 @@ def encoded_map(
     )
     if status:
         raise KernelError(
-            f"The driver makes no map of a matrix {shape} at {address:#x}, whose rows are {pitch} bytes apart: error {status}.",
+            f"The driver makes no map of an array {shape} at {address:#x} with rows {pitches[0]} bytes apart: error {status}.",
             "Rows must begin at multiples of 16 bytes; else use device.tensor_cores=mma.",
         )
     return ctypes.string_at(place, MAP_BYTES)

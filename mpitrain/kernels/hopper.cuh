@@ -2,10 +2,12 @@
 // simulator brings its own instructions (simulator/hopper.h).
 //
 // wgmma<TA, TB>   D (64 x N, float) += A (64 x 16) B (16 x N), of 16-bit elements that both lie in shared memory: four
-//                 warps together, asynchronous. TA, TB: 1 where the operand is stored as rows of K
+//                 warps together, asynchronous. TA, TB: 1 where the operand is stored as rows of K; ADDS 0: D = A B
+// wgmma_from_registers<TB>  the same, of an A whose 16 rows of each warp lie in its registers, as a fragment of mma.m16n8k16
 // wgmma_fence     before the first product, and behind whatever else reads or writes their sums; wgmma_commit closes a group of
 //                 products, wgmma_wait waits until at most so many groups are under way
 // copy_box        a box of a tensor to shared memory by the copy engine (TMA), swizzled; what lies outside of the tensor becomes 0
+// copy_rows       the same of one sequence of several: what lies outside of the sequence becomes 0
 // barrier_...     an mbarrier: a phase ends when all arrivals and all announced bytes have come
 // proxy_fence     ordinary stores of this thread to shared memory are seen by wgmma and TMA from here on
 // cluster_...     the blocks that run together, and share copies
@@ -13,8 +15,8 @@
 // A tile in shared memory is made of panels. A panel has rows of 128 bytes, which are 64 elements. The 16-byte chunk c of row r lies at
 // chunk c ^ r % 8 of that row (the 128-byte swizzle), which follows from the address alone where panels begin at multiples of 1,024.
 //
-//     K-major: stored as rows of W    one panel of W rows, of 64 elements of K
-//     else: stored as rows of K       W / 64 panels of TILE_K rows, of 64 elements of W
+//     K-major: stored as rows of W    panels of W rows, of 64 elements of K
+//     else: stored as rows of K       W / 64 panels of as many rows as K has elements, of 64 elements of W
 #pragma once
 #include "ptx.cuh"
 
@@ -39,11 +41,11 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long descripto
 // An operand of WIDE x DEPTH elements in shared memory.
 template <bool K_MAJOR, int WIDE, int DEPTH> struct Panels {
     static constexpr unsigned BYTES = WIDE * DEPTH * 2;
-    static_assert(DEPTH == PANEL && WIDE % (K_MAJOR ? 8 : PANEL) == 0, "whole rows, whole panels");
+    static_assert(DEPTH % (K_MAJOR ? PANEL : 16) == 0 && WIDE % (K_MAJOR ? 8 : PANEL) == 0, "whole rows, whole panels");
 
     // From its begin to the part that a product of depth 16 reads: from w on (a multiple of 64 if not K-major), from k on.
     static __device__ __forceinline__ constexpr unsigned part(unsigned w, unsigned k) {
-        return K_MAJOR ? w * ROW_BYTES + k * 2 : w / PANEL * DEPTH * ROW_BYTES + k * ROW_BYTES;
+        return K_MAJOR ? k / PANEL * WIDE * ROW_BYTES + w * ROW_BYTES + k % PANEL * 2 : w / PANEL * DEPTH * ROW_BYTES + k * ROW_BYTES;
     }
     static __device__ __forceinline__ unsigned long long first(unsigned begin) {
         return descriptor(begin, K_MAJOR ? 16 : DEPTH * ROW_BYTES, ATOM_BYTES);
@@ -104,7 +106,11 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& map, unsi
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(&map), "r"(inner), "r"(outer), "r"(barrier) : "memory");
 }
-// The same to this place of every block in `blocks` (a bit each), each with its barrier at this place.
+__device__ __forceinline__ void copy_rows(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, int sequence) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(&map), "r"(inner), "r"(outer), "r"(sequence), "r"(barrier) : "memory");
+}
+// copy_box to this place of every block in `blocks` (a bit each), each with its barrier at this place.
 __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned short blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
@@ -129,25 +135,35 @@ template <int N> __device__ __forceinline__ void hold(float (&sums)[N]) {
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
 #define WGMMA_32(i) WGMMA_16(i), WGMMA_16(i + 16)
 #define WGMMA_64(i) WGMMA_32(i), WGMMA_32(i + 32)
-// sums: the names of `count` registers, and a_, b_, ta_, tb_: those of the operands behind them. The last argument of the functions
-// chooses by its type alone.
-#define WGMMA(type, types, n, count, sums, a_, b_, ta_, tb_, ...)                                                      \
-    template <int TA, int TB>                                                                                                \
-    __device__ __forceinline__ void wgmma(float (&d)[count], unsigned long long a, unsigned long long b, type) {   \
-        asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types     \
+// sums: the names of `count` registers, and a_, b_, ta_, tb_, adds_: those of the operands behind them. The last argument of the
+// functions chooses by its type alone.
+#define WGMMA(type, types, n, count, sums, a_, b_, ta_, tb_, adds_, ...)                                                     \
+    template <int TA, int TB, int ADDS = 1>                                                                                  \
+    __device__ __forceinline__ void wgmma(float (&d)[count], unsigned long long a, unsigned long long b, type) {             \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_ ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types      \
                      " {" sums "}, " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";}"                                              \
-                     : __VA_ARGS__ : "l"(a), "l"(b), "n"(TA), "n"(TB));                                           \
+                     : __VA_ARGS__ : "l"(a), "l"(b), "n"(TA), "n"(TB), "n"(ADDS));                                           \
     }
+#define WGMMA_FROM_REGISTERS(type, types, n, count, sums, a_, b_, tb_, adds_, ...)                                           \
+    template <int TB, int ADDS = 1>                                                                                          \
+    __device__ __forceinline__ void wgmma_from_registers(float (&d)[count], const unsigned (&a)[4], unsigned long long b, type) { \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " adds_ ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types      \
+                     " {" sums "}, {" a_ "}, " b_ ", p, 1, 1, " tb_ ";}"                                                     \
+                     : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TB), "n"(ADDS));                \
+    }
+#define WGMMA_32_SUMS WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) "%30, %31"
+#define WGMMA_64_SUMS WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) "%60, %61, %62, %63"
 #define WGMMA_WIDTHS(type, types)                                                                                            \
-    WGMMA(type, types, 8, 4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", WGMMA_4(0))                                     \
-    WGMMA(type, types, 64, 32, WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) "%30, %31", "%32", "%33", "%34", "%35", WGMMA_32(0)) \
-    WGMMA(type, types, 128, 64, WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5)                 \
-          "%60, %61, %62, %63", "%64", "%65", "%66", "%67", WGMMA_64(0))                                              \
+    WGMMA(type, types, 8, 4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8", WGMMA_4(0))                                     \
+    WGMMA(type, types, 64, 32, WGMMA_32_SUMS, "%32", "%33", "%34", "%35", "%36", WGMMA_32(0))                                \
+    WGMMA(type, types, 128, 64, WGMMA_64_SUMS, "%64", "%65", "%66", "%67", "%68", WGMMA_64(0))                               \
     WGMMA(type, types, 192, 96, WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6)    \
-          WGMMA_TEN(7) WGMMA_TEN(8) "%90, %91, %92, %93, %94, %95", "%96", "%97", "%98", "%99", WGMMA_64(0), WGMMA_32(64)) \
+          WGMMA_TEN(7) WGMMA_TEN(8) "%90, %91, %92, %93, %94, %95", "%96", "%97", "%98", "%99", "%100", WGMMA_64(0), WGMMA_32(64)) \
     WGMMA(type, types, 256, 128, WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6)   \
           WGMMA_TEN(7) WGMMA_TEN(8) WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127", \
-          "%128", "%129", "%130", "%131", WGMMA_64(0), WGMMA_64(64))
+          "%128", "%129", "%130", "%131", "%132", WGMMA_64(0), WGMMA_64(64))                                                 \
+    WGMMA_FROM_REGISTERS(type, types, 64, 32, WGMMA_32_SUMS, "%32, %33, %34, %35", "%36", "%37", "%38", WGMMA_32(0))         \
+    WGMMA_FROM_REGISTERS(type, types, 128, 64, WGMMA_64_SUMS, "%64, %65, %66, %67", "%68", "%69", "%70", WGMMA_64(0))
 WGMMA_WIDTHS(__half, "f16.f16")
 WGMMA_WIDTHS(__nv_bfloat16, "bf16.bf16")
 

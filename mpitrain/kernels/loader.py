@@ -109,9 +109,10 @@ class Engine(Protocol):
         """
 
     def tensor_map(self, array: Any, box_rows: int) -> Any:
-        """Return an argument for a parameter `TensorMap`: a matrix, as the copy engine of Hopper copies it.
+        """Return an argument for a parameter `TensorMap`: an array, as the copy engine of Hopper copies it.
 
-        array     (rows, columns) of 16 bits, not empty; its rows begin at multiples of 16 bytes
+        array     (rows, columns) or (sequences, rows, columns) of 16 bits, not empty; its rows begin at
+                  multiples of 16 bytes
         box_rows  rows of the boxes that are copied, at most 256; they have 64 columns
         """
 
@@ -336,7 +337,7 @@ def name_of(dtype: np.dtype) -> str:
 
 
 class TensorMap(NamedTuple):
-    """A matrix, as the copy engine of Hopper copies it: in boxes of 64 columns, swizzled by 128 bytes.
+    """An array, as the copy engine of Hopper copies it: in boxes of 64 columns, swizzled by 128 bytes.
 
     encoded  by the driver: 128 bytes, which the kernel gets by value; nothing in the simulator
     """
@@ -347,6 +348,18 @@ class TensorMap(NamedTuple):
 
 
 BOX_COLUMNS = 64  # of 16 bits: rows of 128 bytes
+
+
+def map_pitches(array: Any) -> tuple[int, ...]:
+    """Return the bytes from a row to the next, and of three dims from a sequence to the next.
+
+    Where there is only one of them, no array has to say them.
+    """
+    *sequences, rows, columns = array.shape
+    row = array.strides[-2] if rows > 1 else columns * array.itemsize
+    if not sequences:
+        return (row,)
+    return row, array.strides[0] if sequences[0] > 1 else rows * row
 
 
 class Argument(NamedTuple):

@@ -51,17 +51,21 @@ def host(attention: str = "auto", passes: str = "numpy") -> Ops:
 
 
 def cuda(
-    kernels: Any, multiply: Callable[..., None] | None = None, backend: Backend | None = None
+    kernels: Any,
+    multiply: Callable[..., None] | None = None,
+    backend: Backend | None = None,
+    tensor_cores: str = "mma",
 ) -> Ops:
     """Return the operations that launch these `Kernels`: bodies that take one `Launcher` first.
 
-    multiply  the matrix product of linear layers; None: `gemm` of ops/cuda/product.py
-    backend   the backend of the arrays; None: host memory
+    multiply      the matrix product of linear layers; None: `gemm` of ops/cuda/product.py
+    backend       the backend of the arrays; None: host memory
+    tensor_cores  as device.tensor_cores, for attention; `multiply` knows its own
     """
     from mpitrain.ops.cuda.launches import Launcher
     from mpitrain.ops.cuda.product import gemm
 
-    launcher = Launcher(kernels, multiply or gemm, backend or HostBackend())
+    launcher = Launcher(kernels, multiply or gemm, backend or HostBackend(), tensor_cores)
 
     def bound(name: str, row: Operation) -> Callable[..., Any]:
         body = row.cuda or _of_file("cuda", name, row)

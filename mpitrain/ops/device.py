@@ -41,6 +41,7 @@ class Device(NamedTuple):
               precisions
     half      the dtype of that copy and of activations; None where both have the dtype of the
               parameters
+    tensor_cores  as device.tensor_cores
     """
 
     backend: Backend
@@ -49,6 +50,7 @@ class Device(NamedTuple):
     multiply: Callable[..., None] | None = None
     mirror: Mirror | None = None
     half: np.dtype | None = None
+    tensor_cores: str = "mma"
 
     @property
     def kind(self) -> Kind:
@@ -175,7 +177,8 @@ def device_for(
             f"device.tensor_cores=wgmma needs compute capability 9.0, which {kernels.engine.name} has not.",
             "Use device.tensor_cores=mma.",
         )
-    device = Device(backend, bodies.cuda(kernels, multiply, backend), kernels, multiply)
+    ops = bodies.cuda(kernels, multiply, backend, tensor_cores)
+    device = Device(backend, ops, kernels, multiply, tensor_cores=tensor_cores)
     if compute not in HALVES:
         return device
     return device._replace(

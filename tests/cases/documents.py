@@ -32,6 +32,7 @@ def check_documents(
     dtype: str = "float32",
     drops: bool = False,
     g: int | None = None,
+    tensor_cores: str = "mma",
     **bounds: int,
 ) -> None:
     """Compare attention within documents, forward and backward.    rows: none with one document each"""
@@ -40,7 +41,8 @@ def check_documents(
     packed = {"starts": starts} if max(map(len, rows)) > 1 or "window" not in bounds else {}
     qkv, dy = (stored(numbers(n, *shape, n * d), dtype) for n in (h + 2 * (g or h), h))
     name, given = ("attention_dropout", DROP) if drops else ("attention", ())
-    ops, truth = (Packed(each, name, g, **bounds) for each in (bodies.cuda(kernels), reference))
+    on_kernels = bodies.cuda(kernels, tensor_cores=tensor_cores)
+    ops, truth = (Packed(each, name, g, **bounds) for each in (on_kernels, reference))
     y, saved = ops.attention(qkv, h, *given, arena, **packed)
     true_y, true_saved = truth.attention(values(qkv), h, *given, None, **packed)
     assert_close(y, true_y, dtype, "y")

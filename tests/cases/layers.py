@@ -367,6 +367,7 @@ def check_attention(
     g: int | None = None,
     queries: int | None = None,
     rate: float = 0.0,
+    tensor_cores: str = "mma",
     **seen: float,
 ) -> None:
     """Attention forward and backward: g heads of keys and values, the last `queries` rows, fields of `Seen`; with a rate dropout,
@@ -374,9 +375,8 @@ def check_attention(
     """
     name = "attention_dropout" if rate else "attention"
     given = ((5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, rate) if rate else ()
-    ops, truth = (
-        Packed(each, name, g, queries, **seen) for each in (bodies.cuda(kernels), reference)
-    )
+    on_kernels = bodies.cuda(kernels, tensor_cores=tensor_cores)
+    ops, truth = (Packed(each, name, g, queries, **seen) for each in (on_kernels, reference))
     qkv, dy = (
         stored(numbers(1, b, t, (h + 2 * (g or h)) * d), dtype, shifted),
         stored(numbers(2, b, queries or t, h * d), dtype, shifted),

@@ -2,7 +2,17 @@
 
 from collections.abc import Callable, Iterator
 
-from tests.cases import documents, experts, images, layers, products, rings, tensor_steps, training
+from tests.cases import (
+    documents,
+    experts,
+    hopper,
+    images,
+    layers,
+    products,
+    rings,
+    tensor_steps,
+    training,
+)
 from tests.cases.askew import askew
 
 SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
@@ -36,6 +46,7 @@ SUITE: dict[str, tuple[Callable[[], Iterator[Callable]], ...]] = {
         documents.tensor_windows,
         rings.tensor_parts,
     ),
+    "attention_hopper": (hopper.hopper_attentions,),
     "cross_entropy": (training.losses,),
     "steps": (training.steps,),
     "tensor_steps": (training.steps, tensor_steps.tensor_steps),

@@ -2,7 +2,9 @@
 // count arrivals and bytes. Written from the PTX ISA, not from hopper.cuh: this side decodes what a kernel encodes.
 //
 // A copy lands as late as it may: when no thread can go on. From its start what lies there is undefined.
-// A product reads its operands as late as it may: when somebody waits for it and no thread can go on. Until then its sums are NaN.
+// A product reads its operands as late as it may: when somebody waits for it and no thread can go on. Until then its sums are NaN,
+// and the registers that hold an operand may not change.
+// Who has waited for a barrier sees what was touched before the arrivals: by the arriving warp up to its last __syncwarp.
 // Addresses of shared memory begin at another multiple of 16 in each launch, and never at one of 1,024.
 #include "runtime.h"
 
@@ -15,11 +17,14 @@ namespace simulator {
 
 constexpr unsigned kAtom = 1024, kRow = 128, kMostBoxRows = 256, kProducts = 0;    // the last: no address of a barrier
 
-struct Barrier { int arrivals, missing; long long bytes; unsigned phase; };
+// The last two: by warp, up to which epoch its touches are seen by who waits for the phase under way, and for the one before.
+struct Barrier { int arrivals, missing; long long bytes; unsigned phase, released[kMostWarps], ended[kMostWarps]; };
 struct Range { unsigned rank, begin, end; };    // in the window of shared memory
-struct Box { TensorMap map; unsigned to, barrier, blocks; int inner, outer; };
+struct Box { TensorMap map; unsigned to, barrier, blocks; int inner, outer, sequence; };
 struct Issued {
     float* sums[kWarp];
+    const unsigned* registers[kWarp];
+    unsigned held[kWarp][4];    // in these registers at the issue
     WarpgroupProduct product;
     Range a, b;
 };
@@ -34,7 +39,7 @@ struct WarpProducts {
 static std::map<std::pair<unsigned, unsigned>, Barrier> barriers;    // by block of the cluster, and address
 static std::vector<Box> boxes;
 static WarpProducts products[kMostThreads / kWarp];
-static unsigned window_base;
+static unsigned window_base, products_under_way;
 
 static bool overlap(const Range& x, const Range& y) { return x.rank == y.rank && x.begin < y.end && y.begin < x.end; }
 static Range of_box(const Box& box, unsigned rank) { return {rank, box.to, box.to + box.map.box_outer * kRow}; }
@@ -46,7 +51,7 @@ static bool is_inside(unsigned begin, unsigned end) {
 void begin_cluster(std::mt19937& random) {
     barriers.clear();
     boxes.clear();
-    waiting = 0;
+    waiting = products_under_way = 0;
     for (auto& warp : products) {    // a new deque would cost an allocation a warp and block
         warp.issued.clear();
         warp.groups.clear();
@@ -79,6 +84,7 @@ static void end_phase(Barrier& barrier) {
     if (barrier.missing || barrier.bytes) return;
     ++barrier.phase;
     barrier.missing = barrier.arrivals;
+    std::copy_n(barrier.released, kMostWarps, barrier.ended);
 }
 
 void init_barrier(unsigned barrier, int arrivals) {
@@ -97,6 +103,9 @@ void arrive(unsigned address, unsigned rank, unsigned bytes, Place place) {
     Barrier* barrier = barrier_at(rank, address, place);
     if (!barrier) return;
     barrier->bytes += bytes;
+    const size_t own = size_t(running - &fibers[0]) / kWarp;
+    for (unsigned warp = 0; warp < kMostWarps; ++warp)
+        barrier->released[warp] = std::max(barrier->released[warp], warp == own ? warp_epoch[own] : known[own][warp]);
     if (--barrier->missing < 0)
         return fail_at(nullptr, "mbarrier", "%s:%d: one arrival more than the %d of a phase", place.file, place.line, barrier->arrivals);
     end_phase(*barrier);
@@ -110,6 +119,7 @@ void wait_for_phase(unsigned address, unsigned parity, Place place) {
     running->parity = parity;
     if (has_come(*running)) {
         running->state = READY;
+        learn(*running);
     } else {
         ++waiting;
         suspend();
@@ -127,17 +137,28 @@ void meet_cluster(Place place) {
 // Whether products of a warp that are under way read any of this.
 static bool is_read(unsigned warp, const Range& range) {
     const auto touches = [&](const std::vector<Issued>& group) {
-        return std::any_of(group.begin(), group.end(), [&](const Issued& each) { return overlap(each.a, range) || overlap(each.b, range); });
+        return std::any_of(group.begin(), group.end(), [&](const Issued& each) {
+            return (!each.product.registers && overlap(each.a, range)) || overlap(each.b, range);
+        });
     };
     return touches(products[warp].issued) || std::any_of(products[warp].groups.begin(), products[warp].groups.end(), touches);
 }
 
-void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned blocks, Place place) {
+bool is_read_by_products(const char* address, size_t nbytes) {
+    if (!products_under_way) return false;
+    const auto offset = unsigned(address - dynamic_shared_begin);
+    const unsigned rank = offset / kMostDynamicShared, begin = window_base + offset % kMostDynamicShared;
+    for (unsigned warp = 0; warp < launch.cluster * warps_of_block(); ++warp)
+        if (is_read(warp, {rank, begin, begin + unsigned(nbytes)})) return true;
+    return false;
+}
+
+void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, int sequence, unsigned blocks, Place place) {
     if (to % kAtom) return fail_at(nullptr, "tile", "%s:%d: a box goes to shared memory at %u, %u bytes behind a multiple of 1,024", place.file, place.line, to, to % kAtom);
     if (map.box_inner * map.element_bytes != kRow || map.box_outer > kMostBoxRows)
         return fail_at(nullptr, "tile", "%s:%d: a box of %u rows of %u bytes; rows have 128, and there are 256 at most", place.file, place.line,
                     map.box_outer, map.box_inner * map.element_bytes);
-    const Box box{map, to, barrier, blocks, inner, outer};
+    const Box box{map, to, barrier, blocks, inner, outer, sequence};
     for (unsigned rank = 0; rank < launch.cluster; ++rank) {
         if (!(blocks >> rank & 1)) continue;
         const Range range = of_box(box, rank);
@@ -162,10 +183,10 @@ static void land(const Box& box, unsigned rank) {
     for (unsigned r = 0; r < map.box_outer; ++r)
         for (unsigned c = 0; c < map.box_inner; ++c) {
             const long long x = (long long)box.inner + c, y = (long long)box.outer + r;
-            const bool exists = x >= 0 && x < map.inner && y >= 0 && y < map.outer;
+            const bool exists = x >= 0 && x < map.inner && y >= 0 && y < map.outer && box.sequence >= 0 && box.sequence < map.sequences;
             const unsigned address = box.to + r * kRow + c * map.element_bytes;
             char* to = memory_at(rank, address ^ (address >> 7 & 7) << 4);
-            if (exists) std::memcpy(to, map.array + y * map.pitch + x * map.element_bytes, map.element_bytes);
+            if (exists) std::memcpy(to, map.array + box.sequence * map.sequence_pitch + y * map.pitch + x * map.element_bytes, map.element_bytes);
             else std::memset(to, 0, map.element_bytes);
         }
     value_has_landed(memory_at(rank, box.to), map.box_outer * kRow);
@@ -180,7 +201,8 @@ static void count_box(const Box& box) {
     const auto inside = [](long long first, long long count, long long extent) {
         return std::max(0LL, std::min(first + count, extent) - std::max(first, 0LL));
     };
-    const long long nbytes = inside(box.inner, map.box_inner, map.inner) * inside(box.outer, map.box_outer, map.outer) * map.element_bytes;
+    const long long elements = inside(box.inner, map.box_inner, map.inner) * inside(box.outer, map.box_outer, map.outer);
+    const long long nbytes = inside(box.sequence, 1, map.sequences) * elements * map.element_bytes;
     for (unsigned i = 0; i < launch.buffer_count; ++i)
         if (size_t(map.array - launch.buffers[i].base) < launch.buffers[i].nbytes) count_read(i, nbytes);
 }
@@ -257,7 +279,7 @@ void fence_products(void**) { products[meeting_warp].fenced = true; }
 void issue_product(void** arrived) {
     WarpProducts& warp = products[meeting_warp];
     const unsigned rank = meeting_warp / warps_of_block();
-    Issued issued;
+    Issued issued{};
     issued.product = *static_cast<WarpgroupProduct*>(arrived[0]);
     const WarpgroupProduct& product = issued.product;
     for (unsigned lane = 0; lane < kWarp; ++lane) {
@@ -265,14 +287,17 @@ void issue_product(void** arrived) {
         if (mine->a != product.a || mine->b != product.b)
             return fail_at(nullptr, "tile", "%s:%d: lane %u names other operands than lane 0", product.place.file, product.place.line, lane);
         issued.sums[lane] = mine->sums;
+        issued.registers[lane] = mine->registers;
+        if (mine->registers) std::copy_n(mine->registers, 4, issued.held[lane]);
     }
     if (!warp.fenced)
         return fail_at(nullptr, "registers", "%s:%d: no wgmma_fence since the last wait, in which sums may have been used", product.place.file, product.place.line);
     const Layout a(product.a, product.transposed_a), b(product.b, product.transposed_b);
     const unsigned n = unsigned(product.count) * 2, first_row = meeting_warp % 4 * 16;
     issued.a.rank = rank;
-    if (is_refused(a, product.a, issued, 64, "A") || is_refused(b, product.b, issued, n, "B")) return;
-    issued.a = a.range(rank, 64);
+    const bool in_registers = product.registers;
+    if ((!in_registers && is_refused(a, product.a, issued, 64, "A")) || is_refused(b, product.b, issued, n, "B")) return;
+    if (!in_registers) issued.a = a.range(rank, 64);
     issued.b = b.range(rank, n);
     const auto check = [&](const Layout& layout, unsigned from, unsigned wide, const char* name) {
         for (unsigned mn = from; mn < from + wide; ++mn)
@@ -280,7 +305,7 @@ void issue_product(void** arrived) {
                 if (!check_operand(memory_at(rank, layout.at(mn, k)), meeting_warp, name, product.place)) return;
     };
     if (launch.checked) {
-        check(a, first_row, 16, "A");
+        if (!in_registers) check(a, first_row, 16, "A");
         if (!failed) check(b, 0, n, "B");
     }
     auto [sums, is_new] = warp.sums.try_emplace(product.sums);
@@ -290,6 +315,7 @@ void issue_product(void** arrived) {
             std::fill(of_lane, of_lane + product.count, std::numeric_limits<float>::quiet_NaN());
         }
     warp.issued.push_back(issued);
+    ++products_under_way;
 }
 
 void commit_products(void**) {
@@ -304,13 +330,28 @@ static float value_at(unsigned rank, unsigned address, bool is_bfloat16) {
     return is_bfloat16 ? bfloat16_value(bits) : float16_value(bits);
 }
 
+// A of a warp from its lanes' registers: word i of lane 4 g + t has columns 2 t and 2 t + 1 of row g, 8 rows on if i is odd, 8 columns on from i = 2.
+static void read_registers(const Issued& issued, float (&rows)[16][16]) {
+    const WarpgroupProduct& product = issued.product;
+    for (unsigned lane = 0; lane < kWarp; ++lane)
+        for (unsigned i = 0; i < 4; ++i) {
+            if (issued.registers[lane][i] != issued.held[lane][i])
+                return fail_at(nullptr, "registers", "%s:%d: lane %u changed the registers of A before the wait", product.place.file, product.place.line, lane);
+            for (unsigned half = 0; half < 2; ++half) {
+                const auto bits = uint16_t(issued.held[lane][i] >> 16 * half);
+                rows[lane / 4 + i % 2 * 8][lane % 4 * 2 + half + i / 2 * 8] = product.is_bfloat16 ? bfloat16_value(bits) : float16_value(bits);
+            }
+        }
+}
+
 // 16 rows of the 64. Lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1 of each eight.
 static void compute(const Issued& issued, std::vector<float>& sums, unsigned first_row) {
     const WarpgroupProduct& product = issued.product;
     const Layout a(product.a, product.transposed_a), b(product.b, product.transposed_b);
-    const unsigned n = unsigned(product.count) * 2, rank = issued.a.rank;
+    const unsigned n = unsigned(product.count) * 2, rank = issued.b.rank;
     static float rows[16][16], columns[16][256], result[16][256];
-    for (unsigned m = 0; m < 16; ++m)
+    if (product.registers) read_registers(issued, rows);
+    for (unsigned m = 0; m < 16 && !product.registers; ++m)
         for (unsigned k = 0; k < 16; ++k) rows[m][k] = value_at(rank, a.at(first_row + m, k), product.is_bfloat16);
     for (unsigned k = 0; k < 16; ++k)
         for (unsigned j = 0; j < n; ++j) columns[k][j] = value_at(rank, b.at(j, k), product.is_bfloat16);
@@ -319,6 +360,7 @@ static void compute(const Issued& issued, std::vector<float>& sums, unsigned fir
         for (unsigned k = 0; k < 16; ++k)
             for (unsigned j = 0; j < n; ++j) result[m][j] += rows[m][k] * columns[k][j];
     }
+    if (!product.adds) std::fill(sums.begin(), sums.end(), 0.0f);
     for (unsigned lane = 0; lane < kWarp; ++lane)
         for (unsigned i = 0; i < unsigned(product.count); ++i)
             sums[lane * unsigned(product.count) + i] += result[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
@@ -330,6 +372,7 @@ static void end_a_group(unsigned number) {
     for (const Issued& issued : warp.groups.front()) compute(issued, warp.sums[issued.product.sums], number % 4 * 16);
     const auto done = std::move(warp.groups.front());
     warp.groups.pop_front();
+    products_under_way -= unsigned(done.size());
     const auto changes = [&](const std::vector<Issued>& group, const float* sums) {
         return std::any_of(group.begin(), group.end(), [&](const Issued& each) { return each.product.sums == sums; });
     };
@@ -353,10 +396,18 @@ void wait_for_products(unsigned groups, Place place) {
     running->parity = groups;
     if (has_come(*running)) {
         running->state = READY;
+        learn(*running);
     } else {
         ++waiting;
         suspend();
     }
+}
+
+void learn(const Fiber& fiber) {
+    if (fiber.barrier == kProducts) return;
+    const Barrier& barrier = barriers[{fiber.rank, fiber.barrier}];
+    auto& knows = known[size_t(&fiber - &fibers[0]) / kWarp];
+    for (unsigned warp = 0; warp < kMostWarps; ++warp) knows[warp] = std::max(knows[warp], barrier.ended[warp]);
 }
 
 bool has_come(const Fiber& fiber) {

@@ -5,12 +5,12 @@
 
 #define __cluster_dims__(...)
 
-// As machine.py fills it in: extents in elements, `pitch` from a row to the next in bytes.
+// As machine.py fills it in: extents in elements, `pitch` from a row and `sequence_pitch` from a sequence to the next in bytes.
 struct alignas(64) TensorMap {
     const char* array;
-    long long inner, outer, pitch;
+    long long inner, outer, sequences, pitch, sequence_pitch;
     unsigned box_inner, box_outer, element_bytes;
-    char rest[84];
+    char rest[68];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -21,12 +21,20 @@ unsigned window_address(const void* pointer);
 void init_barrier(unsigned barrier, int arrivals);
 void arrive(unsigned barrier, unsigned rank, unsigned bytes, Place place);
 void wait_for_phase(unsigned barrier, unsigned parity, Place place);
-void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned blocks, Place place);
+void start_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, int sequence, unsigned blocks, Place place);
 void fence_proxy();
 unsigned rank_in_cluster();
 void meet_cluster(Place place);
 
-struct WarpgroupProduct { float* sums; int count; unsigned long long a, b; bool transposed_a, transposed_b, is_bfloat16; Place place; };
+// registers: four of a lane's that hold A, or null where A lies in shared memory, as `a` says
+struct WarpgroupProduct {
+    float* sums;
+    int count;
+    unsigned long long a, b;
+    const unsigned* registers;
+    bool transposed_a, transposed_b, adds, is_bfloat16;
+    Place place;
+};
 void fence_products(void** arrived);
 void issue_product(void** arrived);
 void commit_products(void** arrived);
@@ -57,11 +65,14 @@ inline SIMULATOR_OWN unsigned cluster_rank() { return ::simulator::rank_in_clust
 inline SIMULATOR_OWN void cluster_sync(SIMULATOR_HERE) { ::simulator::meet_cluster(place); }
 inline void prefetch_map(const TensorMap&) {}
 inline SIMULATOR_OWN void copy_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, SIMULATOR_HERE) {
-    ::simulator::start_box(to, map, barrier, inner, outer, 1u << ::simulator::rank_in_cluster(), place);
+    ::simulator::start_box(to, map, barrier, inner, outer, 0, 1u << ::simulator::rank_in_cluster(), place);
 }
 inline SIMULATOR_OWN void copy_box(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, unsigned short blocks,
                                    SIMULATOR_HERE) {
-    ::simulator::start_box(to, map, barrier, inner, outer, blocks, place);
+    ::simulator::start_box(to, map, barrier, inner, outer, 0, blocks, place);
+}
+inline SIMULATOR_OWN void copy_rows(unsigned to, const TensorMap& map, unsigned barrier, int inner, int outer, int sequence, SIMULATOR_HERE) {
+    ::simulator::start_box(to, map, barrier, inner, outer, sequence, 1u << ::simulator::rank_in_cluster(), place);
 }
 inline SIMULATOR_OWN void proxy_fence() { ::simulator::fence_proxy(); }
 inline SIMULATOR_OWN void wgmma_fence(SIMULATOR_HERE) { ::simulator::meet(~0u, &::simulator::fence_products, &place, place); }
@@ -71,8 +82,13 @@ template <int GROUPS> SIMULATOR_OWN void wgmma_wait(SIMULATOR_HERE) {
     ::simulator::wait_for_products(GROUPS, place);
 }
 template <int N> SIMULATOR_OWN void hold(float (&)[N]) {}
-template <int TA, int TB, int COUNT, class T>
+template <int TA, int TB, int ADDS = 1, int COUNT, class T>
 SIMULATOR_OWN void wgmma(float (&sums)[COUNT], unsigned long long a, unsigned long long b, T, SIMULATOR_HERE) {
-    ::simulator::WarpgroupProduct mine{sums, COUNT, a, b, TA != 0, TB != 0, __is_same(T, __nv_bfloat16), place};
+    ::simulator::WarpgroupProduct mine{sums, COUNT, a, b, nullptr, TA != 0, TB != 0, ADDS != 0, __is_same(T, __nv_bfloat16), place};
+    ::simulator::meet(~0u, &::simulator::issue_product, &mine, place);
+}
+template <int TB, int ADDS = 1, int COUNT, class T>
+SIMULATOR_OWN void wgmma_from_registers(float (&sums)[COUNT], const unsigned (&a)[4], unsigned long long b, T, SIMULATOR_HERE) {
+    ::simulator::WarpgroupProduct mine{sums, COUNT, 0, b, a, false, TB != 0, ADDS != 0, __is_same(T, __nv_bfloat16), place};
     ::simulator::meet(~0u, &::simulator::issue_product, &mine, place);
 }

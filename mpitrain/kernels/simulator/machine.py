@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.loader import BOX_COLUMNS, H100, Argument, Dims, TensorMap
+from mpitrain.kernels.loader import BOX_COLUMNS, H100, Argument, Dims, TensorMap, map_pitches
 from mpitrain.kernels.simulator.build import Build, build_kernels, build_runtime
 from mpitrain.kernels.source import Signature, SourceFile
 from mpitrain.machine.compiling import cache_of, loaded
@@ -47,11 +47,13 @@ class _TensorMap(c.Structure):
         ("array", c.c_void_p),
         ("inner", c.c_longlong),
         ("outer", c.c_longlong),
+        ("sequences", c.c_longlong),
         ("pitch", c.c_longlong),
+        ("sequence_pitch", c.c_longlong),
         ("box_inner", c.c_uint),
         ("box_outer", c.c_uint),
         ("element_bytes", c.c_uint),
-        ("rest", c.c_char * 84),
+        ("rest", c.c_char * 68),
     ]
 
 
@@ -148,8 +150,8 @@ def guarded(
                     runtime, f"`{parameter.name}`", Argument(argument.array), True, checked
                 )
                 copies.append(copy)
-                twin = copy.twin
-                extents = twin.ctypes.data, twin.shape[1], twin.shape[0], twin.strides[0]
+                twin = copy.twin if copy.twin.ndim == 3 else copy.twin[None]
+                extents = twin.ctypes.data, *reversed(twin.shape), *map_pitches(twin)
                 cells.append(
                     _aligned(
                         _TensorMap(*extents, BOX_COLUMNS, argument.box_rows, twin.itemsize), 64

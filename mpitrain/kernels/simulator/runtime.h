@@ -80,7 +80,9 @@ extern std::vector<Fiber> fibers;
 extern char *kernel_begin, *kernel_end;     // the kernel's library in memory
 extern char *shared_begin, *shared_end;     // its shared memory: the thread-local image, dynamic part included
 extern char* dynamic_shared_begin;
-extern unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp];
+constexpr unsigned kMostWarps = kMostThreads / kWarp;
+extern unsigned barrier_epoch[kMostCluster], warp_epoch[kMostWarps];
+extern unsigned known[kMostWarps][kMostWarps];    // [warp][other]: it sees what the other touched before this epoch, by barriers of Hopper
 extern unsigned waiting;          // fibers that are WAITING
 extern unsigned meeting_warp;     // whose collective runs, counted over all blocks of the cluster
 
@@ -99,6 +101,7 @@ void run_cluster(const uint3* blocks, std::mt19937& random);
 
 void begin_cluster(std::mt19937& random);
 bool has_come(const Fiber& fiber);           // what it is WAITING for
+void learn(const Fiber& fiber);              // what it has waited for, now that this has come
 bool end_something(std::mt19937& random);    // a copy or products under way, if there are any
 void end_cluster();
 
@@ -106,6 +109,7 @@ void open_shadow();               // before the first block of a checked launch
 void forget_shared();             // at the start of each block
 void check_access(char* address, size_t nbytes, Access access, const void* from);
 void forget_value(char* address, size_t nbytes);   // its content is undefined until the next write
+bool is_read_by_products(const char* address, size_t nbytes);
 bool check_operand(char* address, unsigned warp, const char* name, Place place);    // of a product; false if it may not read that
 void value_has_landed(char* address, size_t nbytes);    // what a copy by TMA brought
 void count_read(unsigned buffer, size_t nbytes);        // by such a copy

@@ -9,7 +9,7 @@
 namespace simulator {
 
 Self self;
-unsigned barrier_epoch[kMostCluster], warp_epoch[kMostThreads / kWarp], meeting_warp, waiting;
+unsigned barrier_epoch[kMostCluster], warp_epoch[kMostWarps], known[kMostWarps][kMostWarps], meeting_warp, waiting;
 bool landing;
 
 void barrier(Place place) {
@@ -119,6 +119,7 @@ static bool run_warp(Fiber* warp, unsigned lanes, std::vector<unsigned>& lane_or
             if (waiting && lane < lanes && warp[lane].state == WAITING && has_come(warp[lane])) {
                 warp[lane].state = READY;
                 --waiting;
+                learn(warp[lane]);
             }
             if (lane >= lanes || warp[lane].state != READY) continue;
             resume(warp[lane]);

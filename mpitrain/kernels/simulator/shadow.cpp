@@ -29,6 +29,7 @@ static unsigned block_number() {
 static unsigned block_of(const Touch& touch) { return (touch.thread - 1) / threads_of_block(); }
 static unsigned thread_of(const Touch& touch) { return (touch.thread - 1) % threads_of_block(); }
 
+static unsigned warp_of(const Touch& touch, unsigned rank) { return rank * warps_of_block() + thread_of(touch) / kWarp; }
 static unsigned running_warp() { return unsigned(running - &fibers[0]) / kWarp; }
 
 // Whether a barrier, or being the same thread, puts `touch` before what the running thread does now.
@@ -36,6 +37,7 @@ static bool is_before(const Touch& touch, unsigned me) {
     if (!touch.thread || touch.thread == me) return true;
     if (block_of(touch) != block_number()) return false;
     if (touch.barriers != barrier_epoch[running->rank]) return true;
+    if (touch.warp_barriers < known[running_warp()][warp_of(touch, running->rank)]) return true;
     return thread_of(touch) / kWarp == running->number / kWarp && touch.warp_barriers != warp_epoch[running_warp()];
 }
 
@@ -96,6 +98,9 @@ void check_access(char* address, size_t nbytes, Access access, const void* from)
     if (access != READ) shadow->buffer.bytes_written += nbytes;
     shadow->buffer.accesses += (nbytes + 15) / 16;
     if (launch.counted && !landing) count_part(address, nbytes, access, from, shadow == &shared ? nullptr : &shadow->buffer);
+    if (access != READ && shadow == &shared && address >= dynamic_shared_begin && is_read_by_products(address, nbytes))
+        return fail_at(from, "in flight", "a store to what a product still reads, at dynamic shared memory + %zu bytes",
+                       size_t(address - dynamic_shared_begin));
     const unsigned me = block_number() * threads_of_block() + running->number + 1;
     const Touch now{me, barrier_epoch[running->rank], warp_epoch[running_warp()], access == ATOMIC};
     const size_t first = size_t(address - shadow->buffer.base) >> shadow->shift;
@@ -165,7 +170,8 @@ bool check_operand(char* address, unsigned warp, const char* name, Place place) 
              place.line, name, writer, i << kSharedShift);
         return false;
     }
-    if (cell.writer.barriers == barrier_epoch[rank] && writer / kWarp != warp % warps_of_block()) {
+    const bool is_known = cell.writer.warp_barriers < known[warp][warp_of(cell.writer, rank)];
+    if (cell.writer.barriers == barrier_epoch[rank] && writer / kWarp != warp % warps_of_block() && !is_known) {
         fail("race", "%s:%d: %s of a product is what thread %u stored at shared memory + %zu bytes, with no barrier between", place.file,
              place.line, name, writer, i << kSharedShift);
         return false;

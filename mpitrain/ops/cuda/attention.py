@@ -1,14 +1,16 @@
 """Attention in tiles (FlashAttention-2, Dao 2023). `saved` is (q, kv, y, log_sums, heads, drop,
 seen).
 
-log_sums is one number per row instead of a row of weights. 16-bit elements use tensor cores if the
-device has them (capability 8.0). The head width must be a multiple of 16, up to 128. All other
-cases use the ordinary arithmetic units, and so does attention with dropout. `drop` is empty, or
-the arguments of dropout.
+log_sums is one number per row instead of a row of weights. `FORMS` says which kernels take which
+attention: 16-bit elements use tensor cores if the device has them (capability 8.0), with heads of a
+multiple of 16 channels, up to 128; with device.tensor_cores=wgmma, heads of 64 and 128 channels use
+the products of Hopper's warpgroups. All other cases use the ordinary arithmetic units, and so does
+attention with dropout. `drop` is empty, or the arguments of dropout.
 Groups of heads that share keys and values, documents, a window, a soft-cap, and offsets or other pitches than those of a
 layer are macros: a launch without them runs a kernel that has no registers for them.
 """
 
+from collections.abc import Callable
 from math import e, log, log2
 from typing import Any, NamedTuple
 
@@ -52,7 +54,27 @@ class AttentionKernels(NamedTuple):
     @property
     def is_tensor(self) -> bool:
         """Whether they use tensor cores, and logarithms of base 2."""
-        return self.prefix == "attention_tensor"
+        return self.prefix in ("attention_tensor", "attention_hopper")
+
+
+class Asked(NamedTuple):
+    """What decides which kernels compute an attention.
+
+    is_half    elements have 16 bits
+    head       channels of a head
+    drops      the probabilities have dropout
+    in_chunks  there are rows, and all begin at multiples of 16 bytes
+    backward   the gradient is asked for
+    wgmma      device.tensor_cores is wgmma
+    """
+
+    is_half: bool
+    head: int
+    drops: bool
+    in_chunks: bool
+    backward: bool
+    wgmma: bool
+    capability: int
 
 
 def attention(kernels, q, kv, heads, arena, seen=CAUSAL):
@@ -71,8 +93,11 @@ def _attended(kernels: Any, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     y = arena.take(q.shape, q.dtype)
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
     chosen = choose(kernels, q, kv, heads, y, bool(drop), seen)
-    arrays = y, log_sums, *drop, seen.starts
     scale = seen.scale_of(q.shape[2] // heads) * chosen.unit
+    if chosen.prefix == "attention_hopper":
+        _launch_hopper(kernels, chosen, scale, q, kv, heads, seen, y, log_sums)
+        return y, (q, kv, y, log_sums, heads, drop, seen)
+    arrays = y, log_sums, *drop, seen.starts
     _launch(kernels, chosen, "", scale, q, kv, heads, seen, arrays)
     return y, (q, kv, y, log_sums, heads, drop, seen)
 
@@ -115,7 +140,7 @@ def attention_backward(kernels, dy, saved, dq, dkv, arena):
     assert not q.size or all(x.strides[:2] == dx.strides[:2] for x, dx in pairs)
     batch, count, width = q.shape
     dots = arena.take(log_sums.shape, log_sums.dtype)
-    chosen = choose(kernels, q, kv, heads, dy, bool(drop), seen)
+    chosen = choose(kernels, q, kv, heads, dy, bool(drop), seen, backward=True)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
@@ -155,32 +180,48 @@ attention_dropout_backward = attention_backward
 
 
 def choose(
-    kernels: Kernels,
+    kernels: Any,
     q: Any,
     kv: Any,
     heads: int,
     other: Any,
     drops: bool = False,
     seen: Seen = CAUSAL,
+    backward: bool = False,
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
-    other   what else they read, y or dy
-    drops   whether the probabilities have dropout
-    raises  KernelError if the heads are too wide for the device
+    kernels   `Kernels`, or a `Launcher` that also knows device.tensor_cores
+    other     what else they read, y or dy
+    drops     whether the probabilities have dropout
+    backward  whether they compute the gradient
+    raises    KernelError if the heads are too wide for the device
     """
     is_chunked = q.itemsize == 2 and bool(in_chunks(q, kv, other))
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
     shape = q.shape[1:], kv.shape[2], heads
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
     has_window = int(seen.window > 0)
+    asked = Asked(
+        c_type(q) in ("__half", "__nv_bfloat16"),
+        q.shape[2] // heads,
+        drops,
+        is_chunked and q.size > 0 and kv.size > 0,
+        backward,
+        getattr(kernels, "tensor_cores", "mma") == "wgmma",
+        kernels.engine.capability,
+    )
     masks = documents, has_window, is_general, seen.cap
-    key = ("attention", q.dtype, shape, is_chunked, drops, *masks)
+    key = ("attention", q.dtype, shape, is_chunked, asked, *masks)
     chosen = kernels.plans.get(key)
     if chosen is None:
-        defines = {"DOCUMENTS": documents, "WINDOW": has_window, "GENERAL": int(is_general)}
-        defines |= _of_cap(seen)
-        chosen = kernels.plans[key] = _choose(kernels, q, kv, heads, is_chunked, drops, defines)
+        bounds = {"DOCUMENTS": documents, "WINDOW": has_window, "GENERAL": int(is_general)}
+        defines = {**element(q), "HEAD": asked.head, **_of_cap(seen)}
+        defines |= {name: value for name, value in bounds.items() if value}
+        if (shared_by := 2 * q.shape[2] // kv.shape[2]) > 1:
+            defines["GROUP"] = shared_by
+        form = next(form for form in FORMS.values() if form.takes(asked))
+        chosen = kernels.plans[key] = form.kernels(kernels, q, asked, is_chunked, defines)
     return chosen
 
 
@@ -194,61 +235,102 @@ def has_tensor_kernel(head: int) -> bool:
     return head % 16 == 0 and head <= 128
 
 
-def _choose(
-    kernels: Kernels,
-    q: Any,
-    kv: Any,
-    heads: int,
-    is_chunked: bool,
-    drops: bool,
-    defines: dict[str, Any],
+HOPPER_ROWS = 128  # OWNED and STEP of attention_hopper.cu
+HOPPER_HEADS = 64, 128
+HOPPER_STAGES = 2
+
+
+def _hopper(
+    kernels: Any, q: Any, asked: Asked, is_chunked: bool, defines: dict[str, Any]
 ) -> AttentionKernels:
-    _, length, width = q.shape
-    head, capability = width // heads, kernels.engine.capability
-    limit, common = most_shared(kernels), {**element(q), "HEAD": head}
-    common |= {name: value for name, value in defines.items() if value}
-    if (shared_by := 2 * width // kv.shape[2]) > 1:
-        common["GROUP"] = shared_by
-    if (
-        c_type(q) in ("__half", "__nv_bfloat16")
-        and capability >= 80
-        and has_tensor_kernel(head)
-        and not drops
-    ):
-        # The shared memory holds one tile of 128 rows (forward) or two (backward).
-        # It also holds two stages of two smaller tiles, with the statistics of their rows.
-        forward, backward = (
-            {step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
-            for tiles, steps in ((1, (64, 32)), (2, (32, 16)))
-        )
-        steps = _step(forward, limit), _step(backward, limit)
-        macros = tuple(
-            kernels.macros(**common, STEP=step, CHUNKED=int(is_chunked)) for step in steps
-        )
-        return AttentionKernels(
-            "attention_tensor",
-            128,
-            128 if head <= 64 else 256,
-            log2(e),
-            (forward[steps[0]], backward[steps[1]]),
-            (macros[0], macros[1]),
-        )
+    """Return attention_hopper, whose shared memory holds a tile of queries, and stages of keys and values."""
+    tile, barriers = HOPPER_ROWS * asked.head * 2, 2 * (1 + 2 * HOPPER_STAGES) + 2
+    shared = (1 + 2 * HOPPER_STAGES) * tile + 8 * barriers + 1024
+    macros = kernels.macros(**defines)
+    return AttentionKernels(
+        "attention_hopper", HOPPER_ROWS, 384, log2(e), (shared, 0), (macros, macros)
+    )
+
+
+def _tensor(
+    kernels: Any, q: Any, asked: Asked, is_chunked: bool, defines: dict[str, Any]
+) -> AttentionKernels:
+    """Return attention_tensor and its backward.
+
+    The shared memory holds one tile of 128 rows (forward) or two (backward).
+    It also holds two stages of two smaller tiles, with the statistics of their rows.
+    """
+    head, limit = asked.head, most_shared(kernels)
+    forward, backward = (
+        {step: (tiles * 128 + 4 * step) * 2 * (head + 8) + 16 * step for step in steps}
+        for tiles, steps in ((1, (64, 32)), (2, (32, 16)))
+    )
+    steps = _step(forward, limit), _step(backward, limit)
+    macros = tuple(kernels.macros(**defines, STEP=step, CHUNKED=int(is_chunked)) for step in steps)
+    return AttentionKernels(
+        "attention_tensor",
+        128,
+        128 if head <= 64 else 256,
+        log2(e),
+        (forward[steps[0]], backward[steps[1]]),
+        (macros[0], macros[1]),
+    )
+
+
+def _ordinary(
+    kernels: Any, q: Any, asked: Asked, is_chunked: bool, defines: dict[str, Any]
+) -> AttentionKernels:
+    """Return attention, or attention_dropout."""
+    head, limit = asked.head, most_shared(kernels)
     pitch, size = -(-head // 4) * 4 + 4, 8 if sum_type(q) == "float64" else 4
-    for tile in (64, 32) if length > 32 else (32,):
+    for tile in (64, 32) if q.shape[1] > 32 else (32,):
         shared = tile * (2 * pitch + tile + 4) * size, tile * (4 * pitch + tile + 4) * size
         if shared[1] <= limit:
             return AttentionKernels(
-                "attention_dropout" if drops else "attention",
+                "attention_dropout" if asked.drops else "attention",
                 tile,
                 tile * tile // 16,
                 1.0,
                 shared,
-                (kernels.macros(**common, TILE=tile),) * 2,
+                (kernels.macros(**defines, TILE=tile),) * 2,
             )
     raise KernelError(
         f"Heads of {head} channels need {shared[1]} bytes of shared memory a block; this device has {limit}.",
         "Use more and narrower heads.",
     )
+
+
+class AttentionForm(NamedTuple):
+    """Kernels of attention: which attention they take, and the function that returns them."""
+
+    takes: Callable[[Asked], bool]
+    kernels: Callable[..., AttentionKernels]
+
+
+FORMS = {
+    "wgmma": AttentionForm(
+        lambda asked: (
+            asked.wgmma
+            and asked.is_half
+            and asked.head in HOPPER_HEADS
+            and asked.in_chunks
+            and not asked.drops
+            and not asked.backward
+        ),
+        _hopper,
+    ),
+    "mma.sync": AttentionForm(
+        lambda asked: (
+            asked.capability >= 80
+            and asked.is_half
+            and has_tensor_kernel(asked.head)
+            and not asked.drops
+        ),
+        _tensor,
+    ),
+    "ordinary units": AttentionForm(lambda asked: True, _ordinary),
+}
+"""The first that takes an attention computes it."""
 
 
 def _step(shared: dict[int, int], limit: int) -> int:
@@ -298,4 +380,31 @@ def _launch(
         chosen.macros[half != ""],
         "" if half else "y log_sums",
         f"q kv {'dkv' if of_keys else 'dq'}" if half else "q kv",
+    )
+
+
+def _launch_hopper(
+    kernels: Any,
+    chosen: AttentionKernels,
+    scale: float,
+    q: Any,
+    kv: Any,
+    heads: int,
+    seen: Seen,
+    y: Any,
+    log_sums: Any,
+) -> None:
+    """Launch the forward by warpgroups, whose blocks go on with the next queries."""
+    (batch, count, _), length = q.shape, kv.shape[1]
+    maps = (kernels.engine.tensor_map(each, chosen.tile) for each in (q, kv))
+    jobs = -(-count // chosen.tile) * heads * batch
+    sizes = count, length, seen.offset, seen.window, heads, batch
+    kernels.launch(
+        chosen.prefix,
+        (min(jobs, kernels.engine.multiprocessors),),
+        (chosen.threads,),
+        (*maps, *sizes, scale, y, log_sums, seen.starts),
+        chosen.shared[0],
+        chosen.macros[0],
+        "y log_sums",
     )

@@ -160,14 +160,18 @@ class LaunchNumbers:
 class Launcher:
     """The first argument of a body on kernels: the kernels of a device, as `Kernels`, and beside them
 
-    multiply  the matrix product that device.gemm chooses, one of product.py without its `kernels`
-    numbers   the `LaunchNumbers` of these operations
+    multiply      the matrix product that device.gemm chooses, one of product.py without its `kernels`
+    numbers       the `LaunchNumbers` of these operations
+    tensor_cores  as device.tensor_cores: by what attention multiplies
     """
 
-    def __init__(self, kernels: Any, multiply: Callable[..., None], backend: Backend):
+    def __init__(
+        self, kernels: Any, multiply: Callable[..., None], backend: Backend, tensor_cores: str
+    ):
         self.engine, self.plans = kernels.engine, kernels.plans
         self.launch, self.macros = kernels.launch, kernels.macros
         self.multiply, self.numbers = partial(multiply, kernels), LaunchNumbers(backend)
+        self.tensor_cores = tensor_cores
 
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")

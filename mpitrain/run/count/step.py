@@ -354,7 +354,7 @@ def _leasing(device: Device) -> Ops:
     if device.kernels is None or device.multiply is None:
         return device.ops
     unlaunched: Any = Unlaunched(device.kernels)
-    return bodies.cuda(unlaunched, device.multiply, device.backend)
+    return bodies.cuda(unlaunched, device.multiply, device.backend, device.tensor_cores)
 
 
 def check_activations(

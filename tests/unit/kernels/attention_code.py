@@ -1,0 +1,93 @@
+"""The machine code of attention_hopper.cu for sm_90a: what it must be, in every form.
+
+`python -m tests.unit.kernels.attention_code` compiles all forms by the oldest and the newest NVRTC here (a minute on two
+cores), and prints a line for each; a test compiles three.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+from mpitrain.kernels.source import package_sources
+from mpitrain.ops.cuda.attention import HOPPER_HEADS
+from tests.unit.kernels.hopper_code import REGISTERS, VERSIONS
+from tests.unit.kernels.nvrtc import Compiler, usages
+from tests.unit.kernels.sass import count, instructions, loops
+
+KERNEL = "attention_hopper"
+MOST = {64: 440, 128: 500}
+"""Most instructions of the loop without masks, by the channels of a head: 64 scores of a thread are scaled, raised and
+summed in it, and it issues 12 or 16 products."""
+CAPPED = 6 * 64
+"""More of them with a soft-cap, which is a power and a division for each score."""
+FORMS = {
+    "causal": {},
+    "shared keys": {"GROUP": 4},
+    "any": {"GENERAL": 1},
+    "documents": {"DOCUMENTS": 1},
+    "whole documents": {"DOCUMENTS": 2, "GENERAL": 1},
+    "window": {"WINDOW": 1},
+    "soft-cap": {"CAP": "50.0"},
+    "a part's window and documents": {"WINDOW": 1, "DOCUMENTS": 1, "GENERAL": 1},
+}
+
+
+class Variant(NamedTuple):
+    """One way to compile the kernel: keys of VERSIONS and FORMS."""
+
+    version: str
+    head: int
+    form: str
+    element: str = "__nv_bfloat16"
+
+
+def variants() -> Iterator[Variant]:
+    for version in VERSIONS:
+        for head in HOPPER_HEADS:
+            for form in FORMS:
+                yield Variant(version, head, form)
+        yield Variant(version, 64, "causal", "__half")
+
+
+def faults_of(variant: Variant) -> tuple[list[str], str]:
+    """What is wrong with the machine code of a variant, and the code in numbers."""
+    version, head, form, element = variant
+    macros = {"Element": element, "Sum": "float", "HEAD": head} | FORMS[form]
+    done = Compiler(VERSIONS[version]).compile(package_sources()[KERNEL], "sm_90a", macros)
+    used, code = usages(done.log)[KERNEL], instructions(done.code, KERNEL)
+    bodies = [[code[i] for i in loop if not code[i].endswith(":")] for loop in loops(code)]
+    # One step of the loop without masks: the others hold masks, or loops.
+    products, most = head // 16 + 8, MOST[head] + CAPPED * ("CAP" in macros)
+    main = min((x for x in bodies if count(x, "HGMMA") == products), key=len, default=[])
+    faults = [
+        *([] if main else [f"no loop with {products} HGMMA"]),
+        *(["HMMA or LDSM"] if count(code, "HMMA|LDSM") else []),
+        *(["local memory"] if count(code, "LDL|STL") or used.spilled else []),
+        *([f"{used.registers} registers"] if used.registers != REGISTERS else []),
+        *([f"{len(main)} instructions in the main loop"] if len(main) > most else []),
+        *(["USETMAXREG"] if count(code, "USETMAXREG") != 2 else []),
+        *re.findall(r"C75\d\d[^\n]{,80}|[^\n]{,20}setmaxnreg[^\n]{,40}", done.log),
+    ]
+    return (
+        faults,
+        f"{used.registers} registers, {used.spilled} bytes spilled, {len(main)} instructions for {count(main, 'HGMMA')} HGMMA",
+    )
+
+
+def main() -> int:
+    everything = list(variants())
+    wrong = 0
+    with ProcessPoolExecutor(2) as pool:
+        done = zip(everything, pool.map(faults_of, everything), strict=True)
+        for variant, (faults, numbers) in done:
+            wrong += bool(faults)
+            name = " ".join(map(str, variant))
+            print(f"{name}: {numbers}{' WRONG: ' * bool(faults)}{', '.join(faults)}", flush=True)
+    print(f"{len(everything) - wrong} of {len(everything)} variants are as they must be")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main() and 1)
