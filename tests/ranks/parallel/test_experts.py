@@ -83,7 +83,7 @@ def unlike(logits, k, before, arena, choose=host.choose):
 def test_in_float64_every_layout_equals_one_rank(settings, choose, monkeypatch):
     monkeypatch.setattr(host, "choose", choose)
 
-    def trained(ranks, *layout, steps=20):
+    def trained(ranks, *layout, steps=8):
         """What each rank is told of the steps."""
         config = configured(*EXPERTS, *settings, *layout)
         return run_ranks(ranks, lambda transport: curve(transport, config, steps)[:2])
