@@ -312,6 +312,9 @@ class Model(Section):
     qk_norm: bool | Literal["joint"] = False
     """llama: queries and keys are normed before their rotation; true: each head, as in Qwen3, joint:
     all heads of a token together, as in OLMoE"""
+    pre_norm: bool = True
+    """llama: the inputs of attention and of each MLP are normed; false, with model.post_norm: as in
+    OLMo 2 and 3"""
     post_norm: bool = False
     """llama: the outputs of attention and of each MLP are normed, too, as in Gemma 2 and 3"""
     activation: Literal["silu", "gelu"] = "silu"
@@ -340,6 +343,9 @@ class Model(Section):
     window_theta: float = Field(0.0, ge=0)
     """llama: model.theta of the layers with model.window, whose positions are then not scaled, as in
     Gemma 3; 0: they turn as those of the others"""
+    nope_every: int = Field(0, ge=0)
+    """llama: the last of each so many layers has no positions: 4 in SmolLM3; 0: there is no such layer
+    """
     score_scale: float = Field(0.0, ge=0)
     """llama: scale of the scores of attention; 0: 1 / the square root of a head's channels"""
     score_cap: float = Field(0.0, ge=0)
@@ -373,6 +379,11 @@ class Model(Section):
     experts: int = Field(0, ge=0)
     """gpt, llama: number of MLPs in each block, of which a router chooses some for each token
     (mixture of experts); 0: one MLP, without a router"""
+    dense_blocks: list[Annotated[int, Field(ge=0)]] = []
+    """llama: blocks with one MLP in place of experts, counted from 0, as mlp_only_layers of Qwen2-MoE
+    """
+    dense_hidden: int = Field(0, ge=0)
+    """llama: hidden units of the MLP of model.dense_blocks; 0: model.hidden"""
     top_k: int = Field(2, ge=1)
     """experts of each token"""
     router: Literal["after", "before"] = "after"
@@ -415,6 +426,11 @@ class Model(Section):
             self.window * (layer >= self.window_from and (layer + 1) % every > 0)
             for layer in range(self.layers)
         ]
+
+    @property
+    def dense_units(self) -> int:
+        """Hidden units of the MLP of a block without experts."""
+        return self.dense_hidden or self.hidden_units
 
     @property
     def hidden_units(self) -> int:

@@ -58,7 +58,8 @@ class TensorRow(NamedTuple):
             matrices of all experts, (E, rows, columns)
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, A columns of
             the queries, G of the keys, Q of queries, keys and values, D channels of a head, K classes,
-            2 token types, E experts, S hidden units of their shared MLP, 1 its gate
+            2 token types, E experts, S hidden units of their shared MLP, 1 its gate, F hidden units of an
+            MLP in a block without experts
     """
 
     ours: str
@@ -101,6 +102,7 @@ class Architecture(NamedTuple):
     notes         (config) -> sentences about properties of a folder that the run does not have
     heads         beginnings of names: a folder has all tensors with this beginning, or none
     earlier       {part of a name in earlier folders: now}
+    is_of_block   (section [model], our name with #, block) -> whether this block has the tensor
     added         (section [model], our name) -> what is added to a tensor of a folder to have ours
     again         {name of a tensor that a folder may have twice: the other name, which counts}
     """
@@ -120,6 +122,7 @@ class Architecture(NamedTuple):
     earlier: Mapping[str, str] = {}
     again: Mapping[str, str] = {}
     added: Callable[[Model, str], float] = lambda keys, name: 0.0
+    is_of_block: Callable[[Model, str, int], bool] = lambda keys, name, block: True
 
     def counterparts(
         self,
@@ -137,6 +140,7 @@ class Architecture(NamedTuple):
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
         sizes |= {"A": inside, "G": shared, "Q": inside + 2 * shared, "D": each}
         sizes |= {"K": classes, "1": 1, "2": 2, "E": keys.experts, "S": keys.shared}
+        sizes["F"] = keys.dense_units
         for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:
@@ -164,7 +168,9 @@ class Architecture(NamedTuple):
             known = [row for row in rows if row.ours != HEAD or not keys.tied]
             for block in range(keys.layers if repeats else 1):
                 numbered = [
-                    TensorRow(*(text.replace("#", str(block)) for text in row)) for row in known
+                    TensorRow(*(text.replace("#", str(block)) for text in row))
+                    for row in known
+                    if not repeats or self.is_of_block(keys, row.ours, block)
                 ]
                 for _, parts in groupby(numbered, lambda row: row.ours.partition(":")[0]):
                     yield from _of_each_expert([*parts], keys.experts)

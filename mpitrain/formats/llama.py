@@ -192,6 +192,48 @@ class Gemma3Configuration(Gemma2Configuration):
     attn_logit_softcapping: Cap | None = None
 
 
+class Olmo2Configuration(_Configuration):
+    """The keys that Olmo2Config reads, with its defaults."""
+
+    max_position_embeddings: Size = 2048
+    rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
+    attention_bias: bool = False
+    rope_theta: Annotated[float, Field(gt=1)] | None = 500_000.0
+
+
+class Olmo3Configuration(Olmo2Configuration):
+    """The keys that Olmo3Config reads, with its defaults."""
+
+    sliding_window: Size | None = 4096
+    layer_types: list[str] | None = None
+    sliding_window_pattern: Size = 4
+
+
+class SmolLM3Configuration(_Configuration):
+    """The keys that SmolLM3Config reads, with its defaults."""
+
+    num_key_value_heads: Size | None = 4
+    max_position_embeddings: Size = 32_768
+    rope_theta: Annotated[float, Field(gt=1)] | None = 2_000_000.0
+    tie_word_embeddings: bool = True
+    use_sliding_window: bool = False
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Size = 4
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def nope_every(self) -> int:
+        """model.nope_every; ValueError if layers without positions have another order."""
+        check_only("use_sliding_window", self.use_sliding_window, [False])
+        every = range(1, self.num_hidden_layers + 1)
+        turned = self.no_rope_layers or [int(n % self.no_rope_layer_interval != 0) for n in every]
+        first = turned.index(0) + 1 if 0 in turned else 0
+        like = [int(not first or n % first > 0) for n in every]
+        check_only("no_rope_layers", turned, [like])
+        return first
+
+
 class MixtralConfiguration(_Configuration):
     """The keys that MixtralConfig reads, with its defaults."""
 
@@ -244,6 +286,7 @@ class OlmoeConfiguration(_Configuration):
     norm_topk_prob: bool = False
 
 
+DENSE = ("blocks.#.mlp.up.", "blocks.#.mlp.down.")
 AFTER_ATTENTION = "model.layers.#.post_attention_layernorm.weight"
 SHARED, THEIR_SHARED = "blocks.#.mlp.experts.shared", "model.layers.#.mlp.shared_expert"
 TENSORS = (
@@ -260,9 +303,9 @@ TENSORS = (
     TensorRow("blocks.#.attention.out.weight", "model.layers.#.self_attn.o_proj.weight", "CA"),
     TensorRow("blocks.#.attention.post.gain", AFTER_ATTENTION, "C"),
     TensorRow("blocks.#.mlp.norm.gain", AFTER_ATTENTION, "C"),
-    TensorRow("blocks.#.mlp.up.weight:gate", "model.layers.#.mlp.gate_proj.weight", "HC"),
-    TensorRow("blocks.#.mlp.up.weight:up", "model.layers.#.mlp.up_proj.weight", "HC"),
-    TensorRow("blocks.#.mlp.down.weight", "model.layers.#.mlp.down_proj.weight", "CH"),
+    TensorRow("blocks.#.mlp.up.weight:gate", "model.layers.#.mlp.gate_proj.weight", "FC"),
+    TensorRow("blocks.#.mlp.up.weight:up", "model.layers.#.mlp.up_proj.weight", "FC"),
+    TensorRow("blocks.#.mlp.down.weight", "model.layers.#.mlp.down_proj.weight", "CF"),
     TensorRow("blocks.#.mlp.experts.router.weight", "model.layers.#.mlp.gate.weight", "EC"),
     TensorRow(
         "blocks.#.mlp.experts.up.weight:gate", "model.layers.#.mlp.experts.*.gate_proj.weight", "HC"
@@ -291,9 +334,11 @@ def tensors(keys: Model) -> list[TensorRow]:
     parts = {
         ".bias:": keys.qkv_bias,
         ".norms.": keys.qk_norm,
+        ".attention.norm.": keys.pre_norm,
+        ".mlp.norm.": keys.pre_norm,
         ".post.": keys.post_norm,
-        ".mlp.up.": not keys.experts,
-        ".mlp.down.": not keys.experts,
+        ".mlp.up.": not keys.experts or keys.dense_blocks,
+        ".mlp.down.": not keys.experts or keys.dense_blocks,
         ".experts.": keys.experts,
         ".shared.": keys.shared,
         ".row_gate.": keys.shared_gate,
@@ -302,6 +347,13 @@ def tensors(keys: Model) -> list[TensorRow]:
     rows = [row for row in TENSORS if not any(part in row.ours for part in lacks)]
     words = OF_MIXTRAL if family_of(keys)[0] == "Mixtral" else {}
     return [_renamed(row, keys, words) for row in rows]
+
+
+def is_of_block(keys: Model, ours: str, block: int) -> bool:
+    """Return whether a block has a tensor: one without experts has an MLP in their place."""
+    if not keys.dense_blocks or not ours.startswith(("blocks.#.mlp.experts", *DENSE)):
+        return True
+    return (block in keys.dense_blocks) == ours.startswith(DENSE)
 
 
 def _renamed(row: TensorRow, keys: Model, of_experts: Mapping[str, str]) -> TensorRow:
@@ -345,9 +397,9 @@ def window_of(config: _Configuration) -> Window:
         tokens, types = config.sliding_window, config.layer_types
     elif isinstance(config, MixtralConfiguration):
         tokens = config.sliding_window
-    elif isinstance(config, Gemma2Configuration):
+    elif isinstance(config, Gemma2Configuration | Olmo3Configuration):
         tokens, types = config.sliding_window, config.layer_types
-        every = config.sliding_window_pattern if isinstance(config, Gemma3Configuration) else 2
+        every = getattr(config, "sliding_window_pattern", 2)
         types = types or Window(1, every=every).types(layers)
     elif isinstance(config, Qwen2Configuration):
         tokens = config.sliding_window if config.use_sliding_window else None
@@ -385,7 +437,7 @@ def keys(config: _Configuration) -> dict[str, Any]:
     given = [rope for rope in (config.rope_scaling, config.rope_parameters) if rope]
     rope = next((rope for rope in given if rope.model_fields_set), Rope())
     of_windows = 0.0
-    if isinstance(config, Gemma3Configuration):
+    if isinstance(config, Gemma3Configuration | Olmo3Configuration):
         rope, of_windows = _ropes(config, given, window)
     scalar = getattr(config, "query_pre_attn_scalar", None)
     return {
@@ -398,7 +450,9 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.activation": "gelu" if config.hidden_act == GELU else "silu",
         "model.scaled_embedding": isinstance(config, GemmaConfiguration),
         "model.qk_norm": QK_NORM.get(config.model_type, False),
-        "model.post_norm": isinstance(config, Gemma2Configuration),
+        "model.pre_norm": not isinstance(config, Olmo2Configuration),
+        "model.post_norm": isinstance(config, Gemma2Configuration | Olmo2Configuration),
+        "model.nope_every": getattr(config, "nope_every", 0),
         "model.score_scale": 0.0 if scalar in (None, config.head_dim) else scalar**-0.5,
         "model.score_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "model.logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
@@ -418,8 +472,8 @@ def keys(config: _Configuration) -> dict[str, Any]:
     }
 
 
-def _ropes(config: Gemma3Configuration, given: list[Rope], window: Window) -> tuple[Rope, float]:
-    """Return the positions of a Gemma 3 in layers without a window, and their base in the others.
+def _ropes(config: Any, given: list[Rope], window: Window) -> tuple[Rope, float]:
+    """Return the positions of a Gemma 3 or OLMo 3 in layers without a window, and their base in the others.
 
     given  of rope_scaling and of rope_parameters; the latter has those of both kinds of layers
     """
@@ -429,8 +483,8 @@ def _ropes(config: Gemma3Configuration, given: list[Rope], window: Window) -> tu
     if scaled := config.rope_scaling:  # The form of earlier versions, for layers without a window.
         full = full.model_copy(update=scaled.model_dump(exclude_unset=True))
     check_only(f"{SLIDING}.rope_type", within.rope_type or within.type or "default", ["default"])
-    base = float(within.rope_theta or config.rope_local_base_freq) if window.tokens else 0.0
-    return full, base
+    theta = within.rope_theta or getattr(config, "rope_local_base_freq", config.rope_theta)
+    return full, float(theta) if window.tokens else 0.0
 
 
 def _experts(config: _Configuration) -> dict[str, Any]:
@@ -442,9 +496,14 @@ def _experts(config: _Configuration) -> dict[str, Any]:
         router = "after" if config.norm_topk_prob else "before"
         count = config.num_experts or getattr(config, "num_local_experts", None) or 128
         if not isinstance(config, OlmoeConfiguration):
-            check_only("decoder_sparse_step", config.decoder_sparse_step, [1])
-            check_only("mlp_only_layers", config.mlp_only_layers or [], [[]])
-            more = {"model.hidden": config.moe_intermediate_size}
+            step, own = config.decoder_sparse_step, config.mlp_only_layers or []
+            every = range(config.num_hidden_layers)
+            dense = [n for n in every if n in own or (n + 1) % step]
+            if len(dense) == len(every):
+                return {"model.experts": 0}
+            hidden = config.intermediate_size if dense else 0
+            more = {"model.dense_blocks": dense, "model.dense_hidden": hidden}
+            more["model.hidden"] = config.moe_intermediate_size
         if isinstance(config, Qwen2MoeConfiguration):
             shared = config.shared_expert_intermediate_size
             more |= {"model.shared": shared, "model.shared_gate": True}
@@ -500,8 +559,25 @@ def _of_gemma(keys: Model) -> dict[str, Any]:
 
 
 def _of_gemma3(keys: Model) -> dict[str, Any]:
-    within = {"rope_type": "default", "rope_theta": keys.window_theta or keys.theta}
-    return {**_of_gemma(keys), "rope_parameters": {FULL: _rope(keys), SLIDING: within}}
+    return {**_of_gemma(keys), **_of_olmo3(keys)}
+
+
+def _of_olmo3(keys: Model) -> dict[str, Any]:
+    within = (
+        {"rope_type": "default", "rope_theta": keys.window_theta}
+        if keys.window_theta
+        else _rope(keys)
+    )
+    return {**_of_layers(keys), "rope_parameters": {FULL: _rope(keys), SLIDING: within}}
+
+
+def _of_smollm3(keys: Model) -> dict[str, Any]:
+    every = keys.nope_every or keys.layers + 1
+    return {
+        "no_rope_layers": [int(n % every > 0) for n in range(1, keys.layers + 1)],
+        "no_rope_layer_interval": every,
+        "use_sliding_window": False,
+    }
 
 
 def _chosen(keys: Model) -> dict[str, Any]:
@@ -511,17 +587,24 @@ def _chosen(keys: Model) -> dict[str, Any]:
 
 
 def _of_qwen_moe(keys: Model) -> dict[str, Any]:
-    own = {"moe_intermediate_size": keys.hidden_units, "decoder_sparse_step": 1}
-    return {**_chosen(keys), **own}
+    return {
+        **_chosen(keys),
+        "moe_intermediate_size": keys.hidden_units,
+        "intermediate_size": keys.dense_units,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": keys.dense_blocks,
+    }
 
 
 Parts = dict[str, tuple[Any, ...] | None]
 WINDOWS: Parts = {"window": None, "window_from": None}
 EXPERTS: Parts = {"experts": None, "router": None}
+DENSER: Parts = {**EXPERTS, "dense_blocks": None}
 NORMED: Parts = {"qk_norm": (True,)}
 GEMMA: Parts = {"scaled_embedding": (True,)}
 LATER_GEMMA: Parts = {**GEMMA, "activation": ("gelu",), "post_norm": (True,)}
 LATER_GEMMA |= {**WINDOWS, "window_every": None, "score_scale": None, "logit_cap": None}
+OLMO: Parts = {"pre_norm": (False,), "post_norm": (True,), "qk_norm": ("joint",), "head_dim": (0,)}
 FAMILIES = {
     "Llama": LlamaFamily("llama"),
     "Mistral": LlamaFamily(
@@ -540,6 +623,11 @@ FAMILIES = {
     "Gemma3": LlamaFamily(
         "gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3
     ),
+    "SmolLM3": LlamaFamily("smollm3", {"nope_every": None}, _of_smollm3),
+    "Olmo2": LlamaFamily("olmo2", OLMO),
+    "Olmo3": LlamaFamily(
+        "olmo3", {**OLMO, **WINDOWS, "window_every": None, "window_theta": None}, _of_olmo3
+    ),
     "Mixtral": LlamaFamily(
         "mixtral",
         {"experts": None, "window": None},
@@ -551,12 +639,12 @@ FAMILIES = {
     ),
     "Qwen3Moe": LlamaFamily(
         "qwen3_moe",
-        {**EXPERTS, **NORMED, "window": None},
+        {**DENSER, **NORMED, "window": None},
         lambda keys: {**_of_qwen_moe(keys), **_of_qwen(keys)},
     ),
     "Qwen2Moe": LlamaFamily(
         "qwen2_moe",
-        {**EXPERTS, **WINDOWS, "window_every": None, "shared": None, "shared_gate": (True,)}
+        {**DENSER, **WINDOWS, "window_every": None, "shared": None, "shared_gate": (True,)}
         | {"qkv_bias": None},
         lambda keys: {
             **_of_qwen_moe(keys),
@@ -654,6 +742,9 @@ LLAMA = Architecture(
         "mixtral": MixtralConfiguration,
         "gemma2": Gemma2Configuration,
         "gemma3_text": Gemma3Configuration,
+        "smollm3": SmolLM3Configuration,
+        "olmo2": Olmo2Configuration,
+        "olmo3": Olmo3Configuration,
         "qwen2_moe": Qwen2MoeConfiguration,
         "qwen3_moe": Qwen3MoeConfiguration,
         "olmoe": OlmoeConfiguration,
@@ -672,6 +763,7 @@ LLAMA = Architecture(
     described=described,
     prefix="model.",
     buffers=r".*rotary_emb\.inv_freq",
+    is_of_block=is_of_block,
     added=lambda keys, name: 1.0 if keys.scaled_embedding and name.endswith(".gain") else 0.0,
 )
 FORMAT = format_of_architecture("a Llama of HuggingFace's transformers", LLAMA)

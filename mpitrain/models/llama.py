@@ -25,7 +25,7 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
     width, heads, shared = model.width, model.heads, model.kv_heads or model.heads
     std = 0.02 * (768 / width) ** 0.5  # as a GPT
     inner, onto_residual = normal(std), normal(std / (2 * model.layers) ** 0.5)
-    inside, hidden = heads * model.head_channels, model.hidden_units
+    inside = heads * model.head_channels
     rotary = Rotary(model.theta, model.context, tuple(model.rope_scaling))
     within = Rotary(model.window_theta, model.context) if model.window_theta else rotary
     scale = math.sqrt(width) if model.scaled_embedding else 1.0
@@ -35,9 +35,10 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
         return layers.rms_norm(width, model.epsilon)
 
     def branch(**children: Layer) -> Layer:
-        """Return a residual branch: a norm, the layers, and with post_norm a norm of their output."""
+        """Return a residual branch: the layers, after a norm, before another, or between both."""
+        before = {"norm": norm()} if model.pre_norm else {}
         after = {"post": norm()} if model.post_norm else {}
-        return layers.residual(Sequential(norm=norm(), **children, **after))
+        return layers.residual(Sequential(**before, **children, **after))
 
     def head_norms() -> dict[str, Layer]:
         is_joint = model.qk_norm == "joint"
@@ -45,7 +46,11 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
             return {}
         return {"norms": layers.head_norms(inside, heads, shared, model.epsilon, is_joint)}
 
-    def gated_mlp() -> dict[str, Layer]:
+    def mlp_of(block: int) -> dict[str, Layer]:
+        if model.experts and block not in model.dense_blocks:
+            sizes = width, model.hidden_units
+            return {"experts": layers.experts(*sizes, inner, onto_residual, is_gated=True)}
+        hidden = model.dense_units
         up = layers.joined_linear(
             width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
         )
@@ -58,20 +63,20 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
 
     units = [Unit("embedding", embedding)]
     for block, window in enumerate(model.windows):
+        has_positions = not model.nope_every or (block + 1) % model.nope_every > 0
         attention = branch(
             qkv=layers.qkv(width, heads, inner, shared, model.qkv_bias, model.head_dim),
             **head_norms(),
             attention=layers.attention(
                 *(inside, heads, shared),
-                rotary=within if window else rotary,
+                rotary=(within if window else rotary) if has_positions else None,
                 window=window,
                 scale=model.score_scale,
                 cap=model.score_cap,
             ),
             out=layers.row_linear(inside, width, onto_residual, bias=False),
         )
-        experts = (width, hidden, inner, onto_residual, True)
-        mlp = branch(**({"experts": layers.experts(*experts)} if model.experts else gated_mlp()))
+        mlp = branch(**mlp_of(block))
         units += [Unit(f"blocks.{block}.attention", attention), Unit(f"blocks.{block}.mlp", mlp)]
     head = Sequential(
         norm=norm(),

@@ -88,7 +88,8 @@ def _transformer_flops(keys: Keys, parameters: int) -> float:
     """
     if keys.experts:
         of_expert = keys.width * keys.hidden_units * (3 if keys.kind == "llama" else 2)
-        parameters -= keys.layers * (keys.experts - keys.top_k) * of_expert
+        mixtures = keys.layers - len(keys.dense_blocks)
+        parameters -= mixtures * (keys.experts - keys.top_k) * of_expert
     scores = sum(min(window or keys.context, keys.context) for window in keys.windows)
     return keys.context * (6 * parameters + 12 * keys.heads * keys.head_channels * scores)
 

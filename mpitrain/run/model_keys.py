@@ -46,12 +46,15 @@ OF_RUN = [
     "window_from",
     "window_every",
     "window_theta",
+    "pre_norm",
     "post_norm",
+    "nope_every",
     "score_scale",
     "score_cap",
     "logit_cap",
 ]
 OF_RUN += ["experts", "top_k", "router", "capacity", "shared", "shared_gate"]
+OF_RUN += ["dense_blocks", "dense_hidden"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""
 
 

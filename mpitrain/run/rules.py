@@ -508,8 +508,11 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
+    of_later_ones = (
+        "pre_norm post_norm nope_every window_theta score_scale score_cap logit_cap dense_blocks"
+    )
     of_a_llama = "kv_heads head_dim qk_norm qkv_bias rope_scaling activation scaled_embedding"
-    for key in f"{of_a_llama} post_norm window_theta score_scale score_cap logit_cap".split():
+    for key in f"{of_a_llama} {of_later_ones}".split():
         yield (
             getattr(model, key) != type(model).model_fields[key].default
             and "kv_heads" not in row.split.split(),
@@ -535,6 +538,11 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Logits in slices have no soft-cap, but model.logit_cap is {model.logit_cap:g} and memory.logit_chunks "
         f"{config.memory.logit_chunks}.",
         "Set memory.logit_chunks to 1.",
+    )
+    yield (
+        not model.pre_norm and not model.post_norm,
+        "A block norms what attention and MLP take or what they give, but model.pre_norm and model.post_norm are false.",
+        "Leave out model.pre_norm, or set model.post_norm to true.",
     )
     yield (
         model.score_cap and config.memory.attention == "whole",
@@ -653,6 +661,16 @@ def of_model(config: Config) -> Iterator[Rule]:
             "Set model.capacity to 0, or layout.cp to 1.",
         ),
         (
+            not {*model.dense_blocks} < {*range(model.layers)},
+            f"model.dense_blocks are some of the {model.layers} blocks from 0 on, but not all, and are {model.dense_blocks}.",
+            "Set model.dense_blocks to [0], for example, or model.experts to 0.",
+        ),
+        (
+            model.dense_hidden and not model.dense_blocks,
+            f"model.dense_hidden is of model.dense_blocks, but is {model.dense_hidden} and there are none.",
+            "Set model.dense_blocks, or leave out model.dense_hidden.",
+        ),
+        (
             model.experts % layout.ep,
             f"layout.ep divides model.experts, but {layout.ep} does not divide {model.experts}.",
             f"Set model.experts to {multiples_near(model.experts, layout.ep)}, or layout.ep to a divisor.",
@@ -670,7 +688,10 @@ def of_model(config: Config) -> Iterator[Rule]:
         ),
     ):
         yield (model.experts and is_broken, law, way_out)
-    for key in ("top_k", "router", "capacity", "balance", "z", "shared", "shared_gate"):
+    for key in (
+        *("top_k", "router", "capacity", "balance", "z", "shared", "shared_gate"),
+        *("dense_blocks", "dense_hidden"),
+    ):
         yield (
             not model.experts and getattr(model, key) != type(model).model_fields[key].default,
             f"Without experts the keys of their router have their defaults, but model.{key} is "

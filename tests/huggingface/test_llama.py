@@ -73,6 +73,10 @@ LOCAL = {"rope_type": "default", "rope_theta": 70.0}
 GEMMA3 = {**LATER_GEMMA, "query_pre_attn_scalar": 9}
 GEMMA3 |= {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}}
 GEMMA3["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+OLMO3 = {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 5}
+OLMO3["rope_parameters"] = {"full_attention": YARN, "sliding_attention": LOCAL}
+SMOLLM3 = {"pad_token_id": None, "num_hidden_layers": 3, "no_rope_layer_interval": 2}
+DENSE = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -98,6 +102,11 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "Qwen3MoeForCausalLM", **MOE}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "OlmoeForCausalLM", **OLMOE}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "Qwen3MoeForCausalLM", **MOE, **DENSE}, 2, ["layout.pp=2"], "float32"),
+        ({"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE, **DENSE}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "Olmo2ForCausalLM", "pad_token_id": None}, 2, ["layout.pp=2"], "float32"),
+        ({"kind": "Olmo3ForCausalLM", **OLMO3}, 1, [], "float32"),
+        ({"kind": "SmolLM3ForCausalLM", **SMOLLM3}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Gemma2ForCausalLM", **GEMMA2}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Gemma3ForCausalLM", **GEMMA3}, 2, ["layout.pp=2"], "float32"),
     ],
@@ -121,6 +130,11 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "qwen3 with experts",
         "qwen2 with experts",
         "olmoe",
+        "qwen3, some blocks with experts",
+        "qwen2, some blocks with experts",
+        "olmo 2",
+        "olmo 3",
+        "smollm3",
         "gemma 2",
         "gemma 3",
     ],
@@ -161,8 +175,8 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         (
             "model_type",
             "qwen4",
-            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, gemma2, gemma3_text, qwen2_moe, qwen3_moe, "
-            "olmoe, bert",
+            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, gemma2, gemma3_text, smollm3, olmo2, olmo3, "
+            "qwen2_moe, qwen3_moe, olmoe, bert",
         ),
     ],
 )
@@ -177,8 +191,8 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
 @pytest.mark.parametrize(
     ("kind", "keys", "says"),
     [
-        ("Qwen2Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], but mpitrain has \[\]"),
-        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2, but mpitrain has 1"),
+        ("Qwen2Moe", {"mlp_only_layers": [1]}, "no tensor model.layers.1.mlp.gate_proj.weight"),
+        ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers \[0, 1, 1\], but mpitrain"),
         ("Qwen2Moe", {"num_experts_per_tok": 9}, "9 of 4 do not exist"),
         ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, but mpitrain has null"),
         ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping.*greater than 0"),
@@ -194,7 +208,7 @@ def test_a_mixture_that_is_damaged_or_another_one_is_refused_by_name(kind, keys,
     from safetensors.numpy import load_file, save_file
 
     of_kind = {"Olmoe": OLMOE, "Qwen2Moe": QWEN2_MOE, "Qwen3Moe": MOE, "Gemma2": GEMMA2}
-    of_kind |= {"Gemma3": GEMMA3, "Mixtral": {"num_local_experts": 4}}
+    of_kind |= {"SmolLM3": SMOLLM3, "Gemma3": GEMMA3, "Mixtral": {"num_local_experts": 4}}
     llama(f"{kind}ForCausalLM", **of_kind[kind]).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     path = tmp_path / "model.safetensors"
@@ -291,13 +305,16 @@ SHAPES = {
     "gemma": {"kind": "GemmaForCausalLM", **GEMMA},
     "gemma2": {"kind": "Gemma2ForCausalLM", **GEMMA2},
     "gemma3": {"kind": "Gemma3ForCausalLM", **GEMMA3},
+    "smollm3": {"kind": "SmolLM3ForCausalLM", **SMOLLM3},
 }
+UNDIVIDED = {"olmo2": {"kind": "Olmo2ForCausalLM", "pad_token_id": None}}
+"""Shapes whose norms of queries no rank of layout.tp has whole."""
 EXACT = ["precision.compute=float64"]
 
 
-@pytest.mark.parametrize("changes", SHAPES)
+@pytest.mark.parametrize("changes", [*SHAPES, *UNDIVIDED])
 def test_every_shape_has_the_loss_and_gradients_of_transformers(changes, tmp_path):
-    model = exact(llama(**SHAPES[changes]))
+    model = exact(llama(**{**SHAPES, **UNDIVIDED}[changes]))
     model.save_pretrained(tmp_path)
     config = configured(*FLAT, *EXACT, f"run.init_from={tmp_path}")
     (inputs, targets), largest = rows(4), 0.0

@@ -14,7 +14,7 @@ from mpitrain.formats.architecture import is_stack
 from mpitrain.formats.peft import ARCHITECTURES
 from mpitrain.tools.bench.training.torch_gpt import mean_loss
 
-NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 OF_ALL = {"up": "gate_up_proj", "down": "down_proj"}

@@ -62,7 +62,8 @@ def peer_class(name: str, config: Config, dp: int = 1) -> Any:
         wanted += [("layout.tp", [1]), ("layout.pp", [1])]
         wanted += [("model.qk_norm", [False]), ("model.head_dim", [0])]
         wanted += [("model.activation", ["silu"]), ("model.scaled_embedding", [False])]
-        wanted += [("model.score_scale", [0]), ("model.score_cap", [0])]
+        wanted += [("model.score_scale", [0]), ("model.score_cap", [0]), ("model.nope_every", [0])]
+        wanted += [("model.pre_norm", [True]), ("model.post_norm", [False])]
     for key, allowed in wanted:
         if values[key] not in allowed:
             raise _refusal(f"{key} {' or '.join(map(str, allowed))}", key, values[key])
