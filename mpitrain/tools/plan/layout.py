@@ -287,6 +287,10 @@ class MessageTimes:
         return self.is_on_device or len({self._hosts[rank] for rank in members}) > 1
 
 
+COUNT = 8
+"""Bytes of a number of rows."""
+
+
 class Planner:
     """Predicts the layouts of one job.
 
@@ -466,7 +470,7 @@ class Planner:
     def sent(self, layout: ParallelLayout) -> float:
         """Return the bytes that the busiest rank sends in a step, if all collectives are rings.
 
-        NaN if they are not known, as with replication.zero_keep.
+        Each rank has the rows of experts of the one with the busiest. NaN if they are not known, as with replication.zero_keep.
         """
         axes, m, config = layout.axes, layout.micro_batches, layout.of(self._config)
         plan, program = self._planned(axes.pp, m)
@@ -489,6 +493,12 @@ class Planner:
                     index, ranks = at[axis]
                     elements = _in_ring(operation, index, ranks, nbytes // self._computed)
                     total += times * again * self._computed * elements
+                # Before the rows of experts travel their numbers, in each forward.
+                mixtures = sum(
+                    any("ep" in key for key in u.counted.sums) for c in chunks for u in c
+                )
+                forwards = times * (1 + (layout.recompute != "none"))
+                total += forwards * mixtures * COUNT * config.model.experts * (axes.ep - 1)
             return total
 
         def of_rank(rank: int) -> float:
@@ -766,9 +776,9 @@ def _of_replicas(
     """Return the bytes that a rank sends to other replicas in a step, and in the control message."""
     facts = RankFacts(config, axes, rank, hosts, storage, computed, chunks)
     between = of_replicas(facts)
-    if between is None or axes.ep > 1:
+    if between is None:
         return math.nan
-    return between + of_partial_sums(facts) + sent_to_agree(rank, axes.ranks)
+    return between + of_partial_sums(facts) + sent_to_agree(rank, axes.ranks, config.model.experts)
 
 
 def _divisors(number: int) -> list[int]:

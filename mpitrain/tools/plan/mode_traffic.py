@@ -11,7 +11,7 @@ from mpitrain.config import Replication as Settings
 from mpitrain.layers.flat import Span, Storage, dealt
 from mpitrain.models.table import is_tied
 from mpitrain.parallel.buckets import TURNS
-from mpitrain.parallel.grid import Axes, divisor
+from mpitrain.parallel.grid import EXPERTS, Axes, divisor
 from mpitrain.parallel.servers import NUMBERS
 from mpitrain.pipeline.schedules import STREAMS
 from mpitrain.regions import share
@@ -195,19 +195,30 @@ def of_partial_sums(facts: RankFacts) -> int:
 
 def of_replicas(facts: RankFacts) -> float | None:
     """Return the bytes that a rank sends in a step to sum gradients over the replicas, and with ZeRO to
-    gather parameters; None if they are not known.
+    gather parameters; None if they are not known. Those of experts have fewer replicas.
     """
-    axes, storage, zero = facts.axes, facts.storage, facts.config.replication.zero
-    if zero:
-        return sharded(facts, {1: once, 2: by_micro_batch, 3: by_use}[zero])
-    at = axes.coords(facts.rank)
-    count = sent_in_ring(at.dp * axes.cp + at.cp, axes.copies, storage.length)
-    return count * storage.dtype.itemsize
+    axes, storage, replication = facts.axes, facts.storage, facts.config.replication
+    travelled = {1: once, 2: by_micro_batch, 3: by_use}.get(replication.zero)
+    if travelled and axes.ep == 1:
+        return sharded(facts, travelled)
+    at, spans = axes.coords(facts.rank), storage.spans
+    of_experts = sum(span.stop - span.start for span in spans if span.holders == EXPERTS)
+    groups = [(at.dp * axes.cp + at.cp, axes.copies, storage.length - of_experts)]
+    groups += [(at.dp // axes.ep * axes.cp + at.cp, axes.copies // axes.ep, of_experts)]
+    if not travelled:
+        return sum(sent_in_ring(*group) for group in groups) * storage.dtype.itemsize
+    if replication.zero == 3 or replication.shard != "all":
+        return None
+    summed, gathered = travelled(facts) or (0, 0)
+    nbytes = summed * storage.dtype.itemsize + gathered * facts.computed.itemsize
+    return nbytes / storage.length * sum(count * (n - 1) / n for _, n, count in groups)
 
 
-def sent_to_agree(rank: int, ranks: int) -> int:
-    """Return the bytes that a rank sends for all ranks to agree on the end of a step."""
-    return sent_in_ring(rank, ranks, CONTROL) * CONTROL_ITEM
+def sent_to_agree(rank: int, ranks: int, experts: int = 0) -> int:
+    """Return the bytes that a rank sends for all ranks to agree on the end of a step, and on the tokens
+    that each expert was asked for and took.
+    """
+    return sum(sent_in_ring(rank, ranks, n) for n in (CONTROL, 2 * experts)) * CONTROL_ITEM
 
 
 def once(facts: RankFacts) -> tuple[float, float]:

@@ -74,9 +74,11 @@ def test_memory_and_tokens_of_an_unlucky_rank_are_those_of_a_real_one(settings):
         # Each rank sends half of the gradients that both have, twice; and the control message, which
         # has the rows that 4 experts were asked for and took.
         rest = summed * trainer.storage.dtype.itemsize + (CONTROL + 2 * 4) * CONTROL_ITEM + told
-        return sum(held.values()) - held["scratch"] + trainer.pipe.peak_bytes, sent - rest
+        held_bytes = sum(held.values()) - held["scratch"] + trainer.pipe.peak_bytes
+        return held_bytes, sent - rest, sent
 
-    held, tokens = zip(*run_ranks(2, run), strict=True)
+    held, tokens, sent = zip(*run_ranks(2, run), strict=True)
     plan = Planner(given, ["a"] * 2, 1e9, 1e9, imbalance=2.0)
     assert plan.predict(chosen).nbytes == held[0] > held[1]
     assert plan.tokens_sent(chosen) == tokens[0]
+    assert plan.sent(chosen) == sent[0]

@@ -160,7 +160,7 @@ def of_layout(job: Job) -> float | None:
         return None
     grid, config = job.trainer.grid, job.trainer.config
     messages = config.batch.micro_batches if config.pipeline.schedule in STREAMS else 1
-    control = messages * sent_to_agree(grid.world.rank, grid.axes.ranks)
+    control = messages * sent_to_agree(grid.world.rank, grid.axes.ranks, config.model.experts)
     return gradients + control + _between_stages(job) + _within_layers(job) + _within_rows(job)
 
 
