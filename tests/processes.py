@@ -1,5 +1,6 @@
 """Programs that tests start, and how long one may take: long enough for a machine that does something else, too."""
 
+import json
 import os
 import re
 import subprocess
@@ -69,6 +70,20 @@ def launch(ranks, *words, **more):
 def python_ranks(ranks, code, folder):
     """Run Python code on several ranks."""
     return run(["mpirun", "-n", ranks, sys.executable, "-c", code], cwd=folder)
+
+
+WRITES = """
+import json, os
+own_lines = open("rank-" + (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) + ".jsonl", "w", buffering=1)
+def says(*row): own_lines.write(json.dumps(row) + "\\n")
+"""
+"""Of a program on several ranks: `says(...)` writes a row to a file of the rank, since long lines of ranks mix on a pipe."""
+
+
+def rows_of_ranks(folder):
+    """All rows that programs with `WRITES` have written in a folder, rank by rank."""
+    files = sorted(folder.glob("rank-*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def calls_of_one_start(ranks, calls, folder, code, before=""):

@@ -1,11 +1,10 @@
 """Backend "mpitrain" of PyTorch: tests of PyTorch itself, trainings and drawn programs as over gloo. One start for all."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.processes import python_ranks
+from tests.processes import WRITES, python_ranks, rows_of_ranks
 
 for package in ("torch", "expecttest"):
     pytest.importorskip(package, reason=f"PyTorch's own tests need {package}")
@@ -81,7 +80,7 @@ for n in range(1, world.size + 1):
     if world.rank < n:
         exact = PowerSGDState(group, matrix_approximation_rank=24, min_compression_rate=0.01, start_powerSGD_iter=2)
         apart = (trained(group, (exact, powerSGD_hook)) - trained(group)).abs().max().item()
-        print(json.dumps([world.rank, f"callbacks {n}", [apart, chained(group, other, n)]]), flush=True)
+        says(world.rank, f"callbacks {n}", [apart, chained(group, other, n)])
 
 def bind_at_once(*groups):
     "Whether the sums of two groups are right, each in a thread of its own; both bind new memory at the same time."
@@ -102,7 +101,7 @@ def bind_at_once(*groups):
         thread.join()
     return rights
 
-print(json.dumps([world.rank, "at once", bind_at_once(dist.new_group(), dist.new_group())]), flush=True)
+says(world.rank, "at once", bind_at_once(dist.new_group(), dist.new_group()))
 dist.destroy_process_group()
 """
 """A future's callbacks that make calls and wait for them, on 1, 2 and 3 ranks. PowerSGD of full rank averages exactly."""
@@ -129,10 +128,10 @@ for name in {OF_PYTORCH!r}:
     folder = Path(name).resolve()
     folder.mkdir(exist_ok=True)
     world.Barrier()
-    print(json.dumps([world.rank, name, suite.run(*tests, f"test_{{name}}", folder, world)[0]]), flush=True)
+    says(world.rank, name, suite.run(*tests, f"test_{{name}}", folder, world)[0])
 work = {{name: equal.TRAININGS[name] for name in {TRAININGS!r}}} | equal.drawn({DRAWN})
 for found in equal.compare(work, str(Path("store").resolve()), world.rank, world.size).items():
-    print(json.dumps([world.rank, *found]), flush=True)
+    says(world.rank, *found)
 import torch.distributed as dist
 {CALLBACKS}"""
 
@@ -140,8 +139,9 @@ import torch.distributed as dist
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """{test, training or program: what each rank has found}."""
-    done = python_ranks(RANKS, PROGRAM, tmp_path_factory.mktemp("torch"))
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    folder = tmp_path_factory.mktemp("torch")
+    done = python_ranks(RANKS, WRITES + PROGRAM, folder)
+    lines = rows_of_ranks(folder)
     assert done.returncode == 0, f"{lines[-RANKS:]} {done.stderr[-4000:]}"
     return {name: [value for _, n, value in lines if n == name] for _, name, _ in lines}
 

@@ -1,6 +1,5 @@
 """Trainers of other projects over backend "mpitrain", as they are: 20 steps as over gloo. One start for all."""
 
-import json
 import os
 import sys
 from importlib.util import find_spec
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python_ranks, run
+from tests.processes import WRITES, python_ranks, rows_of_ranks, run
 
 torch = pytest.importorskip("torch", reason="backend mpitrain needs PyTorch")
 
@@ -30,16 +29,17 @@ equal = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(equal)
 world, work = MPI.COMM_WORLD, {{name: equal.TRAININGS[name] for name in {HERE!r}}}
 for found in equal.compare(work, str(Path("store").resolve()), world.rank, world.size).items():
-    print(json.dumps([world.rank, *found]), flush=True)
+    says(world.rank, *found)
 """
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
     """{trainer: the largest difference from gloo, on each rank}."""
-    done = python_ranks(2, PROGRAM, tmp_path_factory.mktemp("trainers"))
+    folder = tmp_path_factory.mktemp("trainers")
+    done = python_ranks(2, WRITES + PROGRAM, folder)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    lines = rows_of_ranks(folder)
     return {name: [value for _, n, value in lines if n == name] for _, name, _ in lines}
 
 

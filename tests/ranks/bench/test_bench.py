@@ -172,7 +172,7 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
         check_writable(tmp_path / "rows.json")
 
 
-DELAY, APART = 0.04, 100.0
+DELAY, APART = 0.1, 100.0
 """Seconds: what one rank hears late, and what the clocks of two ranks differ by."""
 
 
