@@ -13,9 +13,11 @@ sums its own elements of chunk r first, then the elements of ranks r + 1, r + 2 
 reduce-scatter and then an all-gather give the bits of the all-reduce.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 
@@ -47,36 +49,31 @@ Slot = list[np.ndarray]
 """Region of every rank's window, by rank: the array itself, or a copy of it."""
 
 
-class Turn(NamedTuple):
-    """The copies and sums of one run, as data.
-
-    brought   (target, source): copies before the first barrier, to memory that other ranks read
-    worked    (target, source, is_sum): copies and combinations after it, in this order
-    finished  (target, source): copies after the second barrier
-    """
-
-    brought: list[tuple[np.ndarray, np.ndarray]]
-    worked: list[tuple[np.ndarray, np.ndarray, bool]]
-    finished: list[tuple[np.ndarray, np.ndarray]]
+Phase = Sequence[tuple[np.ndarray, np.ndarray, bool]]
+"""Copies and sums of one rank, (target, source, is_sum), in this order."""
 
 
 class SharedMemory(Reduction):
-    """Collective through shared memory.
+    """Collective through shared memory: phases of local work, with a barrier between two of them.
 
-    turns  one Turn, or two that successive runs use alternately. With one, each run has a second
-           barrier, before any rank may overwrite an array that others read. With two, each Turn has
-           copies of its own, and one barrier a run is enough: a rank that enters it has read the
-           copies of the run before
+    turns  the phases of a run; or those of two runs, which take turns. One list has three phases:
+           the second barrier comes before any rank may overwrite an array that others read. Of two
+           lists each has copies of its own, and one barrier a run is enough: a rank that enters it
+           has read the copies of the run before
     """
 
     is_messages = False
 
     def __init__(
-        self, transport: Transport, array: np.ndarray, op: str, tag: int, turns: list[Turn]
+        self,
+        transport: Transport,
+        array: np.ndarray,
+        op: str,
+        tag: int,
+        turns: Sequence[Sequence[Phase]],
     ):
-        self._transport, self._combine = transport, by_numpy(array, op)
-        self._tag, self._turns, self._turn = tag, turns, 0
-        self._meetings, self._meetings_left = 3 - len(turns), 0
+        self._transport, self._combine, self._tag = transport, by_numpy(array, op), tag
+        self._turns, self._left = cycle(turns), deque[Phase]()
 
     @cached_property
     def _meeting(self) -> Execution:
@@ -86,56 +83,48 @@ class SharedMemory(Reduction):
         return Execution(transport, np.empty(0, np.uint8), "add", steps, self._tag)
 
     def _run(self) -> None:
-        self._bring()
-        for left in reversed(range(self._meetings)):
+        self._begin()
+        while self._left:
             self._transport.barrier()
-            self._met(left)
+            self._work()
 
     def _start(self) -> None:
-        self._bring()
-        self._meetings_left = self._meetings
+        self._begin()
         self._meeting.start()
 
     def _advance(self) -> bool:
-        while self._meetings_left:
+        while self._left:
             if not self._meeting.poll():
                 return False
             self._go_on()
         return True
 
     def _finish(self) -> None:
-        while self._meetings_left:
+        while self._left:
             self._meeting.wait()
             self._go_on()
 
-    def _bring(self) -> None:
+    def _begin(self) -> None:
         if self._transport.windows.closed:  # The run would write to memory that has been unmapped.
             raise CommError(
                 f"rank {self._transport.rank}: a reduction through shared memory needs its window, but the transport "
                 "it was split from is closed.",
                 "Close it when all reductions have ended.",
             )
-        self._turn = (self._turn + 1) % len(self._turns)
-        for target, source in self._turns[self._turn].brought:
-            target[:] = source
+        self._left = deque(next(self._turns))
+        self._work()
 
-    def _met(self, left: int) -> None:
-        """Do the work after a barrier; `left` barriers follow in this run."""
-        turn = self._turns[self._turn]
-        if left < self._meetings - 1:
-            for target, source in turn.finished:
-                target[:] = source
-            return
-        for target, source, is_sum in turn.worked:
+    def _work(self) -> None:
+        """Do the next phase."""
+        for target, source, is_sum in self._left.popleft():
             if is_sum:
                 self._combine(target, source)
             else:
                 target[:] = source
 
     def _go_on(self) -> None:
-        self._meetings_left -= 1
-        self._met(self._meetings_left)
-        if self._meetings_left:
+        self._work()
+        if self._left:
             self._meeting.start()
 
 
@@ -258,8 +247,8 @@ def give_up_shared(transport: Transport, array: np.ndarray, asked: str) -> None:
         ).on_every_rank()
 
 
-def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
-    """Return the turns of an all-reduce.
+def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
+    """Return the `turns` of an all-reduce.
 
     Of a large array, rank r reduces chunk r, and writes the result to the arrays of all ranks. Of a
     small array, every rank reduces the whole by itself.
@@ -273,11 +262,11 @@ def _all_reduce(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
         worked += [(own[block], other[block], True) for other in others]
         worked += [(other[block], own[block], False) for other in others]
     if _is_copied(flat, own):
-        return [Turn([(own, flat)], worked, [(flat, own)])]
-    return [Turn([], worked, [])]
+        return [[[(own, flat, False)], worked, [(flat, own, False)]]]
+    return [[[], worked, []]]
 
 
-def _reduce_scatter(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
+def _reduce_scatter(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
     start, stop = chunk_bounds(flat.size, len(slots[0]))[rank]
     if len(slots) == 2:
         return [_alone(rank, flat, copies, slice(start, stop)) for copies in slots]
@@ -288,39 +277,36 @@ def _reduce_scatter(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn
         for copy in copies[rank + 1 :] + copies[:rank]
     ]
     outside = [slice(0, start), slice(stop, None)] if _is_copied(flat, copies[rank]) else []
-    return [Turn([(copies[rank][part], flat[part]) for part in outside], worked, [])]
+    return [[[(copies[rank][part], flat[part], False) for part in outside], worked, []]]
 
 
-def _all_gather(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[Turn]:
+def _all_gather(rank: int, flat: np.ndarray, slots: list[Slot]) -> list[list[Phase]]:
     n = len(slots[0])
     chunks = [slice(*bounds) for bounds in chunk_bounds(flat.size, n)]
     # Each rank begins with the chunk of a different peer.
     peers = [(rank + step) % n for step in range(1, n)]
-    return [
-        Turn(
-            [(copies[rank][chunks[rank]], flat[chunks[rank]])]
-            if _is_copied(flat, copies[rank])
-            else [],
-            [(flat[chunks[peer]], copies[peer][chunks[peer]], False) for peer in peers],
-            [],
-        )
-        for copies in slots
-    ]
+    own, turns = chunks[rank], list[list[Phase]]()
+    for copies in slots:
+        is_copied = _is_copied(flat, copies[rank])
+        brought = [(copies[rank][own], flat[own], False)] if is_copied else []
+        worked = [(flat[chunks[peer]], copies[peer][chunks[peer]], False) for peer in peers]
+        turns.append([brought, worked])
+    return turns if len(slots) == 2 else [[*turns[0], []]]
 
 
-TURNS: dict[str, Callable[[int, np.ndarray, list[Slot]], list[Turn]]] = {
+TURNS: dict[str, Callable[[int, np.ndarray, list[Slot]], list[list[Phase]]]] = {
     "allreduce": _all_reduce,
     "reduce-scatter": _reduce_scatter,
     "all-gather": _all_gather,
 }
 
 
-def _alone(rank: int, flat: np.ndarray, copies: Slot, part: slice) -> Turn:
-    """Return the turn in which a rank alone reduces a part of the copies of all ranks."""
+def _alone(rank: int, flat: np.ndarray, copies: Slot, part: slice) -> list[Phase]:
+    """Return the phases in which a rank alone reduces a part of the copies of all ranks."""
     first, *others = copies
     worked = [(flat[part], first[part], False)]
     worked += [(flat[part], other[part], True) for other in others]
-    return Turn([(copies[rank], flat)], worked, [])
+    return [[(copies[rank], flat, False)], worked]
 
 
 def _blocks(flat: np.ndarray, rank: int, n: int) -> list[slice]:

@@ -200,18 +200,20 @@ class Buckets:
             for bucket, own in zip(buckets, writers, strict=True)
         ]
         self._views = [flat[b.start : b.stop] for b in buckets]
-        self._dense: list[Reduction | None] = []
-        self._lossy: list[Reduction | None] = []
+        # The reductions of the first `dense_steps` steps, and of all others; equal for an exact bucket.
+        self._dense: list[Reduction] = []
+        self._lossy: list[Reduction] = []
         for number, (bucket, view) in enumerate(zip(buckets, self._views, strict=True)):
             is_lossy = wire.name != "none" and not bucket.holders
-            needs_dense = not is_lossy or dense_steps > 0
+            bound = []
             with group.transport.recorder.called(f"bucket {number}"):
-                self._dense.append(bind(bucket, view) if needs_dense else None)
-                self._lossy.append(
-                    group.bind_lossy(view, wire, matrices_in(layout, bucket)) if is_lossy else None
-                )
-        bound = [reduction for reduction in (*self._dense, *self._lossy) if reduction]
-        self._mover = mover(group.transport, bound)
+                if dense_steps or not is_lossy:
+                    bound.append(bind(bucket, view))
+                if is_lossy:
+                    bound.append(group.bind_lossy(view, wire, matrices_in(layout, bucket)))
+            self._dense.append(bound[0])
+            self._lossy.append(bound[-1])
+        self._mover = mover(group.transport, [*self._dense, *self._lossy])
         self.begin(0)
 
     def __len__(self) -> int:
@@ -219,22 +221,14 @@ class Buckets:
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 0: nothing is ready."""
-        first, second = (
-            (self._dense, self._lossy) if step < self._dense_steps else (self._lossy, self._dense)
-        )
-        both = zip(first, second, strict=True)
-        self._active: list[Reduction] = [preferred or fallback for preferred, fallback in both]  # type: ignore[misc]
+        self._active = self._dense if step < self._dense_steps else self._lossy
         self._missing = [*map(set, self._writers)]
         self.delayed = any(reduction.state for reduction in self._active)
 
     def ready(self, writer: int) -> None:
         """Report that a writer has written all its gradients of this step."""
-        if self._overlap:
-            self._start_completed(writer)
-
-    def _start_completed(self, writer: int) -> None:
         for missing, reduction in zip(self._missing, self._active, strict=True):
-            if writer in missing:
+            if self._overlap and writer in missing:
                 missing.remove(writer)
                 if not missing:
                     self._mover.start(reduction)
@@ -245,24 +239,13 @@ class Buckets:
 
     def wait(self) -> None:
         """Block until all buckets are reduced; all writers must have been reported as ready."""
-        if not self._overlap:
-            self.run()
-            return
-        for reduction in self._tied:
+        for reduction in (*self._tied, *(() if self._overlap else self._active)):
             reduction.run()
-        self._start_completed(SUMMED)
+        self.ready(SUMMED)
         self._mover.wait()
-        self._learn()
-
-    def run(self) -> None:
-        for reduction in (*self._tied, *self._active):
-            reduction.run()
-        self._learn()
-
-    def _learn(self) -> None:
-        """After a step without a wire format, let the format learn from the exact sums."""
+        # After a step without the wire format, the format learns from the exact sums.
         for used, lossy, view in zip(self._active, self._lossy, self._views, strict=True):
-            if lossy and used is not lossy and lossy.learn:
+            if used is not lossy and lossy.learn:
                 lossy.learn(view)
 
     def state(self) -> list[StateBuffer]:
@@ -270,7 +253,7 @@ class Buckets:
         buffers = []
         for number, (bucket, reduction) in enumerate(zip(self.buckets, self._lossy, strict=True)):
             whole = [Piece(bucket.start, bucket.stop, 0)]
-            for name, array in ((reduction.state or {}) if reduction else {}).items():
+            for name, array in (reduction.state or {}).items():
                 if name == "factors":
                     if array.size:
                         buffers.append(StateBuffer(f"factors/{number}", array, (), "bound"))

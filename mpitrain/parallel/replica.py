@@ -19,7 +19,6 @@ from mpitrain.data import Source, read_rows
 from mpitrain.layers.base import Gradients, Loss, Weights
 from mpitrain.layers.flat import Bucket, Storage
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.device import Device
 from mpitrain.optim import Optimizer
 from mpitrain.optim.state import StateBuffer
@@ -492,7 +491,6 @@ class Replica:
         most = run.spike if run.on_spike != "ignore" else 0.0
         self.skips = SkippedUpdates(compute, most)
         self._control = np.zeros(5)
-        self.losses = device.backend.zeros(self.micro_batches, np.float64)
         self.build(optimizer)
 
     def build(self, optimizer: config.Optimizer) -> None:
@@ -501,6 +499,9 @@ class Replica:
         self.cuts = self.cut()
         self.make_parameters()
         self.make_gradients()
+        numbers = self.micro_batches + 2 * len(self.squared)
+        self._numbers = device.backend.zeros(numbers, np.float64)
+        self.losses = self._numbers[: self.micro_batches]
         self.optimizer = Optimizer(
             optimizer,
             self.storage,
@@ -758,19 +759,17 @@ class Replica:
         weights    factor of each
         gradients  flat arrays on the device, of any lengths
         """
-        losses = self.losses[micros] if self.grid.reports_loss else ()
-        count = len(losses)
-        if not count and not gradients:
-            return 0.0, 0.0, 0
-        numbers = self.arena.take((count + 2 * len(gradients),), np.float64)
-        if count:
-            copy_rows(numbers[:count], losses)
+        first = self.micro_batches
         for place, gradient in enumerate(gradients):
-            at = count + 2 * place
-            numbers[at : at + 2] = self.device.ops.gradient_facts(gradient, self.arena)
-        read = self.device.backend.to_host(numbers).tolist()
-        loss = sum(weight * loss for weight, loss in zip(weights, read[:count], strict=False))
-        return loss, sum(read[count::2]), int(sum(read[count + 1 :: 2]))
+            at = first + 2 * place
+            self._numbers[at : at + 2] = self.device.ops.gradient_facts(gradient, self.arena)
+        if not gradients and not self.grid.reports_loss:
+            return 0.0, 0.0, 0
+        read = self.device.backend.to_host(self._numbers).tolist()
+        losses = read[:first][micros] if self.grid.reports_loss else ()
+        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=False))
+        read = read[first : first + 2 * len(gradients)]
+        return loss, sum(read[::2]), int(sum(read[1::2]))
 
     def total(self, *numbers: float) -> list[float]:
         """Return the sums of up to five numbers over all ranks: the control message; collective."""

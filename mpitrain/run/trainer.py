@@ -484,7 +484,7 @@ class Trainer:
         unpadded, counted = inputs.shape, rows.counted(targets)
         inputs, targets = rows.own_tokens(inputs, 0), rows.own_tokens(targets, IGNORED)
         count, places = len(inputs), None  # A parameter server has no rows.
-        if count:
+        if count and (starts is not None or self.layers.tokens.ranks > 1):
             places = rows.places(inputs.shape, unpadded, starts, types, self.placed)
         parts = [share(count, micro, micro_batches) for micro in range(micro_batches)]
         xs, ys = (np.split(each, [part.start for part in parts[1:]]) for each in (inputs, targets))
