@@ -371,6 +371,10 @@ class WholeRows:
         """Return all rows of x, the input of a layer."""
         return x
 
+    def own(self, x: Any) -> Any:
+        """Return this rank's rows, between layers, of all rows (M, C)."""
+        return x
+
     def kept(self, saved: Any, x: Any, now: Now) -> Any:
         """Return the state to save for backward.
 

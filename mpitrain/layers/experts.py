@@ -162,7 +162,8 @@ class Experts:
     def parameters(self) -> list[Parameter]:
         inner, onto_residual = self.draws
         (outputs, hidden), C, E, group = self.shape, self.width, self.keys.experts, self.layers.ep
-        router = Parameter("router.weight", (E, C), inner, decayed=True, holders=self.rows.holders)
+        router = Parameter("router.weight", (E, C), inner, decayed=True)
+        router = router._replace(holders=self.rows.holders, partial=self.rows.partial)
         up = Parameter("up.weight", (E, outputs, C), inner, decayed=True)
         down = Parameter("down.weight", (E, C, hidden), onto_residual, decayed=True)
         if group or self.rows.ranks > 1:
@@ -182,10 +183,13 @@ class Experts:
         return tuple(shape)
 
     def forward(self, w: Weights, x: Any, now: Now, arena: Arena) -> tuple[Any, Any]:
-        ops, rows, keys = self.ops, flat_rows(x), self.keys
-        logits, score = ops.score(rows, w["router"]["weight"], arena)
+        ops, own, keys = self.ops, flat_rows(x), self.keys
+        # Every rank of layout.tp routes all rows, also if it has some of them between layers.
+        logits, score = ops.score(own, w["router"]["weight"], arena)
+        logits, rows = self.rows.whole(logits), self.rows.whole(own)
         weights, chosen, choice = ops.choose(logits, keys.top_k, int(self.is_before), arena)
-        sequences = len(x) if x.ndim > 2 else 1
+        entered = self.rows.as_sequences(self.rows.entered(x.shape))
+        sequences = entered[0] if len(entered) > 2 else 1
         # Without training the output of a token depends on no other row, so that a cache can be used.
         limit = keys.capacity * self._share(len(rows), sequences) if now.trains else 0
         capacity = max(1, int(limit)) if limit else 0
@@ -196,7 +200,7 @@ class Experts:
         def shared() -> None:
             nonlocal of_shared
             if self.shared:
-                of_shared = self.shared.forward(w["shared"], rows, now, arena)
+                of_shared = self.shared.forward(w["shared"], own, now, arena)
 
         stays = not self.layers.ep
         trip = Stay(routing.ends) if stays else Trip(self.layers, routing.ends, len(taken), arena)
@@ -241,7 +245,8 @@ class Experts:
         score, choice, weights, routing, trip, mlps, combine, shared_states, weight = saved
         up, activated, down = mlps
         del saved, mlps
-        rows, k = flat_rows(dy), keys.top_k
+        own, k = flat_rows(dy), keys.top_k
+        rows = self.rows.whole(own)
         ops.add_load(routing.load, routing.ends, self.tally, arena)
         own_dout = ops.dispatch(rows, routing.sources, k, arena, weights)
 
@@ -250,12 +255,13 @@ class Experts:
 
         # Each tensor-parallel rank has a summand of an expert's output, and so of these.
         dweights, _ = self.rows.summed(dots, weights.shape, weights.dtype, arena)
+        dweights = self.rows.whole(dweights)
         of_shared: tuple[Any, Any] = None, None
 
         def shared_backward() -> None:
             nonlocal of_shared
             if self.shared:
-                of_shared = self.shared.backward_input(w["shared"], rows, shared_states, arena)
+                of_shared = self.shared.backward_input(w["shared"], own, shared_states, arena)
 
         dout = trip.there(own_dout, arena, shared_backward)
         dh, down = ops.grouped_linear_backward_input(dout, w["down"]["weight"], down, arena)
@@ -274,6 +280,7 @@ class Experts:
             *(dweights, choice, load, weight, keys.balance / share, keys.z),
             *(int(self.is_before), dlogits, arena),
         )
+        dlogits = self.rows.own(dlogits)
         of_router, router = ops.linear_backward_input(dlogits, w["router"]["weight"], score, arena)
         ops.add(dx, of_router, dx, arena)
         dshared, shared_pending = of_shared

@@ -676,12 +676,6 @@ def of_model(config: Config) -> Iterator[Rule]:
             f"Set model.experts to {multiples_near(model.experts, layout.ep)}, or layout.ep to a divisor.",
         ),
         (
-            layout.tp > 1 and layout.sequence_parallel,
-            "A router needs the rows of all tokens of a sequence, which layout.sequence_parallel divides, but "
-            f"model.experts is {model.experts}.",
-            "Set layout.sequence_parallel to false.",
-        ),
-        (
             model.activation != "silu",
             f"The gates of experts are silu, but model.activation is {model.activation}.",
             "Leave out model.activation, or set model.experts to 0.",

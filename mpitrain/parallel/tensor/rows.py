@@ -157,6 +157,10 @@ class SequenceSharded(ReplicatedRows):
         lease.bound_all_gather().run()
         return lease.array
 
+    def own(self, x: Any) -> Any:
+        rows = self.share(len(x))
+        return x[rows.start : rows.stop]
+
     def kept(self, saved: Any, x: Any, now: Now) -> Any:
         if self._keeps:
             return saved

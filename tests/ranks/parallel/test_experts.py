@@ -53,6 +53,7 @@ LAYOUTS = (
     (2, "layout.tp=2"),
     (4, "layout.tp=2", "layout.ep=2", "memory.recompute=unit"),
     (4, "layout.tp=2", "layout.pp=2", "batch.micro_batches=2"),
+    (4, "layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true"),
     (4, "layout.ep=2", "layout.pp=2", "batch.micro_batches=2"),
     (4, "layout.ep=2", "layout.pp=2", "pipeline.schedule=zero-bubble"),
 )
@@ -285,7 +286,6 @@ def test_no_token_is_dropped_outside_of_training():
         (2, ["layout.ep=2", "model.experts=0", "model.balance=0.01", "model.z=0.0"], "experts 0"),
         (2, ["layout.ep=2", "optimizer.name=lamb"], "optimizer.name lamb needs whole"),
         (2, ["layout.ep=2", "replication.mode=local"], "Mode local needs layout.ep 1"),
-        (2, ["layout.tp=2", "layout.sequence_parallel=true"], "all tokens of a sequence"),
         (1, ["model.kind=llama", "model.activation=gelu"], "gates of experts are silu"),
         (2, ["layout.cp=2", "model.capacity=2"], "the first tokens of a sequence"),
         (1, ["model.kind=mlp", "data.source=digits"], "model.experts is for a gpt or llama"),
