@@ -83,23 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     const int tiles_n = tiles_over(N, TILE_N), batch = blockIdx.z / splits, split = blockIdx.z % splits;
     const int tiles_m = GROUPED == GROUPED_ROWS ? gridDim.x / tiles_n : tiles_over(M, TILE_M);
     Tile tile = tile_of(blockIdx.x, tiles_m, tiles_n, 8);  // on an H100 16 take 1.2 times as long for N = 768
-    __shared__ Rows rows;    // of the tile's group: the large tile has no register to spare for what comes after the loop
-    if (GROUPED) {
-        if (threadIdx.x == 0) rows = GROUPED == GROUPED_ROWS ? rows_of(tile.m, TILE_M, M, groups, ends) : rows_in(batch, ends);
-        __syncthreads();
-        A += (long long)rows.first * lda;
-    }
-    if (GROUPED == GROUPED_ROWS) {
-        if (rows.count == 0) return;
-        tile.m = rows.tile;
-        M = rows.count;
-        if (rows.group < groups) B += rows.group * stride_b;
-        else K = 0;
-    }
-    if (GROUPED == GROUPED_SUMS) {
-        K = rows.count;
-        B += (long long)rows.first * ldb;
-    }
+    __shared__ Rows rows;
+    if (!enter_group(rows, tile, TILE_M, M, K, A, lda, B, ldb, stride_b, batch, groups, ends)) return;
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mt = warp / WARPS_N * WARP_M + lane / 8 * 4, nt = warp % WARPS_N * WARP_N + lane % 8 * 4;
@@ -153,11 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
         buffer ^= 1;
     }
 
-    if (GROUPED == GROUPED_ROWS) {
-        tile.m = rows.tile;
-        M = rows.count;
-        C += (long long)rows.first * ldc;
-    }
+    leave_group(rows, tile, M, C, ldc);
     const Epilogue epilogue = {alpha, beta, bias, residual, saved};
     const bool c_in_fours = epilogue.in_runs_of<4>(C, ldc, stride_c);
     Sum* raw = SPLIT ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;

@@ -42,6 +42,36 @@ __device__ __forceinline__ Rows rows_of(int tile, int height, int M, int groups,
     }
 }
 
+// What a block of a grouped product computes: its tile, M and K become those of its group, A and B begin there. `rows` lies in shared
+// memory: the large tile has no register to spare for what comes after its loop, behind which `leave_group` reads it again.
+// Returns whether the block has rows. height: of a tile; all threads of the block call it
+__device__ __forceinline__ bool enter_group(Rows& rows, Tile& tile, int height, int& M, int& K, const Element* __restrict__& A,
+                                            int lda, const Element* __restrict__& B, int ldb, long long stride_b, int batch, int groups,
+                                            const long long* __restrict__ ends) {
+    if (!GROUPED) return true;
+    if (threadIdx.x == 0) rows = GROUPED == GROUPED_ROWS ? rows_of(tile.m, height, M, groups, ends) : rows_in(batch, ends);
+    __syncthreads();
+    A += (long long)rows.first * lda;
+    if (GROUPED == GROUPED_SUMS) {
+        K = rows.count;
+        B += (long long)rows.first * ldb;
+        return true;
+    }
+    tile.m = rows.tile;
+    M = rows.count;
+    if (rows.group < groups) B += rows.group * stride_b;
+    else K = 0;
+    return M > 0;
+}
+
+// The rows of the group that the block stores: C begins there.
+__device__ __forceinline__ void leave_group(const Rows& rows, Tile& tile, int& M, Result*& C, int ldc) {
+    if (GROUPED != GROUPED_ROWS) return;
+    tile.m = rows.tile;
+    M = rows.count;
+    C += (long long)rows.first * ldc;
+}
+
 // The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
 // saved and residual have the shape and pitch of C. What of this there is, macros say: what is not asked for takes no

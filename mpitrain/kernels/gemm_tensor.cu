@@ -59,23 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     // The blocks that a large GPU runs at once cover a square of C if these are 2048 rows of it.
     const int tiles_m = GROUPED == GROUPED_ROWS ? gridDim.x / tiles_n : tiles_over(M, TILE_M);
     Tile tile = tile_of(blockIdx.x, tiles_m, tiles_n, 2048 / TILE_M);
-    __shared__ Rows rows;    // of the tile's group: the large tile has no register to spare for what comes after the loop
-    if (GROUPED) {
-        if (threadIdx.x == 0) rows = GROUPED == GROUPED_ROWS ? rows_of(tile.m, TILE_M, M, groups, ends) : rows_in(batch, ends);
-        __syncthreads();
-        A += (long long)rows.first * lda;
-    }
-    if (GROUPED == GROUPED_ROWS) {
-        if (rows.count == 0) return;
-        tile.m = rows.tile;
-        M = rows.count;
-        if (rows.group < groups) B += rows.group * stride_b;
-        else K = 0;
-    }
-    if (GROUPED == GROUPED_SUMS) {
-        K = rows.count;
-        B += (long long)rows.first * ldb;
-    }
+    __shared__ Rows rows;
+    if (!enter_group(rows, tile, TILE_M, M, K, A, lda, B, ldb, stride_b, batch, groups, ends)) return;
     const int m0 = tile.m * TILE_M, n0 = tile.n * TILE_N;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int mw = warp / WARPS_N * WARP_M, nw = warp % WARPS_N * WARP_N;
@@ -145,11 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
 
     copy_async_wait<0>();
     __syncthreads();    // the pieces are done with: their memory is free for what goes out
-    if (GROUPED == GROUPED_ROWS) {
-        tile.m = rows.tile;
-        M = rows.count;
-        C += (long long)rows.first * ldc;
-    }
+    leave_group(rows, tile, M, C, ldc);
     const Epilogue epilogue = {alpha, beta, bias, residual, saved};
     const bool vector = epilogue.in_runs_of<WIDE>(C, ldc, stride_c);
     float* raw = SPLIT ? workspace + (long long)blockIdx.z * M * (N + ROW_SUMS) : nullptr;
