@@ -1,4 +1,4 @@
-// Attention with online softmax on tensor cores: float16 or bfloat16 elements, float32 sums (Dao 2023,
+// Attention with online softmax on tensor cores: float16, bfloat16 or float32 elements, float32 sums (Dao 2023,
 // FlashAttention-2). Arrays and meaning as in attention.cuh; log_sums are in base 2 here, of scores times log2(e).
 // A block has OWNED queries and goes through the keys and values that they see. The steps on the diagonal are the last, in a
 // loop of their own: the loop before them does not mask. With documents or a window a first loop goes through the keys that only some
@@ -46,7 +46,7 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
 }
 
 // scale: log2(e) / sqrt(D)
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_tensor(
     int queries, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, Element* __restrict__ y, float* __restrict__ log_sums,
     const int* __restrict__ starts) {

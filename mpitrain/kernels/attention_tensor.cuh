@@ -4,6 +4,7 @@
 // is read from shared memory serves two products, where registers hold the sums of both; else one. STEP rows of the other
 // side pass by at a time, by asynchronous copies into one of two stages while the other is computed with. Scores and weights
 // never leave registers: the fragment that a product leaves is, rounded, the fragment that the next one takes.
+// Of float32, three products of TF32 make one, as in gemm_tensor.cu: `multiply_add` of tensor_tile.cuh.
 // HEAD, a multiple of 16, and STEP are macros; CHUNKED: all rows can be copied 16 bytes at a time, else they are copied
 // element by element.
 #pragma once
@@ -11,10 +12,14 @@
 #include "soft_cap.cuh"
 #include "tensor_tile.cuh"
 
-constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
-constexpr int DEPTH = HEAD / 16;    // fragments along the channels
-// With 255 registers a thread, steps without masks have a loop of their own, and pointers run. With 128 both would spill.
-constexpr bool ROOMY = FRAGMENTS > 1;
+constexpr int OWNED = 128, FRAGMENTS = HEAD <= 64 && sizeof(Element) == 2 ? 2 : 1, WARP_ROWS = 16 * FRAGMENTS, THREADS = OWNED / WARP_ROWS * 32;
+constexpr int DEPTH = HEAD / 16;    // pairs of fragments along the channels
+// Blocks that share a multiprocessor: of float32 one, whose tiles are twice as large, and whose threads have 255 registers.
+constexpr int BLOCKS = sizeof(Element) == 4 ? 1 : 2;
+// Narrow heads leave registers: steps without masks have a loop of their own, and pointers run. Of wide ones both would spill.
+constexpr bool ROOMY = HEAD <= 64;
+// Slices of the channels in a turn of the loop over them. All at once would spill with wide heads of float32.
+constexpr int SLICES = ROOMY || sizeof(Element) == 2 ? HEAD / SLICE : 2;
 
 static_assert(HEAD % 16 == 0 && STEP % 16 == 0 && OWNED % STEP == 0, "whole fragments, and whole steps before the diagonal");
 
@@ -106,20 +111,17 @@ __device__ __forceinline__ void multiply_rows(Steps& out, const Element* own, in
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
         for (int j = 0; j < STEP / 8; ++j) out[f][j][0] = out[f][j][1] = out[f][j][2] = out[f][j][3] = 0.0f;
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
+#pragma unroll SLICES
+    for (int d = 0; d < HEAD / SLICE; ++d) {
         unsigned a[FRAGMENTS][4];
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f) Own::a_from_rows_of_m(a[f], own, m + 16 * f, 16 * d);
+        for (int f = 0; f < FRAGMENTS; ++f) Own::a_from_rows_of_m(a[f], own, m + 16 * f, SLICE * d);
 #pragma unroll
         for (int j = 0; j < STEP / 16; ++j) {
             unsigned b[2][2];
-            Other::b_from_rows_of_n(b[0], b[1], other, 16 * d, 16 * j);
+            Other::b_from_rows_of_n(b[0], b[1], other, SLICE * d, 16 * j);
 #pragma unroll
-            for (int f = 0; f < FRAGMENTS; ++f) {
-                mma_m16n8k16(out[f][2 * j], a[f], b[0], Element{});
-                mma_m16n8k16(out[f][2 * j + 1], a[f], b[1], Element{});
-            }
+            for (int f = 0; f < FRAGMENTS; ++f) multiply_add(out[f] + 2 * j, a[f], b, Element{});
         }
     }
 }
@@ -137,7 +139,8 @@ __device__ __forceinline__ void cap(Steps& scores, float scale) {
         for (int j = 0; j < STEP / 8; ++j)
 #pragma unroll
             for (float& score : scores[f][j])
-                score = outside * (1.0f - __fdividef(2.0f, 1.0f + exp2_flushed(inside * score)));
+                score = outside * (sizeof(Element) == 4 ? tanh(scale / whole * score)
+                                                        : 1.0f - __fdividef(2.0f, 1.0f + exp2_flushed(inside * score)));
 }
 
 // Scores of keys after the last that their query sees become minus infinity. The fragments' first row and column are row0 and
@@ -181,21 +184,16 @@ __device__ __forceinline__ void hide(Steps& scores, int row0, int column0, const
 // out (WARP_ROWS x HEAD) += p (WARP_ROWS x STEP) times `other` (STEP x HEAD).
 __device__ __forceinline__ void add_weighted(Channels& out, const Steps& p, const Element* other) {
 #pragma unroll
-    for (int s = 0; s < STEP / 16; ++s) {
+    for (int s = 0; s < STEP / SLICE; ++s) {
         unsigned a[FRAGMENTS][4];
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[f][i] = packed(p[f][2 * s + i / 2][i % 2 * 2], p[f][2 * s + i / 2][i % 2 * 2 + 1]);
+        for (int f = 0; f < FRAGMENTS; ++f) a_of_d(a[f], p[f] + SLICE / 8 * s);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             unsigned b[2][2];
-            Other::b_from_rows_of_k(b[0], b[1], other, 16 * s, 16 * d);
+            Other::b_of_d(b[0], b[1], other, SLICE * s, 16 * d);
 #pragma unroll
-            for (int f = 0; f < FRAGMENTS; ++f) {
-                mma_m16n8k16(out[f][2 * d], a[f], b[0], Element{});
-                mma_m16n8k16(out[f][2 * d + 1], a[f], b[1], Element{});
-            }
+            for (int f = 0; f < FRAGMENTS; ++f) multiply_add(out[f] + 2 * d, a[f], b, Element{});
         }
     }
 }

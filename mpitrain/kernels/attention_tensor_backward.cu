@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 256 / THREADS) attention_t
 
 // dq of OWNED queries, in the order of the forward. Dynamic shared memory: queries, dy (OWNED x HEAD each) as Own tiles, two
 // stages of keys and values.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_tensor_backward_q(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_tensor_backward_q(
     int queries, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, const Element* __restrict__ dy,
     const float* __restrict__ log_sums, const float* __restrict__ dots, Element* dq, const int* __restrict__ starts) {

@@ -52,6 +52,19 @@ template <int ROWS, int COLUMNS, int PADDING = CHUNK> struct SharedTile {
         read<true, true>(four, tile, k, n);
         b[0] = four[0], b[1] = four[1], next[0] = four[2], next[1] = four[3];
     }
+
+    // The same for a fragment of A that was one of D (`a_of_d`): of float32, k follows its columns. With four more elements a
+    // row than a multiple of 32, no two lanes meet in a bank.
+    static __device__ __forceinline__ void b_of_d(unsigned (&b)[2], unsigned (&next)[2], const Element* tile, int k, int n) {
+        if (sizeof(Element) == 2) return b_from_rows_of_k(b, next, tile, k, n);
+        const int lane = threadIdx.x % 32;
+        const Element* at = tile + (k + lane % 4 * 2) * PITCH + n + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            memcpy(&b[i], at + i * PITCH, 4);
+            memcpy(&next[i], at + i * PITCH + 8, 4);
+        }
+    }
 };
 
 // The tiles of one operand along K, and a thread's share of the copies: in each tile the same chunks, so that its pointer runs.
@@ -126,6 +139,14 @@ __device__ __forceinline__ unsigned packed(float x, float y) {
     return word;
 }
 
+// A fragment of A, SLICE deep, from fragments of D: 16 x 16 of these, or of float32 16 x 8. Lane 4 g + t of float32 has columns
+// 2 t and 2 t + 1 of D, which become k = t and t + 4: an order that `b_of_d` knows, and for which nothing moves between lanes.
+__device__ __forceinline__ void a_of_d(unsigned (&a)[4], const float (*d)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        a[i] = sizeof(Element) == 2 ? packed(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]) : __float_as_uint(d[0][i % 2 * 2 + i / 2]);
+}
+
 #if __CUDA_ARCH__ >= 800
 template <int N> __device__ __forceinline__ void split_tf32(const unsigned (&x)[N], unsigned (&high)[N], unsigned (&low)[N]) {
 #pragma unroll
@@ -136,9 +157,9 @@ template <int N> __device__ __forceinline__ void split_tf32(const unsigned (&x)[
 }
 #endif
 
-// sums += A B: a fragment of A with N fragments of B. The last argument chooses by its type alone.
+// sums: (N fragments) += A B: a fragment of A with N fragments of B. The last argument chooses by its type alone.
 template <int N, class T>
-__device__ __forceinline__ void multiply_add(float (&sums)[N][4], const unsigned (&a)[4], const unsigned (&b)[N][2], T type) {
+__device__ __forceinline__ void multiply_add(float (*sums)[4], const unsigned (&a)[4], const unsigned (&b)[N][2], T type) {
 #pragma unroll
     for (int j = 0; j < N; ++j) mma_m16n8k16(sums[j], a, b[j], type);
 }
@@ -147,7 +168,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[N][4], const unsigned
 // low x low, is as small. Tensor cores cut off what a sum has beyond 24 bits: three products start at 0 and the rounding
 // addition follows, or errors of one sign would grow with K.
 template <int N>
-__device__ __forceinline__ void multiply_add(float (&sums)[N][4], const unsigned (&a)[4], const unsigned (&b)[N][2], float) {
+__device__ __forceinline__ void multiply_add(float (*sums)[4], const unsigned (&a)[4], const unsigned (&b)[N][2], float) {
     unsigned a_high[4], a_low[4], b_high[N][2], b_low[N][2];
     float part[N][4] = {};
     split_tf32(a, a_high, a_low);

@@ -7,10 +7,9 @@ import numpy as np
 
 from mpitrain.kernels.loader import Kernels
 from mpitrain.machine.arena import Arena
-from mpitrain.ops import bodies
-from tests.cases.layers import reference
+from tests.cases.layers import CAPPED, reference
 from tests.cases.numbers import assert_close, numbers, stored, values
-from tests.cases.packed import Packed
+from tests.cases.packed import Packed, on
 
 DROP = (5, 2**40 + 3), 2**35 + 1, 2**20 + 3, 4, 0.3
 
@@ -33,7 +32,7 @@ def check_documents(
     drops: bool = False,
     g: int | None = None,
     tensor_cores: str = "mma",
-    **bounds: int,
+    **bounds: float,
 ) -> None:
     """Compare attention within documents, forward and backward.    rows: none with one document each"""
     arena, starts = Arena(), starts_of(rows)
@@ -41,7 +40,7 @@ def check_documents(
     packed = {"starts": starts} if max(map(len, rows)) > 1 or "window" not in bounds else {}
     qkv, dy = (stored(numbers(n, *shape, n * d), dtype) for n in (h + 2 * (g or h), h))
     name, given = ("attention_dropout", DROP) if drops else ("attention", ())
-    on_kernels = bodies.cuda(kernels, tensor_cores=tensor_cores)
+    on_kernels = on(kernels, dtype, tensor_cores)
     ops, truth = (Packed(each, name, g, **bounds) for each in (on_kernels, reference))
     y, saved = ops.attention(qkv, h, *given, arena, **packed)
     true_y, true_saved = truth.attention(values(qkv), h, *given, None, **packed)
@@ -94,7 +93,7 @@ def tensor_windows() -> Iterator[Callable]:
     for rows in ([[1]], [[130], [130]], [[400]], [[300, 100]]):
         for window in (1, 16, 64, 65, 127, 128, 129, 300):
             yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16", window=window)
-    yield partial(check_documents, rows=[[300]], h=1, d=80, dtype="bfloat16", window=100)
+    yield partial(check_documents, rows=[[300]], h=1, d=80, dtype="3xtf32", window=100, **CAPPED)
     yield partial(check_documents, rows=[[200]], h=2, g=1, d=16, dtype="float16", window=70)
     yield partial(check_documents, rows=[[160]], h=2, d=64, dtype="float16", window=40)
 
@@ -120,8 +119,8 @@ def tensor_documents() -> Iterator[Callable]:
     ):
         for offset in OFFSETS:
             yield partial(check_documents, rows=rows, h=1, d=16, dtype="float16", offset=offset)
-    for offset in OFFSETS[:2]:
-        yield partial(check_documents, rows=[[50, 150]], h=1, d=80, dtype="bfloat16", offset=offset)
+    for offset, dtype in zip(OFFSETS, ("bfloat16", "3xtf32"), strict=False):
+        yield partial(check_documents, rows=[[50, 150]], h=1, d=80, dtype=dtype, offset=offset)
     yield partial(
         check_documents, rows=[[100, 60]], h=2, g=1, d=16, dtype="float16", offset=OFFSETS[1]
     )

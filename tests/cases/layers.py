@@ -12,7 +12,7 @@ from mpitrain.ops.cuda import product
 from mpitrain.ops.cuda.launches import sum_rows
 from mpitrain.ops.reference.attention import Seen
 from tests.cases.numbers import assert_close, numbers, stored, values
-from tests.cases.packed import Packed
+from tests.cases.packed import Packed, on
 
 reference = bodies.reference()
 
@@ -375,7 +375,7 @@ def check_attention(
     """
     name = "attention_dropout" if rate else "attention"
     given = ((5, 2**40 + 3), 2**35 + 1, 2**20 + 3, h + 2, rate) if rate else ()
-    on_kernels = bodies.cuda(kernels, tensor_cores=tensor_cores)
+    on_kernels = on(kernels, dtype, tensor_cores)
     ops, truth = (Packed(each, name, g, queries, **seen) for each in (on_kernels, reference))
     qkv, dy = (
         stored(numbers(1, b, t, (h + 2 * (g or h)) * d), dtype, shifted),
@@ -444,10 +444,30 @@ def check_no_sequences(kernels: Kernels, dtype: str, d: int) -> None:
     assert y.shape == (0, 5, d) and ops.attention_backward(y, saved, Arena()).shape == qkv.shape
 
 
-def check_attention_repeats(kernels: Kernels) -> None:
+def check_split_attention(kernels: Kernels) -> None:
+    """Three products of TF32 are nearer to the truth than the sums of CUDA cores; one alone would be far."""
+    q, kv, dy = (
+        stored(numbers(seed, 1, 300, n * 16), "float32") for seed, n in ((1, 1), (2, 2), (3, 1))
+    )
+    y, saved = reference.attention(values(q), values(kv), 1, None)
+    true_dq, true_dkv = np.empty(q.shape), np.empty(kv.shape)
+    reference.attention_backward(values(dy), saved, true_dq, true_dkv, None)
+    errors = []
+    for way in ("float32", "3xtf32"):
+        ops, arena, dq, dkv = on(kernels, way), Arena(), np.empty_like(q), np.empty_like(kv)
+        mine, saved = ops.attention(q, kv, 1, arena)
+        ops.attention_backward(dy, saved, dq, dkv, arena)
+        found = (mine, y), (dq, true_dq), (dkv, true_dkv)
+        errors.append([np.abs(values(x) - truth).max() / np.abs(truth).max() for x, truth in found])
+    by_cores, by_splitting = errors
+    assert all(error <= 7e-7 for error in by_splitting), by_splitting
+    assert by_splitting[2] <= by_cores[2], "the longest sums"
+
+
+def check_attention_repeats(kernels: Kernels, dtype: str) -> None:
     """In another order of threads each sum is the same to the last bit."""
-    ops, arena = Packed(bodies.cuda(kernels), kv_heads=1), Arena()
-    qkv, dy = stored(numbers(1, 1, 200, 64), "float16"), stored(numbers(2, 1, 200, 32), "float16")
+    ops, arena = Packed(on(kernels, dtype), kv_heads=1), Arena()
+    qkv, dy = stored(numbers(1, 1, 200, 64), dtype), stored(numbers(2, 1, 200, 32), dtype)
     found = set()
     for _ in range(2):
         y, saved = ops.attention(qkv, 2, arena)
@@ -457,7 +477,7 @@ def check_attention_repeats(kernels: Kernels) -> None:
 
 def check_masking(kernels: Kernels, dtype: str = "float32", d: int = 4) -> None:
     """Later tokens, however large, change nothing."""
-    ops, qkv = Packed(bodies.cuda(kernels)), stored(numbers(1, 1, 70, 3 * d), dtype)
+    ops, qkv = Packed(on(kernels, dtype)), stored(numbers(1, 1, 70, 3 * d), dtype)
     y = ops.attention(qkv, 1, Arena())[0].copy()
     for t in (0, 31, 32, 63, 64):
         later = qkv.copy()
@@ -731,4 +751,11 @@ def tensor_attentions() -> Iterator[Callable]:
         yield partial(check_attention, b=1, t=t, h=2, g=1, d=d, dtype="float16", **seen, **CAPPED)
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
-    yield check_attention_repeats
+    yield partial(check_attention_repeats, dtype="float16")
+    # Of float32 the same template, with other fragments and one block on a multiprocessor.
+    for t in (1, 17, 127, 129, 270):
+        yield partial(check_attention, b=1, t=t, h=2, d=16, dtype="3xtf32")
+    yield partial(check_attention, b=2, t=37, h=1, d=16, dtype="3xtf32", shifted=True)
+    yield partial(check_attention, b=1, t=131, h=2, d=64, dtype="3xtf32")
+    yield partial(check_attention_repeats, dtype="3xtf32")
+    yield check_split_attention

@@ -3,8 +3,9 @@ seen).
 
 log_sums is one number per row instead of a row of weights. `FORMS` says which kernels take which
 attention: 16-bit elements use tensor cores if the device has them (capability 8.0), with heads of a
-multiple of 16 channels, up to 128; with device.tensor_cores=wgmma, heads of 64 and 128 channels use
-the products of Hopper's warpgroups. All other cases use the ordinary arithmetic units, and so does
+multiple of 16 channels, up to 128, and so does float32 where its products are three of TF32; with
+device.tensor_cores=wgmma, 16-bit heads of 64 and 128 channels use the products of Hopper's
+warpgroups. All other cases use the ordinary arithmetic units, and so does
 attention with dropout. `drop` is empty, or the arguments of dropout.
 Groups of heads that share keys and values, documents, a window, a soft-cap, and offsets or other pitches than those of a
 layer are macros: a launch without them runs a kernel that has no registers for them.
@@ -26,8 +27,10 @@ from mpitrain.ops.cuda.launches import (
     index,
     most_shared,
     row_blocks,
+    shared_of,
     sum_type,
 )
+from mpitrain.ops.cuda.tiles import DEFAULT
 from mpitrain.ops.random_bits import scale, threshold
 from mpitrain.ops.reference.attention import CAUSAL, Seen
 
@@ -61,6 +64,7 @@ class Asked(NamedTuple):
     """What decides which kernels compute an attention.
 
     is_half    elements have 16 bits
+    is_split   they are float32, and device.gemm makes three products of TF32 of one
     head       channels of a head
     drops      the probabilities have dropout
     in_chunks  there are rows, and all begin at multiples of 16 bytes
@@ -69,6 +73,7 @@ class Asked(NamedTuple):
     """
 
     is_half: bool
+    is_split: bool
     head: int
     drops: bool
     in_chunks: bool
@@ -197,13 +202,17 @@ def choose(
     backward  whether they compute the gradient
     raises    KernelError if the heads are too wide for the device
     """
-    is_chunked = q.itemsize == 2 and bool(in_chunks(q, kv, other))
+    tiles = getattr(kernels, "tiles", None) or DEFAULT
+    is_half = c_type(q) in ("__half", "__nv_bfloat16")
+    is_split = c_type(q) == "float" and tiles.is_3xtf32
+    is_chunked = (is_half or is_split) and bool(in_chunks(q, kv, other))
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
     shape = q.shape[1:], kv.shape[2], heads
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
     has_window = int(seen.window > 0)
     asked = Asked(
-        c_type(q) in ("__half", "__nv_bfloat16"),
+        is_half,
+        is_split,
         q.shape[2] // heads,
         drops,
         is_chunked and q.size > 0 and kv.size > 0,
@@ -231,7 +240,7 @@ def _of_cap(seen: Seen) -> dict[str, Any]:
 
 
 def has_tensor_kernel(head: int) -> bool:
-    """Return whether attention has a kernel of tensor cores for 16-bit heads of so many channels."""
+    """Return whether attention has a kernel of tensor cores for heads of so many channels."""
     return head % 16 == 0 and head <= 128
 
 
@@ -275,6 +284,32 @@ def _tensor(
         (forward[steps[0]], backward[steps[1]]),
         (macros[0], macros[1]),
     )
+
+
+def _split_steps(head: int) -> tuple[int, int]:
+    """Return steps with which no register of attention in float32 is spilled, forward and backward."""
+    return (32 if head <= 64 else 16), 16
+
+
+def _split_shared(head: int) -> tuple[int, int]:
+    """Return the bytes of shared memory of attention in float32, forward and backward: as `_tensor`."""
+    forward, backward = (
+        (rows + 4 * step) * 4 * (head + 4) + 16 * step
+        for rows, step in zip((128, 256), _split_steps(head), strict=True)
+    )
+    return forward, backward
+
+
+def _split(
+    kernels: Any, q: Any, asked: Asked, is_chunked: bool, defines: dict[str, Any]
+) -> AttentionKernels:
+    """Return attention_tensor and its backward for float32: one block on a multiprocessor."""
+    macros = [
+        kernels.macros(**defines, STEP=step, CHUNKED=int(is_chunked))
+        for step in _split_steps(asked.head)
+    ]
+    shared = _split_shared(asked.head)
+    return AttentionKernels("attention_tensor", 128, 256, log2(e), shared, (macros[0], macros[1]))
 
 
 def _ordinary(
@@ -327,6 +362,16 @@ FORMS = {
             and not asked.drops
         ),
         _tensor,
+    ),
+    "3xTF32": AttentionForm(
+        lambda asked: (
+            asked.capability >= 80
+            and asked.is_split
+            and has_tensor_kernel(asked.head)
+            and max(_split_shared(asked.head)) <= shared_of(asked.capability)
+            and not asked.drops
+        ),
+        _split,
     ),
     "ordinary units": AttentionForm(lambda asked: True, _ordinary),
 }

@@ -161,6 +161,7 @@ class Launcher:
     """The first argument of a body on kernels: the kernels of a device, as `Kernels`, and beside them
 
     multiply      the matrix product that device.gemm chooses, one of product.py without its `kernels`
+    tiles         the table that this product takes its tiles from; None: the default
     numbers       the `LaunchNumbers` of these operations
     tensor_cores  as device.tensor_cores: by what attention multiplies
     """
@@ -172,6 +173,7 @@ class Launcher:
         self.launch, self.macros = kernels.launch, kernels.macros
         self.multiply, self.numbers = partial(multiply, kernels), LaunchNumbers(backend)
         self.tensor_cores = tensor_cores
+        self.tiles: Any = self.multiply.keywords.get("table")
 
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
