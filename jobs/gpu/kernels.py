@@ -1,7 +1,7 @@
 """Part of the GPU job: the machine, and its kernels against a copy, a library and PyTorch.
 
 python3 jobs/gpu/kernels.py DEVICE first         what the machine is, the first launch, and the rate of a copy
-python3 jobs/gpu/kernels.py DEVICE attention     attention, against PyTorch's fused one
+python3 jobs/gpu/kernels.py DEVICE attention     attention, against PyTorch's fused one; float32 also as 3xTF32
 python3 jobs/gpu/kernels.py DEVICE memory        all other kernels of bench kernels, against a copy
 python3 jobs/gpu/kernels.py DEVICE products      matrix products, against the library's
 
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from predicted import GPUS, tiled
+from predicted import ATTENTION, GPUS, tiled
 from table import emit, micro, wrong_words
 from workload import all_products, stored, table
 
@@ -88,7 +88,7 @@ FORWARD, BACKWARD = 1.0, 0.7
 """Of PyTorch's attention, by the backend that the row names."""
 
 
-def report_operation(row: OperationRow, copy: float) -> None:
+def report_operation(row: OperationRow, copy: float, **more: Any) -> None:
     if row.unit == "GB/s":
         emit(
             f"{row.name} against a copy{wrong_words(row.wrong)}",
@@ -101,14 +101,15 @@ def report_operation(row: OperationRow, copy: float) -> None:
     elif row.name.startswith("attention"):
         has_peer = row.peer_us == row.peer_us
         backend = "flash attention" if "bfloat16" in row.name else "efficient attention"
+        bound = {"required": BACKWARD if "back" in row.name else FORWARD} if has_peer else {}
         emit(
             f"{row.name} against PyTorch's {backend}{wrong_words(row.wrong)}",
             micro(row.time_us / 1e6),
             micro(row.peer_us / 1e6) if has_peer else "-",
             ratio=row.peer_us / row.time_us if has_peer else None,
-            required=(BACKWARD if "back" in row.name else FORWARD) if has_peer else None,
             ok=row.wrong == 0,
             gflops=row.rate,
+            **(bound | more),
         )
     else:
         emit(
@@ -124,6 +125,13 @@ def attention(kind: str) -> None:
     device, peer = device_for(kind), None
     if find_spec("torch"):
         from mpitrain.tools.bench.training.torch_peer import TorchAttention as peer
+    split = device_for(kind, "3xtf32")
+    for row, backward in zip(
+        measured(split, attentions(split, peer, ["float32"])), (False, True), strict=True
+    ):
+        seconds = row.rate * row.time_us * 1e3 / ATTENTION["3xtf32"][backward]
+        named = row._replace(name=row.name.replace("float32", "3xtf32"))
+        report_operation(named, 0.0, required=None, goal=1.0, predicted=micro(seconds))
     for row in measured(device, attentions(device, peer)):
         report_operation(row, 0.0)
 

@@ -3,7 +3,8 @@
 python3 jobs/gpu/predicted.py DEVICE    a row for each part of the step: milliseconds on an H100, and on an H200
 
 Products take the cycles of the cost model that also chooses their tiles. Attention takes the rate that an H100 had in the run of
-2026-11-28. All other kernels take their bytes at the share of the memory's rate that they had there.
+2026-11-28, and in 3xTF32 the one that `split_rate` derives from it. All other kernels take their bytes at the share of the
+memory's rate that they had there.
 """
 
 from collections import Counter
@@ -35,7 +36,25 @@ class Gpu(NamedTuple):
 GPUS = (Gpu("H100", 1.755e9, 3.35e12), Gpu("H200", 1.755e9, 4.8e12))
 FLOAT32 = 22.4e12, 18.1e12
 BFLOAT16 = 182e12, 139e12
-ATTENTION = {"float32": FLOAT32, "3xtf32": FLOAT32} | dict.fromkeys(HOPPER_WAYS, BFLOAT16)
+
+
+def split_rate(rate: float, products: float) -> float:
+    """Operations a second of attention by 3xTF32, from those of bfloat16 in the same kernel.
+
+    A scheduler of 528 had so many cycles for each product of tensor cores of bfloat16, which takes 6.5. In float32 there are six:
+    three products, each half as deep. Each has 6.9 other instructions to issue (tests/unit/kernels/test_nvrtc.py), which takes
+    longer than the product itself. The rest of a step stays.
+
+    products  of 16 x 8 x 16 in tensor cores, relative to the operations that count
+    """
+    cycles = 1.755e9 * 528 * 4096 / (rate * products)
+    return rate * cycles / (cycles - 6.5 + 6 * 6.9)
+
+
+DIAGONAL = 1.125
+"""Tiles of 128 queries, also those that a causal mask cuts, of the half of 1024 x 1024 scores that counts."""
+SPLIT = split_rate(BFLOAT16[0], DIAGONAL), split_rate(BFLOAT16[1], 7 / 5 * DIAGONAL)
+ATTENTION = {"float32": FLOAT32, "3xtf32": SPLIT} | dict.fromkeys(HOPPER_WAYS, BFLOAT16)
 """Operations a second of attention, forward and backward, as in the README's table of measured figures."""
 SHARE = {"norms": 0.81, "loss": 0.66, "updates": 0.82, "others": 0.85}
 """Of the memory's rate, likewise; a copy has 0.85."""

@@ -736,7 +736,7 @@ class Device(Section):
     gemm: Literal["tiled", "3xtf32", "library", "auto"] = "tiled"
     """cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in
     cuda-sim NumPy). 3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact
-    as float32. auto: for each product the one that measurements found faster; cuBLAS for bare
+    as float32, attention too. auto: for each product the one that measurements found faster; cuBLAS for bare
     16-bit ones on compute capability 9.0, and 3xtf32 where device.tiles says that it is 1.3 times
     as fast as tiled"""
     tensor_cores: Literal["mma", "wgmma"] = "mma"

@@ -10,6 +10,16 @@ from mpitrain.machine.backend import Backend, address
 from mpitrain.parallel.replica import Replica
 from mpitrain.transport.base import Transport
 
+UNSETTLED = 6
+"""Steps in a row whose key is new, after which the run is told why it has no graph."""
+
+CHANGES = (
+    "The shapes or addresses of its arrays change from step to step.",
+    "The weights of targets or the loss scale change from step to step.",
+    "What is kept between steps changes from step to step, and so do the buffers that are free.",
+)
+"""Why no two keys in a row are equal, for each part of a key."""
+
 
 class StepGraph:
     """A graph of the launches of a step, made once, and launched again while its key is the same.
@@ -30,7 +40,8 @@ class StepGraph:
     ):
         self._captured, self._replica, self._arena = captured, replica, arena
         self._refused = self._has_missed = False
-        self._key: Hashable = None
+        self._key: tuple[Hashable, ...] = (None,) * len(CHANGES)
+        self._new_keys = 0  # in a row
         self._launch: Callable[[], None] | None = None
 
     def run(self, passes: Callable[[], None], *of_rows: Any) -> None:
@@ -40,8 +51,15 @@ class StepGraph:
         """
         key = self._key_of([array for array in of_rows if array is not None])
         if key != self._key:
+            self._new_keys += 1
+            if self._new_keys == UNSETTLED:
+                parts = zip(CHANGES, key, self._key, strict=True)
+                self.miss(" ".join(why for why, new, old in parts if new != old))
             self._key, self._launch = key, None
-        elif self._launch is None and not self._refused:
+            passes()
+            return
+        self._new_keys = 0
+        if self._launch is None and not self._refused:
             try:
                 self._launch = self._captured(passes)
             except KernelError as error:
@@ -53,13 +71,13 @@ class StepGraph:
             return
         passes()
 
-    def miss(self) -> None:
-        """Say, the first time, why a step is not in the graph: its tokens have places."""
+    def miss(self, reason: str = "Documents and padding need the host within a step.") -> None:
+        """Say, the first time, why a step is not in the graph."""
         if not self._has_missed:
             self._has_missed = True
-            _say_without_graph("Documents and padding need the host within a step.")
+            _say_without_graph(reason)
 
-    def _key_of(self, of_rows: list[Any]) -> Hashable:
+    def _key_of(self, of_rows: list[Any]) -> tuple[Hashable, ...]:
         replica, arena = self._replica, self._arena
         kept = *replica.parameter_arrays, *replica.gradient_arrays, replica.losses
         arrays = tuple((array.shape, array.dtype, address(array)) for array in (*of_rows, *kept))

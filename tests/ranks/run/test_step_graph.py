@@ -101,8 +101,10 @@ def test_a_changed_buffer_is_found(monkeypatch):
     assert [bool(graphs) for _, graphs in launched[2:]] == [True, True, False, False, True]
 
 
-def test_a_graph_writes_nothing_that_is_kept_between_steps(monkeypatch):
-    """New logits are computed before the old ones die, so as much is leased in each step, but other buffers are free."""
+def test_a_graph_writes_nothing_that_is_kept_between_steps(monkeypatch, capsys):
+    """New logits are computed before the old ones die, so as much is leased in each step, but other buffers are free. Then there
+    is no graph, and rank 0 says why.
+    """
     gpu.play(monkeypatch)
     kept, tokens = [], np.zeros((2, 8), np.int32)
 
@@ -114,7 +116,9 @@ def test_a_graph_writes_nothing_that_is_kept_between_steps(monkeypatch):
         if logits is not None:
             kept[:] = [trainer.backend.to_host(logits).copy()], logits
 
-    steps(["device.graph=auto"], between)
+    _, launched = steps(["device.graph=auto"], between)
+    assert not any(graphs for _, graphs in launched)
+    assert capsys.readouterr().err.count("What is kept between steps changes") == 1
 
 
 @pytest.mark.parametrize(

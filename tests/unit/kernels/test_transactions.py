@@ -16,6 +16,7 @@ from mpitrain.ops.cuda.tiles import FLOAT_TILES, TENSOR_TILES, TILES, Tiling
 from mpitrain.ops.cuda.wire import top_k
 from mpitrain.tools.bench.kernels.transactions import STEP, UPDATES, count, has_conflicts
 from tests.cases.numbers import numbers, stored
+from tests.cases.packed import Packed, on
 from tests.unit.kernels.test_traffic import traffic
 
 pytestmark = pytest.mark.compile
@@ -135,6 +136,25 @@ def test_tiles_of_products_meet_no_bank_twice(tile):
             zeros = tile.itemsize * elements / 128
             slice_of_k = tile.threads // 32 * (tile.WARP_M + tile.WARP_N) * 32 / 128
             assert passes == tile.loading * depth + sums + zeros + slice_of_k, stored_as
+
+
+def test_attention_in_float32_meets_no_bank_twice():
+    """Of 64 channels; a copy of a row of 16 or 80 meets some twice."""
+    qkv, dy = stored(numbers(1, 1, 140, 3 * 64), "3xtf32"), stored(numbers(2, 1, 140, 64), "3xtf32")
+
+    def both(kernels):
+        ops = Packed(on(kernels, "3xtf32"))
+        ops.attention_backward(dy, ops.attention(qkv, 1, Arena())[1], Arena())
+
+    launches = traffic(both)
+    names = {launch.kernel for launch in launches}
+    assert {
+        "attention_tensor",
+        "attention_tensor_backward_kv",
+        "attention_tensor_backward_q",
+    } < names
+    for launch in launches:
+        assert not any(map(has_conflicts, launch.shared)), launch
 
 
 def test_only_the_histogram_of_a_selection_has_bank_conflicts():

@@ -189,7 +189,8 @@ def test_no_product_of_a_gpt_2_leaves_the_rounds_of_a_large_gpu_half_empty(a):
         for m, n, k in ((tokens, wide, width), (tokens, width, wide), (wide, width, tokens)):
             tile, splits = MeasuredTiles().tiling(a, "NT", (m, n, k, 1), of(90))
             blocks = count(m, tile.TILE_M) * count(n, tile.TILE_N) * splits
-            assert blocks / (132 * count(blocks, 132)) >= 0.7, (m, n, k)
+            least = 0.7 if a is BRAINS else 0.96
+            assert blocks / (132 * count(blocks, 132)) >= least, (m, n, k)
 
 
 def test_the_last_block_of_a_multiprocessor_costs_more_without_company():

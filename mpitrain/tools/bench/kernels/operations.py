@@ -1,7 +1,7 @@
 """Time, rate and wrong elements of every operation of a training step, and its rate beside a peer's."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -286,14 +286,19 @@ def works(
         yield from attentions(device, peer)
     logit_calls = Calls(device, M=min(rows, 1024), V=vocab)
     yield logit_calls.work("cross_entropy_loss", "cross_entropy_loss")
+    yield logit_calls.work("cross_entropy", "cross_entropy", scale=1.0)
     yield calls.work("adamw", "adamw", lr=0.0, weight_decay=0.0)
     yield calls.work("gradient_facts", "gradient_facts")
     if device.kernels is not None:
         yield from reductions(device, *np.abs(numbers(2, many_rows * width)))
 
 
-def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[OperationCall]:
-    """Yield attention, forward and backward: in float32 and, with kernels, also in bfloat16."""
+def attentions(
+    device: Device, peer: AttentionPeer | None, dtypes: Sequence[str] = ()
+) -> Iterator[OperationCall]:
+    """Yield attention, forward and backward, in these dtypes: if there are none, in float32 and, with
+    kernels, also in bfloat16.
+    """
     ops, reference = device.ops, bodies.reference()
     arena, backend = device.arena(), device.backend
     batch, tokens, width, heads, _ = SHAPES[device.kind]
@@ -306,7 +311,7 @@ def attentions(device: Device, peer: AttentionPeer | None) -> Iterator[Operation
     def attended(x: np.ndarray) -> tuple[np.ndarray, Any]:
         return reference.attention(x[..., :width], x[..., width:], heads, None)
 
-    for dtype in ("float32", "bfloat16") if device.kernels is not None else ("float32",):
+    for dtype in dtypes or ("float32", "bfloat16")[: 1 + (device.kernels is not None)]:
         packed, pull = (backend.from_host(array.astype(dtype)) for array in (qkv, dy))
         theirs = peer(device.kind, qkv, dy, heads, dtype) if peer else None
         kept: dict[str, Any] = {}
