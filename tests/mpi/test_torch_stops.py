@@ -47,11 +47,11 @@ assert not mpitrain.torch.stop_requested()  # The signal is the program's own.
 
 
 @pytest.mark.parametrize(
-    "program, code, said", [(STOPS, 85, "saved\n"), (IGNORES, 3, ""), (OWN, 0, "")]
+    "program, ranks, code, said", [(STOPS, 3, 85, "saved\n"), (IGNORES, 2, 3, ""), (OWN, 2, 0, "")]
 )
-def test_a_program_that_is_asked_to_stop_ends_as_it_decides(program, code, said, tmp_path):
+def test_a_program_that_is_asked_to_stop_ends_as_it_decides(program, ranks, code, said, tmp_path):
     (tmp_path / "own.py").write_text(program)
-    words = [*PROGRAM, "launch", "-n", "3", "--", "python", "own.py"]
+    words = [*PROGRAM, "launch", "-n", str(ranks), "--", "python", "own.py"]
     text = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=tmp_path, env={**os.environ}, **text) as job:
         assert job.stdout.readline() == "ready\n"
