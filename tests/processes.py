@@ -20,7 +20,7 @@ PROGRAM = [sys.executable, "-m", "mpitrain"]
 
 
 def skip_without(package):
-    """Skip a test, or a file, where a package is not installed, and do not import it: scikit-learn takes 2 s of each worker."""
+    """Skip a test, or a file, where a package is not installed. It is not imported: scikit-learn takes a worker a second."""
     if find_spec(package) is None:
         pytest.skip(f"needs {package}", allow_module_level=True)
 

@@ -71,7 +71,7 @@ def open_digits(request: Request) -> SampleSource:
             "data.source digits needs scikit-learn, which is not installed.",
             "pip install scikit-learn",
         )
-    # The file alone: each rank would take 2 s to import scikit-learn.
+    # The file alone: each rank would take more than 1 s to import scikit-learn.
     rows = np.loadtxt(Path(found.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     images, labels = (rows[:, :-1] / 16).astype(request.dtype), rows[:, -1].astype(np.int64)
     if request.form == "images":
