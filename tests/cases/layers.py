@@ -460,7 +460,7 @@ def check_split_attention(kernels: Kernels) -> None:
         found = (mine, y), (dq, true_dq), (dkv, true_dkv)
         errors.append([np.abs(values(x) - truth).max() / np.abs(truth).max() for x, truth in found])
     by_cores, by_splitting = errors
-    assert all(error <= 7e-7 for error in by_splitting), by_splitting
+    assert all(error <= 1e-6 for error in by_splitting), by_splitting
     assert by_splitting[2] <= by_cores[2], "the longest sums"
 
 

@@ -132,7 +132,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "layer_norm.cu",
         "for (int c = WIDE * threadIdx.x; c <= C; c += WIDE * blockDim.x) {",
     ): EMPTY_RUN,
-    ("cross_entropy.cu", "for (; v <= V; v += WIDE * blockDim.x) {"): EMPTY_RUN,
+    ("cross_entropy.cu", "for (; v <= V; v += step) {"): EMPTY_RUN,
     (
         "cross_entropy.cu",
         "for (int v = WIDE * threadIdx.x; v <= V; v += WIDE * blockDim.x) store_run(row, v, V, vector, zeros);",
