@@ -188,22 +188,29 @@ def gemm(
     device, name = device_of(options)
     wanted = bench.parse_shapes(shapes or bench.SHAPES[options["kind"]])
     if tune:
-        exit_with(_tune(bench.tune(device, wanted, dtypes), out or Path("tiles.json"), name))
+        rows = bench.tune(device, wanted, dtypes)
+        compares = options["gemm"] == "auto" and "float32" in dtypes
+        exit_with(_tune(rows, out or Path("tiles.json"), name, device if compares else None))
     exit_with(
         print_rows(bench.measure(device, wanted, dtypes, products), bench.TABLE, options, name)
     )
 
 
-def _tune(rows: Any, out: Path, name: str) -> int:
+def _tune(rows: Any, out: Path, name: str, of_attention: Any) -> int:
     """Print the fastest tilings, and add them to the file; return the number of wrong elements.
 
     Tilings that the file has for other shapes stay.
+
+    of_attention  the device whose attention in float32 is measured as well; None: it is not
     """
-    from mpitrain.ops.cuda.tiles import read_tiles, write_tiles
+    from mpitrain.ops.cuda.tiles import DEFAULT, read_tiles, write_tiles
     from mpitrain.tools.bench.kernels.gemm import TUNED
+    from mpitrain.tools.bench.kernels.operations import attention_gain
 
     check_files(0, [out])
-    table = {entry[:5]: entry for entry in (read_tiles(out).measured if out.exists() else ())}
+    before = read_tiles(out) if out.exists() else DEFAULT
+    table = {entry[:5]: entry for entry in before.measured}
+    gains = {entry[:2]: entry for entry in before.attention}
     click.echo("\n".join([f"# {name}", *TUNED.heading()]))
     wrong, outputs = 0, Outputs()
     for row in rows:
@@ -211,7 +218,16 @@ def _tune(rows: Any, out: Path, name: str) -> int:
         table[row.best[:5]] = row.best
         wrong += row.wrong
         with outputs.to(out):
-            write_tiles(out, name, table.values())
+            write_tiles(out, name, table.values(), gains.values())
+    if of_attention:
+        found = attention_gain(of_attention)
+        gains[found[:2]] = found
+        click.echo(
+            f"attention in float32, {found.tokens} tokens, heads of {found.head} channels: "
+            f"3xTF32 is {found.gain:.2f} times as fast as CUDA cores"
+        )
+        with outputs.to(out):
+            write_tiles(out, name, table.values(), gains.values())
     outputs.settle()
     click.echo(f"written to {out}")
     return wrong

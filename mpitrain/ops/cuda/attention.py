@@ -204,7 +204,7 @@ def choose(
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
     is_half = c_type(q) in ("__half", "__nv_bfloat16")
-    is_split = c_type(q) == "float" and tiles.is_3xtf32
+    is_split = c_type(q) == "float" and tiles.splits_attention(q.shape[2] // heads, kv.shape[1])
     is_chunked = (is_half or is_split) and bool(in_chunks(q, kv, other))
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
     shape = q.shape[1:], kv.shape[2], heads

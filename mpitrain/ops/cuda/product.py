@@ -43,7 +43,7 @@ def chosen(gemm_key: str, tiles: str = "", tensor_cores: str = "mma") -> Multipl
     table = read_tiles(Path(tiles)) if tiles else DEFAULT
     if gemm_key in ("3xtf32", "auto") or tensor_cores == "wgmma":
         ways = gemm_key == "3xtf32", tensor_cores == "wgmma", gemm_key == "auto"
-        table = MeasuredTiles(table.measured, *ways)
+        table = MeasuredTiles(table.measured, *ways, table.attention)
     return partial(automatic if gemm_key == "auto" else gemm, table=table)
 
 

@@ -295,6 +295,16 @@ class FastestTile(NamedTuple):
         )
 
 
+class AttentionGain(NamedTuple):
+    """How many times as fast attention in float32 was by 3xTF32 as on CUDA cores, forward and backward
+    together.
+    """
+
+    head: int
+    tokens: int
+    gain: float
+
+
 FLOAT_GAIN = 1.3
 """device.gemm=auto takes 3xTF32 where it was so many times as fast as the CUDA cores."""
 
@@ -308,6 +318,7 @@ class MeasuredTiles:
     is_3xtf32  float32 is multiplied on tensor cores, as three products of TF32
     by_gain    float32 is multiplied so where the measured shape has a `gain` of FLOAT_GAIN or more
     wgmma      warpgroups multiply 16-bit elements where the device can, and the copy engine takes the operands
+    attention  measured gains of attention, for `by_gain`
     """
 
     def __init__(
@@ -316,9 +327,10 @@ class MeasuredTiles:
         is_3xtf32: bool = False,
         wgmma: bool = False,
         by_gain: bool = False,
+        attention: Iterable[AttentionGain] = (),
     ):
         self.measured, self.is_3xtf32, self.wgmma = tuple(measured), is_3xtf32, wgmma
-        self.by_gain = by_gain
+        self.by_gain, self.attention = by_gain, tuple(attention)
         # The choice is cached: a search in every product would cost as much as the launch.
         self._chosen: dict[tuple, Tiling] = {}
 
@@ -359,6 +371,22 @@ class MeasuredTiles:
             gained = possible(a, engine.capability, True) if self.by_gain else ()
             self._chosen[key] = self._choose(tiles, gained, a.dtype.name, stored, shape, engine)
         return self._chosen[key]
+
+    def splits_attention(self, head: int, tokens: int) -> bool:
+        """Return whether attention in float32 multiplies by 3xTF32.
+
+        head    channels
+        tokens  keys
+        """
+        return self.is_3xtf32 or (
+            self.by_gain
+            and any(
+                entry.head == head
+                and max(tokens, entry.tokens) <= NEAR * min(tokens, entry.tokens)
+                and entry.gain >= FLOAT_GAIN
+                for entry in self.attention
+            )
+        )
 
     def _choose(
         self,
@@ -495,11 +523,20 @@ class _TileLine(BaseModel):
     gain: float = Field(0.0, ge=0)
 
 
+class _AttentionLine(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    head: Extent
+    tokens: Extent
+    gain: float = Field(ge=0)
+
+
 class _TilesFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     device: str = ""
     measured: list[_TileLine]
+    attention: list[_AttentionLine] = []
 
 
 def read_tiles(path: Path) -> MeasuredTiles:
@@ -507,14 +544,21 @@ def read_tiles(path: Path) -> MeasuredTiles:
     with reading_of(f"The table of tiles {path}", "mpitrain bench gemm --tune writes one."):
         data = text_of(path)
     try:
-        return MeasuredTiles(map(_entry, validated(_TilesFile, data).measured))
+        file = validated(_TilesFile, data)
+        gains = [AttentionGain(line.head, line.tokens, line.gain) for line in file.attention]
+        return MeasuredTiles(map(_entry, file.measured), attention=gains)
     except ValueError as error:
         raise ConfigError(
             f"{path} is no table of tiles: {error}.", "mpitrain bench gemm --tune writes one."
         ) from None
 
 
-def write_tiles(path: Path, device: str, measured: Iterable[FastestTile]) -> None:
+def write_tiles(
+    path: Path,
+    device: str,
+    measured: Iterable[FastestTile],
+    attention: Iterable[AttentionGain] = (),
+) -> None:
     """Write the file as a whole.
 
     device  the name of the measured device, for human readers
@@ -528,7 +572,9 @@ def write_tiles(path: Path, device: str, measured: Iterable[FastestTile]) -> Non
         }
         for entry in measured
     ]
-    write_whole(path, json.dumps({"device": device, "measured": listed}, indent=1) + "\n")
+    gains = [entry._asdict() for entry in attention]
+    file = {"device": device, "measured": listed, **({"attention": gains} if gains else {})}
+    write_whole(path, json.dumps(file, indent=1) + "\n")
 
 
 def _entry(line: _TileLine) -> FastestTile:

@@ -128,7 +128,9 @@ def test_the_best_tiles_are_written_and_then_taken(tmp_path):
     code, rows, text = bench("gemm", "--device", "cuda-sim", *words)
     assert code == 0 and rows[0][7] == "64x128x16/2", text
     assert bench(*tune, "4", "--gemm", "auto")[0] == 0
-    both = json.loads((tmp_path / "tiles.json").read_text())["measured"]
+    written = json.loads((tmp_path / "tiles.json").read_text())
+    assert [(line["head"], line["tokens"]) for line in written["attention"]] == [(16, 24)]
+    both = written["measured"]
     assert len(both) == 6
     assert all((line["gain"] >= 1.3) >= (line["kernel"] == "gemm_tensor") for line in both[3:])
 

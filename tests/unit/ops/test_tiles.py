@@ -18,6 +18,7 @@ from mpitrain.ops.cuda.tiles import (
     FLOAT_TILES,
     TENSOR_TILES,
     TILES,
+    AttentionGain,
     FastestTile,
     MeasuredTiles,
     Tiling,
@@ -78,6 +79,20 @@ def test_float32_goes_to_tensor_cores_where_a_measured_shape_gained_enough(gain,
         assert (table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(90)) == other) == expected
         assert table.tiling(FLOATS, "NT", (600, 512, 400, 1), of(75)).tile in TILES
         assert table.tiling(FLOATS, "NT", (4096, 512, 400, 1), of(90)).tile in TILES
+
+
+@pytest.mark.parametrize(
+    ("gain", "head", "tokens", "takes"),
+    [(1.31, 64, 600, True), (1.29, 64, 600, False), (1.31, 80, 600, False), (9.0, 64, 300, False)],
+)
+def test_attention_in_float32_goes_to_tensor_cores_where_it_gained_enough(
+    gain, head, tokens, takes, tmp_path
+):
+    path = tmp_path / "tiles.json"
+    write_tiles(path, "a GPU", [], [AttentionGain(64, 1024, gain)])
+    for way, expected in (("auto", takes), ("tiled", False), ("3xtf32", True)):
+        table = chosen(way, str(path)).keywords["table"]
+        assert table.splits_attention(head, tokens) == expected, way
 
 
 def test_float32_is_copied_in_chunks_only_where_each_product_allows():

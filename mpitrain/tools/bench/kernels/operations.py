@@ -11,7 +11,8 @@ import numpy as np
 from mpitrain.ops import OPERATIONS, Ops, bodies
 from mpitrain.ops.cuda import wire
 from mpitrain.ops.cuda.launches import sum_rows
-from mpitrain.ops.device import Device
+from mpitrain.ops.cuda.tiles import AttentionGain
+from mpitrain.ops.device import Device, device_for
 from mpitrain.ops.table import Operand, operands
 from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.bench.turns import take_turns
@@ -346,6 +347,23 @@ def attentions(
             label, result = f"attention back {dtype}", partial(got, "dqkv")
             other = theirs and theirs.backward
             yield OperationCall(label, backward, result, true_dqkv, 2.5 * pairs, *law, other)
+
+
+def attention_gain(device: Device) -> AttentionGain:
+    """Measure attention in float32 on CUDA cores and by 3xTF32, in turns, forward and backward together."""
+    _, tokens, width, heads, _ = SHAPES[device.kind]
+
+    def both(gemm: str) -> Callable[[], None]:
+        forward, backward = attentions(device_for(device.kind, gemm), None, ["float32"])
+
+        def run() -> None:
+            forward.run()
+            backward.run()
+
+        return run
+
+    by_cuda_cores, by_tensor_cores = seconds(device, both("tiled"), both("3xtf32"))
+    return AttentionGain(width // heads, tokens, by_cuda_cores / by_tensor_cores)
 
 
 def reductions(device: Device, a: np.ndarray, b: np.ndarray) -> Iterator[OperationCall]:
