@@ -33,7 +33,8 @@ def simulated():
 
 @pytest.mark.parametrize("law", laws_of(OperationLaws))
 def test_operations_on_the_simulator_obey(law):
-    getattr(OperationLaws(), law)(simulated(), SimulatorBackend())
+    """In float32: layers have float64, and so have the cases of the kernels."""
+    getattr(OperationLaws(dtypes=["float32"]), law)(simulated(), SimulatorBackend())
 
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
