@@ -42,8 +42,8 @@ def test_without_traces_a_slow_publication_of_a_checkpoint_is_no_stall(
     text.write_text("word " * 2000)
 
     def slow(*arguments):
-        for _ in range(10):
-            time.sleep(0.2)
+        for _ in range(20):
+            time.sleep(0.1)
             arguments[-1]()
         place(*arguments)
 

@@ -43,14 +43,16 @@ def test_other_ranks_see_a_compilation_in_the_trace(monkeypatch, tmp_path):
     recorder.facts(rank=0, ranks=1, host="node0")
     one, ended = watched(monkeypatch)
     one.traces(tmp_path, recorder)
+    late = time.monotonic() + SECONDS
     with compiling("gemm.cu"):
-        ended.wait(5 * STALL)
+        while recorder.newest < 6 and time.monotonic() < late:
+            ended.wait(STALL)
     one.close()
     recorder.keep(trace_file(tmp_path, 0))
     (trace,) = read_timeline(tmp_path).traces
     assert len(trace.records) > 5 and np.all(trace.records["kind"] == COMPUTE)
     assert {described(trace, one) for one in trace.records} == {"compiling gemm.cu"}
-    assert np.all(np.diff(trace.records["start"]) < 5 * STALL) and np.all(trace.records["end"] > 0)
+    assert np.all(trace.records["end"] > 0)
 
 
 def test_a_closed_watchdog_observes_no_compilation(monkeypatch):
