@@ -2,6 +2,7 @@
 
 python3 jobs/gpu/hopper.py DEVICE first       one tile with ones, then the cases of the tests, the simplest first
 python3 jobs/gpu/hopper.py DEVICE products    products of GPT-2 124M, in turns with mma.sync and the library
+python3 jobs/gpu/hopper.py DEVICE attention   bfloat16 attention by warpgroups and by mma.sync, in turns with PyTorch's
 python3 jobs/gpu/hopper.py DEVICE training    a step of GPT-2 124M in turns: ours by mma.sync, by wgmma, by the library and by
                                               auto; PyTorch eager and, on a GPU, torch.compile
 
@@ -30,7 +31,8 @@ from mpitrain.ops.device import device_for
 from mpitrain.run.build import build
 from mpitrain.tools.bench.kernels.gemm import PRODUCTS as FORMS
 from mpitrain.tools.bench.kernels.gemm import case_of
-from mpitrain.tools.bench.kernels.operations import seconds
+from mpitrain.tools.bench.kernels.operations import attentions, seconds
+from mpitrain.tools.bench.kernels.operations import measured as measured_operations
 from mpitrain.transport.threads import run_ranks
 from tests.cases.products import hopper
 
@@ -130,6 +132,28 @@ def products(kind: str) -> None:
                 )
 
 
+def attention(kind: str) -> None:
+    """Forward and backward; what mma.sync takes is the figure to beat."""
+    peer = None
+    if find_spec("torch"):
+        from mpitrain.tools.bench.training.torch_peer import TorchAttention as peer
+    for way in ("wgmma", "mma"):
+        device = device_for(kind, tensor_cores=way)
+        for row in measured_operations(device, attentions(device, peer)):
+            if "bfloat16" not in row.name:
+                continue
+            has_peer = row.peer_us == row.peer_us
+            emit(
+                f"{row.name} by {BY.get(way, 'mma.sync')} against PyTorch's flash attention{wrong_words(row.wrong)}",
+                micro(row.time_us / 1e6),
+                micro(row.peer_us / 1e6) if has_peer else "-",
+                ratio=row.peer_us / row.time_us if has_peer else None,
+                goal=1.0 if has_peer and way == "wgmma" else None,
+                ok=row.wrong == 0,
+                gflops=row.rate,
+            )
+
+
 def one_step(trainer: Any, rows: list[Any], losses: list[float], index: int) -> None:
     losses.append(trainer.step(index, *rows[index]).loss)
 
@@ -184,7 +208,7 @@ def main(kind: str, part: str) -> None:
     if part == "training":
         run_ranks(1, training, kind)
     else:
-        {"first": first, "ones": ones, "products": products}[part](kind)
+        {"first": first, "ones": ones, "products": products, "attention": attention}[part](kind)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ HOPPER = (
     Part("first run", 60, "hopper.py", ("first",)),
     Part("compiled", 60, "compiled.py", ("hopper",)),
     Part("products", 90, "hopper.py", ("products",)),
+    Part("attention", 45, "hopper.py", ("attention",)),
     # torch.compile takes a minute or two of these.
     Part("training", 300, "hopper.py", ("training",)),
 )

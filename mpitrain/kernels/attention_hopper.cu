@@ -13,32 +13,22 @@
 // Weights never leave registers. STAGES tiles of keys and as many of values are under way; of each, and of the queries, `full` says
 // that one has come, and `empty` that both warpgroups have left it. Blocks stay: the copies for the next queries run while results go out.
 // Launch: grid (any; one block a multiprocessor is best), block (THREADS), SHARED bytes of dynamic shared memory. HEAD is 64 or 128.
-#include "bounds.cuh"
-#include "hopper.cuh"
+#include "attention_hopper.cuh"
 #include "soft_cap.cuh"
-#include "tensor_tile.cuh"
 
-constexpr int OWNED = 128, STEP = 128, STAGES = 2, ROWS = OWNED / 2, DEPTH = 16, THREADS = 384;
+constexpr int OWNED = 128, STEP = 128, ROWS = OWNED / 2;
 using Queries = Panels<true, OWNED, HEAD>;
 using Keys = Panels<true, STEP, HEAD>;
 using Values = Panels<false, HEAD, STEP>;
 constexpr unsigned BARRIERS = 2 * (1 + 2 * STAGES) + 2, PANEL_OF_OWNED = OWNED * ROW_BYTES, PANEL_OF_STEP = STEP * ROW_BYTES;
 constexpr unsigned SHARED = Queries::BYTES + STAGES * (Keys::BYTES + Values::BYTES) + 8 * BARRIERS + ATOM_BYTES;
-// Registers of a thread that copies and of one that multiplies: all start with 168.
-constexpr int FEW = 24, MANY = 240;
-
-static_assert(HEAD == 64 || HEAD == 128, "whole panels, and registers for the sums");
 static_assert(SHARED <= 232448, "what a block may have");
 
-#define MINUS_INFINITY __int_as_float(0xff800000)
-#define LOG2_E 1.4426950408889634f
 // Less than every score. It is finite, because a query may see none of the keys so far, and a power of 2: times any scale it is exact, so
 // that 2^(difference of two such products) is 1 also where a product and a sum are one instruction.
 #define NO_SCORE -0x1p100f
 
 template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
-
-__device__ __forceinline__ int tiles_over(int extent, int tile) { return (extent + tile - 1) / tile; }
 
 // Queries from t0 on of head h of sequence b, and steps of STEP keys: what those that copy and those that multiply go through in the same
 // order. The jobs with most keys come first, so that short ones fill the end.
@@ -53,16 +43,6 @@ struct Job {
         const int end = min(min(t0 + sizes.offset + OWNED, sizes.T), bounds.end_key(last_query));    // of the keys that are seen
         first = bounds.first_key(t0) / STEP * STEP;
         last = first + max(0, end - 1 - first) / STEP * STEP;
-    }
-};
-
-// A stage, and the parity of its next phase.
-struct Turn {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
 
@@ -229,12 +209,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
                 arrive(empty_v + 8 * v.stage);
                 v.advance();
             };
-            const auto round_weights = [&] {
-#pragma unroll
-                for (int n = 0; n < STEP / DEPTH; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) weights[n][i] = packed(scores[8 * n + 2 * i], scores[8 * n + 2 * i + 1]);
-            };
             // From weights of the keys behind to those of the STEP keys from s on, in which `masked` says that some are hidden.
             const auto attend = [&](int s, auto masked) {
                 barrier_wait(full_k + 8 * k.stage, k.parity);
@@ -255,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
                 leave_values();
 #pragma unroll
                 for (int i = 0; i < HEAD / 2; ++i) out[i] *= shrink[i / 2 % 2];
-                round_weights();
+                round_sums(weights, scores);
             };
 
             int s = job.last;
@@ -271,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
             cap(scores, scale);
             mask(scores, t, s + lane % 4 * 2, sizes, bounds);
             weigh(scores, rows, shrink, scale);
-            round_weights();
+            round_sums(weights, scores);
             hold(out);
             // Where queries and keys are the same tokens, the first step has all keys that come after a query.
             for (s -= STEP; GENERAL && s >= job.first && s + STEP > clear_end; s -= STEP) attend(s, Constant<true>{});
@@ -296,16 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
                 if (lane % 4 == 0 && t + 8 * i < sizes.Q) log_sums[sizes.row(job.b, job.h) + t + 8 * i] = rows.maximum[i] * scale + log2f(sum);
                 factor[i] = DOCUMENTS && GENERAL && sum == 0.0f ? 0.0f : 1.0f / sum;
             }
-            Element* to = y + sizes.y(job.b, job.h);
-            const bool vector = in_runs<4>(to, H * HEAD);
-#pragma unroll
-            for (int j = 0; j < HEAD / 8; ++j) {
-                const float scaled[4] = {out[4 * j] * factor[0], out[4 * j + 1] * factor[0], out[4 * j + 2] * factor[1],
-                                         out[4 * j + 3] * factor[1]};
-                const FourOfFragment four(scaled);
-                const int row = t - lane / 4 + four.row;
-                if (row < sizes.Q) store_run(to + (long long)row * (H * HEAD), 8 * j + four.column, HEAD, vector, four.at);
-            }
+            store_rows(out, factor[0], factor[1], y + sizes.y(job.b, job.h), H * HEAD, own_t0 + warp * 16, sizes.Q);
         }
     }
 }

@@ -128,6 +128,13 @@ template <int N> __device__ __forceinline__ void hold(float (&sums)[N]) {
 #pragma unroll
     for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
+// The same of an operand: its words are in registers from here on.
+template <int N> __device__ __forceinline__ void hold(unsigned (&words)[N][4]) {
+#pragma unroll
+    for (auto& four : words)
+#pragma unroll
+        for (unsigned& word : four) asm volatile("" : "+r"(word)::"memory");
+}
 
 // An asm statement needs a name for each register of the sums: ten by ten.
 #define WGMMA_TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "

@@ -68,6 +68,7 @@ class Asked(NamedTuple):
     head       channels of a head
     drops      the probabilities have dropout
     in_chunks  there are rows, and all begin at multiples of 16 bytes
+    capped     scores have a soft-cap
     backward   the gradient is asked for
     wgmma      device.tensor_cores is wgmma
     """
@@ -77,6 +78,7 @@ class Asked(NamedTuple):
     head: int
     drops: bool
     in_chunks: bool
+    capped: bool
     backward: bool
     wgmma: bool
     capability: int
@@ -155,6 +157,9 @@ def attention_backward(kernels, dy, saved, dq, dkv, arena):
         fresh="dots",
     )
     scale, facts = seen.scale_of(width // heads), (dy, log_sums, dots)
+    if chosen.prefix == "attention_hopper":
+        _launch_hopper_backward(kernels, chosen, scale, q, kv, heads, seen, *facts, dq, dkv, arena)
+        return
     for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
         arrays = *facts, gradient, *drop, seen.starts
         _launch(kernels, chosen, half, scale, q, kv, heads, seen, arrays)
@@ -216,6 +221,7 @@ def choose(
         q.shape[2] // heads,
         drops,
         is_chunked and q.size > 0 and kv.size > 0,
+        bool(seen.cap),
         backward,
         getattr(kernels, "tensor_cores", "mma") == "wgmma",
         kernels.engine.capability,
@@ -244,21 +250,52 @@ def has_tensor_kernel(head: int) -> bool:
     return head % 16 == 0 and head <= 128
 
 
-HOPPER_ROWS = 128  # OWNED and STEP of attention_hopper.cu
+HOPPER_ROWS = 128  # OWNED and STEP of attention_hopper.cu, KEYS of attention_hopper_backward.cu
 HOPPER_HEADS = 64, 128
 HOPPER_STAGES = 2
+HOPPER_QUERIES = {
+    64: 128,
+    128: 64,
+}  # STEP of attention_hopper_backward.cu, by the channels of a head
+HOPPER_PARTS = 4
+"""The most arrays of sums that dq is made of."""
 
 
 def _hopper(
     kernels: Any, q: Any, asked: Asked, is_chunked: bool, defines: dict[str, Any]
 ) -> AttentionKernels:
-    """Return attention_hopper, whose shared memory holds a tile of queries, and stages of keys and values."""
-    tile, barriers = HOPPER_ROWS * asked.head * 2, 2 * (1 + 2 * HOPPER_STAGES) + 2
-    shared = (1 + 2 * HOPPER_STAGES) * tile + 8 * barriers + 1024
+    """Return attention_hopper and its backward.
+
+    The shared memory holds a tile of queries, and stages of keys and values; in the backward keys and
+    values, stages of queries, dy and their statistics, and two tiles of slopes.
+    """
+    tile, step = HOPPER_ROWS * asked.head * 2, HOPPER_QUERIES[asked.head]
+    forward = (1 + 2 * HOPPER_STAGES) * tile + 8 * (4 + 4 * HOPPER_STAGES)
+    of_queries = 2 * step * asked.head * 2 + 8 * step
+    backward = 2 * tile + HOPPER_STAGES * of_queries + 2 * step * HOPPER_ROWS * 2
     macros = kernels.macros(**defines)
     return AttentionKernels(
-        "attention_hopper", HOPPER_ROWS, 384, log2(e), (shared, 0), (macros, macros)
+        "attention_hopper",
+        HOPPER_ROWS,
+        384,
+        log2(e),
+        (forward + 1024, backward + 8 * (4 + 2 * HOPPER_STAGES) + 1024),
+        (macros, macros),
     )
+
+
+def parts_of(blocks: int, heads: int, multiprocessors: int) -> int:
+    """Return by how many blocks of threads the keys of a head are shared, so that all end soon.
+
+    Each part more is an array of sums more, which counts a twentieth of the whole time.
+    blocks  of keys
+    heads   of keys and values, of all sequences
+    """
+
+    def time(parts: int) -> float:
+        return -(-heads * parts // multiprocessors) * -(-blocks // parts) / blocks + parts / 20
+
+    return min(range(1, min(blocks, HOPPER_PARTS) + 1), key=time)
 
 
 def _tensor(
@@ -350,7 +387,7 @@ FORMS = {
             and asked.head in HOPPER_HEADS
             and asked.in_chunks
             and not asked.drops
-            and not asked.backward
+            and not (asked.capped and asked.backward)
         ),
         _hopper,
     ),
@@ -452,4 +489,56 @@ def _launch_hopper(
         chosen.shared[0],
         chosen.macros[0],
         "y log_sums",
+    )
+
+
+def _launch_hopper_backward(
+    kernels: Any,
+    chosen: AttentionKernels,
+    scale: float,
+    q: Any,
+    kv: Any,
+    heads: int,
+    seen: Seen,
+    dy: Any,
+    log_sums: Any,
+    dots: Any,
+    dq: Any,
+    dkv: Any,
+    arena: Any,
+) -> None:
+    """Launch the backward by warpgroups: one kernel for all products, and the sum of the parts of dq."""
+    (batch, count, width), length = q.shape, kv.shape[1]
+    head, groups = width // heads, heads * kv.shape[2] // (2 * width)
+    parts = parts_of(-(-length // chosen.tile), batch * groups, kernels.engine.multiprocessors)
+    sums = arena.take((parts * batch * count * width,), log_sums.dtype)
+    step = HOPPER_QUERIES[head]
+    maps = (
+        kernels.engine.tensor_map(each, rows)
+        for each, rows in ((q, step), (kv, chosen.tile), (dy, step))
+    )
+    (q_pitch, q_rows), (kv_pitch, kv_rows) = (
+        (each.strides[1] // each.itemsize, each.strides[0] // (each.strides[1] or 1))
+        for each in (q, kv)
+    )
+    sizes = count, length, seen.offset, seen.window, heads, kv_pitch, kv_rows
+    kernels.launch(
+        "attention_hopper_backward",
+        (parts, groups, batch),
+        (chosen.threads,),
+        (*maps, *sizes, scale, log_sums, dots, dkv, sums, seen.starts),
+        chosen.shared[1],
+        chosen.macros[1],
+        "sums",
+        "dkv",
+    )
+    kernels.launch(
+        "attention_hopper_dq",
+        (-(-count * head // 2048), heads, batch),
+        (256,),
+        (parts, count, q_pitch, q_rows, scale, sums, dq),
+        0,
+        chosen.macros[1],
+        "",
+        "dq",
     )

@@ -1,4 +1,4 @@
-"""The machine code of attention_hopper.cu for sm_90a: what it must be, in every form.
+"""The machine code of attention by warpgroups for sm_90a: what it must be, in every form.
 
 `python -m tests.unit.kernels.attention_code` compiles all forms by the oldest and the newest NVRTC here (a minute on two
 cores), and prints a line for each; a test compiles three.
@@ -11,17 +11,22 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 from mpitrain.kernels.source import package_sources
-from mpitrain.ops.cuda.attention import HOPPER_HEADS
 from tests.unit.kernels.hopper_code import REGISTERS, VERSIONS
 from tests.unit.kernels.nvrtc import Compiler, usages
 from tests.unit.kernels.sass import count, instructions, loops
 
-KERNEL = "attention_hopper"
-MOST = {64: 440, 128: 500}
-"""Most instructions of the loop without masks, by the channels of a head: 64 scores of a thread are scaled, raised and
-summed in it, and it issues 12 or 16 products."""
-CAPPED = 6 * 64
-"""More of them with a soft-cap, which is a power and a division for each score."""
+LOOPS = {
+    ("attention_hopper", 64): (12, 440),
+    ("attention_hopper", 128): (16, 500),
+    ("attention_hopper_backward", 64): (36, 1180),
+    ("attention_hopper_backward", 128): (32, 900),
+}
+"""(kernel, channels of a head) -> the products of the main loop, of 64 rows in a depth of 16, and most instructions."""
+CAPPED, BOUNDED = 6 * 64, 1100
+"""More instructions of the main loop: with a soft-cap, a power and a division for each score; in the backward, whose loop
+holds the masks, of documents and windows."""
+SPILLED = {"oldest": 8}
+"""Most bytes that a thread spills, outside of the main loop: in the backward with documents."""
 FORMS = {
     "causal": {},
     "shared keys": {"GROUP": 4},
@@ -38,6 +43,7 @@ class Variant(NamedTuple):
     """One way to compile the kernel: keys of VERSIONS and FORMS."""
 
     version: str
+    kernel: str
     head: int
     form: str
     element: str = "__nv_bfloat16"
@@ -45,26 +51,31 @@ class Variant(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     for version in VERSIONS:
-        for head in HOPPER_HEADS:
+        for kernel, head in LOOPS:
             for form in FORMS:
-                yield Variant(version, head, form)
-        yield Variant(version, 64, "causal", "__half")
+                if form != "soft-cap" or kernel == "attention_hopper":
+                    yield Variant(version, kernel, head, form)
+        for kernel in ("attention_hopper", "attention_hopper_backward"):
+            yield Variant(version, kernel, 64, "causal", "__half")
 
 
 def faults_of(variant: Variant) -> tuple[list[str], str]:
     """What is wrong with the machine code of a variant, and the code in numbers."""
-    version, head, form, element = variant
+    version, kernel, head, form, element = variant
     macros = {"Element": element, "Sum": "float", "HEAD": head} | FORMS[form]
-    done = Compiler(VERSIONS[version]).compile(package_sources()[KERNEL], "sm_90a", macros)
-    used, code = usages(done.log)[KERNEL], instructions(done.code, KERNEL)
+    done = Compiler(VERSIONS[version]).compile(package_sources()[kernel], "sm_90a", macros)
+    used, code = usages(done.log)[kernel], instructions(done.code, kernel)
     bodies = [[code[i] for i in loop if not code[i].endswith(":")] for loop in loops(code)]
-    # One step of the loop without masks: the others hold masks, or loops.
-    products, most = head // 16 + 8, MOST[head] + CAPPED * ("CAP" in macros)
+    products, most = LOOPS[kernel, head]
+    most += CAPPED * ("CAP" in macros)
+    if kernel == "attention_hopper_backward":
+        most += BOUNDED * len({"DOCUMENTS", "WINDOW", "GENERAL"} & {*macros})
     main = min((x for x in bodies if count(x, "HGMMA") == products), key=len, default=[])
     faults = [
         *([] if main else [f"no loop with {products} HGMMA"]),
         *(["HMMA or LDSM"] if count(code, "HMMA|LDSM") else []),
-        *(["local memory"] if count(code, "LDL|STL") or used.spilled else []),
+        *(["local memory in the main loop"] if count(main, "LDL|STL") else []),
+        *([f"{used.spilled} bytes spilled"] if used.spilled > SPILLED.get(version, 0) else []),
         *([f"{used.registers} registers"] if used.registers != REGISTERS else []),
         *([f"{len(main)} instructions in the main loop"] if len(main) > most else []),
         *(["USETMAXREG"] if count(code, "USETMAXREG") != 2 else []),
