@@ -402,7 +402,7 @@ def bind_algorithm(
             algorithm = best("window")
         # Messages that suit any memory need no facts of other ranks. Locations differ: a host with one
         # rank, or without room, has no window, and a tied tensor has another offset on each stage.
-        is_settled = algorithm in table and table[algorithm].plans
+        is_settled = algorithm in table and table[algorithm].plans is not None
         if is_settled and asked == "auto":
             is_settled = algorithm == best("plain")
         if not is_settled and not topology.is_on_device:

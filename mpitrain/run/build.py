@@ -38,22 +38,20 @@ from mpitrain.layers.plain import LOSSES
 from mpitrain.layers.recomputed import with_recomputation
 from mpitrain.models.table import MODELS, adapted, form_for, other_form
 from mpitrain.ops.device import Device
-from mpitrain.parallel.tensor.layer_factory import GroupShape, described
+from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.pipeline.partition import TIME, UnitTime
 from mpitrain.run.checkpoint import loading
-from mpitrain.run.checkpoint.manifest import read_chosen
+from mpitrain.run.checkpoint.manifest import Done, read_chosen
 from mpitrain.run.choices import parse
 from mpitrain.run.job import (
     FILES,
     Job,
-    RunLocation,
     agree_on,
     beside_source,
     machine_of,
     resolve_here,
     say_why_numpy,
     with_data_found,
-    with_micro_batches,
 )
 from mpitrain.run.memory import Room, check_memory
 from mpitrain.run.model_keys import adapter_keys, determined, has_adapter
@@ -112,23 +110,23 @@ def build(
         On every rank, if configuration, data, checkpoint and ranks do not fit together.
     """
     if not isinstance(config, Job):
-        new = partial(opened_at_once, transport, saved=saved, source=source)
+        new = partial(opened, transport, checkpoint=saved, source=source)
         job = agree_on(transport, lambda: config, opened=new)
     else:
         job = config
-    checkpoint_dir = saved or job.location.saved
+    checkpoint_dir = saved or job.saved
     folder = Path(checkpoint_dir) if checkpoint_dir else None
     if job.source is None:
         scanned = (None, None) if source else _scanned(transport, job)
         job = on_all_ranks(
             transport,
-            lambda: _opened(transport, job, folder, source, scanned),
+            lambda: opened(transport, job, folder, source, scanned),
             FILES,
             lambda job: job.facts,
         )
     if job.config.pipeline.partition == TIME:
         job = _cut_by_time(transport, job)
-        job = on_all_ranks(transport, lambda: _checked(transport, job))
+        job = on_all_ranks(transport, lambda: checked(transport, job))
     _prepare(transport, job.device)
     trainer = Trainer(transport, None, job, draws=False)
     models, frozen = job.models, trainer.replica.frozen
@@ -152,41 +150,29 @@ def build(
     return replace(job, trainer=trainer, done=checkpoint.done if checkpoint else job.done)
 
 
-def opened_at_once(
+def opened(
     transport: Transport,
     job: Job,
-    saved: Path | None = None,
+    checkpoint: Path | None = None,
     source: Source | Unopened | None = None,
-) -> Job:
-    """Return the job of a run that begins anew, as `_opened`, if this rank can open its data alone.
-
-    Else the job is as it was: the ranks scan the data together, or GPUs and times are not known yet.
-    """
-    kind = source_kind(job.config.data.source)
-    if job.device.kernels is not None or job.config.pipeline.partition == TIME:
-        return job
-    if not source and (kind.is_token_file or kind.has_arrays):
-        return job
-    return _opened(transport, job, saved, source, (None, None))
-
-
-def _opened(
-    transport: Transport,
-    job: Job,
-    checkpoint: Path | None,
-    source: Source | Unopened | None,
-    scanned: tuple[int | None, dict[str, Any] | None],
+    scanned: tuple[int | None, dict[str, Any] | None] | None = None,
 ) -> Job:
     """Open the data of a job on this rank: the job with what they determine, checked and counted.
 
     source   replaces the configured one
-    scanned  the result of `_scanned`
+    scanned  the result of `_scanned`; None: the ranks have scanned nothing, and do not know each other's
+             GPUs. If the job needs these, or times of units, it is returned as it is
     """
-    data = source or _source(job.config, *scanned, job.location)
+    if scanned is None:
+        kind = source_kind(job.config.data.source)
+        is_scanned = not source and (kind.is_token_file or kind.has_arrays)
+        is_timed = job.config.pipeline.partition == TIME
+        if is_scanned or is_timed or job.device.kernels is not None:
+            return job
+    data = source or _source(job, *(scanned or (None, None)))
     name = "this data source" if source else job.config.data.source
     job = _fitted(replace(job, source=data), name, transport.rank == 0)
-    job = replace(job, models=_models(job, checkpoint, transport.rank))
-    job = _checked(transport, job)
+    job = checked(transport, replace(job, models=_models(job, checkpoint, transport.rank)))
     facts: dict[str, Any] = {} if source else {**_files(job.config)}
     if job.models:
         facts |= job.models.facts()
@@ -194,19 +180,23 @@ def _opened(
     return replace(job, facts=facts)
 
 
-def _checked(transport: Transport, job: Job) -> Job:
-    """Return the job, counted; ConfigError if its model does not fit memory, configuration or ranks."""
-    job = _counted(job, check_memory(transport, job), transport.rank)
-    layout, config = job.config.layout, job.config
-    if config.pipeline.partition == TIME:
+def checked(transport: Transport, job: Job) -> Job:
+    """Return the job, counted; ConfigError if its model does not fit configuration, ranks or memory."""
+    return _counted(job, check_memory(transport, job, job.described().model), transport.rank)
+
+
+def _counted(job: Job, room: Room, rank: int) -> Job:
+    """Return the job with the counts of a step of this rank; ConfigError if it does not fit in `room`.
+
+    A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model:
+    counting also finds a layer that returns another output than it states.
+    """
+    is_own = MODELS.is_added(job.config.model.kind)
+    if job.device.kernels is None and not job.config.memory.limit_gb and not is_own:
         return job
-    others = {
-        name: GroupShape(ranks - 1, ranks)
-        for name, ranks in (("context", layout.cp), ("ep", layout.ep))
-        if ranks > 1
-    }
-    job.cut(described(job.device.ops, layout, **others, **job.layer_settings))
-    return job
+    from mpitrain.run.count.step import check_activations
+
+    return replace(job, counts=check_activations(job, room, rank))
 
 
 def _fitted(job: Job, name: str, says: bool) -> Job:
@@ -222,7 +212,7 @@ def _fitted(job: Job, name: str, says: bool) -> Job:
         config = _with_loss(config, targets_of(data), name, says)
     config = config.changed({"data.template": getattr(data, "template", config.data.template)})
     if config.run.epochs or config.run.eval_every == EPOCH:
-        config = _with_epochs(config, data, job.location)
+        config = _with_epochs(config, data, job.done)
     if config.run.epochs and config.run.inject:  # Only now the steps are known.
         check_each(of_injection(config.run.inject, job.axes.ranks, config.run.steps))
     return replace(job, config=config)
@@ -265,7 +255,7 @@ def _with_loss(config: Config, targets: Targets, name: str, says: bool) -> Confi
     )
 
 
-def _with_epochs(config: Config, data: Source | Unopened, begun: RunLocation) -> Config:
+def _with_epochs(config: Config, data: Source | Unopened, begun: Done) -> Config:
     """Return the configuration with run.steps of run.epochs, and the ends of epochs.
 
     These steps take the rows of the epochs that those before this start have left, with today's batch.
@@ -287,28 +277,12 @@ def _with_epochs(config: Config, data: Source | Unopened, begun: RunLocation) ->
     return config.changed({"run.steps": steps})
 
 
-def _counted(job: Job, room: Room, rank: int) -> Job:
-    """Return the job with the counts of a step of this rank; ConfigError if it does not fit in `room`.
-
-    A job on the host counts nothing unless memory.limit_gb is set, or a plugin made the model:
-    counting also finds a layer that returns another output than it states.
-    """
-    is_own = MODELS.is_added(job.config.model.kind)
-    if job.device.kernels is None and not job.config.memory.limit_gb and not is_own:
-        return job
-    from mpitrain.run.count.step import check_activations
-
-    again = partial(with_micro_batches, job)
-    counts = check_activations(job, job.source, job.units, room, rank, again)
-    return replace(job, counts=counts)
-
-
 def open_data(transport: Transport, job: Job) -> Source:
     """Open the configured data source, so that several jobs can share it; collective."""
     largest, scaling = _scanned(transport, job)
     return on_all_ranks(
         transport,
-        lambda: _source(job.config, largest, scaling),
+        lambda: _source(job, largest, scaling),
         "data source",
         lambda source: _files(job.config),
     )
@@ -323,9 +297,9 @@ def alone(config: Config, hosts: Sequence[str]) -> Job:
     machine, name = machine_of(config), config.data.source
     say_why_numpy([machine[1]], [""])
     job = resolve_here(config, hosts, machine)
-    job = with_data_found(job, job.location, beside_source(config), date.today().isoformat())
+    job = with_data_found(job, {}, beside_source(config), date.today().isoformat())
     largest = largest_token(name, 0, 1) if source_kind(name).is_token_file else None
-    job = _fitted(replace(job, source=_source(job.config, largest)), name, True)
+    job = _fitted(replace(job, source=_source(job, largest)), name, True)
     _models(job, None, 0)
     return job
 
@@ -376,7 +350,7 @@ def _scanned(transport: Transport, job: Job) -> tuple[int | None, dict[str, Any]
     If the run directory has not noted them, the ranks scan the data, each an equal slice.
     """
     name, dtype = job.config.data.source, job.config.data.dtype
-    kind, largest, scaling = source_kind(name), job.location.largest, job.location.scaling
+    kind, largest, scaling = source_kind(name), job.largest, job.scaling
     needs_largest, needs_scaling = kind.is_token_file and largest is None, kind.has_arrays
     needs_scaling = needs_scaling and not scaling
     slice_of = transport.rank, transport.size
@@ -386,7 +360,7 @@ def _scanned(transport: Transport, job: Job) -> tuple[int | None, dict[str, Any]
         from mpitrain.data.arrays import joined
 
         def scanned() -> Any:
-            source: Any = _source(job.config, None)
+            source: Any = _source(job, None)
             return source.scanned(*slice_of)
 
         parts = from_all_ranks(transport, scanned)
@@ -402,18 +376,12 @@ def _files(config: Config) -> dict[str, str]:
     return digests
 
 
-def _source(
-    config: Config,
-    largest: int | None,
-    scaling: dict[str, Any] | None = None,
-    location: RunLocation = RunLocation(),  # noqa: B008  a constant
-) -> Source:
+def _source(job: Job, largest: int | None, scaling: dict[str, Any] | None = None) -> Source:
     """Open the data source.
 
     largest, scaling  the result of `_scanned`
     """
-    run = location.folder if location.has_run else ""
-    data = config.data
+    config, data = job.config, job.config.data
     reading = Reading(**{key: getattr(data, key) for key in Reading._fields})
     scan = None if largest is None else as_it_is(data.source, data.dtype)
     form = form_for(config.model.kind, data.source)
@@ -433,6 +401,7 @@ def _source(
         return opened(data.vocabulary)
     from mpitrain.data.masked import masked  # a run of another kind does not need the module
 
+    run = job.folder if job.has_run else ""
     return masked(opened, data, *_tokenizer_of(config, run))
 
 
@@ -590,7 +559,7 @@ def open_run(
         size = config.batch.size * transport.size
         return config.changed({"batch.size": size})
 
-    def look(config: Config) -> RunLocation:
+    def look(config: Config) -> dict[str, Any]:
         if config.run.init_from and not is_run(folder):
             if not needs_data:
                 check_writes(config.model.kind)
@@ -602,14 +571,18 @@ def open_run(
             _check_is_whole(config, best)
             if transport.rank == 0:
                 _say_that_context_is_limited(config)
-            return RunLocation()
+            return {}
         if transport.rank > 0:
-            return RunLocation()
+            return {}
         saved, manifest = read_chosen(lambda: checkpoint_of(folder, best))
         check_meaning(configuration(folder).flat(), saved, manifest)
-        largest = noted_largest(folder, config.data.source, config.data.dtype)
-        scaling = noted_scaling(folder)
-        return RunLocation(str(folder), str(saved), True, largest=largest, scaling=scaling)
+        return {
+            "folder": str(folder),
+            "has_run": True,
+            "saved": str(saved),
+            "largest": noted_largest(folder, config.data.source, config.data.dtype),
+            "scaling": noted_scaling(folder),
+        }
 
     job = agree_on(transport, on_these_ranks, look)
     vocabulary = job.config.data.vocabulary or 256

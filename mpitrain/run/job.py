@@ -33,9 +33,9 @@ from mpitrain.optim import check_groups, with_defaults
 from mpitrain.optim.rules import TUNED, TUNED_ADAPTERS
 from mpitrain.parallel.grid import Axes, check_hosts, divisor
 from mpitrain.parallel.modes import servers_of
-from mpitrain.parallel.tensor.layer_factory import LayerFactory, check_used
+from mpitrain.parallel.tensor.layer_factory import GroupShape, LayerFactory, check_used, described
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.partition import Chunks, Units, cut_in_chunks
+from mpitrain.pipeline.partition import TIME, Chunks, Units, cut_in_chunks
 from mpitrain.pipeline.schedule_files import find_plan
 from mpitrain.pipeline.schedules import NAMED
 from mpitrain.run.checkpoint.manifest import Done
@@ -52,39 +52,6 @@ from mpitrain.run.rules import (
 )
 from mpitrain.transport.agreement import check_same, from_all_ranks, on_all_ranks
 from mpitrain.transport.base import Transport
-
-
-class RunLocation(NamedTuple):
-    """The location of a run, as rank 0 found it; serialisable as JSON.
-
-    folder    the run directory; empty for a new one under runs/, which gets its name in `claim`
-    saved     the checkpoint to resume from, or empty
-    has_run   whether the folder holds a run
-    changed   keys with other values than in the resumed run: {key: [then, now]}
-    held_out  the data.validation of the resumed run, if the source is the same and the
-              configuration names no other; else empty
-    largest   the largest token of data.source, if the run has noted it since the last change of
-              the file; else None
-    passes    the device.passes of the resumed run
-    scaling   of arrays, if the run has noted it; else None
-    named     {key: value} of the classes and labels of the run to resume, as in [data]
-    step      number of steps before this start
-    samples   number of rows in their global batches
-    day       of which the template of the run to resume gives the text; empty: it asks for no date
-    """
-
-    folder: str = ""
-    saved: str = ""
-    has_run: bool = False
-    changed: dict[str, list[Any]] = {}
-    held_out: str = ""
-    largest: int | None = None
-    passes: str = "auto"
-    scaling: dict[str, Any] | None = None
-    named: dict[str, Any] = {}
-    step: int = 0
-    samples: int = 0
-    day: str = ""
 
 
 class StepCounts(NamedTuple):
@@ -115,7 +82,13 @@ class Job:
     gpus      the GPU of each rank, by rank; empty unless device.kind is cuda
     device    the device of this rank
     done      the progress: steps and samples so far, and the identity of the run
-    location  the run directory and the checkpoint to resume from
+    folder    the run directory; empty for a new one under runs/, which gets its name in `claim`
+    has_run   whether the folder holds a run
+    saved     the checkpoint to resume from, or empty
+    changed   keys with other values than in the resumed run: {key: [then, now]}
+    largest   the largest token of data.source, if the run has noted it since the last change of
+              the file; else None
+    scaling   of arrays, if the run has noted it; else None
     facts     values that must be equal on all ranks, as JSON; of files and of data
     source    the data source, or only its sizes where no data are needed
     models    Models that the run starts from, located on this rank; None: there are none
@@ -133,7 +106,12 @@ class Job:
     gpus: Sequence[Gpu]
     device: Device
     done: Done = field(default_factory=lambda: Done(0, 0, ""))
-    location: RunLocation = field(default_factory=RunLocation)
+    folder: str = ""
+    has_run: bool = False
+    saved: str = ""
+    changed: dict[str, list[Any]] = field(default_factory=dict)
+    largest: int | None = None
+    scaling: dict[str, Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     # `build` sets these. The types of models and trainer are not named: their modules import this one.
     source: Source | Unopened = None  # type: ignore[assignment]
@@ -167,20 +145,37 @@ class Job:
         """Return the units of the whole model for the data source; `layers` makes the layers."""
         return list(units_of(self.config.model, self.source, layers))
 
-    def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
-        """Return the model, cut for the pipeline; ConfigError if it does not fit the configuration.
+    def described(self) -> Chunks:
+        """Return the model of the last tensor-parallel rank, cut, as `cut`: it has no arrays."""
+        layout = self.config.layout
+        others = {
+            name: GroupShape(ranks - 1, ranks)
+            for name, ranks in (("context", layout.cp), ("ep", layout.ep))
+            if ranks > 1
+        }
+        layers = described(self.device.ops, layout, **others, **self.layer_settings)
+        return self.checked(layers, self.cut(layers))
 
-        units  of a caller's model; None: the units of this job
+    def cut(self, layers: LayerFactory, units: Units | None = None) -> Chunks:
+        """Return the model, cut for the pipeline.
+
+        units  of a caller's model; None: the units of this job, in balance before they are timed
         """
-        config, keys = self.config, self.config.model
-        cut = cut_in_chunks(
-            self.units if units is None and self.source is not None else units,
+        config, partition = self.config, self.config.pipeline.partition
+        if units is None and self.source is not None:
+            units, partition = self.units, "" if partition == TIME else partition
+        return cut_in_chunks(
+            units,  # type: ignore[arg-type]  # None is refused as what is no list of units
             layers,
             self.plan.stage_of,
-            config.pipeline.partition,
-            keys.freeze,
+            partition,
+            config.model.freeze,
             config.lora,
         )
+
+    def checked(self, layers: LayerFactory, cut: Chunks) -> Chunks:
+        """Return a model as `cut` made it; ConfigError if it does not fit configuration and hosts."""
+        config = self.config
         check_used(layers, config.data.attend, config.layout.cp)
         if config.optimizer.groups:
             names = [unit.full_name(p) for unit in cut.model for p in unit.layer.parameters()]
@@ -188,6 +183,15 @@ class Job:
         algorithms = config.replication.algorithm, config.layout.algorithm
         check_hosts(self.axes, self.hosts, *algorithms, cut.tied)
         return cut
+
+    def with_micro_batches(self, micro_batches: int) -> Job | None:
+        """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
+        config = self.config.changed({"batch.micro_batches": micro_batches})
+        try:
+            check_each(of_rows(config, self.axes))
+            return replace(self, config=config, plan=_planned(config, self.axes))
+        except ConfigError:
+            return None
 
     def close(self) -> None:
         """Free the communicators and windows of the job; collective. Do not use it afterwards."""
@@ -203,13 +207,16 @@ FILES = "data source and checkpoint"
 def agree_on(
     transport: Transport,
     configured: Callable[[], Config],
-    look: Callable[[Config], RunLocation | None] = lambda config: RunLocation(),
+    look: Callable[[Config], dict[str, Any]] = lambda config: {},
     opened: Callable[[Job], Job] = lambda job: job,
 ) -> Job:
     """Agree on a configuration, and resolve its automatic values; collective, in one gather.
 
     configured  returns this rank's configuration
-    look        returns the location of the run; that of rank 0 counts
+    look        returns what the run directory tells, as JSON; that of rank 0 counts. These are fields of
+                the job by name, `progress` (steps and samples so far), and of the run to resume
+                `passes` (its device.passes), `named` (its classes, labels and validation, as in [data])
+                and `day` (of which its template gives the text)
     opened      of a run that begins anew: returns the job with its data, if one rank can open them
     raises      MpitrainError on every rank, if one of these raises it, if configurations or files
                 differ, or if they do not fit ranks, hosts or a rank's device
@@ -220,7 +227,7 @@ def agree_on(
 
     def record() -> list[Any]:
         configs.append(config := configured())
-        location = look(config)
+        found = look(config)
         gpu, lacks = machine = machine_of(config)
         try:
             job = resolve_here(config, hosts, machine)
@@ -230,7 +237,7 @@ def agree_on(
             # The others may see no GPU, and the kind is then cpu; else all resolve cuda below.
             job = resolve_here(config.changed({"device.kind": "cpu"}), hosts, machine)
         validation, today = beside_source(config), date.today().isoformat()
-        new = opened(with_data_found(job, RunLocation(), validation, today))
+        new = opened(with_data_found(job, {}, validation, today))
         if new.source is not None:
             job = new
         jobs.append(job)
@@ -238,7 +245,7 @@ def agree_on(
             config.flat(),
             gpu,
             uuid4().hex,
-            location,
+            found,
             lacks,
             blas_kernels.in_use(),
             [job.config.device.kind, job.config.device.passes, validation, today],
@@ -249,11 +256,12 @@ def agree_on(
     flats, seen, runs, places, reasons, products, assumed, facts = zip(*everyone, strict=True)
     check_same("configuration", flats, hosts)
     check_same(FILES, facts, hosts)
-    (config,), (job,), location = configs, jobs, RunLocation(*places[0])
+    (config,), (job,), found = configs, jobs, places[0]
+    passes_then = found.pop("passes", "auto")
     if transport.rank == 0:
         if len({*map(tuple, products)}) > 1:
             _say_that_kernels_differ({*zip(hosts, *zip(*products, strict=True), strict=True)})
-        if location.passes == "auto" and any(reasons):
+        if passes_then == "auto" and any(reasons):
             say_why_numpy(reasons, hosts)
     gpus = [Gpu(*gpu) for gpu in seen]
     kind: str = config.device.kind
@@ -261,17 +269,20 @@ def agree_on(
     if kind == "auto":
         kind = "cuda" if all(gpu.seen for gpu in gpus) else "cpu"
     if (kind, passes) == ("cpu", "auto"):
-        passes = location.passes
+        passes = passes_then
         if passes == "auto":
             passes = "numpy" if any(reasons) else "compiled"
-    found = [kind, passes, *assumed[0][2:]]
-    if any(each != found for each in assumed):  # A rank has assumed what the others do not.
+    resolved = [kind, passes, *assumed[0][2:]]
+    if any(each != resolved for each in assumed):  # A rank has assumed what the others do not.
         device = {"device.kind": kind, "device.passes": passes}
         job = on_all_ranks(transport, lambda: resolve_here(config.changed(device), hosts))
     if job.source is None:
-        job = with_data_found(job, location, *assumed[0][2:])
+        job = with_data_found(job, found, *assumed[0][2:])
     gpus *= kind == "cuda"
-    job = replace(job, gpus=gpus, done=Done(0, 0, runs[0]), location=location)
+    step, samples = found.pop("progress", (0, 0))
+    done = Done(step, samples, runs[0])
+    fields = {key: found[key] for key in found if key not in ("named", "day")}
+    job = replace(job, gpus=gpus, done=done, **fields)
     if transport.rank == 0:
         if config.memory.recompute != job.config.memory.recompute:
             say(
@@ -283,16 +294,17 @@ def agree_on(
     return job
 
 
-def with_data_found(job: Job, location: RunLocation, validation: str, today: str) -> Job:
+def with_data_found(job: Job, found: dict[str, Any], validation: str, today: str) -> Job:
     """Return the job with the keys of [data] that its run, a file or the day determine.
 
+    found       from `look` of `agree_on`
     validation  the default of data.validation, from `beside_source`
     """
-    data = job.config.data
-    values = {f"data.{key}": getattr(data, key) or then for key, then in location.named.items()}
-    values["data.validation"] = location.held_out or data.validation or validation
+    data, named = job.config.data, {"validation": "", **found.get("named", {})}
+    values = {f"data.{key}": getattr(data, key) or then for key, then in named.items()}
+    values["data.validation"] = values["data.validation"] or validation
     if data.template:
-        values["data.template"] = with_day(data.template, location.day or today)
+        values["data.template"] = with_day(data.template, found.get("day") or today)
     return replace(job, config=job.config.changed(values))
 
 
@@ -421,16 +433,6 @@ def axes(config: Config, ranks: int) -> Axes:
     mesh = Axes(layout.tp, dp, layout.pp, servers, layout.cp, layout.ep)
     check_each(of_ranks(config, mesh, ranks))
     return mesh
-
-
-def with_micro_batches(job: Job, micro_batches: int) -> Job | None:
-    """Return the job with this number of micro-batches; None if rows or schedule exclude it."""
-    config = job.config.changed({"batch.micro_batches": micro_batches})
-    try:
-        check_each(of_rows(config, job.axes))
-        return replace(job, config=config, plan=_planned(config, job.axes))
-    except ConfigError:
-        return None
 
 
 def _is_tiled(config: Config) -> bool:

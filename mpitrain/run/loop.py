@@ -33,11 +33,11 @@ from mpitrain.machine.process import gpu_identities, own_id
 from mpitrain.machine.time_limit import TimeLimit
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replica import StepResult
-from mpitrain.run.build import build, opened_at_once
+from mpitrain.run.build import build, opened
 from mpitrain.run.checkpoint import saving
 from mpitrain.run.checkpoint.copies import check_copies, copying, room_for_copies, state_to_save
 from mpitrain.run.checkpoint.manifest import CHECKPOINTS, Done, Manifest, drop_old
-from mpitrain.run.job import Job, RunLocation, agree_on
+from mpitrain.run.job import Job, agree_on
 from mpitrain.run.metrics import CLOSING, METRICS, Best, MetricsFile, ResumeInfo, past
 from mpitrain.run.replicas import digest_record, replicas_equal, state_digests
 from mpitrain.run.run_dir import claim, look
@@ -248,7 +248,7 @@ class Run:
             from mpitrain.run.checkpoint.snapshot import Snapshots
 
             self._snapshots = Snapshots(job.trainer)
-        self._note_start(agreed.location, time.perf_counter() - began)
+        self._note_start(agreed, time.perf_counter() - began)
         if self.recorder.is_on:
             self._watchdog.traces(self.folder, self.recorder)
         if self.recovery:
@@ -440,8 +440,8 @@ class Run:
         agreed = agree_on(
             transport,
             watched,
-            lambda config: look(config, resume, transport.size) if transport.rank == 0 else None,
-            partial(opened_at_once, transport) if begins else lambda job: job,
+            lambda config: look(config, resume, transport.size) if transport.rank == 0 else {},
+            partial(opened, transport) if begins else lambda job: job,
         )
         keys = agreed.config.run
         if keys.on_failure == "continue" and not self.recovery:
@@ -517,7 +517,7 @@ class Run:
         self._in_a_row = self.before.in_a_row  # steps with a skipped update up to now
         self._evaluated_at = job.step if self.before.is_evaluated else None
         self._batch_name = self.recorder.name(ROWS)
-        self.checkpoints = Checkpoints(self, job.step if agreed.location.saved else None)
+        self.checkpoints = Checkpoints(self, job.step if agreed.saved else None)
         if rank == 0:
             self._metrics = MetricsFile(self.folder / METRICS)
         self._closed.callback(self._close)
@@ -572,7 +572,7 @@ class Run:
         except OSError as error:
             say(f"warning: rank {rank} cannot keep a trace in {self.folder}: {error.strerror}.")
 
-    def _note_start(self, location: RunLocation, startup_s: float) -> None:
+    def _note_start(self, agreed: Job, startup_s: float) -> None:
         """Start the clock and the thread that reads ahead, and record the start."""
         # The next line of a step covers the time since `_since` and the steps since `_logged_at`.
         self._since, self._logged_at = time.perf_counter(), self.finished
@@ -590,7 +590,7 @@ class Run:
             (self.recovery.facts, self.recovery.spares) if self.recovery else ({}, None)
         )
         record = {
-            "event": "resume" if location.saved or recovered else "start",
+            "event": "resume" if agreed.saved or recovered else "start",
             "step": job.step,
             "samples_seen": job.done.samples,
             **recovered,
@@ -615,8 +615,8 @@ class Run:
         if before.ended:
             record["waited_s"] = max(0.0, now - startup_s - before.ended)
             record["repeated_s"] = before.repeated_s
-        if location.changed:
-            record["changed"] = location.changed
+        if agreed.changed:
+            record["changed"] = agreed.changed
         if trainer.job.counts.problem:
             record["uncounted"] = trainer.job.counts.problem
         self.record(record)
@@ -1023,9 +1023,9 @@ def _claimed(
         )
     if rank > 0:
         return None
-    place, before = agreed.location, ResumeInfo()
-    if place.has_run:  # Where a run begins anew, no line counts.
-        before = past(Path(place.folder), job.step if place.saved or job.step else -1)
-    folder, meant, lock = claim(agreed.location, job.trainer.job, job.source, job.step, alive)
+    before = ResumeInfo()
+    if agreed.has_run:  # Where a run begins anew, no line counts.
+        before = past(Path(agreed.folder), job.step if agreed.saved or job.step else -1)
+    folder, meant, lock = claim(agreed, job.trainer.job, job.source, job.step, alive)
     locks.append(lock)
     return str(folder), before, meant

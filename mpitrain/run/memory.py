@@ -1,25 +1,20 @@
-"""The check that parameters, gradients and optimizer state fit in memory, before a model exists."""
+"""The check that parameters, gradients and optimizer state fit in memory, before a model has arrays."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import isclose
 from typing import NamedTuple
 
-import numpy as np
-
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, gigabytes
-from mpitrain.layers.base import freeze
+from mpitrain.layers.base import Unit
 from mpitrain.layers.flat import Storage
 from mpitrain.machine import process
-from mpitrain.models.table import adapted
 from mpitrain.optim import RULES, state_bytes
 from mpitrain.optim.rule import BlockWise
 from mpitrain.parallel.buckets import kept_apart, slots_of
 from mpitrain.parallel.grid import divisor
 from mpitrain.parallel.modes import mode_of
 from mpitrain.parallel.replica import Sizes
-from mpitrain.parallel.tensor.layer_factory import described
 from mpitrain.run.job import Job
 from mpitrain.transport.base import Transport
 
@@ -41,95 +36,49 @@ class Room(NamedTuple):
     allowed: str = "are free"
 
 
-def check_memory(transport: Transport, job: Job) -> Room:
+def check_memory(transport: Transport, job: Job, model: Sequence[Unit]) -> Room:
     """Raise ConfigError if parameters, gradients and optimizer state exceed the free memory.
 
     Activations do not count here: `run/count/step.py` checks that they fit in what is left.
+
+    model  all units, as of `Job.described`
     """
     config, gpus = job.config, job.gpus
     places = process.gpu_identities(transport.hosts, gpus)
     users = [rank for rank, place in enumerate(places) if place == places[transport.rank]]
     ranks, where = len(users), "on this GPU" if gpus else "on this host"
-    estimate, count = sizes(job, divisor(job.axes, transport.hosts, config.replication.shard))
+    storage = Storage(model, config.precision.stored, job.axes.copies)
+    shards = divisor(job.axes, transport.hosts, config.replication.shard)
+    mode = mode_of(config.replication, config.pipeline.schedule)
+    needed = ranks * mode.memory(sizes(job, storage, shards))
     # The rank of a GPU that looked last has seen what the start of the others takes there.
     free = min(gpus[rank].free for rank in users) if gpus else process.free_memory("cpu")
     allowed = "are free"
     if config.memory.limit_gb and config.memory.limit_gb * 1e9 < free:
         free, allowed = int(config.memory.limit_gb * 1e9), "are allowed by memory.limit_gb"
-    if config.model.freeze or config.lora.rank:
-        # The first estimate is for a network that is entirely frozen. If even this does not fit,
-        # the network is not described in detail.
-        estimate = estimate._replace(
-            length=0, largest=0, frozen=estimate.length, slot=estimate.largest
-        )
-        if ranks * mode_of(config.replication, config.pipeline.schedule).memory(estimate) <= free:
-            estimate = frozen_sizes(estimate, job)
-    needed = ranks * mode_of(config.replication, config.pipeline.schedule).memory(estimate)
     if needed > free:
         sum_needed, sum_free = gigabytes(needed, free)
         raise ConfigError(
-            f"{count:,} parameters with gradients and optimizer state of {ranks} rank(s) need {sum_needed} {where}, "
-            f"but {sum_free} {allowed}.",
+            f"{storage.parameter_count:,} parameters with gradients and optimizer state of {ranks} rank(s) need "
+            f"{sum_needed} {where}, but {sum_free} {allowed}.",
             "Lower model.width or model.layers"
             + (", or start fewer ranks per host." if ranks > 1 else "."),
         )
     return Room(free, needed, users, where, allowed)
 
 
-def sizes(job: Job, shards: int) -> tuple[Sizes, int]:
-    """Return the arguments of a mode's memory formula, and the number of parameters.
+def sizes(job: Job, storage: Storage, shards: int) -> Sizes:
+    """Return the arguments of a mode's memory formula, as the mean over the pipeline stages.
 
-    Both are extrapolated from networks of one and two layers, which are quick to describe. No
-    parameter of these networks is frozen.
-
-    shards  ranks of ZeRO's sharding group
+    storage  of all units of the model
+    shards   ranks of ZeRO's sharding group
     """
-    config, axes, chunks = job.config, job.axes, len(job.plan.stage_of)
-    stored, name = config.precision.stored, config.optimizer.name
-
-    def described_at(depth: int) -> Storage:
-        shallow = replace(job, config=config.changed({"model.layers": depth}))
-        units = shallow.units(described(job.device.ops, config.layout))
-        return Storage(units, stored, axes.copies)
-
-    one, two, others = described_at(1), described_at(2), config.model.layers - 1
-    length = one.length + others * (two.length - one.length)
-    count = one.parameter_count + others * (two.parameter_count - one.parameter_count)
-    largest = (two if others else one).largest
-    state = state_bytes(name, one) + others * (state_bytes(name, two) - state_bytes(name, one))
-    return Sizes(
-        config.replication,
-        axes,
-        shards,
-        length / axes.pp,
-        length / chunks if chunks > 1 else largest,
-        np.dtype(stored).itemsize,
-        _mirror(job),
-        state / length if length else 0,
-    ), count
-
-
-def frozen_sizes(estimate: Sizes, job: Job) -> Sizes:
-    """Return the arguments of a mode's memory formula for a network with frozen parameters.
-
-    Adapters are included. The whole network is described, which takes longer than `sizes`.
-
-    estimate  the result of `sizes`, whose numbers of elements are replaced
-    raises    ConfigError as `freeze`
-    """
-    config, axes, chunks = job.config, job.axes, len(job.plan.stage_of)
-    layers = described(job.device.ops, config.layout)
-    units = freeze(adapted(job.units(layers), config.lora, layers), config.model.freeze)
-    storage = Storage(units, config.precision.stored, axes.copies)
-    length, frozen = storage.length, storage.frozen.length
-    state = state_bytes(config.optimizer.name, storage)
-    return estimate._replace(
-        length=length / axes.pp,
-        state=state / length if length else 0,
-        largest=length / chunks if chunks > 1 else storage.largest,
-        frozen=frozen / axes.pp,
-        slot=frozen / chunks if chunks > 1 else storage.frozen.largest,
+    stages, chunks = job.axes.pp, len(job.plan.stage_of)
+    largest, slot = (
+        each.length / chunks if chunks > 1 else each.largest for each in (storage, storage.frozen)
     )
+    whole = _sizes(job, storage, shards, largest, slot)
+    return whole._replace(length=storage.length / stages, frozen=whole.frozen / stages)
 
 
 def stage_sizes(
@@ -156,27 +105,23 @@ def stage_sizes(
         buckets += storage.frozen_buckets()
         alone = kept_apart(storage, buckets, replication.zero_keep)
         slot = sum(slots_of(buckets, alone, chunks)[1]) - largest
-    itemsize, state = storage.dtype.itemsize, state_bytes(job.config.optimizer.name, storage)
+    return _sizes(job, storage, shards, largest, slot)
+
+
+def _sizes(job: Job, storage: Storage, shards: int, largest: float, slot: float) -> Sizes:
+    config, rounded = job.config, job.device.half or storage.dtype
     return Sizes(
-        replication,
+        config.replication,
         job.axes,
         shards,
         storage.length,
         largest,
-        itemsize,
-        _mirror(job),
-        state / storage.length if storage.length else 0,
-        storage.frozen.length,
-        slot,
+        storage.dtype.itemsize,
+        mirror=rounded.itemsize if config.precision.is_half else 0,
+        state=state_bytes(config.optimizer.name, storage) / max(1, storage.length),
+        frozen=storage.frozen.length,
+        slot=slot,
     )
-
-
-def _mirror(job: Job) -> int:
-    """Return the bytes of the rounded copy of a parameter; 0 in full precision."""
-    precision = job.config.precision
-    if not precision.is_half:
-        return 0
-    return (job.device.half or np.dtype(precision.stored)).itemsize
 
 
 def copied_bytes(config: Config, sizes: Sizes) -> float:

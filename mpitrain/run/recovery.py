@@ -263,17 +263,15 @@ class Recovery:
     def _chosen(self, agreed: Job) -> tuple[Job, CompleteState | None]:
         """Choose the newest state; return what `build` needs, and what ranks hold; collective."""
         complete = newest([*self._own, *self._copied], self._root)
-        saved = agreed.location.saved
+        saved = agreed.saved
         self._saved = step_of(Path(saved).name) if saved else None
         if not complete or complete.step < (self._saved or 0):
             self.facts |= {"filled_from": "checkpoint" if saved else "nothing"}
             return agreed, None
         facts = complete.facts
         self.facts |= {"filled_from": facts.of, "loss": facts.loss}
-        location = agreed.location._replace(
-            saved="", step=facts.done.step, samples=facts.done.samples
-        )
-        return replace(agreed, location=location), complete
+        done = agreed.done._replace(step=facts.done.step, samples=facts.done.samples)
+        return replace(agreed, saved="", done=done), complete
 
     def over(self) -> None:
         """End the limit of run.recover_seconds: the next step begins, or the run has failed."""

@@ -80,7 +80,7 @@ from mpitrain.run.checkpoint.manifest import (
     verify,
 )
 from mpitrain.run.choices import ALGORITHMS, without_plugins
-from mpitrain.run.job import Job, RunLocation, with_hyper_parameters
+from mpitrain.run.job import Job, with_hyper_parameters
 from mpitrain.run.metrics import METRICS, check_kept, cut_after, is_number, read_metrics
 from mpitrain.strict_json import parsed
 from mpitrain.trace.timeline import TRACE
@@ -108,16 +108,17 @@ OF_MEANING = (TOKENIZER, SCALING)
 """The files of a run directory that say what the numbers in its parameters stand for."""
 
 
-def look(config: Config, resume: str, ranks: int) -> RunLocation:
-    """Find the run directory that the configuration names; only rank 0 calls this.
+def look(config: Config, resume: str, ranks: int) -> dict[str, Any]:
+    """Find the run directory that the configuration names; return what it tells, as `agree_on` takes it.
 
+    Only rank 0 calls this.
     resume  "no" refuses a directory with a run, "yes" one without a checkpoint; "auto" accepts both
     ranks   number of ranks, for the advice in errors
     """
     if not config.run.out:
         if resume != "no":
             raise ConfigError("--resume needs the directory of the run.", _how_to_resume(ranks))
-        return RunLocation()
+        return {}
     folder = Path(config.run.out)
     saved = steps(folder / CHECKPOINTS)
     has_run = bool(saved) or is_run(folder)
@@ -143,7 +144,7 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
             "Start it again with --resume=auto.",
         )
     if not has_run or not saved:
-        return RunLocation(str(folder), "", has_run)
+        return {"folder": str(folder), "has_run": has_run}
     then = configuration(folder)
     newest_saved, manifest = read_chosen(lambda: newest(folder / CHECKPOINTS))
     check_meaning(then.flat(), newest_saved, manifest)
@@ -166,20 +167,21 @@ def look(config: Config, resume: str, ranks: int) -> RunLocation:
             "Leave data.packing as it was, or set run.steps (--steps) in place of run.epochs.",
         )
     is_same = "data.source" not in changed and not config.data.validation
-    return RunLocation(
-        str(folder),
-        str(newest_saved),
-        has_run,
-        changed,
-        held_out_as_before(then.data, ())["validation"] if is_same else "",
-        noted_largest(folder, config.data.source, config.data.dtype),
-        then.device.passes,
-        noted_scaling(folder),
-        {key: getattr(then.data, key) for key in ("classes", "labels")},
-        manifest.done.step,
-        manifest.done.samples,
-        day_of(then.data.template),
-    )
+    named = {key: getattr(then.data, key) for key in ("classes", "labels")}
+    if is_same:
+        named["validation"] = held_out_as_before(then.data, ())["validation"]
+    return {
+        "folder": str(folder),
+        "has_run": has_run,
+        "saved": str(newest_saved),
+        "progress": manifest.done[:2],
+        "changed": changed,
+        "largest": noted_largest(folder, config.data.source, config.data.dtype),
+        "scaling": noted_scaling(folder),
+        "passes": then.device.passes,
+        "named": named,
+        "day": day_of(then.data.template),
+    }
 
 
 def is_run(folder: Path) -> bool:
@@ -317,7 +319,7 @@ def _changes(then: Config, now: Config) -> dict[str, list[Any]]:
 
 
 def claim(
-    location: RunLocation,
+    agreed: Job,
     resolved: Job,
     source: Source | Unopened,
     step: int,
@@ -325,19 +327,20 @@ def claim(
 ) -> tuple[Path, dict[str, Any], int]:
     """Make and lock the run directory, and write its first files; only rank 0 calls this.
 
+    agreed    the job as `agree_on` returned it
     step      number of steps before this start; metrics of later steps are removed
     alive     called after each file
     returns   the directory, the `meaning` of its parameters, and the descriptor of its lock, which
               the caller must close
     """
     tiles = _text(resolved.config.device.tiles) if resolved.config.device.tiles else ""
-    folder = Path(location.folder) if location.folder else None
+    folder = Path(agreed.folder) if agreed.folder else None
     try:
         folder = folder or _fresh()
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         try:
-            meant = _begin(folder, location, resolved, source, step, tiles, alive)
+            meant = _begin(folder, agreed, resolved, source, step, tiles, alive)
         except BaseException:
             os.close(lock)
             raise
@@ -350,7 +353,7 @@ def claim(
 
 def _begin(
     folder: Path,
-    location: RunLocation,
+    agreed: Job,
     resolved: Job,
     source: Source | Unopened,
     step: int,
@@ -359,9 +362,9 @@ def _begin(
 ) -> dict[str, Any]:
     config = resolved.config
     sweep(own_folder(folder / CHECKPOINTS), alive)
-    if os.path.lexists(folder / CONFIG) and not location.has_run:
+    if os.path.lexists(folder / CONFIG) and not agreed.has_run:
         raise ConfigError(f"Another run was made in {folder} meanwhile.", "Choose another --out.")
-    if steps(folder / CHECKPOINTS)[-1:] != ([Path(location.saved)] if location.saved else []):
+    if steps(folder / CHECKPOINTS)[-1:] != ([Path(agreed.saved)] if agreed.saved else []):
         raise ConfigError(f"Another run went on in {folder} meanwhile.", "Start this one again.")
     tables = _tables(resolved, source, folder)
     write_whole(
@@ -381,12 +384,12 @@ def _begin(
     if scaling := getattr(source, "scaling", None):
         write_whole(folder / SCALING, scaling.model_dump_json() + "\n")
         alive()
-    _note_tokenizer(folder, config, bool(location.saved))
+    _note_tokenizer(folder, config, bool(agreed.saved))
     alive()
     remove(folder.resolve() / TRACE)  # The user may name the run directory itself by a link.
     if config.run.trace:
         (folder / TRACE).mkdir()
-    if not location.saved and not step:
+    if not agreed.saved and not step:
         write_whole(folder / METRICS, "")
     else:
         cut_after(folder / METRICS, step)

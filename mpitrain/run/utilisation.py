@@ -79,7 +79,7 @@ def work_of(job: Job, parameters: int) -> StepFlops:
     if not kind.flops or config.memory.recompute != "none":
         from mpitrain.run.count.step import Counter
 
-        counted = Counter(_alone(job), job.source, job.units).step(0)
+        counted = Counter(_alone(job)).step(0)
         recomputed = counted.recomputed
         needed = needed or counted.flops - recomputed
     return StepFlops(config.batch.size * needed, config.batch.size * (needed + recomputed))

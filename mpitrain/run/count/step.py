@@ -18,17 +18,17 @@ from mpitrain.collectives.engine.executor import Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.routes import Routes
 from mpitrain.config import Config
-from mpitrain.data import Source, Unopened, zeros
+from mpitrain.data import zeros
 from mpitrain.errors import ConfigError, MpitrainError, gigabytes
 from mpitrain.layers.base import Gradients, Loss, Now, Weights
 from mpitrain.layers.flat import Storage
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import Backend, DeviceBackend
+from mpitrain.models.table import MODELS
 from mpitrain.ops import Ops, bodies
 from mpitrain.ops.device import Device
 from mpitrain.parallel.tensor.layer_factory import layers_for, loss_for
 from mpitrain.pipeline.instructions import Plan
-from mpitrain.pipeline.partition import TIME, Units, cut_in_chunks
 from mpitrain.pipeline.pipeline import Pipeline
 from mpitrain.pipeline.schedules import SERIAL, plan_of
 from mpitrain.pipeline.simulate import Cost, peak
@@ -248,7 +248,6 @@ class Counter:
     In mode `master` rank 0 computes the loss of all rows. Here each rank counts the loss of its own
     rows.
 
-    units   the model, as a function of a layer factory
     imbalance  rows at this rank's experts, over those at the mean rank's
     tp      tensor-parallel index
     cp      context-parallel index; None: the last, which needs the most memory
@@ -257,23 +256,10 @@ class Counter:
     model   its units, before those of recomputed segments are joined
     """
 
-    def __init__(
-        self,
-        job: Job,
-        source: Source | Unopened,
-        units: Units,
-        tp: int = 0,
-        cp: int | None = None,
-        imbalance: float = 1.0,
-    ):
-        config, plan = job.config, job.plan
-        self.job, self.source = job, source
+    def __init__(self, job: Job, tp: int = 0, cp: int | None = None, imbalance: float = 1.0):
+        self.job = job
         self.body = Body(job, tp, job.axes.cp - 1 if cp is None else cp, imbalance)
-        # Before the units are timed, the balanced partition is counted.
-        partition = "" if config.pipeline.partition == TIME else config.pipeline.partition
-        self.chunks = cut_in_chunks(
-            units, self.body.layers, plan.stage_of, partition, config.model.freeze, config.lora
-        )
+        self.chunks = job.cut(self.body.layers)
         self.model = self.chunks.model
 
     def storage(self, pp: int) -> tuple[Storage, list[range]]:
@@ -295,14 +281,14 @@ class Counter:
         shares = _unlike(every) if _is_serial(plan) else every
         plan = plan if len(shares) == len(every) else plan_of(SERIAL, 1, len(shares))
         pipe = Pipeline(plan, chunks, endpoint, replica, body.arena, computed)
-        inputs, targets = zeros(self.source, max(map(len, shares)), config.precision.stored)
+        inputs, targets = zeros(job.source, max(map(len, shares)), config.precision.stored)
 
         def loss(micro: int, logits: Any) -> Any:
             right = body.taken(targets[: len(shares[micro])], targets.dtype).reshape(-1)
             _, gradient = replica.loss(logits.reshape(len(right), -1), right, 1.0)
             return gradient.reshape(logits.shape)
 
-        shape, is_text = (len(rows), *inputs.shape[1:]), self.source.form == "texts"
+        shape, is_text = (len(rows), *inputs.shape[1:]), job.source.form == "texts"
         is_cut = config.data.attend == "document" or is_text
         starts = np.zeros(shape, np.int32) if is_cut else None
         share_of_tokens, types = body.layers.tokens, starts if is_text else None
@@ -357,42 +343,26 @@ def _leasing(device: Device) -> Ops:
     return bodies.cuda(unlaunched, device.multiply, device.backend, device.tensor_cores)
 
 
-def check_activations(
-    job: Job,
-    source: Source | Unopened,
-    units: Units,
-    room: Room,
-    rank: int,
-    replanned: Callable[[int], Job | None],
-) -> StepCounts:
+def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
     """Return this rank's counted step; raise ConfigError if the activations do not fit.
 
-    The error names the fewest micro-batches that fit. A step that cannot be counted passes.
+    The error names the fewest micro-batches that fit. A step of a plugin's model that cannot be counted
+    passes.
 
-    room       the free memory, and the bytes of parameters, gradients and optimizer state
-    replanned  (micro-batches) -> the job with so many, or None if its other keys exclude that
+    room  the free memory, and the bytes of parameters, gradients and optimizer state
     """
-
-    def needed(scheduled: Job) -> tuple[int, StepCounts]:
-        return bytes_needed(scheduled, source, units, room, rank)
-
     try:
-        activations, counts = needed(job)
+        activations, counts = bytes_needed(job, room, rank)
     except MpitrainError:
         raise
     except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
+        if not MODELS.is_added(job.config.model.kind):
+            raise
         return StepCounts(problem=f"{type(error).__name__}: {error}")
     if room.needed + activations <= room.free:
         return counts
-    axes, micro_batches = job.axes, job.plan.micro_batches
-    rows = -(-job.config.batch.size // axes.dp)
-    fitting = _fitting(
-        replanned,
-        micro_batches,
-        rows,
-        room.free - room.needed,
-        lambda proposed: needed(proposed)[0],
-    )
+    micro_batches, rows = job.plan.micro_batches, -(-job.config.batch.size // job.axes.dp)
+    fitting = _fitting(job, room, rank, rows)
     both, free, state, of_rows = gigabytes(
         room.needed + activations, room.free, room.needed, activations
     )
@@ -416,14 +386,12 @@ def _savings(config: Config) -> str:
     return f"Set {' or '.join(ways)}, or lower" if ways else "Lower"
 
 
-def bytes_needed(
-    job: Job, source: Source | Unopened, units: Units, room: Room, rank: int
-) -> tuple[int, StepCounts]:
+def bytes_needed(job: Job, room: Room, rank: int) -> tuple[int, StepCounts]:
     """Return the activation bytes of all ranks in the memory of `room`, and this rank's counts."""
     axes = job.axes
     workers = axes.ranks - axes.servers
     tp, dp, pp, cp = axes.coords(rank) if rank < workers else (0, 0, 0, 0)
-    counter = Counter(job, source, units, tp, cp)
+    counter = Counter(job, tp, cp)
     counts = counter.step(pp, dp)
     # The ranks of a stage need almost equal bytes, so each stage is counted once.
     stages = Numbers(axes.coords(r).pp for r in room.ranks if r < workers)
@@ -432,21 +400,15 @@ def bytes_needed(
     return total, counts if rank < workers else StepCounts()
 
 
-def _fitting(
-    replanned: Callable[[int], Job | None],
-    micro_batches: int,
-    rows: int,
-    free: float,
-    needed: Callable[[Job], int],
-) -> Fitting | None:
-    """Return the fewest micro-batches above `micro_batches` that fit in `free`, by bisection."""
+def _fitting(job: Job, room: Room, rank: int, rows: int) -> Fitting | None:
+    """Return the fewest micro-batches, more than those of the job, that fit in `room`, by bisection."""
     best = None
-    low, high = micro_batches + 1, min(rows, MOST)
+    low, high = job.plan.micro_batches + 1, min(rows, MOST)
     while low <= high:
         middle = (low + high) // 2
-        proposed = next(filter(None, map(replanned, range(middle, high + 1))), None)
-        nbytes = needed(proposed) if proposed else math.inf
-        if proposed and nbytes <= free:
+        proposed = next(filter(None, map(job.with_micro_batches, range(middle, high + 1))), None)
+        nbytes = bytes_needed(proposed, room, rank)[0] if proposed else math.inf
+        if proposed and nbytes <= room.free - room.needed:
             best = Fitting(proposed.plan.micro_batches, int(nbytes))
             high = middle - 1
         elif proposed:

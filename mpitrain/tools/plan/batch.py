@@ -21,7 +21,7 @@ from mpitrain.ops.device import Device
 from mpitrain.pipeline.schedules import SCHEDULES
 from mpitrain.run.build import build, open_data
 from mpitrain.run.count.step import bytes_needed
-from mpitrain.run.job import Job, sequences_of, with_micro_batches
+from mpitrain.run.job import Job, sequences_of
 from mpitrain.run.memory import Room, check_memory
 from mpitrain.run.metrics import strict
 from mpitrain.run.rules import check_each, of_common_steps
@@ -145,7 +145,7 @@ def search(
         raise other_form(keys.kind, source.form, resolved.config.data.source).on_every_rank()
     show("counting")
     fit = find_largest(transport, resolved, source, most)
-    count = partial(counted_bytes, transport, source, fit.room)
+    room = fit.room
     fit, job = _built(transport, resolved, source, fit)
     try:
         steps = Steps(job, fit.rows)
@@ -166,8 +166,11 @@ def search(
         job.close()
     rows = (best or timed[-1]).rows
 
+    def count(candidate: Job) -> int:
+        return counted_bytes(transport, room, replace(candidate, source=source))[0]
+
     def fits(candidate: Job) -> bool:
-        return fit.room.needed + count(candidate)[0] <= fit.room.free
+        return room.needed + count(candidate) <= room.free
 
     def agreed(size: int | None) -> BatchSetting | None:
         """Return the setting of the rank that needs the most micro-batches. Collective."""
@@ -184,7 +187,7 @@ def search(
         fit,
         timed,
         best,
-        {each.rows: count(with_rows(resolved, each.rows))[0] for each in timed},
+        {each.rows: count(with_rows(resolved, each.rows)) for each in timed},
         noise,
         agreed(size),
         agreed(critical_size(resolved, noise, fit.unit)),
@@ -264,12 +267,13 @@ def find_largest(transport: Transport, resolved: Job, source: Source, most: int)
     raises  ConfigError on every rank, if the smallest micro-batch does not fit
     """
     device, unit = resolved.device, sequences_of(resolved.config)
+    resolved = replace(resolved, source=source)
     room = on_all_ranks(
-        transport, lambda: check_memory(transport, replace(resolved, source=source))
+        transport, lambda: check_memory(transport, resolved, resolved.described().model)
     )
 
     def count(rows: int) -> tuple[int, int]:
-        return counted_bytes(transport, source, room, with_rows(resolved, rows))
+        return counted_bytes(transport, room, with_rows(resolved, rows))
 
     def own() -> int:
         largest = largest_multiple(
@@ -297,18 +301,14 @@ def find_largest(transport: Transport, resolved: Job, source: Source, most: int)
     return Fit(unit, rows, rows + unit > most, room, count(rows)[0])
 
 
-def counted_bytes(
-    transport: Transport, source: Source, room: Room, resolved: Job
-) -> tuple[int, int]:
+def counted_bytes(transport: Transport, room: Room, job: Job) -> tuple[int, int]:
     """Count the bytes of activations in a step. No message is sent.
 
     returns  the bytes of all ranks that share this rank's memory, and the bytes of this rank
     raises   ConfigError if an operation of a plugin cannot be counted
     """
     try:
-        nbytes, step = bytes_needed(
-            resolved, source, replace(resolved, source=source).units, room, transport.rank
-        )
+        nbytes, step = bytes_needed(job, room, transport.rank)
     except MpitrainError:
         raise
     except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
@@ -365,7 +365,7 @@ def setting(
     own = -(-size // resolved.axes.dp)
     job = replace(resolved, config=resolved.config.changed({"batch.size": size}))
     for count in range(max(1, -(-own // rows)), size // resolved.axes.dp + 1):
-        candidate = with_micro_batches(job, count)
+        candidate = job.with_micro_batches(count)
         if candidate and fits(candidate):
             return BatchSetting(size, count, -(-own // count))
     return None

@@ -543,7 +543,7 @@ class Planner:
             {"layout.tp": axes.tp, "pipeline.partition": ",".join(map(str, counts))}
         )
         job = replace(self._job, config=config, axes=axes, plan=plan)
-        counter = Counter(job, job.source, job.units)
+        counter = Counter(job)
         return [*map(counter.storage, range(axes.pp))]
 
     def _count_state(self, axes: Axes, zero: int) -> np.ndarray:
@@ -662,7 +662,7 @@ class Planner:
         )
         plan = plan_of(SERIAL, 1, layout.micro_batches)
         job = replace(self._job, config=config, axes=layout.axes, plan=plan)
-        return Counter(job, job.source, job.units, imbalance=self._imbalance_of(layout))
+        return Counter(job, imbalance=self._imbalance_of(layout))
 
     def _imbalance_of(self, layout: ParallelLayout) -> float:
         return min(self.imbalance, most_imbalance(self._config.model, layout.ep))

@@ -89,7 +89,7 @@ def count(unresolved: Config, imbalance: float = 1.0) -> Counted:
     job = alone(unresolved, ("",) * ranks)
     config, axes, plan = job.config, job.axes, job.plan
     counter, fixed = (
-        Counter(job, job.source, job.units, imbalance=imbalance),
+        Counter(job, imbalance=imbalance),
         divisor(axes, ("",) * ranks, config.replication.shard),
     )
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)

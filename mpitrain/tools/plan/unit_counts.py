@@ -191,7 +191,7 @@ def _of_chunk(
     job, config, axes, plan = counter.job, counter.job.config, counter.job.axes, counter.job.plan
     body, chunks = counter.body, counter.chunks.chunks
     rows = math.ceil(config.batch.size / axes.dp / plan.micro_batches)
-    inputs, targets = zeros(counter.source, rows, config.precision.stored)
+    inputs, targets = zeros(counter.job.source, rows, config.precision.stored)
     share = body.layers.tokens
     places = places_of(body.layers, inputs.shape, None, body.placed)
     inputs, targets = share.cut(inputs), share.cut(targets)

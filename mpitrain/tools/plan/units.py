@@ -171,7 +171,7 @@ class _Sized(NamedTuple):
             tokens = min(source.inputs, MOST_TOKENS)
             source = Unopened(source.form, (context,), tokens, min(source.classes, tokens))
         job = replace(job, config=job.config.changed(settings), source=source)
-        return cls(job, Counter(job, source, job.units))
+        return cls(job, Counter(job))
 
     def sizes(self) -> list[tuple[str, int, int]]:
         """Return the kind, the FLOPs and the elements of the output of each unit."""

@@ -12,10 +12,9 @@ from mpitrain.config import with_settings
 from mpitrain.data import Unopened
 from mpitrain.errors import ConfigError, gigabytes
 from mpitrain.layers.flat import Storage
-from mpitrain.layers.plain import Plain
 from mpitrain.machine import process
-from mpitrain.models.table import MODELS, units_of
-from mpitrain.ops.device import device_for, ops_for
+from mpitrain.models.table import MODELS
+from mpitrain.ops.device import device_for
 from mpitrain.optim import RULES
 from mpitrain.optim.rule import BlockWise, TensorWise
 from mpitrain.parallel.modes import MODES, STREAMS, ZERO, is_synchronous, mode_of, servers_of
@@ -49,21 +48,16 @@ def resolved(config, ranks=1):
     return Job(config, placed, ("",) * placed.ranks, plan, DEFAULT, [], device_for("cpu"))
 
 
-def check(transport, found, source=SOURCES["gpt"]):
-    return memory.check_memory(transport, replace(found, source=source))
+def check(transport, found):
+    found = replace(found, source=SOURCES["gpt"])
+    return memory.check_memory(transport, found, found.described().model)
 
 
-def sizes_of(found, shards, source=SOURCES["gpt"]):
-    return memory.sizes(replace(found, source=source), shards)
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("layers", (1, 2, 3, 7))
-def test_the_size_of_a_model_is_known_before_it_is_built(kind, layers):
-    config = config_of(kind, layers)
-    storage = Storage(units_of(config.model, SOURCES[kind], Plain(ops_for("cpu"))), "float32")
-    found, count = sizes_of(resolved(config), 1, SOURCES[kind])
-    assert (found.length, count) == (storage.length, storage.parameter_count)
+def sizes_of(found, shards):
+    """Return the sizes of a job's model, and its layout."""
+    found = replace(found, source=SOURCES["gpt"])
+    storage = Storage(found.described().model, found.config.precision.stored, found.axes.copies)
+    return memory.sizes(found, storage, shards), storage
 
 
 @pytest.mark.parametrize("ranks, hosts, sharing", [(1, "a", 1), (3, "aaa", 3), (3, "aba", 2)])
@@ -72,7 +66,7 @@ def test_a_model_larger_than_free_memory_is_refused_with_the_numbers(
     ranks, hosts, sharing, optimizer, monkeypatch
 ):
     config = config_of(layers=1000, optimizer={"name": optimizer})
-    found, count = sizes_of(resolved(config, ranks), 1)
+    found, storage = sizes_of(resolved(config, ranks), 1)
     rule = RULES[optimizer]
     if not isinstance(rule.step, BlockWise | TensorWise):
         assert found.state == rule.nbytes(4)
@@ -85,7 +79,9 @@ def test_a_model_larger_than_free_memory_is_refused_with_the_numbers(
     monkeypatch.setattr(process, "free_memory", lambda kind: needed)
     run_ranks(ranks, run, hosts=hosts)
     monkeypatch.setattr(process, "free_memory", lambda kind: needed - 1)
-    law = rf"{count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host"
+    law = (
+        rf"{storage.parameter_count:,} parameters .* of {sharing} rank\(s\) need .* GB on this host"
+    )
     with pytest.raises(ConfigError, match=law):
         run_ranks(ranks, run, hosts=hosts)
 
@@ -134,8 +130,6 @@ def check_held(ranks, sections, rounding=1e-12):
         trainer = build.build(transport, config, source=SOURCES["gpt"]).trainer
         trainer.sync_parameters()
         sizes, _ = sizes_of(trainer.job, trainer.grid.axes.dp)
-        if config.model.freeze:
-            sizes = memory.frozen_sizes(sizes, trainer.job)
         row = mode_of(trainer.config.replication, trainer.config.pipeline.schedule)
         whole = row.memory(sizes._replace(largest=0, slot=0))
         in_turns = row.memory(sizes) - whole

@@ -12,7 +12,7 @@ from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
 from mpitrain.ops.device import device_for
 from mpitrain.ops.host import compiled
-from mpitrain.run.job import RunLocation, agree_on
+from mpitrain.run.job import agree_on
 from mpitrain.transport.threads import run_ranks
 from tests.laws.operations import OperationLaws
 from tests.laws.transport import laws_of
@@ -123,7 +123,7 @@ def passes_of(ranks, recorded="auto"):
 
     def agreed(transport):
         config = configured("device.kind=cpu")
-        return agree_on(transport, lambda: config, lambda config: RunLocation(passes=recorded))
+        return agree_on(transport, lambda: config, lambda config: {"passes": recorded})
 
     return [job.config.device.passes for job in run_ranks(ranks, agreed)]
 
@@ -190,9 +190,10 @@ def test_a_refusal_is_forgotten_after_a_day(compiler, tmp_path):
 )
 def test_ranks_agree_on_passes_and_a_resume_keeps_them(monkeypatch, given, able, recorded, chosen):
     def passes(transport):
-        place = RunLocation(passes=recorded)
         config = configured("device.kind=cpu", f"device.passes={given}")
-        return agree_on(transport, lambda: config, lambda config: place).config.device.passes
+        return agree_on(
+            transport, lambda: config, lambda config: {"passes": recorded}
+        ).config.device.passes
 
     answers = list(able)
     monkeypatch.setattr(

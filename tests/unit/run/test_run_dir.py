@@ -323,7 +323,7 @@ def test_only_what_the_user_changed_is_told_when_a_run_goes_on(tmp_path, monkeyp
     own = [*TINY, "data.source=text:book", "run.out=run"]
     trained(Path("run"), base=own)
     config = parse(with_settings({}, [*own, "run.steps=5", "optimizer.lr=0.5"]))
-    assert look(config, "yes", 1).changed == {"run.steps": [3, 5], "optimizer.lr": [0.002, 0.5]}
+    assert look(config, "yes", 1)["changed"] == {"run.steps": [3, 5], "optimizer.lr": [0.002, 0.5]}
 
 
 def test_a_run_that_goes_on_is_told_from_one_that_ended(folder):

@@ -251,9 +251,7 @@ def _count(transport: Transport, job: Job) -> None:
     def counted() -> StepCounts:
         if trainer.job.counts != StepCounts():
             return trainer.job.counts
-        return check_activations(
-            job, job.source, job.units, unlimited, transport.rank, lambda micro_batches: None
-        )
+        return check_activations(job, unlimited, transport.rank)
 
     trainer.job = replace(trainer.job, counts=on_all_ranks(transport, counted))
 
