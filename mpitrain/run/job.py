@@ -165,7 +165,7 @@ class Job:
         if units is None and self.source is not None:
             units, partition = self.units, "" if partition == TIME else partition
         return cut_in_chunks(
-            units,  # type: ignore[arg-type]  # None is refused as what is no list of units
+            units,  # None is refused, as what is no list of units
             layers,
             self.plan.stage_of,
             partition,
