@@ -346,6 +346,9 @@ class Model(Section):
     nope_every: int = Field(0, ge=0)
     """llama: the last of each so many layers has no positions: 4 in SmolLM3; 0: there is no such layer
     """
+    clip_qkv: float = Field(0.0, ge=0)
+    """llama: the largest size of an element of queries, keys and values, after their norms, as in
+    OLMoE; 0: they have no limit"""
     score_scale: float = Field(0.0, ge=0)
     """llama: scale of the scores of attention; 0: 1 / the square root of a head's channels"""
     score_cap: float = Field(0.0, ge=0)

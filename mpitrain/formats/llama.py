@@ -280,7 +280,7 @@ class OlmoeConfiguration(_Configuration):
     max_position_embeddings: Size = 4096
     rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
     attention_bias: bool = False
-    clip_qkv: float | None = None
+    clip_qkv: Cap | None = None
     num_experts: Size = 64
     num_experts_per_tok: Size = 8
     norm_topk_prob: bool = False
@@ -454,6 +454,7 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.post_norm": isinstance(config, Gemma2Configuration | Olmo2Configuration),
         "model.nope_every": getattr(config, "nope_every", 0),
         "model.score_scale": 0.0 if scalar in (None, config.head_dim) else scalar**-0.5,
+        "model.clip_qkv": getattr(config, "clip_qkv", None) or 0.0,
         "model.score_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "model.logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "model.qkv_bias": getattr(config, "qkv_bias", config.model_type == "qwen2"),
@@ -653,7 +654,11 @@ FAMILIES = {
             "qkv_bias": keys.qkv_bias,
         },
     ),
-    "Olmoe": LlamaFamily("olmoe", {**EXPERTS, "qk_norm": ("joint",), "head_dim": (0,)}, _chosen),
+    "Olmoe": LlamaFamily(
+        "olmoe",
+        {**EXPERTS, "qk_norm": ("joint",), "head_dim": (0,), "clip_qkv": None},
+        lambda keys: {**_chosen(keys), "clip_qkv": keys.clip_qkv or None},
+    ),
 }
 """{name of the class: what it has}; of several that have what a run has, a folder gets the first."""
 QK_NORM = {
@@ -752,7 +757,6 @@ LLAMA = Architecture(
     only={
         "hidden_act": ("silu", GELU),
         "hidden_activation": (GELU,),
-        "clip_qkv": (None,),
         "use_bidirectional_attention": (None, False),
         "attention_bias": (False,),
         "mlp_bias": (False,),

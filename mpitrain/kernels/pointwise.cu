@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(128) gated_backward(
     }
 }
 
-// y = cap tanh(z / cap), of rows that begin `pitch` elements apart.    z, y: (M, N)
+// y = cap tanh(z / cap), or if is_hard z between -cap and cap, else the nearer of these, of rows that begin `pitch` elements apart.    z, y: (M, N)
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) soft_cap(
-    int M, int N, int pitch, Sum cap, const Element* __restrict__ z, Element* __restrict__ y) {
+    int M, int N, int pitch, int is_hard, Sum cap, const Element* __restrict__ z, Element* __restrict__ y) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * pitch;
@@ -119,14 +119,15 @@ extern "C" __global__ void __launch_bounds__(128) soft_cap(
         Sum zs[WIDE];
         load_run(z + at, c, N, vector, zs);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) zs[j] = cap * tanh(zs[j] / cap);
+        for (int j = 0; j < WIDE; ++j)
+            zs[j] = !is_hard ? cap * tanh(zs[j] / cap) : zs[j] > cap ? cap : zs[j] < -cap ? -cap : zs[j];
         store_run(y + at, c, N, vector, zs);
     }
 }
 
-// dz = dy (1 - tanh(z / cap)^2).    z, dz: as above; dy: rows that begin dy_pitch elements apart. Launch as above.
+// dz = dy (1 - tanh(z / cap)^2), or if is_hard dy, but 0 where z is beyond the limits.    z, dz: as above; dy: rows that begin dy_pitch elements apart. Launch as above.
 extern "C" __global__ void __launch_bounds__(128) soft_cap_backward(
-    int M, int N, int pitch, int dy_pitch, Sum cap, const Element* __restrict__ dy, const Element* __restrict__ z,
+    int M, int N, int pitch, int dy_pitch, int is_hard, Sum cap, const Element* __restrict__ dy, const Element* __restrict__ z,
     Element* __restrict__ dz) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
@@ -137,7 +138,10 @@ extern "C" __global__ void __launch_bounds__(128) soft_cap_backward(
         load_run(z + at, c, N, vector, zs);
         load_run(dy + from, c, N, vector_dy, ds);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j) zs[j] = ds[j] * activation_slope(tanh(zs[j] / cap), ACTIVATION_TANH);
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum beyond = zs[j] > cap || zs[j] < -cap ? Sum(0) : Sum(1);
+            zs[j] = ds[j] * (is_hard ? beyond : activation_slope(tanh(zs[j] / cap), ACTIVATION_TANH));
+        }
         store_run(dz + at, c, N, vector, zs);
     }
 }

@@ -13,7 +13,7 @@ where those of each expert end. With layout.ep the host needs the numbers, since
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,15 +25,6 @@ from mpitrain.machine.backend import Backend, copy_rows, has_memory
 from mpitrain.ops import Ops
 
 
-class Routing(NamedTuple):
-    """Where the tokens of one call go: the results of the operation `permute`."""
-
-    places: Any
-    sources: Any
-    load: Any
-    ends: Any
-
-
 class Stay:
     """The rows of one call stay on this rank, which has all experts.
 
@@ -43,10 +34,9 @@ class Stay:
     def __init__(self, ends: Any):
         self.ends = ends
 
-    def there(self, rows: Any, arena: Arena, beside: Callable[[], None] = lambda: None) -> Any:
-        """Return the rows of this rank's experts, in their order; `beside` computes meanwhile."""
-        beside()
-        return rows
+    def there(self, rows: Any, arena: Arena, beside: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return the rows of this rank's experts, in their order, and what `beside` computes meanwhile."""
+        return rows, beside()
 
     def back(self, rows: Any, like: Any, arena: Arena) -> Any:
         """Return the rows of this rank's tokens, from the results of all experts.
@@ -82,12 +72,12 @@ class Trip(Stay):
             for each in (order, order.argsort(kind="stable"))
         )
 
-    def there(self, rows: Any, arena: Arena, beside: Callable[[], None] = lambda: None) -> Any:
+    def there(self, rows: Any, arena: Arena, beside: Callable[[], Any]) -> tuple[Any, Any]:
         routes = self._routes
         arrived = arena.take((len(self._by_expert), rows.shape[1]), rows.dtype)
         with self._group.beside(routes.bind(rows[: routes.sent], arrived[: routes.received])):
-            beside()
-        return self._ops.dispatch(arrived, self._by_expert, 1, arena)
+            found = beside()
+        return self._ops.dispatch(arrived, self._by_expert, 1, arena), found
 
     def back(self, rows: Any, like: Any, arena: Arena) -> Any:
         routes = self._routes
@@ -193,28 +183,25 @@ class Experts:
         # Without training the output of a token depends on no other row, so that a cache can be used.
         limit = keys.capacity * self._share(len(rows), sequences) if now.trains else 0
         capacity = max(1, int(limit)) if limit else 0
-        routing = Routing(*ops.permute(chosen, keys.experts, sequences, capacity, arena))
-        taken = ops.dispatch(rows, routing.sources, keys.top_k, arena)
-        of_shared: tuple[Any, Any] = None, None
+        routing = ops.permute(chosen, keys.experts, sequences, capacity, arena)
+        places, sources, _, ends = routing
+        taken = ops.dispatch(rows, sources, keys.top_k, arena)
 
-        def shared() -> None:
-            nonlocal of_shared
-            if self.shared:
-                of_shared = self.shared.forward(w["shared"], own, now, arena)
+        def shared() -> tuple[Any, Any]:
+            forward = self.shared and self.shared.forward
+            return forward(w["shared"], own, now, arena) if forward else (None, None)
 
-        stays = not self.layers.ep
-        trip = Stay(routing.ends) if stays else Trip(self.layers, routing.ends, len(taken), arena)
-        inputs = trip.there(taken, arena, shared)
+        trip = Trip(self.layers, ends, len(taken), arena) if self.layers.ep else Stay(ends)
+        inputs, (out_of_shared, shared_states) = trip.there(taken, arena, shared)
         z, up = ops.grouped_linear(inputs, w["up"]["weight"], trip.ends, arena)
         h, activated = self.activate(z, arena)
         outputs, down = ops.grouped_linear(h, w["down"]["weight"], trip.ends, arena)
         home = trip.back(outputs, taken, arena)
 
         def combined(out: Any, *_: Any) -> tuple[Any, Any]:
-            return ops.combine(home, routing.places, weights, arena, out)
+            return ops.combine(home, places, weights, arena, out)
 
         y, combine = self.rows.summed(combined, rows.shape, rows.dtype, arena)
-        out_of_shared, shared_states = of_shared
         if self.shared:
             ops.add(y, out_of_shared, y, arena)
         mlps = up, activated, down
@@ -243,12 +230,12 @@ class Experts:
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         ops, keys = self.ops, self.keys
         score, choice, weights, routing, trip, mlps, combine, shared_states, weight = saved
-        up, activated, down = mlps
+        (up, activated, down), (places, sources, own_load, ends) = mlps, routing
         del saved, mlps
         own, k = flat_rows(dy), keys.top_k
         rows = self.rows.whole(own)
-        ops.add_load(routing.load, routing.ends, self.tally, arena)
-        own_dout = ops.dispatch(rows, routing.sources, k, arena, weights)
+        ops.add_load(own_load, ends, self.tally, arena)
+        own_dout = ops.dispatch(rows, sources, k, arena, weights)
 
         def dots(out: Any, *_: Any) -> tuple[Any, None]:
             return ops.combine_backward(rows, combine, arena, out), None
@@ -256,25 +243,23 @@ class Experts:
         # Each tensor-parallel rank has a summand of an expert's output, and so of these.
         dweights, _ = self.rows.summed(dots, weights.shape, weights.dtype, arena)
         dweights = self.rows.whole(dweights)
-        of_shared: tuple[Any, Any] = None, None
 
-        def shared_backward() -> None:
-            nonlocal of_shared
-            if self.shared:
-                of_shared = self.shared.backward_input(w["shared"], own, shared_states, arena)
+        def shared_backward() -> tuple[Any, Any]:
+            backward = self.shared and self.shared.backward_input
+            return backward(w["shared"], own, shared_states, arena) if backward else (None, None)
 
-        dout = trip.there(own_dout, arena, shared_backward)
+        dout, (dshared, shared_pending) = trip.there(own_dout, arena, shared_backward)
         dh, down = ops.grouped_linear_backward_input(dout, w["down"]["weight"], down, arena)
         dz = self.activate_backward(dh, activated, arena)
         dtaken, up = ops.grouped_linear_backward_input(dz, w["up"]["weight"], up, arena)
         home = trip.back(dtaken, own_dout, arena)
 
         def combined(out: Any, *_: Any) -> tuple[Any, Any]:
-            return ops.combine(home, routing.places, None, arena, out)
+            return ops.combine(home, places, None, arena, out)
 
         dx, _ = self.rows.summed(combined, rows.shape, rows.dtype, arena)
-        share = max(1.0, self._share(len(rows), len(routing.load)))
-        load = self._load_of_sequences(routing.load)
+        share = max(1.0, self._share(len(rows), len(own_load)))
+        load = self._load_of_sequences(own_load)
         dlogits = arena.take((len(rows), keys.experts), rows.dtype)
         ops.choose_backward(
             *(dweights, choice, load, weight, keys.balance / share, keys.z),
@@ -283,7 +268,6 @@ class Experts:
         dlogits = self.rows.own(dlogits)
         of_router, router = ops.linear_backward_input(dlogits, w["router"]["weight"], score, arena)
         ops.add(dx, of_router, dx, arena)
-        dshared, shared_pending = of_shared
         if self.shared:
             ops.add(dx, dshared, dx, arena)
         return dx.reshape(dy.shape), (router, up, down, shared_pending)

@@ -954,6 +954,14 @@ class Plain:
 
         return Activation(forward, self.ops.soft_cap_backward)
 
+    def clip(self, limit: float) -> Activation:
+        """Return a limit, of numbers beyond -limit and limit, element by element."""
+
+        def forward(x: Any, arena: Arena) -> tuple[Any, Any]:
+            return self.ops.clip(x, limit, arena)
+
+        return Activation(forward, self.ops.clip_backward)
+
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
         return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)

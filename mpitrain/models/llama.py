@@ -67,6 +67,7 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
         attention = branch(
             qkv=layers.qkv(width, heads, inner, shared, model.qkv_bias, model.head_dim),
             **head_norms(),
+            **({"clip": layers.clip(model.clip_qkv)} if model.clip_qkv else {}),
             attention=layers.attention(
                 *(inside, heads, shared),
                 rotary=(within if window else rotary) if has_positions else None,

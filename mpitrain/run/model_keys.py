@@ -49,6 +49,7 @@ OF_RUN = [
     "pre_norm",
     "post_norm",
     "nope_every",
+    "clip_qkv",
     "score_scale",
     "score_cap",
     "logit_cap",

@@ -508,9 +508,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"{twice}layout.cp divides the tokens of a row equally, but {chunks} does not divide model.context {model.context}.",
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
-    of_later_ones = (
-        "pre_norm post_norm nope_every window_theta score_scale score_cap logit_cap dense_blocks"
-    )
+    of_later_ones = "pre_norm post_norm nope_every clip_qkv window_theta score_scale score_cap logit_cap dense_blocks"
     of_a_llama = "kv_heads head_dim qk_norm qkv_bias rope_scaling activation scaled_embedding"
     for key in f"{of_a_llama} {of_later_ones}".split():
         yield (

@@ -132,8 +132,8 @@ def check_activation(kernels: Kernels, n: int, activation: str, dtype: str = "fl
     assert_close(getattr(ops, f"{activation}_backward")(dy, saved, Arena()), truth, dtype)
 
 
-def check_soft_cap(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> None:
-    """A soft-cap of numbers below and above the cap, forward and backward, of rows side by side and of padded ones."""
+def check_cap(kernels: Kernels, m: int, n: int, name: str, dtype: str = "float32") -> None:
+    """A cap of numbers below and above the cap, forward and backward, of rows side by side and of padded ones."""
     ops, arrays = bodies.cuda(kernels), (3 * numbers(1, m, n), 3 * numbers(2, m, n))
     for pads in ((0, 0), (3, 3), (8, 0)):
         padded = [
@@ -141,11 +141,12 @@ def check_soft_cap(kernels: Kernels, m: int, n: int, dtype: str = "float32") -> 
             for x, pad in zip(arrays, pads, strict=True)
         ]
         z, dy = (x[:, :n] for x in padded)
-        true_y, true_saved = reference.soft_cap(values(z), 2.5, None)
-        truth = reference.soft_cap_backward(values(dy), true_saved, None)
-        y, saved = ops.soft_cap(z, 2.5, Arena())
+        backward = f"{name}_backward"
+        true_y, true_saved = getattr(reference, name)(values(z), 2.5, None)
+        truth = getattr(reference, backward)(values(dy), true_saved, None)
+        y, saved = getattr(ops, name)(z, 2.5, Arena())
         assert_close(y, true_y, dtype)
-        assert_close(ops.soft_cap_backward(dy, saved, Arena()), truth, dtype)
+        assert_close(getattr(ops, backward)(dy, saved, Arena()), truth, dtype)
         assert not padded[0][:, n:].any(), "the padding is nobody's"
 
 
@@ -611,10 +612,12 @@ def gates() -> Iterator[Callable]:
             yield partial(check_gated, name=name, m=5, n=36, dtype=dtype)
     for m, n in ((1, 1), (0, 3), (5, 7), (9, 128), (3, 301)):
         yield partial(check_gate_rows, m=m, n=n)
-        yield partial(check_soft_cap, m=m, n=n)
+        for name in ("soft_cap", "clip"):
+            yield partial(check_cap, m=m, n=n, name=name)
     for dtype in ("float64", "float16", "bfloat16"):
         yield partial(check_gate_rows, m=5, n=36, dtype=dtype)
-        yield partial(check_soft_cap, m=3, n=44, dtype=dtype)
+        for name in ("soft_cap", "clip"):
+            yield partial(check_cap, m=3, n=44, name=name, dtype=dtype)
 
 
 def rotations() -> Iterator[Callable]:

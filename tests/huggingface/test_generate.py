@@ -36,7 +36,7 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
         [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.dense_blocks=[0]", "model.dense_hidden=24"],
         [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.router=before"],
         [*LLAMA, *EXPERTS, "model.shared=24", "model.shared_gate=true", "model.qkv_bias=true"],
-        [*LLAMA, *EXPERTS, "model.qk_norm=joint", "model.router=before"],
+        [*LLAMA, *EXPERTS, "model.qk_norm=joint", "model.router=before", "model.clip_qkv=1"],
     ],
     ids=str,
 )

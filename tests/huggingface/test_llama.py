@@ -58,6 +58,7 @@ GEMMA = {"head_dim": 8, "hidden_size": 36, "hidden_act": "gelu_pytorch_tanh", "p
 TIED_QWEN3 = {**WINDOW, "head_dim": 6, "tie_word_embeddings": True}
 MOE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8}
 OLMOE = {"num_experts": 4, "num_experts_per_tok": 3}
+CLIPPED = {**OLMOE, "clip_qkv": 0.9}
 QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
 LATER_GEMMA = {
     "hidden_size": 36,
@@ -101,7 +102,7 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "MixtralForCausalLM", "num_local_experts": 4}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "Qwen3MoeForCausalLM", **MOE}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE}, 2, ["layout.ep=2"], "float32"),
-        ({"kind": "OlmoeForCausalLM", **OLMOE}, 2, ["layout.ep=2"], "float32"),
+        ({"kind": "OlmoeForCausalLM", **CLIPPED}, 2, ["layout.ep=2"], "float32"),
         ({"kind": "Qwen3MoeForCausalLM", **MOE, **DENSE}, 2, ["layout.pp=2"], "float32"),
         ({"kind": "Qwen2MoeForCausalLM", **QWEN2_MOE, **DENSE}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Olmo2ForCausalLM", "pad_token_id": None}, 2, ["layout.pp=2"], "float32"),
@@ -194,7 +195,7 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
         ("Qwen2Moe", {"mlp_only_layers": [1]}, "no tensor model.layers.1.mlp.gate_proj.weight"),
         ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers \[0, 1, 1\], but mpitrain"),
         ("Qwen2Moe", {"num_experts_per_tok": 9}, "9 of 4 do not exist"),
-        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0, but mpitrain has null"),
+        ("Olmoe", {"clip_qkv": -8.0}, "clip_qkv.*greater than 0"),
         ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping.*greater than 0"),
         ("Qwen2Moe", {"experts.1.up_proj": None}, "no tensor .*experts.1.up_proj.weight"),
         ("Mixtral", {"experts.3.w2": None}, "no tensor .*block_sparse_moe.experts.3.w2.weight"),

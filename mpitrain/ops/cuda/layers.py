@@ -175,20 +175,32 @@ def tanh_backward(kernels, dy, saved, arena):
 
 
 def soft_cap(kernels, z, cap, arena):
+    return _capped(kernels, z, cap, 0, arena)
+
+
+def clip(kernels, z, limit, arena):
+    return _capped(kernels, z, limit, 1, arena)
+
+
+def _capped(kernels: Any, z: Any, cap: float, is_hard: int, arena: Any) -> tuple[Any, Any]:
     """Return (y, saved); rows of y are as far apart as those of z."""
     between = _pitch_of(z)
     y = arena.take((len(z), between), z.dtype)[:, : z.shape[1]]
-    _launch_padded(kernels, "soft_cap", (*z.shape, between, cap, z, y), z.dtype, "z y", fresh="y")
-    return y, (z, cap)
+    arguments = *z.shape, between, is_hard, cap, z, y
+    _launch_padded(kernels, "soft_cap", arguments, z.dtype, "z y", fresh="y")
+    return y, (z, cap, is_hard)
 
 
 def soft_cap_backward(kernels, dy, saved, arena):
-    z, cap = saved
+    z, cap, is_hard = saved
     between = _pitch_of(z)
     dz = arena.take((len(z), between), z.dtype)[:, : z.shape[1]]
-    arguments = *z.shape, between, _pitch_of(dy), cap, dy, z, dz
+    arguments = *z.shape, between, _pitch_of(dy), is_hard, cap, dy, z, dz
     _launch_padded(kernels, "soft_cap_backward", arguments, z.dtype, "dy z dz", fresh="dz")
     return dz
+
+
+clip_backward = soft_cap_backward
 
 
 def _launch_padded(kernels, name, arguments, dtype, strided, fresh=""):

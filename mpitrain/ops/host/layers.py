@@ -223,7 +223,15 @@ def relu(z, arena):
     return z, slope
 
 
-relu_backward = soft_cap_backward = gelu_backward
+def clip(z, limit, arena):
+    y, slope = arena.take(z.shape, z.dtype), arena.take(z.shape, z.dtype)
+    for block, out, own in blocks_of(z, y, slope):
+        np.clip(block, -limit, limit, out=out)
+        np.less_equal(np.abs(block, out=own), limit, out=own)
+    return y, slope
+
+
+relu_backward = soft_cap_backward = clip_backward = gelu_backward
 
 
 def weighted_sum(a, alpha, b, beta, out, arena):

@@ -353,6 +353,19 @@ def soft_cap(z, cap, arena):
     return cap * np.tanh(z / cap), (z, cap)
 
 
+@operation("z:M,K limit=0.5 -> y:M,K saved", "y")
+def clip(z, limit, arena):
+    """Return (y, saved) with y = z between -limit and limit, else the nearer of these.    z, y: (M, N)"""
+    return np.clip(z, -limit, limit), (z, limit)
+
+
+@operation("dy:M,K saved@clip|M,K -> dz:M,K", "dz")
+def clip_backward(dy, saved, arena):
+    """Return dz = dy, or 0 where z was beyond the limits.    dy, dz: the shape of z"""
+    z, limit = saved
+    return dy * (np.abs(z) <= limit)
+
+
 @operation("dy:M,K saved@soft_cap|M,K -> dz:M,K", "dz")
 def soft_cap_backward(dy, saved, arena):
     """Return dz = dy (1 - tanh(z / cap)^2).    dy, dz: the shape of z"""
