@@ -258,8 +258,7 @@ class Channel:
         self._names = {
             what: recorder.name(what, transport.members) for what in (ACTIVATION, GRADIENT)
         }
-        self._sends: dict[Message, tuple[Request, Any]] = {}
-        self._receives: dict[Message, tuple[Request, Any]] = {}
+        self._started: dict[Message, tuple[Request, Any]] = {}
         self._under_way: list[Request] = []
 
     def begin(self, shape: Callable[[int, int], tuple[int, ...]]) -> None:
@@ -275,42 +274,35 @@ class Channel:
 
         The channel refers to the array until then.
         """
-        what, _, micro = message
-        messages, nbytes = self.sent[what]
-        self.sent[what] = messages + 1, nbytes + array.nbytes
-        self._recorder.about(self._names[what], micro)
-        request = self._transport.start_send(array, peer, _tag(message))
-        self._sends[message] = request, array
-        self._under_way.append(request)
-        self._recorder.about(0, -1)
-
-    def complete(self, message: Message) -> None:
-        """Wait until a send is complete, and release its array."""
-        self._wait(self._sends.pop(message)[0], message)
+        messages, nbytes = self.sent[message[0]]
+        self.sent[message[0]] = messages + 1, nbytes + array.nbytes
+        self._start(self._transport.start_send, message, array, peer)
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive an array into a buffer of the arena."""
         what, chunk, micro = message
         array = self._arena.take(self._shape(chunk + (what == "gradient"), micro), self._dtype)
-        self._recorder.about(self._names[what], micro)
-        request = self._transport.start_recv(array, peer, _tag(message))
-        self._receives[message] = request, array
-        self._under_way.append(request)
-        self._recorder.about(0, -1)
+        self._start(self._transport.start_recv, message, array, peer)
 
-    def finish_receive(self, message: Message) -> Any:
-        """Wait until the array of a started receive is complete, and return it; the caller owns it."""
-        request, array = self._receives.pop(message)
-        self._wait(request, message)
-        return array
-
-    def _wait(self, request: Request, message: Message) -> None:
+    def _start(
+        self, start: Callable[..., Request], message: Message, array: Any, peer: int
+    ) -> None:
         what, chunk, micro = message
+        self._recorder.about(self._names[what], micro)
+        request = start(array, peer, 2 * chunk + (what == "gradient"))
+        self._recorder.about(0, -1)
+        self._started[message] = request, array
+        self._under_way.append(request)
+
+    def complete(self, message: Message) -> Any:
+        """Wait until a message is complete, and return its array, which the caller then owns."""
+        (what, chunk, micro), (request, array) = message, self._started.pop(message)
         self._transport.traffic.content = f"the {what} of micro-batch {micro} for chunk {chunk}"
         request.wait()
         self._transport.traffic.content = ""
         if request in self._under_way:
             self._under_way.remove(request)
+        return array
 
     def poll(self) -> None:
         """Progress all messages in flight.
@@ -319,11 +311,6 @@ class Channel:
         """
         if self._under_way:
             self._under_way = [request for request in self._under_way if not request.test()]
-
-
-def _tag(message: Message) -> int:
-    what, chunk, _ = message
-    return 2 * chunk + (what == "gradient")
 
 
 def execute(
@@ -350,7 +337,7 @@ def execute(
 
     def taken(message: Message) -> Any:
         """Return the input of an instruction: a local result or a received message."""
-        return held.pop(message) if message in held else channel.finish_receive(message)
+        return held.pop(message) if message in held else channel.complete(message)
 
     for instruction in instructions:
         channel.micro = instruction.micro

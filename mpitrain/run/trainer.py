@@ -495,7 +495,9 @@ class Trainer:
         ignored = [int(y.size - rows.counted(y).sum()) for y in ys]
         lr = learning_rate(config.optimizer, index, config.run.steps)
         replica.begin(index, lr, ignored, predictions)
-        weights = self._weights(counted, parts, predictions)
+        weights: Sequence[Any] = [None] * micro_batches
+        if count and config.model.experts:  # They add to the loss.
+            weights = self._weights(counted, parts, predictions)
         micros = [
             Now(
                 index,
@@ -555,13 +557,11 @@ class Trainer:
         self, counted: np.ndarray, parts: Sequence[range], predictions: int
     ) -> Sequence[Any]:
         """Return the weight of each row of each micro-batch in the losses that experts add, on the
-        device; None without experts.
+        device.
 
         counted  targets of each row that count, (rows, 1)
         """
         replica = self.replica
-        if not self.config.model.experts or not len(counted):
-            return [None] * len(parts)
         factor, dtype = replica.skips.loss_scale / predictions, self.storage.dtype
         return [
             self.backend.from_host(

@@ -59,7 +59,7 @@ class Noting(Channel):
 
     def complete(self, message):
         self.notes.append(("complete", message))
-        super().complete(message)
+        return super().complete(message)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -106,7 +106,7 @@ def test_a_send_blocks_nobody_and_its_array_is_held_until_it_is_complete():
         if transport.rank:
             assert begun.wait(60), "the receive is not there before the sender has gone on"
             channel.receive(("activation", 1, 0), 0)
-            return channel.finish_receive(("activation", 1, 0)).sum()
+            return channel.complete(("activation", 1, 0)).sum()
         array = np.ones(1_000_000)
         held = weakref.ref(array)
         channel.send(("activation", 1, 0), array, 1)

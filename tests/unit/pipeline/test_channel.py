@@ -53,7 +53,7 @@ def test_a_message_is_tested_until_it_is_complete_and_no_longer():
         channel.poll()
     assert [message.calls for message in started] == [3, 3]
     channel.complete(("activation", 1, 0))
-    assert channel.finish_receive(("gradient", 0, 0)).shape == (4, 3)
+    assert channel.complete(("gradient", 0, 0)).shape == (4, 3)
 
 
 def test_a_message_that_was_waited_for_is_not_tested_again():
@@ -61,7 +61,7 @@ def test_a_message_that_was_waited_for_is_not_tested_again():
     channel.receive(("gradient", 0, 0), 1)
     channel.poll()
     message = weakref.ref(started.pop())
-    channel.finish_receive(("gradient", 0, 0))
+    channel.complete(("gradient", 0, 0))
     assert message() is None
     channel.send(("activation", 1, 0), np.zeros((4, 3), np.float32), 1)
     channel.complete(("activation", 1, 0))
