@@ -74,7 +74,7 @@ HOPPER = (
     Part("products", 90, "hopper.py", ("products",)),
     Part("attention", 45, "hopper.py", ("attention",)),
     # torch.compile takes a minute or two of these.
-    Part("training", 300, "hopper.py", ("training",)),
+    Part("training", 290, "hopper.py", ("training",)),
 )
 MODES = tuple(
     Part(f"modes, {way}", 100, "modes.py", (way,), 2, True) for way in ("ipc", "pointers", "staged")

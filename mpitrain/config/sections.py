@@ -739,13 +739,14 @@ class Device(Section):
     gemm: Literal["tiled", "3xtf32", "library", "auto"] = "tiled"
     """cuda and cuda-sim: matrix products by the tiled kernels of mpitrain, or by cuBLAS (in
     cuda-sim NumPy). 3xtf32: tiled, and float32 on tensor cores as three products of TF32, as exact
-    as float32, attention too. auto: for each product the one that measurements found faster; cuBLAS for bare
-    16-bit ones on compute capability 9.0, and 3xtf32 where device.tiles says that it is 1.3 times
-    as fast as tiled"""
+    as float32, attention too. auto: for each product the one that measurements found faster. 3xtf32
+    where device.tiles says that it is 1.3 times as fast as tiled, and cuBLAS for bare 16-bit ones
+    where it says 1.05 times; of 16-bit ones that are not near a measured one, cuBLAS for bare ones
+    on compute capability 9.0"""
     tensor_cores: Literal["mma", "wgmma"] = "mma"
     """cuda and cuda-sim, gemm tiled, 3xtf32 and auto: 16-bit products and attention by instructions of a warp (mma), or by
     those of Hopper's warpgroups (wgmma), which need a GPU of compute capability 9.0 or cuda-sim; with wgmma
-    auto never takes cuBLAS. wgmma has not run on a GPU yet"""
+    auto takes cuBLAS only where device.tiles says so. wgmma has not run on a GPU yet"""
     graph: Literal["no", "auto"] = "no"
     """cuda: the forward and backward passes of a step are one launch, of a CUDA graph. auto: where one
     rank trains, without run.trace, run.inject, memory.release_every, dropout, documents, padding and

@@ -3,7 +3,7 @@
 // op(A): (M, K), op(B): (K, N), C: (M, N); lda, ldb, ldc count elements from row to row of the arrays as stored.
 // TRANSPOSED_A: A is stored (K, M). TRANSPOSED_B: B is stored (N, K). Batch b uses A + b stride_a and so on.
 // The epilogue adds bias (N,), keeps the pre-activation, activates, adds a residual: see gemm_parts.cuh.
-// ROW_SUMS: row_sums[m] = sum over k of op(A)[m, k], which in dw = dy^T x is the bias gradient.
+// ROW_SUMS: row_sums[m] = sum over k of op(A)[m, k] + beta row_sums[m], which in dw = dy^T x is the bias gradient.
 // GROUPED: rows of A belong to groups, whose ends: (groups,) only the device knows; see gemm_parts.cuh. Then splits = 1.
 //
 // A block of THREADS threads computes TILE_M x TILE_N of C; each warp (4 THREAD_M) x (8 THREAD_N), each thread
@@ -157,6 +157,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(
     }
     if (sums_a_row && m0 + threadIdx.x < M) {
         const int m = m0 + threadIdx.x;
-        (SPLIT ? raw + (long long)M * N : row_sums)[m] = row_sum;
+        store_row_sum((SPLIT ? raw + (long long)M * N : row_sums) + m, beta, row_sum);
     }
 }

@@ -42,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(256) gemm_combine(
     for (unsigned m = thread; m < M; m += threads) {
         Sum sum = 0;
         for (int split = 0; split < splits; ++split) sum += workspace[split * part + (long long)M * N + m];
-        row_sums[m] = sum;
+        store_row_sum(row_sums + m, beta, sum);
     }
 }

@@ -23,9 +23,13 @@ using PanelsB = Panels<TRANSPOSED_B, TILE_N, TILE_K>;
 constexpr unsigned STAGE = PanelsA::BYTES + PanelsB::BYTES;
 // Sums on their way out: 16 rows of 64 columns for each warp. The pitch keeps rows in different banks.
 constexpr int OUT = 64, OUT_PITCH = OUT + 8, CHUNKS = TILE_N / OUT, WIDE = 8;
-// Behind the stages lie these, the ones, the barriers; and in front of them what the begin of shared memory lacks to a multiple of 1,024.
+// What the epilogue reads beside its sums comes ahead of them, 16 bytes of four rows for each lane: else each would be waited for.
+constexpr bool AHEAD = !SPLIT && sizeof(Result) == 2 && Epilogue::READS_C != bool(RESIDUAL);
+constexpr unsigned AHEAD_BYTES = 8 * 32 * 4 * 16;
+// Behind the stages lie the sums, the ones, the barriers, what comes ahead; and in front of them what the begin of shared memory lacks
+// to a multiple of 1,024.
 constexpr unsigned OUT_BYTES = 8 * 16 * OUT_PITCH * 4, ONES_BYTES = 512, BARRIER_BYTES = 2 * STAGES * 8;
-constexpr unsigned SHARED = STAGES * STAGE + OUT_BYTES + ONES_BYTES + BARRIER_BYTES + ATOM_BYTES;
+constexpr unsigned SHARED = STAGES * STAGE + OUT_BYTES + ONES_BYTES + BARRIER_BYTES + AHEAD_BYTES + ATOM_BYTES;
 // Registers of a thread that copies and of one that multiplies: all start with 168. Where there is room, copying has enough.
 constexpr int FEW = HALVES * TILE_N > 256 ? 24 : 40, MANY = HALVES * TILE_N > 256 ? 240 : 232;
 
@@ -75,7 +79,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (CLUSTER > 1) cluster_sync();
     __syncthreads();
 
-    const int jobs = tiles_over(tiles_over(M, TILE_M), CLUSTER) * tiles_over(N, TILE_N) * splits;
     const int first_job = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     int stage = 0;
     unsigned parity = 0;    // of the phase of `full` that comes next
@@ -88,8 +91,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     if (group == 0) {
         give_registers<FEW>();
-        for (int number = first_job; threadIdx.x == 0 && number < jobs; number += stride) {
-            const Job job = job_of(number, rank, M, N, K, splits);
+        for (int number = first_job; threadIdx.x == 0; number += stride) {
+            const Job job = job_of(number, rank, anew(M), anew(N), K, splits);
+            if (job.split >= splits) break;
             for (int step = job.first; step < job.end; ++step, advance()) {
                 const unsigned a = stages + stage * STAGE, b = a + PanelsA::BYTES;
                 const int k = step * TILE_K;
@@ -119,9 +123,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const unsigned long long first_b = PanelsB::first(stages + PanelsA::BYTES);
         const unsigned long long of_ones = plain_descriptor(ones, 128, 128);    // eight columns of sixteen ones: each layout is right
         const Epilogue epilogue = {alpha, beta, bias, residual, saved};
-        const bool vector = epilogue.in_runs_of<WIDE>(C, ldc, 0);
-        for (int number = first_job; number < jobs; number += stride) {
-            const Job job = job_of(number, rank, M, N, K, splits);
+        Run<Result, WIDE>* ahead = reinterpret_cast<Run<Result, WIDE>*>(memory + (barriers + BARRIER_BYTES - stages)) + warp * 4 * 32 + lane;
+        for (int number = first_job;; number += stride) {
+            const Job job = job_of(number, rank, anew(M), anew(N), K, splits);
+            if (job.split >= splits) break;
             float sums[HALVES][TILE_N / 2] = {}, row_sums_of[HALVES][4] = {};
             const bool sums_rows = ROW_SUMS && job.n0 == 0;
             // A warp knows of its own products alone that they are done, so each one says so, to every block that fills this stage.
@@ -162,6 +167,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 wgmma_wait<0>();
                 leave(before);
             };
+            const bool vector = !SPLIT && epilogue.in_runs_of<WIDE>(C, ldc, 0);
+            // Each lane fetches what it will need in a part, and closes a group even if that is nothing: it counts them.
+            const auto fetch = [&](int part, int r) {
+                const int m = job.m0 + m_of_group + part / CHUNKS * 64 + warp % 4 * 16 + 4 * r + anew(lane) / 8;
+                const int n = job.n0 + part % CHUNKS * OUT;
+                if (part < HALVES * CHUNKS && vector && m < M && n + OUT <= N)
+                    copy_async_16(ahead + 32 * r, (RESIDUAL ? residual : C) + (long long)m * ldc + n + lane % 8 * WIDE);
+                copy_async_commit();
+            };
+            if (AHEAD)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) fetch(0, r);
             hold_all();
             if constexpr (ROW_SUMS) {
                 if (sums_rows) multiply(Constant<true>{});
@@ -170,7 +187,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             hold_all();
 
             float* raw = SPLIT ? workspace + (long long)job.split * M * (N + ROW_SUMS) : nullptr;
-            const bool raw_vector = in_runs<WIDE>(raw, N);
+            const bool raw_vector = SPLIT && in_runs<WIDE>(raw, N);
 #pragma unroll 1    // unrolled, its instructions come from memory, not from their caches
             for (int part = 0; part < HALVES * CHUNKS; ++part) {
                 __syncwarp();    // the part before is out
@@ -186,21 +203,48 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                         }
                 }
                 __syncwarp();
-                const int m_first = job.m0 + m_of_group + part / CHUNKS * 64 + warp % 4 * 16 + lane / 8;
-                const int column = lane % 8 * WIDE, n = job.n0 + part % CHUNKS * OUT + column;
-                const bool flip = lane / 4 % 2;    // lanes l and l + 4 would meet in a bank
+                const int m_first = job.m0 + m_of_group + part / CHUNKS * 64 + warp % 4 * 16, n_first = job.n0 + part % CHUNKS * OUT;
+                // Of a run that lies in C as a whole. read: what the epilogue reads beside its sums
+                const auto finish = [&](const auto& run, const auto& read, int r, int column) {
+                    constexpr int COUNT = sizeof(run) / sizeof(float);
+                    const int m = m_first + r, n = n_first + column, end = n + COUNT;
+                    const long long row = (long long)m * (SPLIT ? N : ldc);
+                    if (SPLIT) store_run(raw + row, n, end, true, run);
+                    else epilogue.store(run, read(row, n, end), C, row, n, end, true);
+                };
+                if ((SPLIT ? raw_vector : vector) && n_first + OUT <= N) {
+                    const int column = lane % 8 * WIDE;
+                    const bool flip = lane / 4 % 2;    // lanes l and l + 4 would meet in a bank
 #pragma unroll
-                for (int r = 0; r < 16; r += 4) {
-                    const int m = m_first + r;
-                    if (m >= M || n >= N) continue;
-                    const Four<float>* fours = reinterpret_cast<const Four<float>*>(out + (r + lane / 8) * OUT_PITCH + column);
-                    const Four<float> one = fours[flip], other = fours[!flip];
-                    float run[WIDE];
+                    for (int r = 0; r < 4; ++r) {
+                        const int row = 4 * r + lane / 8;
+                        const Four<float>* fours = reinterpret_cast<const Four<float>*>(out + row * OUT_PITCH + column);
+                        const Four<float> one = fours[flip], other = fours[!flip];
+                        float run[WIDE];
 #pragma unroll
-                    for (int i = 0; i < WIDE; ++i) run[i] = (i < 4) != flip ? one.at[i % 4] : other.at[i % 4];
-                    const long long row = (long long)m * ldc;
-                    if (SPLIT) store_run(raw + (long long)m * N, n, N, raw_vector, run);
-                    else epilogue.store(run, epilogue.read<WIDE>(C, row, n, N, vector), C, row, n, N, vector);
+                        for (int i = 0; i < WIDE; ++i) run[i] = (i < 4) != flip ? one.at[i % 4] : other.at[i % 4];
+                        if (AHEAD) copy_async_wait<3>();
+                        const auto read = [&](long long at, int n, int end) {
+                            if (!AHEAD) return epilogue.read<WIDE>(C, at, n, end, true);
+                            Epilogue::Read<WIDE> read;
+                            (RESIDUAL ? read.residual : read.c) = ahead[32 * r];
+                            return read;
+                        };
+                        if (m_first + row < M) finish(run, read, row, column);
+                        if (AHEAD) fetch(part + 1, r);
+                    }
+                } else {
+#pragma unroll 2
+                    for (int r = 0; r < 16; ++r)
+#pragma unroll
+                        for (int column = anew(lane); column < OUT; column += 32) {
+                            const float one[1] = {out[r * OUT_PITCH + column]};
+                            const auto read = [&](long long at, int n, int end) { return epilogue.read<1>(C, at, n, end, true); };
+                            if (m_first + r < M && n_first + column < N) finish(one, read, r, column);
+                        }
+                    if (AHEAD)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) fetch(part + 1, r);
                 }
             }
             if (sums_rows && lane % 4 == 0) {
@@ -210,7 +254,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const int m = job.m0 + m_of_group + 64 * h + warp % 4 * 16 + lane / 4 + 8 * half;
-                        if (m < M) summed[m] = row_sums_of[h][2 * half];
+                        if (m < M) store_row_sum(summed + m, beta, row_sums_of[h][2 * half]);
                     }
             }
         }

@@ -72,6 +72,9 @@ __device__ __forceinline__ void leave_group(const Rows& rows, Tile& tile, int& M
     C += (long long)rows.first * ldc;
 }
 
+// ROW_SUMS: the sum over k of op(A)[m, k], added to beta times what is there; in dw = dy^T x the bias gradient.
+__device__ __forceinline__ void store_row_sum(Sum* to, Sum beta, Sum sum) { *to = BETA ? plus(beta * *to, sum) : sum; }
+
 // The epilogue of N neighbours of row m, from column n on:
 //     z = alpha sum + beta C + bias[n];  saved = z;  C = activation(z) + residual
 // saved and residual have the shape and pitch of C. What of this there is, macros say: what is not asked for takes no

@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_tensor(
     for (int i = 0; i < SUMMED; ++i) {
         const int fragment = i * WARPS_N + warp % WARPS_N, m = m0 + mw + 16 * fragment + lane / 4;
         if (fragment >= FRAGMENTS_M) continue;
-        if (m < M) summed[m] = row_sums_of[i][0][0];
-        if (m + 8 < M) summed[m + 8] = row_sums_of[i][0][2];
+        if (m < M) store_row_sum(summed + m, beta, row_sums_of[i][0][0]);
+        if (m + 8 < M) store_row_sum(summed + m + 8, beta, row_sums_of[i][0][2]);
     }
 }

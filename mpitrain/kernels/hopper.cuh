@@ -77,10 +77,11 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier at this place in block `rank` of the cluster.
+// Arrives at the barrier at this place in block `rank` of the cluster. (With the scope of a cluster ptxas would wait for all stores of
+// the thread. But what arrives here has only read, by products that have been waited for.)
 __device__ __forceinline__ void barrier_arrive(unsigned barrier, unsigned rank) {
     asm volatile(
-        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}"
         ::"r"(barrier), "r"(rank) : "memory");
 }
 // Waits until the phase of this parity has ended. (For the scope of a cluster ptxas would discard the L1 cache after each wait. But
@@ -122,6 +123,11 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+// The same number. What follows from it is computed again here, instead of being kept in registers from further up.
+__device__ __forceinline__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 // The compiler moves nothing that reads or writes these sums across this place.
 template <int N> __device__ __forceinline__ void hold(float (&sums)[N]) {

@@ -281,13 +281,13 @@ class Linear:
         """Write the gradients of weight and bias, or add to them."""
         if self.low_rank:
             pending = self.low_rank.backward_weight(pending, dw, arena)
-        bias, written = dw.get("bias") if self.bias else None, None
+        bias, summed = dw.get("bias") if self.bias else None, None
         if "weight" in dw:
             weight = dw["weight"]
-            if bias and not bias.filled:  # The product sums dy over its rows, too.
+            if bias and bias.filled == weight.filled:  # The product sums dy over its rows, too.
                 bias.claim()
-                written, bias = bias.array, None
-            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena, written)
+                summed, bias = bias.array, None
+            self.ops.linear_backward_weight(pending, weight.array, weight.claim(), arena, summed)
         if bias:
             self.ops.linear_backward_bias(pending, bias.array, bias.claim(), arena)
 

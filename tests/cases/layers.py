@@ -63,11 +63,11 @@ def check_linear(
     halves(names[:count], ops, (pending,), (truth,), shapes[:count], dtype)
     if biased:
         summed = "float32" if dtype in ("float16", "bfloat16") else dtype
-        for kind in {summed, dtype}:
+        for kind, accumulate in ((summed, False), (summed, True), (dtype, True)):
             dw, db = stored(numbers(9, n, k), summed), stored(numbers(8, n), kind)
             expected = values(dw), values(db)
-            ops.linear_backward_weight(pending, dw, False, arena, db)
-            reference.linear_backward_weight(truth, expected[0], False, None, expected[1])
+            ops.linear_backward_weight(pending, dw, accumulate, arena, db)
+            reference.linear_backward_weight(truth, expected[0], accumulate, None, expected[1])
             assert_close(dw, expected[0], dtype, "dw")
             assert_close(db, expected[1], dtype, "db")
 

@@ -83,6 +83,7 @@ template <int GROUPS> SIMULATOR_OWN void wgmma_wait(SIMULATOR_HERE) {
 }
 template <int N> SIMULATOR_OWN void hold(float (&)[N]) {}
 template <int N> SIMULATOR_OWN void hold(unsigned (&)[N][4]) {}
+inline SIMULATOR_OWN int anew(int x) { return x; }
 template <int TA, int TB, int ADDS = 1, int COUNT, class T>
 SIMULATOR_OWN void wgmma(float (&sums)[COUNT], unsigned long long a, unsigned long long b, T, SIMULATOR_HERE) {
     ::simulator::WarpgroupProduct mine{sums, COUNT, a, b, nullptr, TA != 0, TB != 0, ADDS != 0, __is_same(T, __nv_bfloat16), place};

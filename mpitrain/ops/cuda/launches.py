@@ -306,8 +306,8 @@ def parts(rows: int, across: int) -> int:
 COLUMNS = (8, 32)
 
 
-def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: Any = None) -> None:
-    """Write or add the sum of the rows of `sums` to out.
+def add_parts(kernels: Kernels, sums: Any, out: Any, scale: float, other: Any = None) -> None:
+    """Compute out = scale out + the sum of the rows of `sums`.
 
     sums   (P, N) in the dtype of sums; with `other`: (2, P, N)
     other  (N,), receives the sum of sums[1]; None: out is the only result
@@ -318,14 +318,14 @@ def add_parts(kernels: Kernels, sums: Any, out: Any, accumulate: bool, other: An
         "add_parts",
         (across,) if other is None else (across, 2),
         COLUMNS,
-        (sums.shape[-2], out.size, sums, float(accumulate), out, other),
+        (sums.shape[-2], out.size, sums, float(scale), out, other),
         macros=macros,
-        fresh="" if accumulate else "y other",
+        fresh="" if scale else "y other",
     )
 
 
-def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -> None:
-    """Write or add the sum of x over its rows to out.    x: (M, N); out: (N,)"""
+def sum_rows(kernels: Kernels, x: Any, out: Any, scale: float, arena: Any) -> None:
+    """Compute out = scale out + the sum of x over its rows.    x: (M, N); out: (N,)"""
     rows, columns = x.shape
     kind = KINDS[x.dtype]
     across = -(-columns // (8 * kind.macros.run))
@@ -338,7 +338,7 @@ def sum_rows(kernels: Kernels, x: Any, out: Any, accumulate: bool, arena: Any) -
         macros=kind.macros,
         fresh="parts",
     )
-    add_parts(kernels, sums, out, accumulate)
+    add_parts(kernels, sums, out, scale)
 
 
 def total(kernels: Kernels, partial: Any, arena: Any) -> Any:

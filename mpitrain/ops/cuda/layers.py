@@ -3,12 +3,10 @@ and pooling.
 
 A linear layer is one matrix product, which also adds the bias and applies the activation.
 `kernels.multiply` is the matrix product that device.gemm chooses. The product that makes a weight
-gradient also sums dy over its rows, which is the bias gradient. If that must be added to an earlier
-one, `_Pending` keeps it until the bias half. Contents of `saved`:
+gradient also sums dy over its rows, which is the bias gradient. Contents of `saved`:
 
-linear           (x, has a bias)
-with activation  that, and the data for the activation's derivative: z of GELU, y of ReLU, whose
-                 signs suffice. A backward of GELU writes dz over z
+linear           x
+with activation  (x, z) of GELU, (x, y) of ReLU: the signs of y are those of z. A backward of GELU writes dz over z
 layer_norm       (x, mean, inverse). The input half of the backward reads all of x and dy. So it also
                  makes the partial sums that the weight half adds up
 
@@ -58,20 +56,10 @@ def pitch(columns: int) -> int:
     return -(-columns // PITCH) * PITCH
 
 
-class _Pending:
-    """The gradient dy and input x of a linear layer.
-
-    sums  None, or dy's sum over rows once the weight half has made it
-    """
-
-    def __init__(self, dy: Any, x: Any, has_bias: bool):
-        self.dy, self.x, self.has_bias, self.sums = dy, x, has_bias, None
-
-
 def linear(kernels, x, w, b, arena, out=None, residual=None):
     y = arena.take((len(x), len(w)), x.dtype) if out is None else out
     kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, residual=residual)
-    return y, (x, b is not None)
+    return y, x
 
 
 def logits(kernels, x, w, b, arena):
@@ -84,10 +72,9 @@ def logits(kernels, x, w, b, arena):
 
 
 def linear_backward_input(kernels, dy, w, saved, arena, out=None):
-    x, has_bias = saved
-    dx = arena.take(x.shape, dy.dtype) if out is None else out
+    dx = arena.take(saved.shape, dy.dtype) if out is None else out
     kernels.multiply(arena, dy, w, dx)
-    return dx, _Pending(dy, x, has_bias)
+    return dx, (dy, saved)
 
 
 def gelu_linear_backward_input(kernels, dy, w, saved, before, arena):
@@ -96,38 +83,31 @@ def gelu_linear_backward_input(kernels, dy, w, saved, before, arena):
     dz is written over `before`, the z that `linear_gelu` saved; the weight half takes `pending`.
     """
     kernels.multiply(arena, dy, w, before, activation="gelu backward")
-    return before, _Pending(dy, *saved)
+    return before, (dy, saved)
 
 
 def linear_backward_weight(kernels, pending, dw, accumulate, arena, db=None):
-    """Write or add dw = dy^T x. The same product sums dy over rows, for db or for the bias half.
-
-    The product writes its row sums to db, if db has their dtype.
-    """
-    dtype = KINDS[pending.dy.dtype].sums
-    is_direct = db is not None and db.dtype == dtype
-    sums = db if is_direct else None
-    if sums is None and (pending.has_bias or db is not None):
-        sums = arena.take(dw.shape[:1], dtype)
+    """Write or add dw = dy^T x. The same product sums dy over its rows for db, if db has their dtype."""
+    dy, x = pending
+    is_direct = db is not None and db.dtype == KINDS[dy.dtype].sums
     kernels.multiply(
-        arena, pending.dy, pending.x, dw, transposed_a=True, beta=float(accumulate), row_sums=sums
+        *(arena, dy, x, dw),
+        transposed_a=True,
+        beta=float(accumulate),
+        row_sums=db if is_direct else None,
     )
-    pending.sums = None if is_direct else sums
     if db is not None and not is_direct:
-        linear_backward_bias(kernels, pending, db, False, arena)
+        linear_backward_bias(kernels, pending, db, accumulate, arena)
 
 
 def linear_backward_bias(kernels, pending, db, accumulate, arena):
-    if pending.sums is None:
-        sum_rows(kernels, pending.dy, db, accumulate, arena)
-    else:
-        add_parts(kernels, pending.sums[None], db, accumulate)
+    sum_rows(kernels, pending[0], db, accumulate, arena)
 
 
 def linear_gelu(kernels, x, w, b, arena):
     y, z = arena.take((len(x), len(w)), x.dtype), arena.take((len(x), len(w)), x.dtype)
     kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, activation="gelu", saved=z)
-    return y, ((x, b is not None), z)
+    return y, (x, z)
 
 
 def linear_gelu_backward_input(kernels, dy, w, saved, arena, out=None):
@@ -139,7 +119,7 @@ def linear_gelu_backward_input(kernels, dy, w, saved, arena, out=None):
 def linear_relu(kernels, x, w, b, arena):
     y = arena.take((len(x), len(w)), x.dtype)
     kernels.multiply(arena, x, w, y, transposed_b=True, bias=b, activation="relu")
-    return y, ((x, b is not None), y)
+    return y, (x, y)
 
 
 def linear_relu_backward_input(kernels, dy, w, saved, arena, out=None):

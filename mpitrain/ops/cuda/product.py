@@ -101,7 +101,7 @@ def gemm(
     saved       receives the input of the activation; same shape and strides as c, as is `residual`
     activation  "gelu", "relu" or None; "gelu backward" multiplies by GELU's derivative at the old
                 content of c
-    row_sums    (M,): receives the sums over k of op(a), in the dtype of sums
+    row_sums    (M,) in the dtype of sums: row_sums = sums over k of op(a) + beta row_sums
     ends        (groups,) int64: the ends of runs of rows of `a`, on the device. Group g multiplies its
                 rows by b[g], into the same rows of c; or, with `a` stored transposed, its rows by
                 those of b, into c[g]. Only alpha and beta go with it
@@ -286,7 +286,9 @@ NO_EPILOGUE = _epilogue(False, True, True, True, None)
 
 
 def _fresh(epilogue: dict[str, int]) -> str:
-    reads_c = epilogue["BETA"] or epilogue["ACTIVATION"] == ACTIVATIONS["gelu backward"]
+    if epilogue["BETA"]:
+        return "saved"
+    reads_c = epilogue["ACTIVATION"] == ACTIVATIONS["gelu backward"]
     return "saved row_sums" if reads_c else "C saved row_sums"
 
 
@@ -326,7 +328,7 @@ def library(
         return
     m, n, _ = _check(a, b, c, transposed_a, transposed_b)
     if row_sums is not None:
-        sum_rows(kernels, a, row_sums, False, arena)
+        sum_rows(kernels, a, row_sums, beta, arena)
     is_bare = (
         bias is None
         and residual is None
@@ -359,7 +361,7 @@ def automatic(
     kernels: Kernels, arena: Any, a: Any, b: Any, c: Any, *, table: MeasuredTiles, **ways: Any
 ) -> None:
     """Compute `gemm` by the library where measurements found it faster, otherwise by our kernels."""
-    if not table.wgmma and library_is_faster(kernels.engine, a, b, c, **ways):
+    if library_is_faster(kernels.engine, table, a, b, c, **ways):
         library(kernels, arena, a, b, c, **ways)
     else:
         gemm(kernels, arena, a, b, c, table=table, **ways)
@@ -368,22 +370,35 @@ def automatic(
 LIBRARY_WAYS = {"transposed_a", "transposed_b", "beta", "row_sums"}
 
 
-def library_is_faster(engine: Engine, a: Any, b: Any, c: Any, **ways: Any) -> bool:
-    """Return whether the library makes a product faster, as an H200 found.
+LIBRARY_GAIN = 1.05
+"""device.gemm=auto takes the library where it was so many times as fast as our kernels."""
 
-    There it took half of the time of ours for 16-bit products on compute capability 9.0. But it took three
-    times as long where a dim is odd, and as long with an epilogue, for which it needs one of our kernels.
+
+def library_is_faster(
+    engine: Engine, table: MeasuredTiles, a: Any, b: Any, c: Any, **ways: Any
+) -> bool:
+    """Return whether the library makes a product of 16 bits faster, by the table or as an H200 found.
+
+    There it took half of the time of `mma.sync`, on compute capability 9.0. But it took three times as long
+    where a dim is odd, and as long with an epilogue, for which it needs one of our kernels. Warpgroups were not
+    measured there.
     """
     row_sums, beta = ways.get("row_sums"), ways.get("beta", 0)
-    return (
-        engine.capability == 90
-        and a.itemsize == 2
+    if not (
+        a.itemsize == 2
         and a.ndim == b.ndim == c.ndim == 2
-        and not any(dim % 8 for array in (a, b) for dim in array.shape)
         and beta in (0, 1)
         and all(name in LIBRARY_WAYS or value is None for name, value in ways.items())
         and (row_sums is None or (ways.get("transposed_a") is True and a.flags.c_contiguous))
-    )
+    ):
+        return False
+    if table.measured:
+        stored = "".join("NT"[ways.get(f"transposed_{x}") is True] for x in "ab")
+        shape = (*c.shape, a.shape[stored[0] == "N"], 1)
+        if gain := table.choice(a, stored, shape, engine, in_boxes(a, b)).library:
+            return gain >= LIBRARY_GAIN
+    is_even = not any(dim % 8 for array in (a, b) for dim in array.shape)
+    return engine.capability == 90 and is_even and not table.wgmma
 
 
 def _check(

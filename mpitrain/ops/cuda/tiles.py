@@ -177,7 +177,7 @@ class HopperTile(NamedTuple):
     def shared(self) -> int:
         """Bytes of dynamic shared memory: SHARED of gemm_hopper.cu."""
         stage = 2 * self.TILE_K * (self.TILE_M + self.TILE_N) + 2 * 8
-        return self.STAGES * stage + 8 * 16 * 72 * 4 + 512 + 1024
+        return self.STAGES * stage + 8 * 16 * 72 * 4 + 512 + 8 * 32 * 4 * 16 + 1024
 
     @property
     def registers(self) -> int:
@@ -277,6 +277,7 @@ class FastestTile(NamedTuple):
     elements  dtype of the operands
     stored    storage of the operands: "NT" is a product with the second operand stored transposed
     gain      of float32: how many times as fast 3xTF32 was as the CUDA cores; 0: not compared
+    library   of 16 bits: how many times as fast the library was as this tiling; 0: not compared
     """
 
     elements: str
@@ -286,6 +287,7 @@ class FastestTile(NamedTuple):
     k: int
     tiling: Tiling
     gain: float = 0.0
+    library: float = 0.0
 
     def distance(self, m: int, n: int, k: int) -> float:
         """Return the largest factor between corresponding dims of the two shapes."""
@@ -305,8 +307,16 @@ class AttentionGain(NamedTuple):
     gain: float
 
 
+GAINS = ("gain", "library")
 FLOAT_GAIN = 1.3
 """device.gemm=auto takes 3xTF32 where it was so many times as fast as the CUDA cores."""
+
+
+class Choice(NamedTuple):
+    """The tiling for a shape, and `library` of the measurement that it is from, or 0."""
+
+    tiling: Tiling
+    library: float
 
 
 class MeasuredTiles:
@@ -332,7 +342,7 @@ class MeasuredTiles:
         self.measured, self.is_3xtf32, self.wgmma = tuple(measured), is_3xtf32, wgmma
         self.by_gain, self.attention = by_gain, tuple(attention)
         # The choice is cached: a search in every product would cost as much as the launch.
-        self._chosen: dict[tuple, Tiling] = {}
+        self._chosen: dict[tuple, Choice] = {}
 
     def tiling(
         self,
@@ -342,7 +352,18 @@ class MeasuredTiles:
         engine: Engine,
         has_boxes: bool = True,
     ) -> Tiling:
-        """Return the tiling for operands like `a` on the engine's device.
+        """Return the tiling of `choice`."""
+        return self.choice(a, stored, shape, engine, has_boxes).tiling
+
+    def choice(
+        self,
+        a: Any,
+        stored: str,
+        shape: tuple[int, int, int, int],
+        engine: Engine,
+        has_boxes: bool = True,
+    ) -> Choice:
+        """Return the tiling for operands like `a` on the engine's device, and what the library gained.
 
         shape      (M, N, K, batches)
         has_boxes  the copy engine takes the operands, if there is one
@@ -396,8 +417,8 @@ class MeasuredTiles:
         stored: str,
         shape: tuple[int, int, int, int],
         engine: Engine,
-    ) -> Tiling:
-        """Return the tiling of a shape: of `gained` only one that was measured with a gain of FLOAT_GAIN."""
+    ) -> Choice:
+        """Return the choice for a shape: of `gained` only one that was measured with a gain of FLOAT_GAIN."""
         *dims, batches = shape
         known = [
             entry
@@ -412,10 +433,12 @@ class MeasuredTiles:
             and entry.distance(*dims) <= NEAR
         ]
         if known:
-            tiling = min(known, key=lambda entry: entry.distance(*dims)).tiling
+            nearest = min(known, key=lambda entry: entry.distance(*dims))
+            tile, splits = nearest.tiling
             # The measured sum may have been shorter.
-            return tiling._replace(splits=max(tiling.splits, fewest(tiling.tile, dims[2])))
-        return usual(tuple(tile for tile in tiles if tile not in ONLY_MEASURED), *shape, engine)
+            return Choice(Tiling(tile, max(splits, fewest(tile, dims[2]))), nearest.library)
+        tiles = tuple(tile for tile in tiles if tile not in ONLY_MEASURED)
+        return Choice(usual(tiles, *shape, engine), 0.0)
 
 
 DEFAULT = MeasuredTiles()
@@ -521,6 +544,7 @@ class _TileLine(BaseModel):
     kernel: Literal["gemm", "gemm_tensor", "gemm_hopper"]
     plan: tuple[list[int], Annotated[int, Field(ge=1, le=MOST_SPLITS)]]
     gain: float = Field(0.0, ge=0)
+    library: float = Field(0.0, ge=0)
 
 
 class _AttentionLine(BaseModel):
@@ -568,7 +592,7 @@ def write_tiles(
             **dict(zip(FastestTile._fields, entry[:5], strict=False)),
             "plan": entry.tiling,
             "kernel": entry.tiling.tile.kernel,
-            **({"gain": entry.gain} if entry.gain else {}),
+            **{word: value for word in GAINS if (value := getattr(entry, word))},
         }
         for entry in measured
     ]
@@ -587,6 +611,7 @@ def _entry(line: _TileLine) -> FastestTile:
                 *(line.elements, line.stored, line.m, line.n, line.k),
                 Tiling(tile, splits),
                 line.gain,
+                line.library,
             )
     raise ValueError(f"no kernel takes {wanted} of {line.kernel}")
 

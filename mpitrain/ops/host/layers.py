@@ -71,7 +71,7 @@ def linear_backward_weight(pending, dw, accumulate, arena, db=None):
     dy, x = pending
     put_product(dy.T, x, dw, accumulate, arena)
     if db is not None:
-        linear_backward_bias(pending, db, False, arena)
+        linear_backward_bias(pending, db, accumulate, arena)
 
 
 def linear_backward_bias(pending, db, accumulate, arena):

@@ -110,12 +110,12 @@ def gelu_linear_backward_input(dy, w, saved, before, arena):
 def linear_backward_weight(pending, dw, accumulate, arena, db=None):
     """Write or add dw = dy^T x.    dw: (N, K)
 
-    db  receives the bias gradient, as from `linear_backward_bias`, in the same pass where possible
+    db  the bias gradient is written or added likewise, in the same pass where possible
     """
     dy, x = pending
     put(dy.T @ x, dw, accumulate)
     if db is not None:
-        linear_backward_bias(pending, db, False, arena)
+        linear_backward_bias(pending, db, accumulate, arena)
 
 
 @operation("pending@linear_backward_input|N db:N accumulate=1 -> db", "nothing")

@@ -327,6 +327,13 @@ def test_each_kind_of_product_by_warpgroups_is_tried_in_a_process_of_its_own_bef
             assert (tile, form, min(splits, 2)) in guarded
 
 
+def test_all_parts_for_hopper_can_take_their_seconds_within_ten_minutes(job):
+    from job import JOBS
+
+    seconds, parts = JOBS["hopper"]
+    assert sum(part.seconds for part in parts) <= seconds <= 600 - 40, "wheels are installed before"
+
+
 def test_a_step_as_a_graph_begins_with_bfloat16_for_which_it_is_measured(job, monkeypatch):
     import training
 

@@ -16,6 +16,7 @@ from mpitrain.ops.cuda.launches import SHARED
 from mpitrain.ops.cuda.product import chosen
 from mpitrain.ops.cuda.tiles import (
     FLOAT_TILES,
+    HOPPER_TILES,
     TENSOR_TILES,
     TILES,
     AttentionGain,
@@ -38,6 +39,7 @@ def of(capability: int, multiprocessors: int = 132, **limits: int) -> SimpleName
         capability=capability,
         multiprocessors=multiprocessors,
         multiprocessor=H100._replace(**limits),
+        has_wgmma=capability == 90,
     )
 
 
@@ -93,6 +95,35 @@ def test_attention_in_float32_goes_to_tensor_cores_where_it_gained_enough(
     for way, expected in (("auto", takes), ("tiled", False), ("3xtf32", True)):
         table = chosen(way, str(path)).keywords["table"]
         assert table.splits_attention(head, tokens) == expected, way
+
+
+@pytest.mark.parametrize(
+    ("gain", "capability", "tensor_cores", "takes"),
+    [
+        (1.1, 80, "mma", True),
+        (1.1, 90, "wgmma", True),
+        (1.04, 90, "mma", False),
+        (0.0, 90, "mma", True),
+        (0.0, 90, "wgmma", False),
+    ],
+)
+def test_auto_takes_the_library_where_a_measured_shape_gained_enough(
+    gain, capability, tensor_cores, takes, tmp_path
+):
+    tile = HOPPER_TILES[3] if tensor_cores == "wgmma" else TENSOR_TILES[1]
+    entry = FastestTile("bfloat16", "NT", 64, 72, 40, Tiling(tile, 1), library=gain)
+    write_tiles(tmp_path / "tiles.json", "a GPU", [entry])
+    table = chosen("auto", str(tmp_path / "tiles.json"), tensor_cores).keywords["table"]
+
+    def by_library(k: int, **ways: object) -> bool:
+        shapes = (64, k), (72, k) if ways.get("transposed_b") else (k, 72), (64, 72)
+        arrays = [np.empty(shape, BRAINS.dtype) for shape in shapes]
+        return product.library_is_faster(of(capability), table, *arrays, **ways)
+
+    assert by_library(48, transposed_b=True) == takes
+    assert not by_library(48, transposed_b=True, bias=BRAINS), "it has no epilogue"
+    unmeasured = (capability, tensor_cores) == (90, "mma")
+    assert by_library(200, transposed_b=True) == by_library(48) == unmeasured
 
 
 def test_float32_is_copied_in_chunks_only_where_each_product_allows():

@@ -15,6 +15,7 @@ from mpitrain.ops.cuda.tiles import (
     DEFAULT,
     FLOAT_GAIN,
     FLOAT_TILES,
+    HALVES,
     FastestTile,
     MeasuredTiles,
     Tiling,
@@ -133,6 +134,8 @@ TUNED = TextTable(
         TextColumn("best tile", "<14", lambda row: _tile(row.best.tiling), gap=2),
         TextColumn("time us", "10.1f", "time_us"),
         TextColumn("usual us", "10.1f", "usual_us"),
+        # Of 3xTF32 or of the library, where --gemm auto compares them; else 0.
+        TextColumn("gain", "6.2f", lambda row: row.best.gain or row.best.library),
         TextColumn("tried", "6", "tried"),
         TextColumn("#wrong", "7", "wrong"),
     ]
@@ -212,7 +215,8 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
     """Measure each tiling by itself, then the best and the default one in turns.
 
     Measuring these two in turns keeps noise from deciding between them. With device.gemm=auto, the
-    best of 3xTF32 and the best of CUDA cores are compared, too, and 3xTF32 has to gain FLOAT_GAIN.
+    best of 3xTF32 and the best of CUDA cores are compared, too, and 3xTF32 has to gain FLOAT_GAIN;
+    in 16 bits the best and the library.
     """
     case, like = case_of(device, shape, dtype, LayerProduct(ways)), _like(dtype)
     table = _table(device)
@@ -239,8 +243,12 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
     fastest, usually = seconds(device, runs[best], runs[usual])
     if usually < fastest:
         best, fastest = usual, usually
+    by_library = 0.0
+    if table.by_gain and dtype in HALVES:
+        ours, theirs = seconds(device, runs[best], case.by(product.library))
+        by_library = ours / theirs
     return Tuned(
-        FastestTile(dtype, ways, *shape, best, gain),
+        FastestTile(dtype, ways, *shape, best, gain, by_library),
         len(times),
         1e6 * fastest,
         1e6 * usually,
