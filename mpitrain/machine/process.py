@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -110,6 +111,21 @@ def launched() -> Launched:
                 size,
             )
     return Launched("none", 0, 1, 0, 1)
+
+
+def name_local_rank() -> None:
+    """Set LOCAL_RANK, as torchrun does, where the launcher of MPI has not: programs choose their GPU by it."""
+    if (started := launched()).launcher != "none":
+        os.environ.setdefault("LOCAL_RANK", str(started.local_rank))
+
+
+def own_command() -> str:
+    """Return the command of this program, as it stands behind `mpitrain launch --`."""
+    program, *arguments = sys.argv
+    if program.endswith(".py"):
+        return shlex.join(["python", program, *arguments])
+    is_command = program not in ("", "-c")
+    return shlex.join([Path(program).name, *arguments]) if is_command else "python own.py"
 
 
 SPARES = "mpitrain_spares"

@@ -14,6 +14,7 @@ try:
     import torch
     import torch.distributed as dist
 
+    from mpitrain.machine import process
     from mpitrain.torch.hook import hook as hook
     from mpitrain.torch.process_group import GroupOptions as GroupOptions
     from mpitrain.torch.process_group import create
@@ -34,6 +35,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
 
 __all__ = ["GroupOptions", "Replicated", "hook", "replace", "stop_requested"]
 
+process.name_local_rank()
 if "MPITRAIN" not in dist.Backend._plugins:
     dist.Backend.register_backend("mpitrain", create, extended_api=True, devices=["cpu", "cuda"])
     rendezvous_by_mpi()

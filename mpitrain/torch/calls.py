@@ -61,7 +61,8 @@ class Call:
     def execute(self) -> None:
         assert self._run is not None
         try:
-            self._run(self)
+            with torch.no_grad():  # The result may be a parameter.
+                self._run(self)
         except BaseException as error:
             self.error = error
 
@@ -431,7 +432,8 @@ class MessageWork(dist.Work):
             return self._has_ended and (self._after is None or bool(self._after.query()))
 
     def _end(self) -> None:
-        self._finish()
+        with torch.no_grad():
+            self._finish()
         if self._device is not None:
             self._after = torch.cuda.current_stream(self._device).record_event()
         self._has_ended = True

@@ -63,7 +63,11 @@ class Notices:
 
     def __init__(self, store: dist.Store, transport: Transport):
         self._store, self._transport = store, transport
-        self._rank, self._ranks = transport.rank, range(transport.size)
+        self._rank, self._ranks, self.members = (
+            transport.rank,
+            range(transport.size),
+            transport.members,
+        )
         self._writing, self._written = threading.Lock(), (-1, False)
 
     def write(self, call: Call, failure: str = "") -> None:
@@ -88,6 +92,11 @@ class Notices:
         """Return what each rank has said, by rank."""
         return [self._read(f"call/{rank}") for rank in self._ranks]
 
+    def leaving(self) -> set[int]:
+        """Return the ranks, of the whole job, that wait in destroy_process_group."""
+        said = zip(self.members, self.read(), strict=True)
+        return {member for member, one in said if one.name == DESTROY and not one.failure}
+
     def _read(self, key: str) -> Said:
         if not self._store.check([key]):
             return Said(-1, "", "")
@@ -99,12 +108,16 @@ class Notices:
 class Comparison:
     """One reading of the notices, in a thread of its own, since the store may not answer.
 
-    call  of this rank, to be written first; None: no call, but a message
-    said  by rank; None before the answer
+    call         of this rank, to be written first; None: no call, but a message
+    others       notices of the groups that this rank destroys after this one
+    said         by rank; None before the answer
+    are_crossed  whether a rank that is awaited here waits for this one to destroy one of the others
     """
 
-    def __init__(self, notices: Notices, call: Call | None):
-        self._notices, self._call = notices, call
+    are_crossed = False
+
+    def __init__(self, notices: Notices, call: Call | None, others: Sequence[Notices] = ()):
+        self._notices, self._call, self._others = notices, call, others
         self.began, self.is_over = time.monotonic(), False
         self.said: list[Said] | None = None
         self._error: Exception | None = None
@@ -114,7 +127,11 @@ class Comparison:
         try:
             if self._call:
                 self._notices.write(self._call)
-            self.said = self._notices.read()
+            said = self._notices.read()
+            if self._call:
+                absent = self._absent(said, self._call)
+                self.are_crossed = any(absent & other.leaving() for other in self._others)
+            self.said = said
         except Exception as error:
             self._error = error
         self.is_over = True
@@ -146,7 +163,7 @@ class Comparison:
                     "Look at that rank first.",
                 )
 
-    def absent(self, call: Call, members: Sequence[int]) -> str:
+    def absent(self, call: Call) -> str:
         """Return who has not made a call that is late, as text."""
         if self.said is None:
             return (
@@ -154,11 +171,12 @@ class Comparison:
                 if self._error
                 else "the rank that keeps the store, usually rank 0, does not answer"
             )
-        absent = [
-            member
-            for said, member in zip(self.said, members, strict=True)
-            if said.number < call.number
-        ]
+        absent = sorted(self._absent(self.said, call))
         if not absent:
             return "no rank is missing"
         return f"rank {', '.join(map(str, absent))} has not made it"
+
+    def _absent(self, said: list[Said], call: Call) -> set[int]:
+        """Return the ranks, of the whole job, that have not made the call."""
+        of_rank = zip(self._notices.members, said, strict=True)
+        return {member for member, one in of_rank if one.number < call.number}

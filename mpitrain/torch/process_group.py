@@ -8,6 +8,7 @@ All other collectives are exchanges: all messages of a call at once.
 Calls run in their order (calls.py). A message of `send` or `recv` starts at once.
 """
 
+import sys
 import time
 import zlib
 from collections import Counter, OrderedDict
@@ -30,7 +31,7 @@ from mpitrain.collectives.engine.executor import Execution, Reduction
 from mpitrain.collectives.group import Group
 from mpitrain.collectives.plans.exchanges import barrier
 from mpitrain.collectives.selection.tuning import read_tuning
-from mpitrain.errors import CommError, ConfigError, PeerLost
+from mpitrain.errors import CommError, ConfigError, PeerLost, say
 from mpitrain.machine import process
 from mpitrain.torch import gpu
 from mpitrain.torch.calls import Call, CallQueue, CallWork, MessageWork
@@ -72,6 +73,9 @@ BINDINGS = 256
 LEAVE = 30.0
 """Longest that destroy_process_group waits for the other ranks, in seconds: they may destroy groups in another order."""
 
+CROSSED = 0.3
+"""Seconds in destroy_process_group after which a rank looks whether another one destroys another group first."""
+
 SLOW = 2.0
 """Seconds in a call after which a rank compares it with the calls of the others."""
 
@@ -107,19 +111,32 @@ TRACED: list[Transport] = []
 """The transport of all ranks with its recorder, if this program keeps a trace."""
 
 
+def connected() -> Transport:
+    """Return the transport over all ranks; after a launcher that is none of MPI's, say so and exit.
+
+    A traceback would hide the message between those that such a launcher prints itself.
+    """
+    try:
+        transport = world()
+        if transport.size == 1 and {*process.environment()} >= BY_ACCELERATE:
+            raise ConfigError(
+                "`accelerate launch` was asked for several processes, but has started this one alone.",
+                f"Type `mpitrain launch -n 4 -- {process.own_command()}`; accelerate finds the ranks.",
+            )
+    except ConfigError as error:
+        say(error.named())
+        sys.exit(error.exit_code)
+    return transport
+
+
 def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
     """Make the process group that PyTorch asks for; collective over its ranks."""
-    transport, ranks = world(), of_group.global_ranks_in_group
+    transport, ranks = connected(), of_group.global_ranks_in_group
     if not ranks and (of_group.group_rank, of_group.group_size) != (transport.rank, transport.size):
         raise ConfigError(
             f"The ranks of backend mpitrain are those of the MPI job, but this is rank {of_group.group_rank} of "
             f"{of_group.group_size} for PyTorch and rank {transport.rank} of {transport.size} for MPI.",
             "Start the ranks with mpirun, srun or `mpitrain launch`, and leave out rank and world_size.",
-        )
-    if transport.size == 1 and {*process.environment()} >= BY_ACCELERATE:
-        raise ConfigError(
-            "`accelerate launch` was asked for several processes, but has started this one alone.",
-            "Start the ranks with `mpitrain launch -n 4 -- python own.py`; accelerate finds them.",
         )
     if not isinstance(options, GroupOptions | None):
         raise ConfigError(
@@ -210,7 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
         """End the calls that are left, then free communicator and windows, all ranks together.
 
         Nothing is freed if the group has failed on a rank, or if a rank has not come within the time
-        limit, or has ended.
+        limit, destroys another group of both first, or has ended.
         """
         if self._queue.error is None:
             self._leave()
@@ -236,7 +253,7 @@ class ProcessGroup(dist.ProcessGroup):
                 call.deadline = time.monotonic() + seconds
                 if not leaving.has_one_ended:
                     self._barrier.start()
-                self._finish(call, is_over, leaving)
+                self._finish(call, is_over, leaving, pause=CROSSED)
 
         try:
             self._call(DESTROY, run, []).wait()
@@ -267,6 +284,21 @@ class ProcessGroup(dist.ProcessGroup):
         inputs: Sequence = (),
     ) -> CallWork:
         on_gpu = [tensor for tensor in flat([tensors, inputs]) if tensor.is_cuda]
+        for tensor in flat([tensors, inputs]):
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise ConfigError(
+                    f"Backend mpitrain moves tensors of CPUs and NVIDIA GPUs, but this one is on {tensor.device}."
+                )
+        for tensor in flat([tensors]):
+            if tensor.layout == torch.strided and any(
+                size > 1 and not stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                raise ConfigError(
+                    f"rank {self.transport.members[self.rank()]}: {name} writes each element to a place of its own, but "
+                    f"this tensor is expanded: sizes {[*tensor.shape]}, strides {[*tensor.stride()]}.",
+                    "Pass tensor.contiguous().",
+                )
         device = self._device_of(on_gpu) if on_gpu else None
         if device is not None:
             run, name = self._on_gpu(run, device, on_gpu), f"{name} on {device.type}"
@@ -345,19 +377,19 @@ class ProcessGroup(dist.ProcessGroup):
             now = time.monotonic()
             if look is None:
                 if now > min(due, call.deadline):
-                    look = Comparison(self._notices, call)
+                    look = Comparison(self._notices, call, self._others(call))
                 return False
             if look.is_over or now > max(look.began, call.deadline) + ANSWER:
                 look.check(call, me, members)
                 awaited.is_alone = True
                 look.check_failures(call, me, members)
-                if look.began > call.deadline or not look.is_over:
+                if look.began > call.deadline or not look.is_over or look.are_crossed:
                     raise CommError(
                         f"rank {members[me]}: {call} has not ended within {call.limit}; "
-                        f"{look.absent(call, members)}.",
+                        f"{look.absent(call)}.",
                         "Look at what that rank does, or give init_process_group a longer `timeout`.",
                     )
-                awaited.is_alone, look, due = False, None, now + pause
+                awaited.is_alone, look, due = False, None, now + SLOW
             return False
 
         if not is_done():
@@ -365,6 +397,13 @@ class ProcessGroup(dist.ProcessGroup):
             is_on_gpu = call.stream is not None and self._gpu and self._gpu.carries
             transport = self._gpu.transport if self._gpu and is_on_gpu else self.transport
             transport.wait_until(poll, what=awaited)
+
+    def _others(self, call: Call) -> list[Notices]:
+        """Return the notices of the groups that this rank may destroy after this one; none for another call."""
+        if call.name != DESTROY:
+            return []
+        others = [group for group in OPEN if group is not self and not group._queue.is_closed]
+        return [group._notices for group in others if group._queue.error is None]
 
     def _binding(
         self, call: Call, kind: str, count: int, dtype: torch.dtype, memory: str, **how: Any
@@ -469,15 +508,38 @@ class ProcessGroup(dist.ProcessGroup):
             return self._gpu.transport, self._gpu.bytes_of(block)
         return self.transport, bytes_of(block)
 
+    def _check(self, name: str, parts: Tensors, own: Tensors) -> None:
+        """Raise an error, before a message is sent, unless the parts are one of each rank, and this rank's fits `own`."""
+        dtypes = {part.dtype for part in (*parts, *own)}
+        its = parts[self.rank() : self.rank() + 1]
+        fits = [part.numel() for part in its] == [part.numel() for part in own]
+        if len(parts) != self.size() or not fits or len(dtypes) > 1:
+            raise ConfigError(
+                f"rank {self.transport.members[self.rank()]}: {name} takes {self.size()} tensors of one dtype, one of "
+                f"each rank, and that of this rank has the size of {shapes(own)}, but they are {shapes(parts)}."
+            )
+
+    def _parts(self, name: str, tensor: torch.Tensor, part: torch.Tensor) -> Tensors:
+        """Return the parts of a tensor, one of each rank and as many elements as `part`."""
+        n = self.size()
+        if tensor.numel() != n * part.numel():
+            raise ConfigError(
+                f"rank {self.transport.members[self.rank()]}: {name} divides one tensor among {n} ranks, but "
+                f"{shapes([tensor])} is not {n} times as large as {shapes([part])}."
+            )
+        if not part.numel():
+            return [tensor] * n
+        return [*(tensor.view(-1) if tensor.is_contiguous() else tensor).chunk(n)]
+
     # Reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
         opts = opts or dist.AllreduceOptions()
         op = opts.reduceOp
-        check_reducible(op, *tensors)
+        parts = reducible(op, tensors)
 
         def run(call: Call) -> None:
-            for tensor in tensors:
+            for tensor in parts:
                 if tensor.is_sparse:
                     self._sum_sparse(call, tensor, op)
                     continue
@@ -510,10 +572,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         op, root = opts.reduceOp, opts.rootRank
-        check_reducible(op, *tensors)
+        places = reducible(op, tensors)
 
         def run(call: Call) -> None:
-            for tensor in tensors:
+            for tensor in places:
                 ours = OPERATORS[op.op]
                 what = tensor.numel(), tensor.dtype, self._memory(tensor, ours)
                 bound = self._binding(call, "reduce", *what, op=ours, root=root)
@@ -527,12 +589,14 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         opts = opts or dist.ReduceScatterOptions()
         op = opts.reduceOp
-        check_reducible(op, *outputs)
-        parts = [[*parts] for parts in inputs]
+        places = reducible(op, outputs)
+        parts = [reducible(op, of_ranks) for of_ranks in inputs]
+        for output, of_ranks in zip(places, parts, strict=True):
+            self._check("reduce_scatter", of_ranks, [output])
         return self._call(
             f"reduce_scatter {op_name(op)} {' '.join(map(shapes, parts))}",
             lambda call: [
-                self._reduce_scatter(call, *each, op) for each in zip(outputs, parts, strict=True)
+                self._reduce_scatter(call, *each, op) for each in zip(places, parts, strict=True)
             ],
             outputs,
             opts,
@@ -564,7 +628,10 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, wholes: Tensors, opts: Any = None
     ) -> CallWork:
-        inputs = [[*whole.reshape(-1).chunk(self.size())] for whole in wholes]
+        inputs = [
+            self._parts("reduce_scatter", whole.reshape(-1), output)
+            for whole, output in zip(wholes, outputs, strict=True)
+        ]
         return self.reduce_scatter(outputs, inputs, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -625,6 +692,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _gathering(
         self, outputs: list[Tensors], inputs: Tensors, result: list, opts: Any
     ) -> CallWork:
+        for places, own in zip(outputs, inputs, strict=True):
+            self._check("all_gather", places, [own])
         return self._call(
             f"all_gather {' '.join(map(shapes, outputs))}",
             lambda call: [
@@ -662,7 +731,10 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> CallWork:
-        places = [[*output.view(-1).chunk(self.size())] for output in outputs]
+        places = [
+            self._parts("all_gather", output, own)
+            for output, own in zip(outputs, inputs, strict=True)
+        ]
         return self._gathering(places, inputs, outputs, opts)
 
     _allgather_base = all_gather_single
@@ -676,6 +748,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         root, (own,) = opts.rootRank, inputs
+        if root == self.rank():
+            self._check("gather", outputs[0], [own])
         places = [*enumerate(outputs[0])] if root == self.rank() else []
         return self._call(
             f"gather to {root}",
@@ -689,6 +763,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
         root, (place,) = opts.rootRank, outputs
+        if root == self.rank():
+            self._check("scatter", inputs[0], [place])
         parts = [*enumerate(inputs[0])] if root == self.rank() else []
         return self._call(
             f"scatter from {root}",
@@ -702,6 +778,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         places, parts = [*outputs], [*inputs]
+        own = slice(self.rank(), self.rank() + 1)
+        self._check("all_to_all", places, parts[own])
+        self._check("all_to_all", parts, places[own])
         return self._call(
             "all_to_all",
             lambda call: self._exchange(
@@ -910,22 +989,26 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def check_reducible(op: Any, *tensors: torch.Tensor) -> None:
-    if op.op not in OPERATORS:
+def reducible(op: Any, tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return the tensors, complex ones as views of their real numbers; raise an error if they cannot be reduced."""
+    ours = OPERATORS.get(op.op)
+    if ours is None:
         raise ConfigError(
             f"Backend mpitrain reduces by {', '.join(map(op_name, OPERATORS))}, but not by {op_name(op)}."
         )
     for tensor in tensors:
-        if tensor.is_sparse and OPERATORS[op.op] != "add":
+        if tensor.is_sparse and ours != "add":
             raise ConfigError(
                 f"Backend mpitrain reduces sparse tensors by sum or avg, but not by {op_name(op)}."
             )
-        is_bitwise = OPERATORS[op.op].startswith("bitwise")
-        if tensor.dtype not in DTYPES or (is_bitwise and tensor.is_floating_point()):
+        is_sum_of_complex = tensor.is_complex() and ours == "add" and not tensor.is_sparse
+        is_bitwise = ours.startswith("bitwise") and tensor.is_floating_point()
+        if (tensor.dtype not in DTYPES or is_bitwise) and not is_sum_of_complex:
             raise ConfigError(
                 f"Backend mpitrain cannot reduce {tensor.dtype} by {op_name(op)}.",
                 "Convert the tensor first, for example to torch.float32.",
             )
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 def op_name(op: Any) -> str:

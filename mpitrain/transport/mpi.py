@@ -233,20 +233,25 @@ def refuse_strangers() -> None:
     started = process.launched()
     if started.size > 1 and MPI.COMM_WORLD.size == 1:
         by = f"{started.launcher} started {started.size} processes"
-        _refuse(started, f"{by}, but MPI tells each of them that it is alone.")
+        typed = f"Type `mpitrain launch -n {started.size} -- {process.own_command()}`."
+        _refuse(
+            started,
+            f"{by}, but MPI tells each of them that it is alone.",
+            typed if started.launcher == "torchrun" else LAUNCHER_OF_MPI,
+        )
 
 
-def _refuse(started: process.Launched, law: str) -> NoReturn:
+LAUNCHER_OF_MPI = "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both."
+
+
+def _refuse(started: process.Launched, law: str, way_out: str = LAUNCHER_OF_MPI) -> NoReturn:
     """Raise ConfigError in the first process of a launcher; the others exit with the same code."""
     if started.rank > 0:
         # No barrier joins these processes. The first exit may make the launcher end the process
         # that prints the error.
         time.sleep(1)
         sys.exit(ConfigError.exit_code)
-    raise ConfigError(
-        law,
-        "Use the launcher of the MPI that mpi4py loads: `mpitrain launch` finds it, `mpitrain doctor` shows both.",
-    ).on_every_rank()
+    raise ConfigError(law, way_out).on_every_rank()
 
 
 def _is_sent(request: Any, mpi: Any) -> bool:

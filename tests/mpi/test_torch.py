@@ -102,6 +102,46 @@ def bind_at_once(*groups):
     return rights
 
 says(world.rank, "at once", bind_at_once(dist.new_group(), dist.new_group()))
+
+def passed_tensors(me, n):
+    "A parameter, complex numbers and an output with strides, as gloo takes them."
+    weight = nn.Parameter(torch.full((3,), float(me)))
+    dist.all_reduce(weight)
+    part = torch.empty(2, dtype=torch.complex64)
+    dist.reduce_scatter_single(part, torch.arange(2 * n) + 1j * me)
+    rows = torch.empty(2, n).t()
+    dist.all_gather_single(rows, torch.full((1, 2), float(me)))
+    return [weight.tolist(), torch.view_as_real(part).tolist(), rows.tolist()]
+
+def refused_tensors(n):
+    "How many calls are refused before a message is sent; the group stays usable."
+    from mpitrain.errors import ConfigError
+    one, count = torch.ones(1), 0
+    for call in (
+        lambda: dist.all_gather_single(torch.empty(n + 1), one),
+        lambda: dist.reduce_scatter_single(one, torch.ones(n + 1)),
+        lambda: dist.all_gather([torch.ones(2)] * n, one),
+        lambda: dist.all_reduce(one.expand(4)),
+        lambda: dist.all_reduce(torch.ones(2, device="meta")),
+    ):
+        try:
+            call()
+        except ConfigError:
+            count += 1
+    dist.barrier()
+    return count
+
+def seconds_of_crossed_ends(me):
+    import time
+    groups = dist.new_group(), dist.new_group()
+    began = time.monotonic()
+    for group in groups if me % 2 else groups[::-1]:
+        dist.destroy_process_group(group)
+    return time.monotonic() - began
+
+me = world.rank
+found = passed_tensors(me, world.size), refused_tensors(world.size), seconds_of_crossed_ends(me)
+says(me, "corners", found)
 dist.destroy_process_group()
 """
 """A future's callbacks that make calls and wait for them, on 1, 2 and 3 ranks. PowerSGD of full rank averages exactly."""
@@ -166,6 +206,13 @@ def test_callbacks_of_futures_make_calls_and_wait_for_them(found):
 
 def test_two_groups_bind_in_two_threads_at_once(found):
     assert found["at once"] == [[True] * 24] * RANKS
+
+
+def test_tensors_of_any_kind_are_taken_or_refused_at_once_and_groups_end_in_any_order(found):
+    for me, (taken, refused, seconds) in enumerate(found["corners"]):
+        sums = [[3.0 * (2 * me + k), 3.0] for k in range(2)]
+        assert taken == [[3.0] * 3, sums, [[float(rank)] * 2 for rank in range(RANKS)]]
+        assert refused == 5 and seconds < 15  # 30 where both wait for each other
 
 
 def test_drawn_programs_of_collectives_equal_those_over_gloo(found):
