@@ -1,9 +1,9 @@
 """`mpitrain compare`: measures one job with several settings, and other programs, in turns."""
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
@@ -95,11 +95,13 @@ SERVED = {
 
 
 class TrainingJob(NamedTuple):
-    """The job of sides that stay in memory, and their turns.
+    """A job that is measured, its turns, and the files of its rows.
 
-    settings  `section.key=value` that change the job `gpt`, a preset or a file
+    settings  `section.key=value` that change a built-in job, a preset or a file
     blocks    turns of each side
     steps     steps in a turn
+    job       key of JOBS
+    outputs   {parameter of FILES: path or None}
     """
 
     settings: list[str]
@@ -108,16 +110,37 @@ class TrainingJob(NamedTuple):
     preset: str | None = None
     file: Path | None = None
     job: str | None = None
+    outputs: Mapping[str, Path | None] = MappingProxyType({})
+
+    def tables(self, first: Sequence[str] = (), more: Sequence[str] = ()) -> Mapping[str, Any]:
+        """Return the tables of the job, after an import of its plugins, which may add words.
+
+        first  `section.key=value` that the job replaces
+        more   `section.key=value` that replace those of the job
+        """
+        from mpitrain.config import tables_of
+        from mpitrain.config.plugins import load
+
+        settings = [*first, *JOBS.get(self.job or "", ()), *self.settings, *more]
+        return load(tables_of(self.file, settings, self.preset))
+
+    def read(self, first: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
+        """Return the configuration of `tables`."""
+        from mpitrain.run.choices import parse
+
+        return parse(self.tables(first, more), self.file)
+
+    def of_trainings(self) -> list[str]:
+        """Return the settings of trainings from the start that the job may replace."""
+        return [f"run.steps={self.steps}", f"run.eval_rows={EVALUATED}"]
 
     def set_keys(self) -> set[str]:
-        """Return the keys that the settings, the preset and the file set."""
-        from mpitrain.config import tables_of
-
-        tables = tables_of(self.file, self.settings, self.preset)
+        """Return the keys that the job sets."""
+        tables = self.tables()
         return {f"{section}.{key}" for section, values in tables.items() for key in values}
 
     def configured(self, ranks: int, more: Sequence[str] = ()) -> Any:
-        """Return the configuration. A step of a preset is one of its micro-batches on each rank.
+        """Return the configuration of sides in memory. A step of a preset is one of its micro-batches on each rank.
 
         ranks  number of ranks, which batch.size depends on
         more   further `section.key=value`
@@ -255,25 +278,18 @@ def command(
     named = [name for name, value in kinds.items() if value]
     _check_usage(click.get_current_context(), named, words, file)
     changed = changes(settings, device=device)
-    built_in = JOBS.get(job or "", ())
+    work = TrainingJob(changed, blocks or 5, steps or 10, preset, file, job, files)
+    sides = list(dict.fromkeys(words))
     if tricks:
-        own = [*built_in, *changed]
-        names = None if tricks == "all" else tricks
-        turns = blocks or LEAST_BLOCKS, steps or 3
-        run_tricks(lambda: configured(file, own, preset), names, turns, files)
+        run_tricks(work._replace(steps=steps or 3), None if tricks == "all" else tricks)
     elif shapes:
-        work = TrainingJob(changed, blocks or 5, steps or 10)
-        run_shapes(work, shapes, _rivals(peers or TORCH), row_seconds or ROW_SECONDS, files)
+        run_shapes(work, shapes, _rivals(peers or TORCH), row_seconds or ROW_SECONDS)
     elif generate:
-        own = [*built_in, *changed]
-        shape = tokens, prompt_tokens, batch
-        run_generation(words, own, shape, blocks or 5, peers, False, files, file, preset)
+        run_generation(work, words, (tokens, prompt_tokens, batch), peers)
     elif kept or peers:
-        work = TrainingJob(changed, blocks or 5, steps or 10, preset, file, job)
-        run_kept(work, list(dict.fromkeys(words)) or ["job"], peers, files)
+        run_kept(work, sides or ["job"], peers)
     else:
-        own = [*built_in, f"run.steps={steps or 30}", f"run.eval_rows={EVALUATED}", *changed]
-        run_trainings(list(dict.fromkeys(words)), own, blocks or 3, files, file, preset)
+        run_trainings(work._replace(blocks=blocks or 3, steps=steps or 30), sides)
 
 
 def _check_usage(
@@ -326,35 +342,15 @@ def _level(rivals: Sequence[tuple[str, str]]) -> str:
     return "multiple" if any(backend == BACKENDS[1] for _, backend in rivals) else "serialized"
 
 
-def _base(file: Path | None, preset: str | None) -> dict[str, Any]:
-    from mpitrain.config import tables_of
-
-    return tables_of(file, [], preset)
-
-
-def run_trainings(
-    words: list[str],
-    settings: list[str],
-    blocks: int,
-    files: dict[str, Any],
-    file: Path | None = None,
-    preset: str | None = None,
-) -> None:
-    with mpi_session(kind=lambda: configured(file, settings, preset).device.kind) as transport:
-        measure_modes(transport, words, settings, blocks, files, lambda: _base(file, preset))
+def run_trainings(work: TrainingJob, sides: Sequence[str]) -> None:
+    with mpi_session(kind=lambda: work.read(work.of_trainings()).device.kind) as transport:
+        measure_modes(transport, work, sides)
 
 
-def measure_modes(
-    transport: Any,
-    words: list[str],
-    settings: list[str],
-    blocks: int,
-    files: dict[str, Any],
-    base: Callable[[], dict[str, Any]] = dict,
-) -> None:
+def measure_modes(transport: Any, work: TrainingJob, sides: Sequence[str]) -> None:
     """Train a job from the start with each setting, in turns, and print the table. Collective.
 
-    base  () -> tables of the configuration that the settings change
+    sides  words joined by +; none: all modes of replication
     """
     from mpitrain.tools.bench.comparison.compare import compare, footer, memory_table
     from mpitrain.tools.bench.comparison.modes import check_resolved, jobs, usual
@@ -362,26 +358,30 @@ def measure_modes(
     from mpitrain.tools.bench.table import TRAINED, agreement, plot, table
     from mpitrain.transport.agreement import on_all_ranks
 
-    names = words or usual()
-    configs = on_all_ranks(transport, lambda: jobs(names, settings, transport.hosts, base()))
+    names = sides or usual()
+    configs = on_all_ranks(
+        transport, lambda: jobs(names, [], transport.hosts, work.tables(work.of_trainings()))
+    )
     check_resolved(transport, configs)
     job = next(iter(configs.values()))
     steps = job.run.steps
     facts = header(transport, "compare", job.device.kind, sys.argv[1:])
-    facts |= {"steps": steps, "blocks": blocks}
+    facts |= {"steps": steps, "blocks": work.blocks}
     title = (
         f"{job.model.kind}, {job.model.layers} layers of width {job.model.width} on {job.data.source}: {steps} steps "
         f"of {job.batch.size} rows by {transport.size} ranks on {facts['hosts']} host(s), {job.precision.compute}"
     )
-    shown = BenchReport(transport, facts, files)
+    shown = BenchReport(transport, facts, work.outputs)
     rows, shape = shown.rows, table(TRAINED, names)
     machine_line = f"{facts['processor']}, {facts['cores']} cores; {facts['mpi']}"
-    shown.begin([title, machine_line, "", *shape.heading()], len(configs) * steps * blocks, "steps")
+    shown.begin(
+        [title, machine_line, "", *shape.heading()], len(configs) * steps * work.blocks, "steps"
+    )
 
     def stepped(mode: str, loss: float) -> None:
         shown.count(f"{mode}, loss {loss:.3f}")
 
-    for row in compare(transport, configs, stepped, blocks):
+    for row in compare(transport, configs, stepped, work.blocks):
         rows.append(row)
         shown.show(shape.line(row))
     shown.end(
@@ -390,21 +390,15 @@ def measure_modes(
     )
 
 
-def run_kept(
-    work: TrainingJob, sides: Sequence[str | list[str]], peers: Sequence[str], files: dict[str, Any]
-) -> None:
+def run_kept(work: TrainingJob, sides: Sequence[str | list[str]], peers: Sequence[str]) -> None:
     with mpi_session(
         kind=lambda: work.configured(1).device.kind, thread_level=_level(_rivals(peers))
     ) as transport:
-        measure_sides(transport, work, sides, peers, files)
+        measure_sides(transport, work, sides, peers)
 
 
 def measure_sides(
-    transport: Any,
-    work: TrainingJob,
-    sides: Sequence[str | list[str]],
-    peers: Sequence[str],
-    files: dict[str, Any],
+    transport: Any, work: TrainingJob, sides: Sequence[str | list[str]], peers: Sequence[str]
 ) -> None:
     """Measure the job with each setting in turns with peers, all in memory. Collective.
 
@@ -440,7 +434,7 @@ def measure_sides(
         return configs
 
     facts = header(transport, "compare", "cpu", sys.argv[1:])
-    shown = BenchReport(transport, facts, files)
+    shown = BenchReport(transport, facts, work.outputs)
     *configs, single = on_all_ranks(transport, all_configured)
     words = [side if isinstance(side, str) else "+".join(side) for side in sides]
     names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
@@ -495,25 +489,16 @@ def _multiplier(config: Any) -> str:
 
 
 def run_shapes(
-    work: TrainingJob,
-    names: str,
-    peers: Sequence[tuple[str, str]],
-    seconds: float,
-    files: dict[str, Any],
+    work: TrainingJob, names: str, peers: Sequence[tuple[str, str]], seconds: float
 ) -> None:
     with mpi_session(
         kind=lambda: work.configured(1).device.kind, thread_level=_level(peers)
     ) as transport:
-        measure_shapes(transport, work, names, peers, seconds, files)
+        measure_shapes(transport, work, names, peers, seconds)
 
 
 def measure_shapes(
-    transport: Any,
-    work: TrainingJob,
-    names: str,
-    peers: Sequence[tuple[str, str]],
-    seconds: float,
-    files: dict[str, Any],
+    transport: Any, work: TrainingJob, names: str, peers: Sequence[tuple[str, str]], seconds: float
 ) -> None:
     """Measure and print shapes one by one. Collective.
 
@@ -541,7 +526,7 @@ def measure_shapes(
     facts = header(transport, "compare", "cpu", ["compare", "--shapes", names])
     facts["products"] = multiplier()
     shown, shape = (
-        BenchReport(transport, facts, files),
+        BenchReport(transport, facts, work.outputs),
         table(f"of|{KEPT}", ["torch DDP compiled, mpitrain"]),
     )
     products = f"# products by {facts['products']}"
@@ -567,25 +552,15 @@ def measure_shapes(
         ).on_every_rank()
 
 
-def run_tricks(
-    read: Callable[[], Any], names: str | None, turns: tuple[int, int], files: dict[str, Any]
-) -> None:
-    once = cache(read)
-    with mpi_session(kind=lambda: once().device.kind) as transport:
-        measure_tricks(transport, once, names, turns, files)
+def run_tricks(work: TrainingJob, names: str | None) -> None:
+    with mpi_session(kind=lambda: work.read().device.kind) as transport:
+        measure_tricks(transport, work, names)
 
 
-def measure_tricks(
-    transport: Any,
-    read: Callable[[], Any],
-    names: str | None,
-    turns: tuple[int, int],
-    files: dict[str, Any],
-) -> None:
+def measure_tricks(transport: Any, work: TrainingJob, names: str | None) -> None:
     """Measure a job with and without each trick. Collective.
 
     names  of tricks, separated by commas; None: all
-    turns  blocks, and steps of a block
     """
     from mpitrain.cli.terminal.progress import way
     from mpitrain.config import with_settings
@@ -597,16 +572,16 @@ def measure_tricks(
     from mpitrain.tools.bench.training.steps import WARM_UP, check_common_steps
     from mpitrain.transport.agreement import on_all_ranks
 
-    blocks, steps = turns
+    blocks, steps = work.blocks, work.steps
 
     def checked() -> tuple[Any, list[str]]:
-        tricks, config = names_of(names), read()
+        tricks, config = names_of(names), work.read()
         check_common_steps(config)
         length = f"run.steps={len(tricks) * (WARM_UP + blocks * steps)}"
         return parse(with_settings(config.model_dump(), [length])), tricks
 
     facts = header(transport, "compare", "", sys.argv[1:])
-    shown = BenchReport(transport, facts, files)
+    shown = BenchReport(transport, facts, work.outputs)
     config, tricks = on_all_ranks(transport, checked)
     job, shape = build(transport, config), table(TRIED, tricks, SAID)
     config = job.trainer.config
@@ -631,42 +606,36 @@ def measure_tricks(
 
 
 def run_generation(
+    work: TrainingJob,
     words: Sequence[str],
-    settings: list[str],
     shape: tuple[int | None, int, int],
-    blocks: int,
     peers: Sequence[str],
-    with_transformers: bool,
-    files: dict[str, Any],
-    file: Path | None = None,
-    preset: str | None = None,
+    with_transformers: bool = False,
 ) -> None:
-    def read(ranks: int = 1, more: Sequence[str] = ()) -> Any:
-        # Files of tokens take their vocabulary from run.init_from. No data are opened here.
-        random = ["data.source=tokens:random", "layout.dp=1", f"batch.size={ranks}"]
-        return configured(file, [*random, *settings, *more], preset)
+    with mpi_session(kind=lambda: work.read(_of_generation(1)).device.kind) as transport:
+        measure_generation(transport, work, words or ("job",), shape, peers, with_transformers)
 
-    with mpi_session(kind=lambda: read().device.kind) as transport:
-        measure_generation(
-            transport, read, words or ("job",), shape, blocks, peers, with_transformers, files
-        )
+
+def _of_generation(ranks: int) -> list[str]:
+    """Return the settings of a generation that the job may replace.
+
+    Files of tokens take their vocabulary from run.init_from. No data are opened here.
+    """
+    return ["data.source=tokens:random", "layout.dp=1", f"batch.size={ranks}"]
 
 
 def measure_generation(
     transport: Any,
-    read: Callable[..., Any],
+    work: TrainingJob,
     words: Sequence[str],
     shape: tuple[int | None, int, int],
-    blocks: int,
     peers: Sequence[str],
     with_transformers: bool,
-    files: dict[str, Any],
 ) -> None:
     """Measure the generation of the most likely tokens after random prompts. Collective.
 
     The model has the weights of run.init_from, or random ones.
 
-    read               (ranks, further settings) -> configuration
     shape              tokens after each prompt or None for as many as fit, tokens of each prompt, prompts
     with_transformers  measure transformers, too, if it is installed and can
     """
@@ -703,9 +672,10 @@ def measure_generation(
         return "it is measured on one rank" if transport.size > 1 else ""
 
     def checked() -> list[Any]:
-        configs = [
-            read(transport.size, settings_of(word, {"replication.algorithm"})) for word in words
-        ]
+        first = _of_generation(transport.size)
+        work.tables()  # imports the plugins
+        own = [settings_of(word, {"replication.algorithm"}) for word in words]
+        configs = [work.read(first, more) for more in own]
         config = configs[0]
         check_writes(config.model.kind)
         if prompt_tokens + (count or 1) > config.model.context + 1:
@@ -731,7 +701,7 @@ def measure_generation(
     config = configs[0]
     vocabulary, context = config.data.vocabulary or 256, config.model.context
     many = count or context - prompt_tokens
-    shown = BenchReport(transport, {"op": "compare", "arguments": sys.argv[1:]}, files)
+    shown = BenchReport(transport, {"op": "compare", "arguments": sys.argv[1:]}, work.outputs)
     source = Unopened("tokens", (context,), vocabulary, vocabulary)
     trainers = [build(transport, each, source=source).trainer for each in configs]
     names = ["mpitrain" if word == JOB else f"mpitrain {word}" for word in words]
@@ -744,7 +714,7 @@ def measure_generation(
     if TRANSFORMERS in peers or (with_transformers and not refusal(trainer.config)):
         sides.append(Transformers(config.model, vocabulary, trainer.tensors()))
     prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, prompt_tokens))
-    shown.rows += measure(sides, prompts.tolist(), many, blocks)
+    shown.rows += measure(sides, prompts.tolist(), many, work.blocks)
     facts = {
         "parameters": trainer.parameter_count,
         "layers": config.model.layers,

@@ -30,7 +30,6 @@ from mpitrain.cli.job_options import (
     TP,
     Finite,
     changes,
-    configured,
     counted,
     output_option,
 )
@@ -78,19 +77,20 @@ def train(
         raise click.UsageError("--shapes takes no --against, --alone and --preset.")
     if backends and not (peers or has_shapes):
         raise click.UsageError("--peer-backend is the backend of a --peer. Add --peer torch.")
-    work = TrainingJob(changes(settings, **options), blocks, steps, preset)
-    files = {"json_file": json_file}
+    work = TrainingJob(
+        changes(settings, **options), blocks, steps, preset, outputs={"json_file": json_file}
+    )
     rivals = [
         (peer, backend)
         for peer in peers or (TORCH if has_shapes else ())
         for backend in backends or BACKENDS[:1]
     ]
     if shapes is not None:
-        run_shapes(work, shapes, rivals, row_seconds or ROW_SECONDS, files)
+        run_shapes(work, shapes, rivals, row_seconds or ROW_SECONDS)
         return
     named = [f"{peer}:{backend}" for peer, backend in rivals]
     named += [ONE_RANK] * alone + [PRODUCTS] * floor
-    run_kept(work, ["job", *([[*others]] if others else [])], named, files)
+    run_kept(work, ["job", *([[*others]] if others else [])], named)
 
 
 @click.command("generate", hidden=True)
@@ -121,8 +121,8 @@ def generate(
     """Now `mpitrain compare --generate`: compare --generate --set run.init_from=RUN_DIR"""
     changed = changes(settings, **options, base=model)
     files = {"json_file": json_file, "csv_file": csv_file}
-    peers = [WINDOWS] * windows
-    run_generation((), changed, (count, prompt_tokens, batch), blocks, peers, True, files)
+    work = TrainingJob(changed, blocks, 1, outputs=files)
+    run_generation(work, (), (count, prompt_tokens, batch), [WINDOWS] * windows, True)
 
 
 def tricks_of(job_options: Any) -> click.Command:
@@ -149,11 +149,8 @@ def tricks_of(job_options: Any) -> click.Command:
     ) -> None:
         """Now `mpitrain compare --tricks`: compare job.toml --tricks all"""
         changed = changes(settings, **options)
-        run_tricks(
-            lambda: configured(config_file, changed, preset),
-            names,
-            (blocks, steps),
-            {"json_file": json_file},
-        )
+        files = {"json_file": json_file}
+        work = TrainingJob(changed, blocks, steps, preset, config_file, outputs=files)
+        run_tricks(work, names)
 
     return tricks

@@ -159,8 +159,9 @@ def test_kernels_take_turns_with_a_peer_and_a_file_has_the_times(tmp_path, capsy
     pytest.importorskip("torch")
     path = tmp_path / "train.json"
     job = [word for word in TINY_STEPS if word != "--set"]
-    work = TrainingJob([*job, "device.kind=cuda-sim", "device.gemm=library"], 2, 1)
-    run_ranks(1, measure_sides, work, ["job"], ["torch"], {"json_file": path})
+    settings = [*job, "device.kind=cuda-sim", "device.gemm=library"]
+    work = TrainingJob(settings, 2, 1, outputs={"json_file": path})
+    run_ranks(1, measure_sides, work, ["job"], ["torch"])
     assert "cuda-sim, products by NumPy" in capsys.readouterr().out
     ours, peer = json.loads(path.read_text())["rows"]
     assert (ours["side"], peer["side"]) == ("mpitrain", "torch") and len(ours["blocks"]) == len(
@@ -240,4 +241,4 @@ def test_a_rank_that_fails_alone_waits_for_nobody(monkeypatch):
     with pytest.raises(RuntimeError, match="planted"):
         tiny = ["model.layers=1", "model.width=8", "model.context=8"]
         work = TrainingJob(tiny, 1, 1)
-        run_ranks(2, measure_sides, work, ["job"], [], {})
+        run_ranks(2, measure_sides, work, ["job"], [])

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ class BenchReport:
     """
 
     def __init__(
-        self, transport: "Transport | None", facts: dict[str, Any], options: dict[str, Any]
+        self, transport: "Transport | None", facts: dict[str, Any], options: Mapping[str, Any]
     ):
         """Check the files that the options name, and read the one of --against. Collective.
 

@@ -87,17 +87,18 @@ MEASURED = {
     "compare": (
         lambda transport, file: measure_modes(
             transport,
+            TrainingJob([*SMALL, "run.eval_rows=8"], 1, 2, outputs={"json_file": file}),
             ["ring", "star"],
-            ["run.steps=2", "run.eval_rows=8", *SMALL],
-            1,
-            {"json_file": file},
         ),
         2,
         "sends (n-1) S, the root",
     ),
     "train": (
         lambda transport, file: measure_sides(
-            transport, TrainingJob([*SMALL, "run.steps=7"], 1, 2), ["job"], [], {"json_file": file}
+            transport,
+            TrainingJob([*SMALL, "run.steps=7"], 1, 2, outputs={"json_file": file}),
+            ["job"],
+            [],
         ),
         1,
         "blocks of 2 steps",

@@ -22,6 +22,7 @@ from mpitrain.tools.bench.table import KEPT, TRAINED, TRIED, agreement, plot, ta
 from mpitrain.tools.bench.turns import Row, compared
 from mpitrain.tools.plan.memory import count
 from mpitrain.tools.plan.mode_traffic import LETTERS
+from tests.rows import added_rows
 
 
 def words(mode):
@@ -158,6 +159,29 @@ def test_a_plus_in_a_value_joins_nothing():
         "layout.algorithm=ring",
         "replication.algorithm=ring",
     )
+
+
+def test_a_word_in_quotes_is_part_of_a_value():
+    found = jobs(
+        [
+            "replication.tuning='a+tp2+b'+model.width=64",
+            'replication.tuning="a+star+b"',
+            "replication.tuning=a+tp2",
+        ],
+        [],
+        "aa",
+    )
+    own = [(each.replication.tuning, each.model.width, each.layout.tp) for each in found.values()]
+    assert own == [("a+tp2+b", 64, 1), ("a+star+b", 128, 1), ("a", 128, 2)]
+    assert settings_of("replication.tuning=it's+tp2+run.sample_prompt=Bob's")[1] == "layout.tp=2"
+
+
+def test_a_plugin_of_the_job_adds_words_before_they_are_read(tmp_path):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from mpitrain.parallel.modes import MODES\nMODES['new'] = MODES['local']\n")
+    work = TrainingJob([f"run.plugins={plugin}"], 1, 1)
+    with added_rows():
+        assert settings_of("new", work.set_keys())[0] == "replication.mode=new"
 
 
 def test_a_file_sets_keys_as_set_does_for_sides_in_memory(tmp_path):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from mpitrain.collectives.selection.algorithm import is_file
@@ -55,8 +56,8 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 JOB = "job"
 """The word for the job as it is."""
-JOINED = re.compile(r"\+(?!\d)")
-"""Between two words; 1e+3 is one."""
+JOINED = re.compile(r"""(?<=[=\[{,: ])("[^"]*"|'[^']*')|(\+)(?!\d)""")
+"""Group 2 is between two words; 1e+3 is one, and so is what stands between quotes (group 1)."""
 _HOLES = re.compile(r"N(?![A-Z])|[A-Z]{2,}")
 
 
@@ -129,9 +130,11 @@ def is_of_job(word: str) -> bool:
 
 
 def _words_of(mode: str, known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the words of a mode. A + before anything but a word is part of a value."""
+    """Return the words of a mode. A + in quotes, or before anything but a word, is part of a value."""
     words: list[str] = []
-    for part in JOINED.split(mode):
+    places = [match.start() for match in JOINED.finditer(mode) if match[2]]
+    for start, end in pairwise([-1, *places, len(mode)]):
+        part = mode[start + 1 : end]
         is_word = is_of_job(part) or part in known or _form_of(part)
         if words and "=" in words[-1] and not is_word:
             words[-1] += f"+{part}"
