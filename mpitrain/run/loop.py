@@ -484,11 +484,14 @@ class Run:
             watchdog.patience(CLAIMED * keys.stall_seconds, keys.on_stall)
         locks: list[int] = []
         self._closed.callback(lambda: [os.close(lock) for lock in locks])
+        is_resumed = agreed.saved or (self.recovery and self.recovery.facts)
+        begun = job.step if is_resumed else -1
         over = job.trainer.transport
         refusals = over.refusals if isinstance(over, DeviceTransport) else []
         claimed, reasons = zip(
             *from_all_ranks(
-                self.transport, lambda: (_claimed(rank, agreed, job, locks, claiming), refusals)
+                self.transport,
+                lambda: (_claimed(rank, agreed, job, begun, locks, claiming), refusals),
             ),
             strict=True,
         )
@@ -1008,10 +1011,11 @@ class Checkpoints:
 
 
 def _claimed(
-    rank: int, agreed: Job, job: Job, locks: list[int], alive: Callable[[], None]
+    rank: int, agreed: Job, job: Job, begun: int, locks: list[int], alive: Callable[[], None]
 ) -> tuple[str, ResumeInfo, dict[str, Any]] | None:
     """Claim the run directory on rank 0; return it with the earlier part of the run, and its meaning.
 
+    begun   step up to which the run stays as it was; -1: it begins anew
     locks   receives the descriptor of its lock, which the caller must close
     alive   called after each file
     """
@@ -1024,8 +1028,8 @@ def _claimed(
     if rank > 0:
         return None
     before = ResumeInfo()
-    if agreed.has_run:  # Where a run begins anew, no line counts.
-        before = past(Path(agreed.folder), job.step if agreed.saved or job.step else -1)
-    folder, meant, lock = claim(agreed, job.trainer.job, job.source, job.step, alive)
+    if agreed.has_run:
+        before = past(Path(agreed.folder), begun)
+    folder, meant, lock = claim(agreed, job.trainer.job, job.source, begun, alive)
     locks.append(lock)
     return str(folder), before, meant

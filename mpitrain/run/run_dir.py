@@ -328,7 +328,7 @@ def claim(
     """Make and lock the run directory, and write its first files; only rank 0 calls this.
 
     agreed    the job as `agree_on` returned it
-    step      number of steps before this start; metrics of later steps are removed
+    step      number of steps before this start, -1 if the run begins anew; metrics of later steps are removed
     alive     called after each file
     returns   the directory, the `meaning` of its parameters, and the descriptor of its lock, which
               the caller must close
@@ -389,10 +389,7 @@ def _begin(
     remove(folder.resolve() / TRACE)  # The user may name the run directory itself by a link.
     if config.run.trace:
         (folder / TRACE).mkdir()
-    if not agreed.saved and not step:
-        write_whole(folder / METRICS, "")
-    else:
-        cut_after(folder / METRICS, step)
+    cut_after(folder / METRICS, step)
     values = {
         f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
     }

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from mpitrain.cli.launch.hosts import (
     srun_options,
 )
 from mpitrain.cli.launch.program import Program, program
-from mpitrain.cli.launch.restarts import Restarts, answers
+from mpitrain.cli.launch.restarts import Restart, Restarts, answers
 from mpitrain.cli.launch.supervise import LauncherOutput, Requests, run, say
 from mpitrain.cli.terminal.output import Screen
 from mpitrain.cli.terminal.stop_requests import EXIT
@@ -237,14 +238,13 @@ def command(
         asks = any(word == "-h" or word.startswith("--help") for word in target.words)
         is_training = target.command == "train" and not asks
         last_line = EXIT if target.command == "chat" else ""
-        asked = waiting.in_all(hosts_of(granted, placed))
         restarts = Restarts(
-            places,
-            ranks - asked,
+            waiting.left_of(places),
+            ranks - waiting.in_all(hosts_of(granted, placed)),
             partial(answers, line[0], words),
             partial(_configured, target.words),
         )
-        program_words = target.words
+        program_words, asked = target.words, waiting
         # mpirun returns 0 after the loss of a host, too. Of fault-tolerant ranks one is enough.
         is_doubtful = Path(line[0]).name == "mpirun" and hosts_of(granted, placed) > 1
         leave = (1 if fault_tolerant else ranks) if is_doubtful and target.tells_its_end else 0
@@ -258,17 +258,13 @@ def command(
             if not again:
                 # What a user could not have typed differently is no wrong usage.
                 sys.exit(1 if code == USAGE and not restarts.is_first else code)
-            room = sum(again.hosts.values()) - again.ranks if again.hosts else asked
-            waiting = Spares(min(asked, room), False)
+            waiting, placed = asked.after(again, placed)
             on = f"{again.ranks} ranks" + (f" of {', '.join(again.hosts)}" if again.hosts else "")
             begins = " from its newest checkpoint" * (restarts.step >= 0)
             say(Screen(), f"starting it again{begins}, on {on}")
             program_words = [*target.words, *again.words]
-            placed = placed._replace(hosts=again.hosts)
-            started_ranks = again.ranks + waiting.number
-            line, settings = command_line(
-                started_ranks, words, program_words, by or "", placed, True
-            )
+            ranks = again.ranks + waiting.in_all(len(again.hosts) or 1)
+            line, settings = command_line(ranks, words, program_words, by or "", placed, True)
 
 
 class Spares(NamedTuple):
@@ -285,6 +281,26 @@ class Spares(NamedTuple):
 
     def in_all(self, hosts: int) -> int:
         return self.number * hosts if self.is_per_host else self.number
+
+    def left_of(self, hosts: Mapping[str, int]) -> dict[str, int]:
+        """Return {host: number of ranks that may compute}; spares counted in all may be on any host."""
+        each = self.number if self.is_per_host else 0
+        return {host: max(0, ranks - each) for host, ranks in hosts.items()}
+
+    def after(self, again: Restart, placed: Placement) -> tuple["Spares", Placement]:
+        """Return the spares of a start after a loss, and the placement of all ranks.
+
+        Spares of each host stay that many. Spares counted in all are as many as the hosts have room for.
+        """
+        if not self.is_per_host:
+            room = sum(again.hosts.values()) - again.ranks if again.hosts else self.number
+            return Spares(min(self.number, room), False), placed._replace(hosts=again.hosts)
+        hosts, left = dict[str, int](), again.ranks
+        for host, most in again.hosts.items():
+            hosts[host] = min(most, left) + self.number
+            left -= min(most, left)
+        # The hosts may now have different numbers of ranks.
+        return self, placed._replace(hosts=hosts, ppn=placed.ppn * (not hosts))
 
 
 def check_spares(

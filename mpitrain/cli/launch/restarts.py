@@ -32,7 +32,7 @@ LOOK = 0.1
 class Restart(NamedTuple):
     """A start after one that failed.
 
-    hosts  {host that answers: number of its ranks}; empty: this host
+    hosts  {host that answers: number of ranks that may compute on it}; empty: this host
     ranks  in replicas that are whole
     words  options of `train` that resume the run
     """

@@ -141,7 +141,7 @@ def test_state_that_no_rank_has_whole_comes_from_copies_or_the_newest_checkpoint
     settings = [*settings, "run.inject=kill:1@6", *more]
     survive(3, settings)
     step, source = begun
-    assert restarts(tmp_path)[-1] == [2, step, 1, source, None]
+    assert restarts(tmp_path) == [[3, 0, None, None, None], [2, step, 1, source, None]]
     assert [*losses(tmp_path)] == [*range(1, 10)]
     if step:
         assert equal_a_fresh_run(tmp_path, settings, step, 2)
@@ -164,6 +164,27 @@ def test_a_rank_may_die_while_the_others_recover(settings, tmp_path, monkeypatch
     assert [r["step"] for r in records(tmp_path) if "val_loss" in r] == [2, 4, 6, 8, 9]
     times = [r["wall_s"] for r in records(tmp_path) if r.get("event") != "start"]
     assert times == sorted(times)
+
+
+def test_losses_before_the_first_step_keep_the_lines_of_the_starts_before(
+    settings, tmp_path, monkeypatch
+):
+    step = Run.step
+
+    def dies(run):
+        if (run.transport.size, run.finished, run.transport.rank) == (3, 0, 0):
+            raise Gone
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    survive(4, [*settings, "run.inject=kill:3@1"])
+    assert restarts(tmp_path) == [
+        [4, 0, None, None, None],
+        [3, 0, 1, "ranks", None],
+        [2, 0, 1, "ranks", None],
+    ]
+    times = [r["wall_s"] for r in records(tmp_path)]
+    assert times == sorted(times) and [*losses(tmp_path)] == [*range(1, 10)]
 
 
 def test_survivors_one_step_apart_take_the_later_state(settings, tmp_path, monkeypatch):

@@ -422,6 +422,66 @@ def test_a_start_after_a_loss_is_never_wrong_usage(codes, last, monkeypatch):
     assert CliRunner().invoke(commands, words).exit_code == last and not left
 
 
+@pytest.mark.parametrize(
+    "words, before, again, started, option",
+    [
+        (  # host b is lost
+            "--hosts a:2,b:2,c:2 --spares-per-host 1",
+            ({"a": 1, "b": 1, "c": 1}, 3),
+            ({"a": 1, "c": 1}, 2),
+            (4, {"a": 2, "c": 2}),
+            "1/host",
+        ),
+        (  # ranks in replicas of 4
+            "--hosts a,b --ppn 5 --spares-per-host 2",
+            ({"a": 3, "b": 3}, 6),
+            ({"a": 3, "b": 3}, 4),
+            (8, {"a": 5, "b": 3}),
+            "2/host",
+        ),
+        ("-n 4 --spares-per-host 1", ({}, 3), ({}, 2), (3, {}), "1/host"),
+        (
+            "--hosts a:2,b:2,c:2 --spares 2",
+            ({"a": 2, "b": 2, "c": 2}, 4),
+            ({"a": 2, "c": 2}, 4),
+            (4, {"a": 2, "c": 2}),
+            None,
+        ),
+        ("-n 4 --spares 2", ({}, 2), ({}, 2), (4, {}), "2"),
+    ],
+)
+def test_a_start_after_a_loss_has_spares_of_the_form_that_was_asked_for(
+    words, before, again, started, option, monkeypatch
+):
+    first, placements, lines = [], [], []
+
+    class Lost:
+        is_first, step = False, 10
+
+        def __init__(self, hosts, ranks, *others):
+            first.append((hosts, ranks))
+
+        def after(self, output, code):
+            return Restart(*again, []) if code else None
+
+    def command_line(ranks, extra, program, by, placed, fault_tolerant):
+        placements.append((ranks, placed.hosts))
+        return ["mpirun", *program], {}
+
+    def run(line, *others):
+        lines.append(line)
+        return 2 - len(lines)
+
+    monkeypatch.setattr(launch_command, "command_line", command_line)
+    monkeypatch.setattr(launch_command, "run", run)
+    monkeypatch.setattr(launch_command, "Restarts", Lost)
+    words = ["launch", *words.split(), "--fault-tolerant", "--", "train"]
+    assert CliRunner().invoke(commands, words).exit_code == 0
+    assert (first, placements[1:]) == ([before], [started])
+    asked = [word for word in lines[1] if word.startswith("mpitrain_spares=")]
+    assert asked == [f"mpitrain_spares={option}"] * bool(option)
+
+
 def test_a_bar_is_not_held_back_on_a_terminal(monkeypatch):
     assert "--stream-buffering" not in line_for(monkeypatch, "Open MPI", 2)[0]
     monkeypatch.setattr(launch_command.sys.stderr, "isatty", lambda: True, raising=False)
