@@ -26,8 +26,6 @@ from mpitrain.errors import ConfigError, KernelError
 from mpitrain.files import cannot_write, contents, own_folder, path_of, sync_folder
 from mpitrain.machine import process
 
-ANSWERING = 30.0
-"""Seconds in which the compiler tells its version: one that hangs has failed."""
 NO_COMPILER = "there is no compiler."
 """The reason for which a rank without any compiler has no compiled passes."""
 
@@ -140,31 +138,8 @@ def is_zig() -> bool:
     return Path(compiler()).name == "zig"
 
 
-def _said(arguments: list[str], what: str, way_out: str, seconds: float | None) -> str:
-    """Run the compiler; return its standard output.
-
-    what, way_out  the predicate and the way out of the error
-    raises         ConfigError without a compiler, KernelError if it fails
-    """
-    if not is_zig():
-        return _output([compiler(), *arguments], what, way_out, seconds)
-
-    def by_zig(folder: Path | str) -> str:
-        cache = f"ZIG_GLOBAL_CACHE_DIR={folder}"
-        command = ["/usr/bin/env", cache, compiler(), "c++", *arguments]
-        return _output(command, what, way_out, seconds)
-
-    # Zig compiles its C++ library once, into a cache. Of files that were cut there it makes errors,
-    # or empty libraries. So what needs no such library is compiled without, and errors are tried again.
-    if "-nostdlib" not in arguments:
-        with suppress(KernelError):
-            return by_zig(cache_of("zig"))
-    with tempfile.TemporaryDirectory() as folder:
-        return by_zig(folder)
-
-
-def _output(command: list[str], what: str, way_out: str, seconds: float | None) -> str:
-    """Run a command that ends within some seconds; return its standard output."""
+def _run(command: list[str], what: str, way_out: str, seconds: float | None) -> None:
+    """Run the compiler, as `compile_cpp`."""
     try:
         done = subprocess.run(
             command,
@@ -180,32 +155,26 @@ def _output(command: list[str], what: str, way_out: str, seconds: float | None) 
         reason = f" {error.strerror or error}."
     else:
         if not done.returncode:
-            return done.stdout
+            return
         code = done.returncode
         words = done.stderr.strip()[:4000]
         end = f" it ended with exit code {code}." if code > 0 else f" signal {-code} ended it."
         reason = f"\n{words}" if words else end
-    raise KernelError(f"{compiler()} {what}:{reason}", way_out)
-
-
-@cache
-def version() -> str:
-    """Return the first line that the compiler says of itself.
-
-    raises  ConfigError without a compiler, KernelError if it fails
-    """
-    said = _said(["--version"], "does not tell its version", "Install another one.", ANSWERING)
-    return f"{Path(compiler()).name}: {said.partition(chr(10))[0]}"
+    raise KernelError(f"{compiler()} cannot compile {what}:{reason}", way_out)
 
 
 @cache
 def processor_and_compiler() -> str:
-    """Return the processor's features and the compiler's version: -march=native and the language
-    level depend on them.
+    """Return the processor's features and the compiler's file: -march=native and the language level
+    depend on them.
+
+    raises  ConfigError without a compiler
     """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
-    return processor + version()
+    file = Path(compiler()).resolve()
+    facts = file.stat()
+    return f"{processor} {file} {facts.st_size} {facts.st_mtime_ns}"
 
 
 def compile_cpp(
@@ -217,9 +186,28 @@ def compile_cpp(
     seconds        in which it must end; None: zig's C++ library takes minutes on a busy machine
     raises         ConfigError without a compiler, KernelError if it fails
     """
-    _said([*arguments, "-o", str(target)], f"cannot compile {what}", way_out, seconds)
+    arguments = [*arguments, "-o", str(target)]
+    if is_zig():
+        _compile_by_zig(arguments, what, way_out, seconds)
+    else:
+        _run([compiler(), *arguments], what, way_out, seconds)
     if not target.exists():
         raise KernelError(f"{compiler()} ended well, but wrote nothing for {what}.", way_out)
+
+
+def _compile_by_zig(arguments: list[str], what: str, way_out: str, seconds: float | None) -> None:
+    def run(folder: Path | str) -> None:
+        command = ["/usr/bin/env", f"ZIG_GLOBAL_CACHE_DIR={folder}", compiler(), "c++", *arguments]
+        _run(command, what, way_out, seconds)
+
+    # Zig compiles its C++ library once, into a cache. Of files that were cut there it makes errors,
+    # or empty libraries. So what needs no such library is compiled without, and errors are tried again.
+    if "-nostdlib" not in arguments:
+        with suppress(KernelError):
+            run(cache_of("zig"))
+            return
+    with tempfile.TemporaryDirectory() as folder:
+        run(folder)
 
 
 def compiled_once(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain import __version__
@@ -271,7 +272,7 @@ def _kinds() -> list[str]:
 
 
 def _compiler() -> str:
-    from mpitrain.machine.compiling import NO_COMPILER, version
+    from mpitrain.machine.compiling import NO_COMPILER, compiler, is_zig
     from mpitrain.ops.host.compiled import lacks
 
     if reason := lacks("float32"):
@@ -281,7 +282,9 @@ def _compiler() -> str:
             if reason == NO_COMPILER
             else f"fails: the passes are NumPy's. {reason}"
         )
-    return version()
+    version = [compiler(), *(["c++"] if is_zig() else []), "--version"]
+    said = subprocess.run(version, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return f"{Path(compiler()).name}: {said.stdout.partition(chr(10))[0]}"
 
 
 def gpus() -> str:

@@ -96,19 +96,18 @@ def test_compiled_passes_are_refused_without_a_compiler(no_compiler):
     assert "device.passes" in str(caught.value)
 
 
-VERSION = 'case "$1" in --version) echo 1; exit;; esac; '
-
-
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
     """Return a function that makes g++ these lines of a shell, and one that counts its compilations."""
 
     def clear():
-        for cached in (compiled.library, compiling.version, compiling.processor_and_compiler):
+        for cached in (compiled.library, compiling.processor_and_compiler):
             cached.cache_clear()
 
     def replace(lines):
         clear()
+        if not lines:
+            return
         (tmp_path / "g++").write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/calls\n{lines}\n")
         (tmp_path / "g++").chmod(0o755)
 
@@ -129,46 +128,41 @@ def passes_of(ranks, recorded="auto"):
 
 
 @pytest.mark.parametrize(
-    "lines, reason, compilations",
+    "lines, reason",
     [
-        ("exit 3", "does not tell its version: it ended with exit code 3", 0),
-        ("printf 'o\\377ps' >&2; exit 1", "does not tell its version: o\ufffdps", 0),
-        ("kill -9 $$", "does not tell its version: signal 9 ended it", 0),
-        (VERSION + "echo nonsense >&2; exit 1", "cannot compile passes.cpp: nonsense", 1),
-        (VERSION, "wrote nothing for passes.cpp", 1),
-        (VERSION + 'while [ "$1" != -o ]; do shift; done; : > $2', "cannot be loaded", 1),
+        ("exit 3", "cannot compile passes.cpp: it ended with exit code 3"),
+        ("printf 'o\\377ps' >&2; exit 1", "cannot compile passes.cpp: o\ufffdps"),
+        ("kill -9 $$", "cannot compile passes.cpp: signal 9 ended it"),
+        ("exit", "wrote nothing for passes.cpp"),
+        ('while [ "$1" != -o ]; do shift; done; : > $2', "cannot be loaded"),
     ],
 )
 def test_a_compiler_that_fails_costs_one_note_with_the_reason(
-    lines, reason, compilations, compiler, capsys, tmp_path
+    lines, reason, compiler, capsys, tmp_path
 ):
     """Of all ranks and starts one has tried to compile."""
     replace, compiled_times = compiler
-    for _ in range(2):
-        replace(lines)
+    for start in (lines, ""):
+        replace(start)
         assert passes_of(3) == ["numpy"] * 3
         notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
         assert len(notes) == 1 and reason in notes[0] and "On rank 0" in notes[0]
-        assert "NumPy's passes" in notes[0] and compiled_times() == compilations
-        remembered = [*tmp_path.glob("cache/mpitrain/passes/*.failed")]
-        assert all(f"remove {refusal} to try again" in notes[0] for refusal in remembered)
+        assert "NumPy's passes" in notes[0] and compiled_times() == 1
+        (refusal,) = tmp_path.glob("cache/mpitrain/passes/*.failed")
+        assert f"remove {refusal} to try again" in notes[0]
     assert passes_of(1, "numpy") == ["numpy"] and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lines", ["", VERSION])
-def test_a_compiler_that_hangs_has_failed(lines, compiler, monkeypatch):
+def test_a_compiler_that_hangs_has_failed(compiler, monkeypatch):
     replace, _ = compiler
-    if lines:
-        monkeypatch.setattr(compiled, "COMPILING", 0.2)
-    else:
-        monkeypatch.setattr(compiling, "ANSWERING", 0.2)
-    replace(f"{lines}sleep 60")
+    monkeypatch.setattr(compiled, "COMPILING", 0.2)
+    replace("sleep 60")
     assert "did not end within 0.2 s" in compiled.lacks("float32")
 
 
 def test_a_refusal_is_forgotten_after_a_day(compiler, tmp_path):
     replace, compiled_times = compiler
-    replace(VERSION + "exit 1")
+    replace("exit 1")
     for compilations in (1, 2):
         for _ in range(2):
             compiled.library.cache_clear()
