@@ -299,7 +299,7 @@ class Model(Section):
 
     kind: str = "gpt"
     """{rows}; if the key is not set, the kind that fits data.source"""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(4, ge=1, le=10_000)
     """number of {rows}"""
     width: int = Field(128, ge=1)
     """{rows}"""

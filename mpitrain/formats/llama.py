@@ -497,9 +497,9 @@ def _experts(config: _Configuration) -> dict[str, Any]:
         router = "after" if config.norm_topk_prob else "before"
         count = config.num_experts or getattr(config, "num_local_experts", None) or 128
         if not isinstance(config, OlmoeConfiguration):
-            step, own = config.decoder_sparse_step, config.mlp_only_layers or []
+            step, named = config.decoder_sparse_step, config.mlp_only_layers or []
             every = range(config.num_hidden_layers)
-            dense = [n for n in every if n in own or (n + 1) % step]
+            dense = [n for n in every if n in named or (n + 1) % step]
             if len(dense) == len(every):
                 return {"model.experts": 0}
             hidden = config.intermediate_size if dense else 0

@@ -63,8 +63,8 @@ def _transformer(keys: Keys, source: Source | Unopened) -> dict[str, Any]:
 
 
 def _gpt(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:
-    own = {"windows": keys.windows, "experts": keys.experts}
-    return gpt(layers, **_transformer(keys, source), **own)
+    more = _transformer(keys, source)
+    return gpt(layers, **more, windows=keys.windows, experts=keys.experts)
 
 
 def _llama(layers: Plain, keys: Keys, source: Source | Unopened) -> Sequence[Unit]:

@@ -214,8 +214,8 @@ class RingAttention(Attention):
         for step, after in zip_longest(steps, steps[1:]):
             source = (self._context.rank - step) % ranks
             # Own tokens that lie a window apart in the row do so among themselves, or farther.
-            bounds = {"offset": own, "window": 0} if step else {}
-            seen = self.seen._replace(starts=firsts and firsts[source], **bounds)
+            bounds = self.seen._replace(offset=own, window=0) if step else self.seen
+            seen = bounds._replace(starts=firsts and firsts[source])
             yield step, (after or step) - step, *share.seen(source, own, window), seen
 
     def _lease(self, like: Any, content: Any = None) -> ActivationBuffer:

@@ -245,8 +245,8 @@ def _fastest(device: Device, engine: Engine, shape: Shape, dtype: str, ways: str
         best, fastest = usual, usually
     by_library = 0.0
     if table.by_gain and dtype in HALVES:
-        ours, theirs = seconds(device, runs[best], case.by(product.library))
-        by_library = ours / theirs
+        own, of_library = seconds(device, runs[best], case.by(product.library))
+        by_library = own / of_library
     return Tuned(
         FastestTile(dtype, ways, *shape, best, gain, by_library),
         len(times),
