@@ -11,7 +11,7 @@ import click
 
 from mpitrain.cli import COMMANDS, WORDS
 from mpitrain.errors import ConfigError
-from mpitrain.hints import hint
+from mpitrain.hints import foreign, hint
 
 RANK = "mpitrain.transport.program"
 """The module that runs a user's program on a rank."""
@@ -52,7 +52,7 @@ def program(arguments: list[str]) -> Program:
         return _python(rest)
     if first.endswith(".py"):
         return _python(arguments)
-    return _unknown(first)
+    return _unknown(first, rest)
 
 
 def _is_this_python(word: str) -> bool:
@@ -115,7 +115,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return options, rest
 
 
-def _unknown(name: str) -> Program:
+def _unknown(name: str, rest: list[str]) -> Program:
+    """Raise the error for a program that is no Python; `rest` are the words behind its name."""
     if os.sep in name:
         raise ConfigError(
             f"Ranks run Python programs by the Python of this environment, but {name} "
@@ -128,7 +129,12 @@ def _unknown(name: str) -> Program:
             ),
             "Name a Python file, as own.py or python own.py.",
         )
-    raise click.UsageError(
-        f"{name!r} is neither an mpitrain command nor a Python file{hint(name, COMMANDS, is_command=True)} "
+    way_out = (
         f"Commands are {', '.join(COMMANDS)}; a Python file is named as own.py or python own.py."
+    )
+    files = [at for at, word in enumerate(rest) if word.endswith(".py")]
+    if files and foreign(name, is_command=True):  # another launcher, as in `torchrun own.py`
+        way_out = f"Type the file alone: -- {shlex.join(['python', *rest[files[0] :]])}"
+    raise click.UsageError(
+        f"{name!r} is neither an mpitrain command nor a Python file{hint(name, COMMANDS, is_command=True)} {way_out}"
     )

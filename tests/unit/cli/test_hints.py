@@ -30,6 +30,8 @@ ANSWERS = {
     "bench latency": "`mpitrain launch -n 2 -- bench pairs`",
     "bench osu_bw": "`mpitrain launch -n 2 -- bench bandwidth`",
     "launch -- torchrun": "`mpitrain launch -n 4 -- python train.py`",
+    "launch -- accelerate launch own.py -n 3": "Type the file alone: -- python own.py -n 3",
+    "slurm -- torchrun --nnodes 2 own.py": "Type the file alone: -- python own.py",
     "slurm -- finetune": "`mpitrain train`",
     # options of launch and slurm
     "launch --np 4 -- train": "`mpitrain launch -n 4 -- train`",
