@@ -10,9 +10,12 @@ from mpitrain.kernels.loader import Kernels
 from mpitrain.layers.base import TokenShare
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops, bodies
+from mpitrain.ops.cuda.product import gemm
+from mpitrain.ops.cuda.tiles import AttentionGain, MeasuredTiles
 from mpitrain.ops.reference.attention import Seen
 from tests.cases.documents import starts_of
 from tests.cases.numbers import assert_close, numbers, stored, values
+from tests.cases.packed import on
 
 reference = bodies.reference()
 
@@ -100,7 +103,13 @@ RINGS: list[tuple[Any, ...]] = [
 
 
 def on_kernels(kernels: Kernels, ring: tuple[Any, ...], dtype: str) -> None:
-    check_ring(bodies.cuda(kernels), *ring, dtype=dtype)
+    check_ring(on(kernels, dtype), *ring, dtype=dtype)
+
+
+def by_gain(kernels: Kernels) -> None:
+    """All parts have logarithms of one base, also if the table has measured numbers of keys near those of some alone."""
+    table = MeasuredTiles(by_gain=True, attention=[AttentionGain(16, 24, 9.0)])
+    check_ring(bodies.cuda(kernels, partial(gemm, table=table)), 2, (1, 24), 2, 16, dtype="float32")
 
 
 def parts() -> Iterator[Callable]:
@@ -117,3 +126,5 @@ def tensor_parts() -> Iterator[Callable]:
         (3, 300, None, 60, 0.7),
     ):
         yield partial(on_kernels, ring=(ranks, (1, length), 2, 16, 1, *more), dtype="float16")
+    yield partial(on_kernels, ring=(2, (1, 140), 2, 16, 1, [[100, 40]], 50, 0.7), dtype="3xtf32")
+    yield by_gain

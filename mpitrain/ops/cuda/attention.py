@@ -209,9 +209,11 @@ def choose(
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
     is_half = c_type(q) in ("__half", "__nv_bfloat16")
-    is_split = c_type(q) == "float" and tiles.splits_attention(q.shape[2] // heads, kv.shape[1])
-    is_chunked = (is_half or is_split) and bool(in_chunks(q, kv, other))
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
+    # Gains are of whole causal sequences. Parts of a ring share logarithms, of one base for all numbers of keys.
+    measured = 0 if is_general else kv.shape[1]
+    is_split = c_type(q) == "float" and tiles.splits_attention(q.shape[2] // heads, measured)
+    is_chunked = (is_half or is_split) and bool(in_chunks(q, kv, other))
     shape = q.shape[1:], kv.shape[2], heads
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
     has_window = int(seen.window > 0)

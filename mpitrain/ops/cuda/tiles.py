@@ -397,7 +397,7 @@ class MeasuredTiles:
         """Return whether attention in float32 multiplies by 3xTF32.
 
         head    channels
-        tokens  keys
+        tokens  of whole causal sequences; 0: of others, for which no gain was measured
         """
         return self.is_3xtf32 or (
             self.by_gain
