@@ -362,7 +362,7 @@ def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
     if room.needed + activations <= room.free:
         return counts
     micro_batches, rows = job.plan.micro_batches, -(-job.config.batch.size // job.axes.dp)
-    fitting = _fitting(job, room, rank, rows)
+    fitting = _fitting(job, room, rank)
     both, free, state, of_rows = gigabytes(
         room.needed + activations, room.free, room.needed, activations
     )
@@ -400,10 +400,11 @@ def bytes_needed(job: Job, room: Room, rank: int) -> tuple[int, StepCounts]:
     return total, counts if rank < workers else StepCounts()
 
 
-def _fitting(job: Job, room: Room, rank: int, rows: int) -> Fitting | None:
+def _fitting(job: Job, room: Room, rank: int) -> Fitting | None:
     """Return the fewest micro-batches, more than those of the job, that fit in `room`, by bisection."""
     best = None
-    low, high = job.plan.micro_batches + 1, min(rows, MOST)
+    # Each micro-batch of every replica needs a row, also of one with fewer rows than this.
+    low, high = job.plan.micro_batches + 1, min(job.config.batch.size // job.axes.dp, MOST)
     while low <= high:
         middle = (low + high) // 2
         proposed = next(filter(None, map(job.with_micro_batches, range(middle, high + 1))), None)

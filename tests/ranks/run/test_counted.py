@@ -183,6 +183,19 @@ def test_too_large_activations_are_refused_with_fitting_micro_batches(ranks, lay
         built(f"batch.micro_batches={found - 1}")
 
 
+def test_no_micro_batches_are_proposed_that_leave_a_replica_without_a_row(monkeypatch):
+    """Of 5 rows the last of 3 ranks has one, so no second micro-batch."""
+    needed = sum(counted for counted, _ in run_ranks(3, peaks, [*TINY, "batch.size=3"]))
+    config = configured(*TINY, "batch.size=5")
+
+    def built():
+        run_ranks(3, lambda transport: build(transport, config))
+
+    leaves(monkeypatch, built, int(1.2 * needed))
+    with pytest.raises(ConfigError, match="no larger number of micro-batches fits"):
+        built()
+
+
 def test_a_context_that_is_refused_on_one_rank_trains_on_four_that_divide_it():
     """Each rank is on a host of its own; activations fall to a quarter, and state does not."""
     common = [*TINY, "model.heads=4", "model.context=256", "batch.size=4", "memory.limit_gb=0.004"]
