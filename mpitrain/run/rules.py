@@ -280,10 +280,13 @@ def of_needs(
     """
     values = config.flat() if needs else {}
     for name, value in needs.items():
+        needed, given = (
+            str(v).lower() if isinstance(v, bool) else v for v in (value, values[name])
+        )
         yield (
             values[name] != value,
-            f"{noun} {values[key]} needs {name} {value}, but it is {values[name]}.",
-            f"Set {name} to {value}, or {key} to {other}.",
+            f"{noun} {values[key]} needs {name} {needed}, but it is {given}.",
+            f"Set {name} to {needed}, or {key} to {other}.",
         )
 
 

@@ -114,20 +114,26 @@ class LaunchNumbers:
         return array
 
     def rates(
-        self, like: Any, lr: float, weight_decay: Any, scale: float, *corrections: float
+        self,
+        like: Any,
+        lr: float,
+        weight_decay: Any,
+        scale: float,
+        first: float = 1.0,
+        second: float = 1.0,
     ) -> tuple[Any, Any]:
         """Return two arguments of the kernel of an element-wise step: the table of `GroupRuns` or
-        None, and the array of scale, corrections, and (learning rate, weight decay) of each group.
+        None, and the array of scale, two corrections, and (learning rate, weight decay) of each group.
 
-        weight_decay  a number, or `GroupRuns`, whose factors multiply lr
+        first, second  corrections of the moments; a kernel reads the groups from number 3 on
+        weight_decay   a number, or `GroupRuns`, whose factors multiply lr
         """
-        both = corrections or (1, 1)
         if isinstance(weight_decay, GroupRuns):
             table, groups = weight_decay
             rates = [each for factor, decay in groups for each in (lr * factor, decay)]
-            values = scale, *both, *rates
+            values = scale, first, second, *rates
         else:
-            table, groups, values = None, weight_decay, (scale, *both, lr, weight_decay)
+            table, groups, values = None, weight_decay, (scale, first, second, lr, weight_decay)
         key = KINDS[like.dtype].sums, groups
         entry = self._arrays.get(key)
         return table, entry[0] if entry and entry[1] == values else self._write(key, values)

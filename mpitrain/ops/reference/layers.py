@@ -118,7 +118,7 @@ def linear_backward_weight(pending, dw, accumulate, arena, db=None):
         linear_backward_bias(pending, db, accumulate, arena)
 
 
-@operation("pending@linear_backward_input|N db:N accumulate=1 -> db", "nothing")
+@operation("pending@linear_backward_input|N db:N accumulate=1 -> db", "nothing", launches=2)
 def linear_backward_bias(pending, db, accumulate, arena):
     """Write or add db, the sum of dy over rows.    db: (N,)"""
     put(pending[0].sum(0), db, accumulate)
