@@ -301,7 +301,8 @@ SCHEDULES: Table[str, Schedule] = Table(
 )
 """Synchronous schedules by name.
 
-The command line and the tests read this table: a new schedule needs one entry and nothing else.
+The command line, `train` and the tests of all schedules read this table. A schedule of the house
+also has a row in README.md beside this file, and formulas in tests/unit/pipeline/test_schedules.py.
 """
 
 STREAMS: Table[str, Schedule] = Table(

@@ -107,7 +107,7 @@ def time_option(name: str, text: str) -> Callable:
     "--chunks",
     type=click.IntRange(1, 26),
     show_default="2",
-    help="Model chunks per stage, for interleaved and breadth-first.",
+    help="Model chunks per stage, for a schedule that takes any number.",
 )
 @time_option(
     "--forward-ms",

@@ -221,6 +221,10 @@ LIVE = {
 }
 
 
+def test_every_schedule_has_formulas_of_its_bubble_and_its_memory():
+    assert {*BUBBLES, *TOTALS} == {*LIVE} == {*SCHEDULES}
+
+
 @pytest.mark.parametrize("name", [name for name, formula in LIVE.items() if formula])
 def test_peak_live_micro_batches_are_those_of_the_formula(name):
     for p, m, v in points(name):
