@@ -290,9 +290,13 @@ class ProcessGroup(dist.ProcessGroup):
                     f"Backend mpitrain moves tensors of CPUs and NVIDIA GPUs, but this one is on {tensor.device}."
                 )
         for tensor in flat([tensors]):
-            if tensor.layout == torch.strided and any(
-                size > 1 and not stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            if (
+                tensor.layout == torch.strided
+                and tensor.numel()
+                and any(
+                    size > 1 and not stride
+                    for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                )
             ):
                 raise ConfigError(
                     f"rank {self.transport.members[self.rank()]}: {name} writes each element to a place of its own, but "
@@ -590,7 +594,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         op = opts.reduceOp
         places = reducible(op, outputs)
-        parts = [reducible(op, of_ranks) for of_ranks in inputs]
+        parts = [reducible(op, [*map(whole, of_ranks)]) for of_ranks in inputs]
         for output, of_ranks in zip(places, parts, strict=True):
             self._check("reduce_scatter", of_ranks, [output])
         return self._call(

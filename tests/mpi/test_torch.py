@@ -108,8 +108,9 @@ def passed_tensors(me, n):
     weight = nn.Parameter(torch.full((3,), float(me)))
     dist.all_reduce(weight)
     part = torch.empty(2, dtype=torch.complex64)
-    dist.reduce_scatter_single(part, torch.arange(2 * n) + 1j * me)
+    dist.reduce_scatter_single(part, (torch.arange(2 * n) - 1j * me).conj())
     rows = torch.empty(2, n).t()
+    dist.all_reduce(torch.empty(1, 0).expand(3, 0))  # no element is written twice
     dist.all_gather_single(rows, torch.full((1, 2), float(me)))
     return [weight.tolist(), torch.view_as_real(part).tolist(), rows.tolist()]
 
