@@ -59,5 +59,5 @@ def test_a_micro_batch_costs_each_stage_few_calls_of_the_pipeline():
     for rank, phases in enumerate(passes):
         more = four[rank] - two[rank]
         calls = sum(count for (file, _), count in more.items() if file.startswith("pipeline/"))
-        assert more["pipeline/pipeline.py", "Channel._wait"] == 4
+        assert more["pipeline/pipeline.py", "Channel.complete"] == 4
         assert calls <= 2 * (21 + 3 * phases)
