@@ -69,12 +69,12 @@ TABLE = (
 HOPPER = (
     Part("machine", 40, "kernels.py", ("first",)),
     Part("predicted", 20, "predicted.py"),
-    Part("first run", 60, "hopper.py", ("first",)),
+    Part("first run", 50, "hopper.py", ("first",)),
     Part("compiled", 60, "compiled.py", ("hopper",)),
-    Part("products", 90, "hopper.py", ("products",)),
+    Part("products", 80, "hopper.py", ("products",)),
     Part("attention", 45, "hopper.py", ("attention",)),
     # torch.compile takes a minute or two of these.
-    Part("training", 290, "hopper.py", ("training",)),
+    Part("training", 265, "hopper.py", ("training",)),
 )
 MODES = tuple(
     Part(f"modes, {way}", 100, "modes.py", (way,), 2, True) for way in ("ipc", "pointers", "staged")

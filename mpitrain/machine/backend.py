@@ -259,7 +259,7 @@ def copy_rows(target: Any, source: Any) -> None:
                     matrix of the last two dims separately. Only if the last dim is not contiguous,
                     as in a transposed weight of another library, CuPy's kernel copies
     """
-    if not on_device(target):
+    if not on_device(target) or not has_memory(target):
         target[...] = source
         return
     if target.flags.c_contiguous and source.flags.c_contiguous:

@@ -174,12 +174,13 @@ def attention_next(kernels, q, kv, keys, values, past, heads, arena, seen=CAUSAL
     (_, groups, room, head), y = keys.shape, arena.take(q.shape, q.dtype)
     pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
     sizes = batch, length, heads, groups, room, min(seen.window or room, room), *pitches
+    cap = _of_cap(seen) if seen.cap else {}
     kernels.launch(
         "attention_next",
         row_blocks(batch * length * heads),
         ROWS,
         (*sizes, seen.scale_of(head), q, kv, past, keys, values, y),
-        macros=kernels.macros(**element(q), **index(past), HEAD=head, **_of_cap(seen)),
+        macros=kernels.macros(**element(q), **index(past), HEAD=head, **cap),
         fresh="y",
         strided="q kv",
     )
@@ -208,32 +209,34 @@ def choose(
     raises    KernelError if the heads are too wide for the device
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
-    is_half = c_type(q) in ("__half", "__nv_bfloat16")
+    wgmma = getattr(kernels, "tensor_cores", "mma") == "wgmma"
     is_general = seen.offset != 0 or q.shape[1] != kv.shape[1] or not _are_side_by_side(q, kv)
-    # Gains are of whole causal sequences. Parts of a ring share logarithms, of one base for all numbers of keys.
-    measured = 0 if is_general else kv.shape[1]
-    is_split = c_type(q) == "float" and tiles.splits_attention(q.shape[2] // heads, measured)
-    is_chunked = (is_half or is_split) and bool(in_chunks(q, kv, other))
-    shape = q.shape[1:], kv.shape[2], heads
     documents = 0 if seen.starts is None else 2 if seen.closed and seen.offset else 1
-    has_window = int(seen.window > 0)
-    asked = Asked(
-        is_half,
-        is_split,
-        q.shape[2] // heads,
-        drops,
-        is_chunked and q.size > 0 and kv.size > 0,
-        bool(seen.cap),
-        backward,
-        getattr(kernels, "tensor_cores", "mma") == "wgmma",
-        kernels.engine.capability,
-    )
-    masks = documents, has_window, is_general, seen.cap
-    key = ("attention", q.dtype, shape, is_chunked, asked, *masks)
+    has_window, has_rows = int(seen.window > 0), q.size > 0 and kv.size > 0
+    may_copy_chunks = q.dtype.itemsize == 2 or tiles.is_3xtf32 or tiles.by_gain
+    is_chunked = may_copy_chunks and bool(in_chunks(q, kv, other))
+    shape, masks = (q.shape[1:], kv.shape[2], heads), (documents, has_window, is_general, seen.cap)
+    key = ("attention", q.dtype, shape, is_chunked, has_rows, drops, backward, tiles, wgmma, *masks)
     chosen = kernels.plans.get(key)
     if chosen is None:
+        head, is_half = q.shape[2] // heads, c_type(q) in ("__half", "__nv_bfloat16")
+        # Gains are of whole causal sequences. Parts of a ring share logarithms, of one base for all numbers of keys.
+        measured = 0 if is_general else kv.shape[1]
+        is_split = c_type(q) == "float" and tiles.splits_attention(head, measured)
+        is_chunked = is_chunked and (is_half or is_split)
+        asked = Asked(
+            is_half,
+            is_split,
+            head,
+            drops,
+            is_chunked and has_rows,
+            bool(seen.cap),
+            backward,
+            wgmma,
+            kernels.engine.capability,
+        )
         bounds = {"DOCUMENTS": documents, "WINDOW": has_window, "GENERAL": int(is_general)}
-        defines = {**element(q), "HEAD": asked.head, **_of_cap(seen)}
+        defines = {**element(q), "HEAD": head, **_of_cap(seen)}
         defines |= {name: value for name, value in bounds.items() if value}
         if (shared_by := 2 * q.shape[2] // kv.shape[2]) > 1:
             defines["GROUP"] = shared_by

@@ -35,6 +35,7 @@ from mpitrain.pipeline.simulate import Cost, peak
 from mpitrain.regions import share
 from mpitrain.run.count.operations import Count, Unlaunched, counted
 from mpitrain.run.count.weightless import (
+    NoAddress,
     Weightless,
     WeightlessForKernels,
     WeightlessMemory,
@@ -355,8 +356,9 @@ def check_activations(job: Job, room: Room, rank: int) -> StepCounts:
         activations, counts = bytes_needed(job, room, rank)
     except MpitrainError:
         raise
-    except Exception as error:  # A plugin's layer may use an array in a way that needs memory.
-        if not MODELS.is_added(job.config.model.kind):
+    except Exception as error:
+        # An operation or a layer of a plugin may need memory; all else in our own models is a fault.
+        if not isinstance(error, NoAddress) and not MODELS.is_added(job.config.model.kind):
             raise
         return StepCounts(problem=f"{type(error).__name__}: {error}")
     if room.needed + activations <= room.free:

@@ -21,6 +21,10 @@ from mpitrain.machine.backend import WithoutMemory
 Shape = tuple[int, ...]
 
 
+class NoAddress(TypeError):
+    """An operation asks for the memory of an array that has none."""
+
+
 class Weightless(WithoutMemory):
     """An array without memory, as PyTorch's tensors on the device "meta".
 
@@ -37,7 +41,7 @@ class Weightless(WithoutMemory):
     @property
     def ctypes(self) -> Any:
         """Refuse to give an address to code that NumPy does not call."""
-        raise TypeError("an array without memory has no address")
+        raise NoAddress("an array without memory has no address")
 
     __array_interface__ = ctypes
 

@@ -1,5 +1,6 @@
 """Shared windows of groups that overlap: a rank knows windows that the others do not, and others may be slower."""
 
+import itertools
 import threading
 import time
 
@@ -46,8 +47,9 @@ def test_a_window_is_not_written_while_another_group_reads_it():
             transport, array := np.full(5, 10.0**transport.rank, np.float32), algorithm="shared"
         )
         if transport.rank == 1:
-            met = reduction._met
-            reduction._met = lambda left: (written.wait(10), met(left))
+            # The first phase writes, the second reads.
+            work, phase = reduction._work, itertools.count()
+            reduction._work = lambda: (next(phase) and written.wait(10), work())
         reduction.run()
         if transport.rank != 1:
             del reduction
@@ -72,8 +74,8 @@ def test_what_a_slow_rank_still_reads_is_not_written_over(count, half, where, be
         )
         reduction, found = getattr(Group(transport, "shared"), f"bind_{half}")(array), []
         if transport.rank == 1:
-            met = reduction._met
-            reduction._met = lambda left: (time.sleep(0.02), met(left))
+            work = reduction._work
+            reduction._work = lambda: (time.sleep(0.02), work())
         for run in range(3):
             array[:] = 10.0**transport.rank * (run + 1)
             if begun:
