@@ -46,6 +46,7 @@ WEIGHTS = "model"
 HEAD, THEIR_HEAD = "head.logits.weight", "lm_head.weight"
 CLASSES = "head.classes.weight"
 Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+Depth = Annotated[int, Field(ge=1, le=10_000)]  # as model.layers
 Rate = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -14,6 +14,7 @@ from mpitrain.config import Model
 from mpitrain.formats.architecture import (
     HEAD,
     Architecture,
+    Depth,
     Rate,
     Size,
     TensorRow,
@@ -33,7 +34,7 @@ class BertConfiguration(ModelType):
 
     vocab_size: Size
     hidden_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Depth
     num_attention_heads: Size
     intermediate_size: Size
     max_position_embeddings: Size

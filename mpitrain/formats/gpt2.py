@@ -15,6 +15,7 @@ from mpitrain.formats.architecture import (
     HEAD,
     THEIR_HEAD,
     Architecture,
+    Depth,
     Rate,
     Size,
     TensorRow,
@@ -48,7 +49,7 @@ class Gpt2Configuration(ModelType):
     vocab_size: Size
     n_positions: Size
     n_embd: Size
-    n_layer: Size
+    n_layer: Depth
     n_head: Size
     n_inner: Size | None = None
     activation_function: str = "gelu_new"

@@ -17,6 +17,7 @@ from mpitrain.formats.architecture import (
     HEAD,
     THEIR_HEAD,
     Architecture,
+    Depth,
     Size,
     TensorRow,
     check_heads,
@@ -105,7 +106,7 @@ class _Configuration(ModelType):
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Depth
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None

@@ -48,8 +48,8 @@ def resolved(config, ranks=1):
     return Job(config, placed, ("",) * placed.ranks, plan, DEFAULT, [], device_for("cpu"))
 
 
-def check(transport, found):
-    found = replace(found, source=SOURCES["gpt"])
+def check(transport, found, source=None):
+    found = replace(found, source=source or SOURCES["gpt"])
     return memory.check_memory(transport, found, found.described().model)
 
 
