@@ -965,7 +965,8 @@ def flat(tensors: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its elements in memory as they are: a conjugate is only marked as one."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
