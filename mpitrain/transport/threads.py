@@ -51,7 +51,7 @@ class Wait(NamedTuple):
     """A blocked thread of a rank.
 
     ready  returns whether the thread may continue
-    what   object whose str() names the wait
+    what   object whose str() names the wait; None: the wait for any message in progress
     woken  condition that wakes only this thread
     """
 
@@ -77,7 +77,7 @@ class World:
         self._changed = threading.Condition(self.lock)
         self._admitted: Counter[int] = Counter()
         self.unmet: dict[tuple, list[Message]] = defaultdict(list)
-        self.meetings: dict[tuple, Meeting] = {}
+        self.meetings: dict[tuple, tuple[str, dict[int, Any]]] = {}
         # Threads that have not ended: one per rank, and those that `admit_thread` let in.
         self.live = size
         self.waits: dict[int, Wait] = {}  # by thread identifier
@@ -101,7 +101,7 @@ class World:
 
         The caller holds the lock.
 
-        what     object whose str() names the wait
+        what     as in `Wait`
         seconds  time after which this returns even if no post has woken this thread
         """
         me = threading.get_ident()
@@ -120,7 +120,7 @@ class World:
 
         raises  CommError when no post can come any more
         """
-        what, seen = what or Unmet(self, rank), self.posts
+        seen = self.posts
 
         def is_posted() -> bool:
             return self.posts != seen
@@ -134,10 +134,17 @@ class World:
         """Raise CommError if the world has ended; PeerLost if a rank has ended before."""
         if self.end is None:
             return
-        law = f"rank {rank}: {what} cannot complete: {self.end}"
+        law = f"rank {rank}: {self.name_of(rank, what)} cannot complete: {self.end}"
         if self.lost:
             raise PeerLost(law, ranks=tuple(sorted(self.lost)))
         raise CommError(law)
+
+    def name_of(self, rank: int, what: Any) -> str:
+        """Return the name of a wait; without one, that of the rank's messages in progress."""
+        if what is not None:
+            return str(what)
+        unmet = [one for queue in self.unmet.values() for one in queue if one.transport.me == rank]
+        return named(unmet) or "no message"
 
     def find_deadlock(self) -> None:
         """End the world if every live thread waits and none is ready. The caller holds the lock."""
@@ -146,7 +153,7 @@ class World:
         if not any(wait.ready() for wait in self.waits.values()):
             stacks = sys._current_frames()
             rows = sorted(
-                f"rank {wait.rank} waits in {wait.what}{_written(stacks[thread])}"
+                f"rank {wait.rank} waits in {self.name_of(wait.rank, wait.what)}{_written(stacks[thread])}"
                 for thread, wait in self.waits.items()
             )
             rows += [f"rank {rank} has ended" for rank in sorted(self.lost)]
@@ -244,24 +251,8 @@ def _written(frame: FrameType | None) -> str:
     return f", for {inner.f_code.co_qualname} in line {frame.f_lineno} of {file}"
 
 
-class Unmet:
-    """The name of a wait for any of a rank's messages in progress."""
-
-    def __init__(self, world: World, rank: int):
-        self._world, self._rank = world, rank
-
-    def __str__(self) -> str:
-        unmet = [
-            m
-            for messages in self._world.unmet.values()
-            for m in messages
-            if m.transport.me == self._rank
-        ]
-        return named(unmet) or "no message"
-
-
 class Meets:
-    """A request that other ranks complete: the base of `Message` and `Arrival`."""
+    """A request that other ranks complete: the base of `Message` and `Meeting`."""
 
     transport: Any
     note: Note | None = None
@@ -272,7 +263,6 @@ class Meets:
 
     def complete(self) -> None:
         """Finish the request; a second call does nothing. The caller holds the lock."""
-        raise NotImplementedError
 
     def test(self) -> bool:
         world = self.transport.world
@@ -307,10 +297,15 @@ class Meets:
 
 
 class Message(Meets):
-    """One side of a message: complete when it has met the other side and the bytes are copied."""
+    """One side of a message: complete when it has met the other side and the bytes are copied.
+
+    sender, receiver  ranks of the transport; a receive from any rank has no sender
+    """
 
     def __init__(self, transport: Any, array: np.ndarray, peer: int | None, tag: int, sends: bool):
         self.transport, self.peer, self.tag, self.sends = transport, peer, tag, sends
+        ends: tuple[Any, Any] = (transport.rank, peer)
+        self.sender, self.receiver = ends if sends else ends[::-1]
         self.bytes, self.nbytes = array.reshape(-1).view(np.uint8), array.nbytes
         self.other: Message | None = None
         self.moved = False
@@ -321,29 +316,18 @@ class Message(Meets):
         peer = "any rank" if self.peer is None else f"rank {self.transport.members[self.peer]}"
         return f"{way} {peer}, tag {self.tag}, {self.nbytes} bytes"
 
-    def fits(self, other: Message) -> bool:
-        """Return whether this message and `other` are a matching send and receive."""
-        send, receive = (self, other) if self.sends else (other, self)
-        return (
-            send.sends
-            and not receive.sends
-            and send.tag == receive.tag
-            and send.peer == receive.transport.rank
-            and receive.peer in (None, send.transport.rank)
-        )
-
     def post(self) -> Message:
         """Match the earliest message that fits, or queue this one for a later match."""
-        world = self.transport.world
+        world, route = self.transport.world, (self.transport.context, self.receiver, self.tag)
         with world.lock:
-            unmet = world.unmet[self.transport.context]
-            self.other = next((message for message in unmet if self.fits(message)), None)
-            if self.other is None:
-                unmet.append(self)
-            else:
-                unmet.remove(self.other)
-                self.other.other = self
-                world.post()
+            opposite = world.unmet[(*route, not self.sends)]
+            for other in opposite:
+                if self.sender == other.sender or None in (self.sender, other.sender):
+                    opposite.remove(other)
+                    self.other, other.other = other, self
+                    world.post()
+                    return self
+            world.unmet[(*route, self.sends)].append(self)
         return self
 
     def complete(self) -> None:
@@ -373,58 +357,61 @@ class Message(Meets):
         return self.moved or self.other is not None
 
 
-class Meeting:
-    """One collective call of all ranks; its result is `combine` of their inputs."""
+class Meeting(Meets):
+    """One rank's part in a collective call: complete when every rank has entered the call.
 
-    def __init__(self, size: int, what: str, combine: Callable[[list], Any]):
-        self.brought: dict[int, Any] = {}
-        self.size, self.what, self.combine, self.result = size, what, combine, None
-        self.combined = False
-
-    def complete(self) -> Any:
-        # The inputs are combined as late as permitted: a change to an array after its start then
-        # corrupts the result.
-        if not self.combined:
-            self.result = self.combine([self.brought[rank] for rank in range(self.size)])
-            self.combined = True
-            # The meeting may outlive this call, but the ranks' arrays must not.
-            self.brought.clear()
-        return self.result
-
-
-class Arrival(Meets):
-    """One rank's part in a meeting, as a Request; `deliver(result)` runs at its completion."""
+    everyone  {rank: what it brings}, one dict for all ranks
+    """
 
     source = -1
 
-    def __init__(self, transport: Any, what: str, bring: Any, combine: Callable, deliver: Callable):
-        self.transport, self.what, self.deliver = transport, what, deliver
-        self.done = False
-        world = transport.world
-        key = transport.context, transport.next_meeting
+    def __init__(self, transport: Any, what: str, brings: Any):
+        self.transport, self.what = transport, what
+        world, key = transport.world, (transport.context, transport.next_meeting)
         transport.next_meeting += 1
         with world.lock:
-            self.meeting = world.meetings.setdefault(key, Meeting(transport.size, what, combine))
-            if self.meeting.what != what:
+            entered, self.everyone = world.meetings.setdefault(key, (what, {}))
+            if entered != what:
                 raise CommError(
-                    f"rank {transport.me}: entered {what} while another rank entered {self.meeting.what}.",
+                    f"rank {transport.me}: entered {what} while another rank entered {entered}.",
                     "Every rank must make the same collective calls in the same order.",
                 )
-            self.meeting.brought[transport.rank] = bring
+            self.everyone[transport.rank] = brings
             if self.is_ready():
                 del world.meetings[key]
                 world.post()
 
     def is_ready(self) -> bool:
-        return self.meeting.combined or len(self.meeting.brought) == self.meeting.size
-
-    def complete(self) -> None:
-        if not self.done:
-            self.done = True
-            self.deliver(self.meeting.complete())
+        return len(self.everyone) == self.transport.size
 
     def __str__(self) -> str:
         return self.what
+
+
+class Sum(Meeting):
+    """An all-reduce that stands for the MPI library's own.
+
+    The arrays are combined as late as permitted: a change to an array after its start then corrupts
+    the result.
+    """
+
+    def __init__(self, transport: Any, array: np.ndarray, op: str):
+        self.array: np.ndarray | None = array
+        self.combine = getattr(np, op)
+        super().__init__(transport, "native all-reduce", array)
+
+    def complete(self) -> None:
+        if self.array is None:
+            return
+        everyone, ranks = self.everyone, range(self.transport.size)
+        if everyone[self.transport.rank] is self.array:  # This rank is the first to complete.
+            total = everyone[0].copy()
+            for rank in ranks[1:]:
+                self.combine(total, everyone[rank], out=total)
+            everyone.update(dict.fromkeys(ranks, total))
+        np.copyto(self.array, everyone[self.transport.rank])
+        # The request may outlive the call, but the reference to the array must not.
+        self.array = None
 
 
 class ThreadTransport(Transport):
@@ -495,9 +482,9 @@ class ThreadTransport(Transport):
 
     def meet(self, what: str, bring: Any) -> list[Any]:
         """Return what each rank brings, by rank. Collective."""
-        everyone: list[Any] = []
-        Arrival(self, what, bring, list, everyone.extend).wait()
-        return everyone
+        meeting = Meeting(self, what, bring)
+        meeting.wait()
+        return [meeting.everyone[rank] for rank in range(self.size)]
 
     def barrier(self) -> None:
         wait = self.recorder.wait(self.names[BARRIER]) if self.recorder.is_on else 0
@@ -560,19 +547,10 @@ class ThreadTransport(Transport):
         else:
             self.windows.close(self)
 
-    def start_all_reduce(self, array: np.ndarray, op: str) -> Arrival:
+    def start_all_reduce(self, array: np.ndarray, op: str) -> Sum:
         """Begin the all-reduce that stands for the MPI library's own. Collective."""
         check_message(array, self.me, [], self.size)
-
-        def combine(arrays: list[np.ndarray]) -> np.ndarray:
-            total = arrays[0].copy()
-            for other in arrays[1:]:
-                getattr(np, op)(total, other, out=total)
-            return total
-
-        return Arrival(
-            self, "native all-reduce", array, combine, lambda total: np.copyto(array, total)
-        )
+        return Sum(self, array, op)
 
     def abort(self, message: str, exit_code: int = 1) -> None:
         raise CommError(f"rank {self.me}: aborted: {message}")
