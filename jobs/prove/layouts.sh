@@ -16,7 +16,8 @@ from pathlib import Path
 
 from mpitrain.collectives.selection.table import choices
 from mpitrain.parallel.grid import Axes
-from mpitrain.pipeline.schedules import SCHEDULES
+from mpitrain.pipeline.schedules import SCHEDULES, plan_of
+from mpitrain.pipeline.simulate import goes_in_passes
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_tensor import check_equal, configured, curve
 
@@ -26,7 +27,8 @@ BASE = [f"batch.size={ROWS}", "optimizer.warmup=0", "optimizer.lr=0.01", "optimi
 GPT = [*BASE, "model.layers=7", "model.heads=24", "model.context=8", "data.vocabulary=101"]
 MODELS = {"untied": GPT, "tied": [*GPT, "model.tied=true"], "mlp": [*BASE, "model.kind=mlp", "model.layers=15"]}
 RULES, RANKS = ("sgd", "momentum", "adamw"), (1, 2, 3, 4, 6, 8)
-IN_PASSES, ALGORITHMS = ("gpipe", "breadth-first"), choices("allreduce")
+IN_PASSES = [name for name in SCHEDULES if all(map(goes_in_passes, plan_of(name, 2, 4).by_stage))]
+ALGORITHMS = choices("allreduce")
 file, end = Path(sys.argv[1]), time.monotonic() + 60 * float(sys.argv[2])
 ranks, names = list(map(int, sys.argv[3].split())), sys.argv[4].split() or list(SCHEDULES)
 layouts = [Axes(tp, dp, n // dp // tp) for n in RANKS for dp in range(1, n + 1) for tp in range(1, n + 1) if n % (dp * tp) == 0]

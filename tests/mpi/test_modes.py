@@ -7,7 +7,7 @@ from mpitrain.transport.mpi import connect
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel import test_averaging, test_tensor
 from tests.ranks.pipeline.test_pipelines import SMALL, layout
-from tests.training import TINY, assert_alike, configured, curve, near, trained
+from tests.training import SERVERLESS, TINY, assert_alike, configured, curve, near, trained
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_the_curve_is_the_same_on_one_to_four_ranks(mpi_ranks, algorithm, transp
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])
-@pytest.mark.parametrize("mode", ("master", "local", "gossip"))
+@pytest.mark.parametrize("mode", SERVERLESS)
 def test_a_mode_computes_over_mpi_what_it_does_on_threads(mpi_ranks, mode):
     transport, settings = (
         connect(),

@@ -21,9 +21,9 @@ from mpitrain.tools.bench.comparison.modes import (
 )
 from mpitrain.tools.plan.memory import count
 from mpitrain.transport.threads import run_ranks
-from tests.training import TINY
+from tests.training import APART, SERVERLESS, TINY
 
-APART = ("local", "gossip", "server-async", "server-bounded")
+OWN = (*APART, "server-async", "server-bounded")
 """Modes that have a curve of their own."""
 
 
@@ -42,8 +42,7 @@ def test_the_busiest_rank_sends_what_the_formula_says(hosts, parts):
     words = [
         word
         for word in settings_by_mode()
-        if words_of(parse(with_settings({}, settings_of(word))), 2)
-        and word not in ("shared", *APART)
+        if words_of(parse(with_settings({}, settings_of(word))), 2) and word not in ("shared", *OWN)
     ]
     rows = measured(words, hosts, "run.steps=2", f"batch.micro_batches={parts}")
     for each in rows:
@@ -220,7 +219,7 @@ def test_blocks_repeat_a_training_and_asynchronous_modes_too():
 @pytest.mark.parametrize("hosts, parts", [("aa", 1), ("aaa", 2)])
 def test_frozen_tensors_travel_in_the_gathers_of_zero_3_alone(hosts, parts):
     patterns = ["embedding.*", "blocks.0.*", "*.norm.*"]
-    words = ["ring", "zero1", "zero2", "zero3", "master", "local", "gossip", "server-sync"]
+    words = ["ring", "zero1", "zero2", "zero3", *SERVERLESS, "server-sync"]
     settings = ["run.steps=4", f"batch.micro_batches={parts}"]
     every = measured(words, hosts, *settings)
     some = measured(words, hosts, *settings, f"model.freeze={patterns}")
@@ -238,7 +237,7 @@ def test_zero_has_no_formula_with_a_rule_that_sums_over_divided_tensors():
 @pytest.mark.parametrize("hosts, servers", [("aa", 1), ("abab", 2), ("aaaaa", 1)])
 def test_bytes_equal_the_formula_for_late_workers_and_several_servers(hosts, servers):
     keys = "run.steps=5", "replication.period=2", "checkpoint.every=2", "replication.staleness=1"
-    for each in measured([*APART, "server-sync"], hosts, *keys, f"replication.servers={servers}"):
+    for each in measured([*OWN, "server-sync"], hosts, *keys, f"replication.servers={servers}"):
         if each.side == "server-async" and servers > 1:
             assert each.formula_bytes is None, "which worker draws most tickets is not known before"
         else:
@@ -280,7 +279,6 @@ MODEL = [
     *("batch.size=8", "run.steps=4", "device.kind=cpu"),
 ]
 ALGORITHMS = ("ring", "star", "tree", "halving-doubling", "recursive-doubling", "shared")
-AVERAGING = ("master", "local", "gossip")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +290,7 @@ AVERAGING = ("master", "local", "gossip")
         "replication.wire=powersgd:2",
         *(f"replication.zero={stage} replication.algorithm=ring" for stage in (1, 2, 3)),
         "replication.zero=3 replication.gather=int8 replication.algorithm=ring",
-        *(f"replication.mode={mode} replication.algorithm=ring" for mode in AVERAGING),
+        *(f"replication.mode={mode} replication.algorithm=ring" for mode in SERVERLESS),
         *(f"replication.mode=server replication.update={update}" for update in ("sync", "async")),
         "precision.compute=bfloat16",
         "layout.pp=3 pipeline.schedule=async batch.micro_batches=3",

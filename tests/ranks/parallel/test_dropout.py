@@ -17,7 +17,7 @@ from mpitrain.run.trainer import Trainer
 from mpitrain.transport.threads import run_ranks
 from tests.ranks.parallel.test_tensor import ONE as GPT
 from tests.ranks.parallel.test_tensor import curve, source_of
-from tests.training import assert_parts, configured, near
+from tests.training import SERVERLESS, assert_parts, configured, near
 
 STEPS = 2
 DROPS = ["model.dropout=0.2", "model.attention_dropout=0.15", "run.seed=5"]
@@ -135,9 +135,9 @@ def test_the_kernels_have_the_masks_of_the_host(monkeypatch):
     [
         [*PIPE, "pipeline.schedule=async"],
         [*PIPE, "pipeline.schedule=async-2bw"],
-        *([f"replication.mode={mode}"] for mode in ("server", "master", "local", "gossip")),
+        *([f"replication.mode={mode}"] for mode in ("server", *SERVERLESS)),
     ],
-    ids=["async", "async-2bw", "server", "master", "local", "gossip"],
+    ids=["async", "async-2bw", "server", *SERVERLESS],
 )
 def test_other_modes_and_overlapping_steps_have_the_masks_of_one_rank(settings, monkeypatch):
     base = [*GPT, *DROPS, f"run.steps={STEPS}"]

@@ -24,7 +24,7 @@ from tests.ranks.parallel.test_llama import GEMMA, LLAMA, QWEN3
 from tests.ranks.parallel.test_own_layers import BASE, MODEL, Tokens
 from tests.ranks.parallel.test_tensor import ONE, source_of
 from tests.ranks.pipeline.test_pipelines import ROWS, SMALL, STEPS, UNITS, layout
-from tests.training import EXACT, MLP, TINY, assert_alike, configured, same, trained
+from tests.training import APART, EXACT, MLP, TINY, assert_alike, configured, same, trained
 
 pytestmark = pytest.mark.slow
 
@@ -374,7 +374,7 @@ def test_every_mode_with_the_curve_of_one_rank_is_in_the_matrix():
         for job in MATRIX.values()
         for _, settings in job.cells.values()
     }
-    assert modes == {*MODES} - {"local", "gossip", "server"}
+    assert modes == {*MODES} - {*APART, "server"}
 
 
 def test_every_schedule_is_in_the_matrix():

@@ -87,18 +87,26 @@ def without_keys(found, rule):
     }
 
 
+OWN = {
+    "normalised": ([], LAYOUTS[::4]),
+    "nesterov": ([], LAYOUTS[1::3]),
+    "lion": ([TIED, GROUPS], LAYOUTS[2::3]),
+    "lamb": ([GROUPS, "optimizer.lr=0.05"], LAYOUTS[::2]),
+    "adafactor": ([TIED, GROUPS, "optimizer.lr=0.2"], LAYOUTS),
+    "muon": ([TIED, GROUPS], LAYOUTS),
+}
+"""Rule -> (settings, layouts); every other rule has these of Adam: [TIED, GROUPS], LAYOUTS[::3]."""
+ELSEWHERE = ("sgd", "momentum", "adamw", "adamw8bit")
+"""The rules of most tests of layouts and checkpoints, and one with a file of its own."""
+
+
 @pytest.mark.parametrize(
     "rule, settings, layouts",
     [
-        ("normalised", [], LAYOUTS[::4]),
-        ("nesterov", [], LAYOUTS[1::3]),
-        ("lion", [TIED, GROUPS], LAYOUTS[2::3]),
-        ("adam", [TIED, GROUPS], LAYOUTS[::3]),
-        ("lamb", [GROUPS, "optimizer.lr=0.05"], LAYOUTS[::2]),
-        ("adafactor", [TIED, GROUPS, "optimizer.lr=0.2"], LAYOUTS),
-        ("muon", [TIED, GROUPS], LAYOUTS),
+        pytest.param(name, *OWN.get(name, ([TIED, GROUPS], LAYOUTS[::3])), id=name)
+        for name in {**OWN, **RULES}
+        if name not in ELSEWHERE
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_layout_goes_on_as_one_rank_from_what_another_layout_wrote(
     rule, settings, layouts, tmp_path

@@ -80,17 +80,18 @@ LOOPS_FLOAT = {
 }
 
 # Kernels that load and store 16 bytes of global memory at a time, whatever the type of elements.
+EVERY_STEP = " ".join(SOURCES["steps"].kernels)
 WIDE = {
-    "ld": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert count_chosen "
+    "ld": f"{EVERY_STEP} activation_backward activation_forward add add_bias add_into add_parts column_sums convert count_chosen "
     "count_digits cross_entropy cross_entropy_loss cross_entropy_split decode_fp16 decode_int8 embedding "
     "embedding_backward_positions embedding_backward_table encode_fp16 encode_int8 gemm_combine gradient_facts "
     "largest_is_target layer_norm layer_norm_backward "
-    "layer_norm_backward_wide lion maximum_into momentum nesterov row_argmax row_exponentials "
-    "row_maximum sgd sum_parts total weighted_sum write_chosen",
-    "st": "activation_backward activation_forward adam adamw add add_bias add_into add_parts column_sums convert cross_entropy "
-    "cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
+    "layer_norm_backward_wide maximum_into row_argmax row_exponentials "
+    "row_maximum sum_parts total weighted_sum write_chosen",
+    "st": f"{EVERY_STEP} activation_backward activation_forward add add_bias add_into add_parts column_sums convert "
+    "cross_entropy cross_entropy_split decode_fp16 decode_int8 embedding embedding_backward_positions embedding_backward_table "
     "encode_fp16 gemm_combine layer_norm layer_norm_backward "
-    "layer_norm_backward_wide lion maximum_into momentum nesterov sgd weighted_sum",
+    "layer_norm_backward_wide maximum_into weighted_sum",
 }
 
 

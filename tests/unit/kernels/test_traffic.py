@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mpitrain import config
 from mpitrain.kernels.loader import Kernels
 from mpitrain.kernels.simulator.machine import LaunchTraffic, Simulator
 from mpitrain.machine.arena import Arena
@@ -14,6 +15,8 @@ from mpitrain.ops.cuda.launches import sum_all, sum_rows
 from mpitrain.ops.cuda.wire import top_k
 from mpitrain.ops.reference.attention import Seen
 from mpitrain.ops.table import operands
+from mpitrain.optim import RULES
+from mpitrain.optim.rule import ElementWise, Update
 from mpitrain.tools.bench.kernels.examples import examples
 from tests.cases.numbers import numbers, stored
 from tests.laws.operations import IMAGES, drawn
@@ -136,16 +139,14 @@ def ones(dtype: str, *shape: int) -> np.ndarray:
 
 
 def steps(kernels: Kernels, dtype: str) -> None:
-    """Every optimizer, with a mirror where elements are of 16 bits."""
+    """Every optimizer that steps each element by itself, with a mirror where elements are of 16 bits."""
     ops, mirror = bodies.cuda(kernels), None if dtype == "float32" else ones(dtype)
-    p, g, m, v = (ones("float32") for _ in range(4))
+    update = Update(config.Optimizer(), ops, Arena(), 1.0, 0.1, 1)
     every = {"scale": 1.0, "lr": 0.1, "weight_decay": 0.1, "arena": Arena(), "mirror": mirror}
-    ops.sgd(p, g, **every)
-    ops.momentum(p, g, m, **every, beta=0.9)
-    ops.nesterov(p, g, m, **every, beta=0.9)
-    ops.lion(p, g, m, **every, beta1=0.9, beta2=0.99)
-    ops.adam(p, g, m, v, **every, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
-    ops.adamw(p, g, m, v, **every, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
+    for rule in (rule for rule in RULES.values() if isinstance(rule.step, ElementWise)):
+        if OPERATIONS[rule.step.op].launches:
+            arrays = [ones("float32") for _ in ("p", "g", *rule.state)]
+            getattr(ops, rule.step.op)(*arrays, **every, **rule.step.arguments(update))
 
 
 def totals(kernels: Kernels, dtype: str) -> None:

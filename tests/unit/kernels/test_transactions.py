@@ -14,7 +14,7 @@ from mpitrain.machine.arena import Arena
 from mpitrain.ops.cuda import product, wire
 from mpitrain.ops.cuda.tiles import FLOAT_TILES, TENSOR_TILES, TILES, Tiling
 from mpitrain.ops.cuda.wire import top_k
-from mpitrain.tools.bench.kernels.transactions import STEP, UPDATES, count, has_conflicts
+from mpitrain.tools.bench.kernels.transactions import STEP, count, has_conflicts, updates
 from tests.cases.numbers import numbers, stored
 from tests.cases.packed import Packed, on
 from tests.unit.kernels.test_traffic import traffic
@@ -94,7 +94,7 @@ aligned avoids this, and it is one store in nine shared accesses."""
 
 def test_no_kernel_of_a_training_step_has_bank_conflicts(binutils):
     rows = list(count(["float32", "bfloat16"]))
-    assert {row.operation for row in rows} == {*STEP.split(), *UPDATES.split()}
+    assert {row.operation for row in rows} == {*STEP.split(), *updates()}
     assert {row.dtype for row in rows} == {"float32", "bfloat16"}
     for row in rows:
         if row.kernel != "gemm":

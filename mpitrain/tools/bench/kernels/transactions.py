@@ -14,6 +14,8 @@ from mpitrain.kernels.simulator.machine import LaunchTraffic, SharedAccess, Simu
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import bodies
 from mpitrain.ops.table import Operand
+from mpitrain.optim import RULES
+from mpitrain.optim.rule import ElementWise
 from mpitrain.tools.bench.kernels.examples import examples
 from mpitrain.tools.text_table import TextColumn, TextTable
 
@@ -49,8 +51,11 @@ STEP = (
 )
 """The operations of a GPT's training step whose arrays may have 16-bit elements."""
 
-UPDATES = "sgd momentum nesterov lion adam adamw"
-"""Optimizer steps, on float32."""
+
+def updates() -> list[str]:
+    """Return the operations of optimizers that step each element by itself, on float32."""
+    steps = [rule.step for rule in RULES.values() if isinstance(rule.step, ElementWise)]
+    return [step.op for step in steps if bodies.OPERATIONS[step.op].launches]
 
 
 class TransactionRow(NamedTuple):
@@ -100,7 +105,7 @@ def count(dtypes: Sequence[str]) -> Iterator[TransactionRow]:
         launches: list[LaunchTraffic] = []
         ops = bodies.cuda(Kernels(Simulator(checked=True, traffic=launches)))
         arguments = examples(ops, SIZES, _Draw(dtype), Arena())
-        for name in (STEP + f" {UPDATES}" * (dtype == "float32")).split():
+        for name in (*STEP.split(), *(updates() if dtype == "float32" else ())):
             operands = arguments(name)
             launches.clear()
             getattr(ops, name)(**operands)
