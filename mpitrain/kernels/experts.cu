@@ -1,7 +1,8 @@
 // A mixture of experts without its products, which are in gemm.cu: the choice, rows sorted by expert, weighted sums.
-// M tokens in B sequences, E experts, k experts of a token, n = k M / B choices of a sequence; R rows, sorted by expert.
+// M tokens in B sequences, of which this rank has S chunks; E experts, k experts of a token, n = k M / S choices of a chunk;
+// R rows, sorted by expert.
 // logits: (M, E); chosen: (M, k), experts of each token, all in 0 .. E - 1; weights, dweights: (M, k)
-// places: (M, k), the row of each choice, or -1; sources: (R,), the choice of each row; load: (B, E), choices of each expert
+// places: (M, k), the row of each choice, or -1; sources: (R,), the choice of each row
 // ends: (E,), the row behind the last one of each expert. x, y, dy: (M, C); rows: (R, C)
 #include "reduce.cuh"
 
@@ -60,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(128) choose(
 
 // The gradient of the logits, with those of the sums over rows of
 //     balance weight[b] (sum of load[:, b] . softmax of the logits)    and    z weight[b] (log of the sum of their exponentials)^2
-// where b = m / T is the row's sequence, and weight: (B,) or null, for zeros. load: (parts, B, E), of parts of the
-// sequences. dlogits: (M, E) of type Result.
+// where b = m / T is the row's sequence, and weight: (B,) or null, for zeros. load: (B, Q, E), of Q chunks of each
+// sequence. dlogits: (M, E) of type Result.
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) choose_backward(
-    int M, int T, int E, int k, int before, int parts, Sum balance, Sum z, const Element* __restrict__ logits,
+    int M, int T, int E, int k, int before, int Q, Sum balance, Sum z, const Element* __restrict__ logits,
     const Sum* __restrict__ weights, const long long* __restrict__ chosen, const Sum* __restrict__ dweights,
     const long long* __restrict__ load, const Sum* __restrict__ weight, Result* __restrict__ dlogits) {
     const int m = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -74,10 +75,10 @@ extern "C" __global__ void __launch_bounds__(128) choose_backward(
     weights += (long long)m * k;
     chosen += (long long)m * k;
     dweights += (long long)m * k;
-    const long long size = (long long)(M / T) * E;
+    load += (long long)b * Q * E;
     auto pull = [&](int e) {
         long long count = 0;
-        for (int p = 0; p < parts; ++p) count += load[p * size + (long long)b * E + e];
+        for (int q = 0; q < Q; ++q) count += load[q * E + e];
         return balance * Sum(count);
     };
     dlogits += (long long)m * E;
@@ -106,79 +107,88 @@ extern "C" __global__ void __launch_bounds__(128) choose_backward(
     }
 }
 
-// load[b, e] = the choices of expert e in sequence b. One warp for each of them, which reads all choices of the sequence.
-// Launch: grid (ceil(B E / 4)), block (128).
+// load: (S, E), the choices of each expert in each chunk. One warp for each of them, which reads all choices of the chunk.
+// Launch: grid (ceil(S E / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) count_choices(
-    int B, int E, int n, const long long* __restrict__ chosen, long long* __restrict__ load) {
+    int S, int E, int n, const long long* __restrict__ chosen, long long* __restrict__ load) {
     const int i = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (i >= B * E) return;
-    const int b = i / E, e = i % E;
+    if (i >= S * E) return;
+    const int s = i / E, e = i % E;
     int count = 0;
-    for (int j = lane; j < n; j += 32) count += chosen[(long long)b * n + j] == e;
+    for (int j = lane; j < n; j += 32) count += chosen[(long long)s * n + j] == e;
     count = warp_sum(count);
     if (lane == 0) load[i] = count;
 }
 
-// firsts: (B, E), the first row of the choices of expert e in sequence b: those of one expert are neighbours. An expert takes
-// at most `capacity` choices of a sequence; 0: all. One warp, which takes 32 experts at a time. Launch: grid (1), block (32).
+// takes: (2, S, E), what expert e takes of a chunk, the first of its choices there, and their first row: those of one expert are
+// neighbours. load: (B, Q, E), choices in all Q chunks of each sequence; this rank has `own` of them, 1 or 2: the numbers `first`
+// and `last`. An expert takes at most `capacity` choices of a sequence, the first ones. One warp, which has 32 experts at a time.
+// Launch: grid (1), block (32).
 extern "C" __global__ void __launch_bounds__(32) start_experts(
-    int B, int E, int capacity, const long long* __restrict__ load, int* __restrict__ firsts, long long* __restrict__ ends) {
-    const int lane = threadIdx.x;
-    auto taken = [&](int b, int e) {
-        const int choices = int(load[(long long)b * E + e]);
-        return capacity ? min(choices, capacity) : choices;
-    };
+    int B, int Q, int E, int own, int first, int last, int capacity, const long long* __restrict__ load,
+    int* __restrict__ takes, long long* __restrict__ ends) {
+    const int lane = threadIdx.x, S = B * own;
     int before = 0;    // rows of all experts before these
     for (int e0 = 0; e0 < E; e0 += 32) {
         const int e = e0 + lane;
         int total = 0;
-        for (int b = 0; b < B && e < E; ++b) total += taken(b, e);
+        for (int s = 0; s < S && e < E; ++s) {
+            const long long* chunk = load + (long long)(s / own) * Q * E + e;
+            const int number = s % own ? last : first;
+            int left = capacity;
+            for (int q = 0; q < number; ++q) left -= int(chunk[q * E]);
+            const int taken = max(0, min(left, int(chunk[number * E])));
+            takes[(long long)s * E + e] = taken;
+            total += taken;
+        }
         int sum = total;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
             if (lane >= step) sum += other;
         }
-        int first = before + sum - total;
-        for (int b = 0; b < B && e < E; ++b) {
-            firsts[(long long)b * E + e] = first;
-            first += taken(b, e);
+        int row = before + sum - total;
+        for (int s = 0; s < S && e < E; ++s) {
+            const long long i = (long long)s * E + e;
+            takes[(long long)S * E + i] = row;
+            row += takes[i];
         }
-        if (e < E) ends[e] = first;
+        if (e < E) ends[e] = row;
         before += __shfl_sync(~0u, sum, 31);
     }
 }
 
-// places and sources: choices of one expert and sequence keep their order, and what exceeds the capacity has place -1.
-// Behind the last row sources are 0. One warp for each expert and sequence. Launch: grid (ceil(B E / 4)), block (128).
+// places and sources: choices of one expert and chunk keep their order, and what exceeds `takes`, as above, has place -1.
+// Behind the last row sources are 0. One warp for each expert and chunk. Launch: grid (ceil(S E / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) permute(
-    int B, int E, int n, int capacity, const long long* __restrict__ chosen, const int* __restrict__ firsts,
+    int S, int E, int n, const long long* __restrict__ chosen, const int* __restrict__ takes,
     const long long* __restrict__ ends, long long* __restrict__ places, long long* __restrict__ sources) {
     const int i = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (i >= B * E) return;
-    const int b = i / E, e = i % E, first = firsts[i];
+    if (i >= S * E) return;
+    const int s = i / E, e = i % E, takes_here = takes[i], first = takes[(long long)S * E + i];
     int found = 0;
     for (int j0 = 0; j0 < n; j0 += 32) {
         const int j = j0 + lane;
-        const long long choice = (long long)b * n + j;
+        const long long choice = (long long)s * n + j;
         const bool mine = j < n && chosen[choice] == e;
         const unsigned votes = __ballot_sync(~0u, mine);
         const int order = found + __popc(votes & ((1u << lane) - 1));
-        const bool taken = mine && (capacity == 0 || order < capacity);
+        const bool taken = mine && order < takes_here;
         if (mine) places[choice] = taken ? first + order : -1;
         if (taken) sources[first + order] = choice;
         found += __popc(votes);
     }
-    for (int row = int(ends[E - 1]) + 32 * i + lane; row < B * n; row += 32 * B * E) sources[row] = 0;
+    for (int row = int(ends[E - 1]) + 32 * i + lane; row < S * n; row += 32 * S * E) sources[row] = 0;
 }
 
-// tally: (2, E), to which are added the choices of each expert, and those that it took. Launch: grid (ceil(E / 128)), block (128).
+// tally: (2, E), to which are added the choices of each expert, and those that it took. load: (S, E).
+// Launch: grid (ceil(E / 128)), block (128).
 extern "C" __global__ void __launch_bounds__(128) add_load(
-    int B, int E, const long long* __restrict__ load, const long long* __restrict__ ends, long long* tally) {
+    int S, int E, const long long* __restrict__ load, const long long* __restrict__ ends, long long* tally) {
     const int e = blockIdx.x * 128 + threadIdx.x;
     if (e >= E) return;
     long long sum = 0;
-    for (int b = 0; b < B; ++b) sum += load[b * E + e];
+    for (int s = 0; s < S; ++s) sum += load[s * E + e];
     tally[e] += sum;
     tally[E + e] += ends[e] - (e > 0 ? ends[e - 1] : 0);
 }

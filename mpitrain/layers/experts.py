@@ -4,7 +4,7 @@ M tokens, C channels, E experts, k experts of a token, H hidden units of an expe
 k M: the tokens of all experts, sorted by expert.
 
 The two terms of the loss, and the capacity, belong to one sequence at a time. So they do not depend
-on the layout: a sequence is never divided, but with layout.cp.
+on the layout: only layout.cp divides a sequence, and then its ranks tell each other their choices.
 
 On one rank no number of rows leaves the device: buffers have the rows of all choices, and `ends` says
 where those of each expert end. With layout.ep the host needs the numbers, since messages have sizes.
@@ -13,16 +13,14 @@ where those of each expert end. With layout.ep the host needs the numbers, since
 from __future__ import annotations  # help() then prints signatures as they are written here
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mpitrain.config import Model
-from mpitrain.layers.base import Gradients, Now, Parameter, Weights, WholeRows, flat_rows
+from mpitrain.layers.base import Gradients, Now, Parameter, Weights, flat_rows
 from mpitrain.layers.initial import Draw
 from mpitrain.machine.arena import Arena
-from mpitrain.machine.backend import Backend, copy_rows, has_memory
-from mpitrain.ops import Ops
+from mpitrain.machine.backend import Backend, has_memory
 
 
 class Stay:
@@ -54,7 +52,7 @@ class Trip(Stay):
     The host reads the ends from the device, since messages have sizes: once for each forward.
     """
 
-    def __init__(self, layers: ExpertsFactory, ends: Any, most: int, arena: Arena):
+    def __init__(self, layers: Any, ends: Any, most: int, arena: Arena):
         """Tell the counts; collective.    most: rows of this rank's buffers, k M"""
         self._ops, self._group = layers.ops, (group := layers.ep)
         there, count = layers.backend, len(ends)
@@ -88,27 +86,6 @@ class Trip(Stay):
         return home
 
 
-class ExpertsFactory(Protocol):
-    """The part of a layer factory that a mixture needs.
-
-    keys     the section [model]
-    rows     the rows between layers, and the ranks of layout.tp
-    ep       the expert-parallel group; None: this rank has all experts
-    backend  of the arrays
-    context  the group of layout.cp; None: this rank has all tokens of its sequences
-    tally    (2, E) integers on the device, to which layers add the choices of each expert, and those
-             that it took
-    """
-
-    ops: Ops
-    keys: Model
-    rows: WholeRows
-    ep: Any
-    context: Any
-    backend: Backend
-    tally: Any
-
-
 class Experts:
     """A mixture of experts, (B, T, C) -> (B, T, C).
 
@@ -123,6 +100,7 @@ class Experts:
     Fedus et al. 2022, equation 4). The second is `z` times the mean square of the log of the sum of
     exponentials (ST-MoE, Zoph et al. 2022).
 
+    layers  the factory, a `Plain`: ops, keys, rows, tokens, ep, and the tally of all mixtures
     hidden  H
     draws   of router and up, and of down
     shared  the MLP, or None
@@ -132,7 +110,7 @@ class Experts:
 
     def __init__(
         self,
-        layers: ExpertsFactory,
+        layers: Any,
         width: int,
         hidden: int,
         draws: tuple[Draw, Draw],
@@ -141,8 +119,7 @@ class Experts:
     ):
         ops = layers.ops
         self.layers, self.ops, self.keys, self.rows = layers, ops, layers.keys, layers.rows
-        self.context, self.tally, self.width = layers.context, layers.tally, width
-        self.draws, self.shared = draws, shared
+        self.width, self.draws, self.shared = width, draws, shared
         own, outputs = self.rows.run(hidden, "hidden units"), (1 + is_gated) * hidden
         self.shape, self.hidden = (outputs, hidden), own
         self.activate, self.activate_backward = (
@@ -180,11 +157,8 @@ class Experts:
         weights, chosen, choice = ops.choose(logits, keys.top_k, int(self.is_before), arena)
         entered = self.rows.as_sequences(self.rows.entered(x.shape))
         sequences = entered[0] if len(entered) > 2 else 1
-        # Without training the output of a token depends on no other row, so that a cache can be used.
-        limit = keys.capacity * self._share(len(rows), sequences) if now.trains else 0
-        capacity = max(1, int(limit)) if limit else 0
-        routing = ops.permute(chosen, keys.experts, sequences, capacity, arena)
-        places, sources, _, ends = routing
+        own_load, load, *limits = self._limits(chosen, sequences, now.trains, arena)
+        places, sources, ends = ops.permute(chosen, load, *limits, arena)
         taken = ops.dispatch(rows, sources, keys.top_k, arena)
 
         def shared() -> tuple[Any, Any]:
@@ -204,7 +178,7 @@ class Experts:
         y, combine = self.rows.summed(combined, rows.shape, rows.dtype, arena)
         if self.shared:
             ops.add(y, out_of_shared, y, arena)
-        mlps = up, activated, down
+        routing, mlps = (places, sources, own_load, load, ends), (up, activated, down)
         saved = score, choice, weights, routing, trip, mlps, combine, shared_states, now.weight
         return y.reshape(x.shape), saved
 
@@ -213,28 +187,31 @@ class Experts:
         """Whether a weight is that of a softmax over all experts, not over the chosen ones."""
         return self.keys.router == "before"
 
-    def _share(self, rows: int, sequences: int) -> float:
-        """Return the tokens of a sequence that an expert gets if all get as many."""
-        tokens = rows // max(1, sequences) * (self.context.size if self.context else 1)
-        return tokens * self.keys.top_k / self.keys.experts
+    def _limits(
+        self, chosen: Any, sequences: int, trains: bool, arena: Arena
+    ) -> tuple[Any, Any, int, int, int]:
+        """Return the load of this rank's chunks, and what `permute` takes: that of all, its own, the capacity.
 
-    def _load_of_sequences(self, load: Any) -> Any:
-        """Return (ranks of layout.cp, B, E), the choices in each rank's tokens of each sequence, from this rank's."""
-        if not self.context:
-            return load[None]
-        lease = self.context.exchange((self.context.size * len(load), load.shape[1]), load.dtype)
-        copy_rows(lease.own_rows, load)
-        lease.bound_all_gather().run()
-        return lease.array.reshape(-1, *load.shape)
+        Without training the output of a token depends on no other one, so that a cache can be used.
+        """
+        keys, tokens = self.keys, self.layers.tokens
+        own = [run.start for run in tokens.runs(tokens.chunks)]
+        load = self.ops.count_choices(chosen, keys.experts, sequences, len(own), arena)
+        length = len(chosen) // max(1, sequences) * tokens.ranks
+        if not trains:
+            return load, load, 0, len(own) - 1, length
+        capacity = max(1, int(keys.capacity * length * keys.top_k / keys.experts))
+        every = self.layers.all_tokens(load, arena)
+        return load, every, own[0], own[-1], capacity if keys.capacity else length
 
     def backward_input(self, w: Weights, dy: Any, saved: Any, arena: Arena) -> tuple[Any, Any]:
         ops, keys = self.ops, self.keys
         score, choice, weights, routing, trip, mlps, combine, shared_states, weight = saved
-        (up, activated, down), (places, sources, own_load, ends) = mlps, routing
+        (up, activated, down), (places, sources, own_load, load, ends) = mlps, routing
         del saved, mlps
         own, k = flat_rows(dy), keys.top_k
         rows = self.rows.whole(own)
-        ops.add_load(own_load, ends, self.tally, arena)
+        ops.add_load(own_load, ends, self.layers.tally, arena)
         own_dout = ops.dispatch(rows, sources, k, arena, weights)
 
         def dots(out: Any, *_: Any) -> tuple[Any, None]:
@@ -258,8 +235,8 @@ class Experts:
             return ops.combine(home, places, None, arena, out)
 
         dx, _ = self.rows.summed(combined, rows.shape, rows.dtype, arena)
-        share = max(1.0, self._share(len(rows), len(own_load)))
-        load = self._load_of_sequences(own_load)
+        length = len(rows) // max(1, len(load)) * self.layers.tokens.ranks
+        share = max(1.0, length * k / keys.experts)
         dlogits = arena.take((len(rows), keys.experts), rows.dtype)
         ops.choose_backward(
             *(dweights, choice, load, weight, keys.balance / share, keys.z),

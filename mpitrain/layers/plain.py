@@ -873,12 +873,15 @@ class Plain:
         self.ops, self.rows, self.tokens = ops, rows or ALL_ROWS, tokens or ALL_TOKENS
         self.ep, self.backend = ep, backend or HostBackend()
         self.tally: Any = None  # of the experts, if there are any
-        self.context: Any = None  # the ranks of layout.cp, where a subclass knows them
         self.keys, self.memory = keys or Model(), memory or Memory()
         self.seed = seed
         self.made = set[str]()  # constructors that a key changes and that have been called
         self.windows = set[int]()  # of the attention layers
         self._dropouts = 0
+
+    def all_tokens(self, x: Any, arena: Arena) -> Any:
+        """Return (B, T, C), the tokens of all ranks of layout.cp, from those of this one."""
+        return x
 
     def row_numbers(self, shape: Sequence[int], now: Now) -> range | np.ndarray:
         """Return the numbers within the global batch of the rows of an activation (..., C).
@@ -921,30 +924,26 @@ class Plain:
         if self.tally is None:
             count = self.keys.experts
             self.tally = self.backend.zeros(2 * count, np.int64).reshape(2, count)
-        shared = self._shared(width, self.keys.shared, inner, onto_residual, is_gated)
+        shared: Layer | None = None
+        if self.keys.shared:
+            sizes = width, self.keys.shared, inner, onto_residual
+            shared = Sequential(**self.mlp(*sizes, self.swiglu() if is_gated else None))
+            if self.keys.shared_gate:
+                gate = Linear(self.ops, width, 1, inner, bias=False, rows=self.rows)
+                shared = RowGate(self.ops, shared, gate)
         return Experts(self, width, hidden, (inner, onto_residual), is_gated, shared)
 
-    def _shared(
-        self, width: int, hidden: int, inner: Draw, onto_residual: Draw, is_gated: bool
-    ) -> Layer | None:
-        """Return the MLP of all tokens beside the experts."""
-        if not hidden:
-            return None
+    def mlp(
+        self, width: int, hidden: int, inner: Draw, onto_residual: Draw, gate: Layer | None
+    ) -> dict[str, Layer]:
+        """Return the layers of an MLP without biases, by name; with a GELU if there is no gate."""
         down = self.row_linear(hidden, width, onto_residual, bias=False)
-        if not is_gated:
+        if not gate:
             up = self.column_linear(width, hidden, inner, activation="gelu", bias=False)
-            return self._gated(Sequential(up=up, down=down), width, inner)
-        both = self.joined_linear(
-            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
-        )
-        return self._gated(Sequential(up=both, gate=self.swiglu(), down=down), width, inner)
-
-    def _gated(self, layer: Layer, width: int, draw: Draw) -> Layer:
-        """Return the layer, with model.shared_gate behind a gate for each row."""
-        if not self.keys.shared_gate:
-            return layer
-        gate = Linear(self.ops, width, 1, draw, bias=False, rows=self.rows)
-        return RowGate(self.ops, layer, gate)
+            return {"up": up, "down": down}
+        both, names = (hidden, hidden), ("gate", "up")
+        up = self.joined_linear(width, both, 1, inner, bias=False, names=names)
+        return {"up": up, "gate": gate, "down": down}
 
     def soft_cap(self, cap: float) -> Activation:
         """Return a soft-cap, cap tanh(x / cap) element by element."""

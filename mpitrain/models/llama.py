@@ -50,16 +50,8 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
         if model.experts and block not in model.dense_blocks:
             sizes = width, model.hidden_units
             return {"experts": layers.experts(*sizes, inner, onto_residual, is_gated=True)}
-        hidden = model.dense_units
-        up = layers.joined_linear(
-            width, (hidden, hidden), 1, inner, bias=False, names=("gate", "up")
-        )
         gate = layers.geglu() if model.activation == "gelu" else layers.swiglu()
-        return {
-            "up": up,
-            "gate": gate,
-            "down": layers.row_linear(hidden, width, onto_residual, bias=False),
-        }
+        return layers.mlp(width, model.dense_units, inner, onto_residual, gate)
 
     units = [Unit("embedding", embedding)]
     for block, window in enumerate(model.windows):

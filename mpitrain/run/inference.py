@@ -15,7 +15,6 @@ from mpitrain.config import Run
 from mpitrain.data import IGNORED, Source, read_rows
 from mpitrain.errors import ConfigError, DataError, TrainingError
 from mpitrain.layers.chunked_logits import ChunkedLogits, computed, sliced
-from mpitrain.parallel.tensor.context import all_tokens
 from mpitrain.regions import moved, overlap, share
 
 if TYPE_CHECKING:
@@ -50,11 +49,10 @@ def infer(
 
     None except on the last stage.    starts, types: from `Rows.read`
     """
-    own, context = own_logits(trainer, inputs, starts, types), trainer.layers.context
-    if own is None or not context:
+    own, arena = own_logits(trainer, inputs, starts, types), trainer.arena
+    if own is None or trainer.layers.tokens.ranks == 1:
         return own
-    tokens, arena = trainer.layers.tokens, trainer.arena
-    return all_tokens(computed(own, arena), context, tokens, arena)[:, : inputs.shape[1]]
+    return trainer.layers.all_tokens(computed(own, arena), arena)[:, : inputs.shape[1]]
 
 
 def own_logits(

@@ -656,12 +656,6 @@ def of_model(config: Config) -> Iterator[Rule]:
             f"Set model.capacity to {1 / share:.3g} or more, or to 0: no token is dropped.",
         ),
         (
-            layout.cp > 1 and model.capacity,
-            f"With model.capacity {model.capacity:g} an expert takes the first tokens of a sequence, but no rank knows "
-            f"which are earlier on the {layout.cp} ranks of layout.cp.",
-            "Set model.capacity to 0, or layout.cp to 1.",
-        ),
-        (
             not {*model.dense_blocks} < {*range(model.layers)},
             f"model.dense_blocks are some of the {model.layers} blocks from 0 on, but not all, and are {model.dense_blocks}.",
             "Set model.dense_blocks to [0], for example, or model.experts to 0.",

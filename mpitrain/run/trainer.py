@@ -328,7 +328,7 @@ class Trainer:
         )
         model, chunks, tied = cut
         self.decoded = chunks  # the units of each chunk with which text is generated
-        if layers.rows.partial or layers.context:
+        if layers.rows.partial or layers.tokens.ranks > 1:
             # A single new token cannot be divided, so text is generated with whole rows.
             layout = config.layout.model_copy(update={"sequence_parallel": False})
             whole = layers_for(

@@ -35,12 +35,12 @@ def choose(kernels, logits, k, before, arena):
 
 def choose_backward(kernels, dweights, saved, load, weight, balance, z, before, dlogits, arena):
     logits, weights, _ = saved
-    (rows, experts), tokens = logits.shape, len(logits) // max(1, load.shape[1])
+    (rows, experts), tokens = logits.shape, len(logits) // max(1, len(load))
     by_rows(
         kernels,
         "choose_backward",
         (
-            *(rows, tokens, experts, weights.shape[1], before, len(load), balance, z),
+            *(rows, tokens, experts, weights.shape[1], before, load.shape[1], balance, z),
             *(*saved, dweights, load, weight, dlogits),
         ),
         WEIGHTED[logits.dtype, dlogits.dtype],
@@ -48,31 +48,34 @@ def choose_backward(kernels, dweights, saved, load, weight, balance, z, before, 
     )
 
 
-def permute(kernels, chosen, experts, sequences, capacity, arena):
-    size = chosen.size // max(1, sequences)
+def count_choices(kernels, chosen, experts, sequences, chunks, arena):
+    load = arena.take((sequences, chunks, experts), "int64")
+    runs = sequences * chunks
+    arguments = runs, experts, chosen.size // max(1, runs), chosen, load
+    _of_integers(kernels, "count_choices", row_blocks(runs * experts), arguments, "load")
+    return load
+
+
+def permute(kernels, chosen, load, first, last, capacity, arena):
+    (sequences, chunks, experts), own = load.shape, 1 + (first < last)
+    runs = sequences * own
     places, sources = arena.take(chosen.shape, "int64"), arena.take((chosen.size,), "int64")
-    load, ends = arena.take((sequences, experts), "int64"), arena.take((experts,), "int64")
-    firsts = arena.take((sequences, experts), "int32")
-    grid, sizes = row_blocks(sequences * experts), (sequences, experts)
-    for name, threads, arguments, fresh in (
-        ("count_choices", ROWS, (*sizes, size, chosen, load), "load"),
-        ("start_experts", (32,), (*sizes, capacity, load, firsts, ends), "firsts ends"),
-        (
-            "permute",
-            ROWS,
-            (*sizes, size, capacity, chosen, firsts, ends, places, sources),
-            "places sources",
-        ),
-    ):
-        here = (1,) if name == "start_experts" else grid
-        kernels.launch(name, here, threads, arguments, macros=COUNTS, fresh=fresh)
-    return places, sources, load, ends
+    ends, takes = arena.take((experts,), "int64"), arena.take((2, runs, experts), "int32")
+    starts = sequences, chunks, experts, own, first, last, capacity, load, takes, ends
+    _of_integers(kernels, "start_experts", (1,), starts, "takes ends", threads=(32,))
+    moves = runs, experts, chosen.size // max(1, runs), chosen, takes, ends, places, sources
+    _of_integers(kernels, "permute", row_blocks(runs * experts), moves, "places sources")
+    return places, sources, ends
 
 
 def add_load(kernels, load, ends, tally, arena):
-    sequences, experts = load.shape
-    grid = (-(-experts // ROWS[0]),)
-    kernels.launch("add_load", grid, ROWS, (sequences, experts, load, ends, tally), macros=COUNTS)
+    sequences, chunks, experts = load.shape
+    arguments = sequences * chunks, experts, load, ends, tally
+    _of_integers(kernels, "add_load", (-(-experts // ROWS[0]),), arguments)
+
+
+def _of_integers(kernels, name, grid, arguments, fresh="", threads=ROWS):
+    kernels.launch(name, grid, threads, arguments, macros=COUNTS, fresh=fresh)
 
 
 def dispatch(kernels, x, sources, k, arena, weights=None):

@@ -1,4 +1,4 @@
-"""A mixture of experts: the choice, products of each expert's rows, and weighted sums of rows.
+"""A mixture of experts: products of each expert's rows, and weighted sums of rows.
 
 The weighted sums take one choice of each token at a time.
 """
@@ -12,56 +12,6 @@ from mpitrain.ops.reference.experts import parts
 
 def score(x, w, arena):
     return linear(x, w, None, arena)
-
-
-def choose(logits, k, before, arena):
-    order = np.negative(logits, out=arena.take(logits.shape, logits.dtype))
-    chosen = np.ascontiguousarray(order.argsort(axis=1, kind="stable")[:, :k])
-    weights = arena.take(chosen.shape, logits.dtype)
-    every = np.arange(len(logits))[:, None]
-    if before:
-        weights[...] = _softmax(logits, arena)[every, chosen]
-    else:
-        weights[...] = logits[every, chosen]
-        _softmax(weights, arena, weights)
-    return weights, chosen, (logits, weights, chosen)
-
-
-def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
-    logits, weights, chosen = saved
-    every = np.arange(len(logits))[:, None]
-    load = load.sum(axis=0)
-    tokens = len(logits) // max(1, len(load))
-    weight = np.zeros((len(load), 1)) if weight is None else weight
-    pulls = (balance * weight * load).astype(dlogits.dtype, copy=False)
-    dlogits[...] = np.repeat(pulls, tokens, axis=0)
-    if before:
-        dlogits[every, chosen] += dweights
-    probabilities = _softmax(logits, arena)
-    if z:
-        # The log of the sum is that of the first logit less that of its probability; both are finite
-        # at the largest one.
-        largest = chosen[:, :1]
-        lse = logits[every, largest] - np.log(probabilities[every, largest])
-        pull = 2 * np.repeat((z * weight).astype(dlogits.dtype, copy=False), tokens, axis=0) * lse
-        dlogits += pull
-        means = np.einsum("me,me->m", probabilities, dlogits)[:, None] - pull
-    else:
-        means = np.einsum("me,me->m", probabilities, dlogits)[:, None]
-    dlogits -= means
-    dlogits *= probabilities
-    if not before:
-        inner = (weights * dweights).sum(axis=1, keepdims=True)
-        dlogits[every, chosen] += weights * (dweights - inner)
-
-
-def _softmax(logits, arena, out=None):
-    out = arena.take(logits.shape, logits.dtype) if out is None else out
-    if logits.size:
-        np.subtract(logits, logits.max(axis=1, keepdims=True), out=out)
-        np.exp(out, out=out)
-        out /= out.sum(axis=1, keepdims=True)
-    return out
 
 
 def dispatch(x, sources, k, arena, weights=None):

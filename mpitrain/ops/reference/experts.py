@@ -29,84 +29,102 @@ def choose(logits, k, before, arena):
     all logits, whose sum is below 1 (before 1, as Qwen2-MoE). Of equal logits the first are chosen.
     logits: (M, E); weights: (M, k); chosen: (M, k) int64
     """
-    chosen = (-logits).argsort(axis=1, kind="stable")[:, :k]
-    probabilities = _softmax(logits)
-    picked = np.take_along_axis(logits, chosen, axis=1)
-    weights = np.take_along_axis(probabilities, chosen, axis=1) if before else _softmax(picked)
+    chosen = np.ascontiguousarray((-logits).argsort(axis=1, kind="stable")[:, :k])
+    every = np.arange(len(logits))[:, None]
+    weights = _softmax(logits)[every, chosen] if before else _softmax(logits[every, chosen])
     return weights, chosen, (logits, weights, chosen)
 
 
 @operation(
-    "dweights:BT,2 saved@choose load<V:2,B,2V weight:B,1 balance=0.5 z=0.25 before=1 dlogits:BT,2V -> dlogits",
+    "dweights:BT,2 saved@choose load<V:B,2,2V weight:B,1 balance=0.5 z=0.25 before=1 dlogits:BT,2V -> dlogits",
     "dlogits",
 )
 def choose_backward(dweights, saved, load, weight, balance, z, before, dlogits, arena):
     """Write the gradient of the logits, with those of two terms of the loss.
 
     The first term is `balance` times the sum over the M tokens of weight[b] times the sum over e of
-    load[:, b, e] times the softmax of all logits, where b is the sequence of the token. The second is `z`
+    load[b, :, e] times the softmax of all logits, where b is the sequence of the token. The second is `z`
     times the sum of weight[b] times the square of the log of the sum of exponentials.
-    dweights: (M, k); load: (P, B, E), of P parts of the sequences; weight: (B, 1), M / B tokens each, None:
+    dweights: (M, k); load: (B, Q, E), of Q chunks of each sequence; weight: (B, 1), M / B tokens each, None:
     zeros; dlogits: (M, E)
     """
     logits, weights, chosen = saved
-    probabilities = _softmax(logits)
-    load = load.sum(axis=0)
-    tokens = len(logits) // max(1, len(load))
-    weight = np.zeros((len(load), 1)) if weight is None else weight
-    pull, z = (np.repeat(each, tokens, axis=0) for each in (balance * weight * load, z * weight))
+    every, probabilities = np.arange(len(logits))[:, None], _softmax(logits)
+    weight = np.zeros((len(load), 1), logits.dtype) if weight is None else weight
+
+    def of_rows(of_sequences):
+        return np.repeat(of_sequences, len(logits) // max(1, len(load)), axis=0)
+
+    dlogits[...] = of_rows(balance * weight * load.sum(axis=1))
     if before:
-        _add_at(pull, chosen, dweights)
-    shift = logits.max(axis=1, keepdims=True, initial=-np.inf)
-    lse = np.log(np.exp(logits - shift).sum(axis=1, keepdims=True)) + shift
-    mean = (probabilities * pull).sum(axis=1, keepdims=True)
-    dlogits[...] = probabilities * (pull - mean + 2 * z * lse)
+        dlogits[every, chosen] += dweights
+    pull = 0
+    if z:
+        # The first choice has the largest logit and probability, so that both logs are finite.
+        largest = every, chosen[:, :1]
+        pull = 2 * of_rows(z * weight) * (logits[largest] - np.log(probabilities[largest]))
+        dlogits += pull
+    mean = np.einsum("me,me->m", probabilities, dlogits)[:, None] - pull
+    dlogits -= mean
+    dlogits *= probabilities
     if not before:
-        inner = weights * (dweights - (weights * dweights).sum(axis=1, keepdims=True))
-        _add_at(dlogits, chosen, inner)
+        inner = (weights * dweights).sum(axis=1, keepdims=True)
+        dlogits[every, chosen] += weights * (dweights - inner)
+
+
+@operation("chosen<H:BT,2 experts=H sequences=B chunks=1 -> load:B,1,H", "nothing")
+def count_choices(chosen, experts, sequences, chunks, arena):
+    """Return the choices of each expert in each chunk of each sequence, (B, chunks, E).
+
+    chosen: (M, k), the experts of each token
+    """
+    kinds = _runs(chosen.size, sequences * chunks) * experts + chosen.reshape(-1)
+    counts = np.bincount(kinds, minlength=sequences * chunks * experts)
+    return counts.reshape(sequences, chunks, experts)
 
 
 @operation(
-    "chosen<H:BT,2 experts=H sequences=B capacity=3 -> places:BT,2 sources:2BT load:B,H ends:H",
+    "chosen<H:BT,2 load@count_choices first=0 last=0 capacity=3 -> places:BT,2 sources:2BT ends:H",
     "nothing",
-    launches=3,
+    launches=2,
 )
-def permute(chosen, experts, sequences, capacity, arena):
-    """Return (places, sources, load, ends): the choices of tokens, sorted by expert.
+def permute(chosen, load, first, last, capacity, arena):
+    """Return (places, sources, ends): the choices of tokens, sorted by expert.
 
     Choices of one expert keep their order.
-    chosen    (M, k): the experts of each token
-    capacity  the most choices that an expert takes of one sequence, the first ones; 0: all
-    places    (M, k): the row of each choice; -1: dropped
-    sources   (k M,): the choice of each row, as a number in the flat places: k m + j. Behind the last
-              row stand zeros, so that buffers have one size whatever is dropped
-    load      (B, E): choices of the tokens of each sequence, dropped ones included
-    ends      (E,): the row behind the last one of each expert
+    chosen       (M, k): the experts of each token
+    load         (B, Q, E): choices in each of the Q chunks of a sequence
+    first, last  the chunks of these tokens; first = last: there is one
+    capacity     the most choices that an expert takes of one sequence, the first ones
+    places       (M, k): the row of each choice; -1: dropped
+    sources      (k M,): the choice of each row, as a number in the flat places: k m + j. Behind the
+                 last row stand zeros, so that buffers have one size whatever is dropped
+    ends         (E,): the row behind the last one of each expert
     """
-    flat = chosen.reshape(-1)
-    sequence = np.arange(len(flat)) // max(1, len(flat) // max(1, sequences))
-    kinds = sequence * experts + flat
-    load = np.bincount(kinds, minlength=sequences * experts)
-    kept = np.arange(len(flat))
-    if capacity:
-        order = kinds.argsort(kind="stable")
-        first = np.cumsum(load) - load
-        kept = np.sort(order[np.arange(len(flat)) - first[kinds[order]] < capacity])
-    sources = kept[flat[kept].argsort(kind="stable")]
+    flat, experts = chosen.reshape(-1), load.shape[2]
+    # (E, chunks of all sequences): choices of each chunk, and those of chunks before it.
+    own, earlier = (
+        counts[:, sorted({first, last})].reshape(-1, experts).T
+        for counts in (load, load.cumsum(axis=1) - load)
+    )
+    order = flat.argsort(kind="stable")
+    block = flat[order], _runs(len(flat), own.shape[1])[order]
+    starts = own.cumsum().reshape(own.shape) - own
+    sources = order[earlier[block] + np.arange(len(flat)) - starts[block] < capacity]
     places = np.full(len(flat), -1)
     places[sources] = np.arange(len(sources))
+    ends = np.bincount(flat[sources], minlength=experts).cumsum()
     sources = np.pad(sources, (0, len(flat) - len(sources)))
-    ends = np.bincount(flat[kept], minlength=experts).cumsum()
-    return places.reshape(chosen.shape), sources, load.reshape(sequences, experts), ends
+    return places.reshape(chosen.shape), sources, ends
 
 
-@operation("load<V:B,H ends@permute tally<V:2,H -> tally", "nothing")
+@operation("load@count_choices ends@permute tally<V:2,H -> tally", "nothing")
 def add_load(load, ends, tally, arena):
     """Add to a tally: for each expert the choices of tokens, and those that it took.
 
-    load: (B, E); ends: (E,); tally: (2, E) int64
+    load: (B, chunks, E); ends: (E,); tally: (2, E) int64
     """
-    tally[0] += load.sum(axis=0)
+    tally[0] += load.sum(axis=(0, 1))
     tally[1] += np.diff(ends, prepend=0)
 
 
@@ -191,9 +209,10 @@ def _taken(rows, places):
 
 
 def _softmax(logits):
-    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
+    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
-def _add_at(array, columns, values):
-    np.put_along_axis(array, columns, np.take_along_axis(array, columns, axis=1) + values, axis=1)
+def _runs(count, runs):
+    """Return the number of the run of each of `count` elements that follow each other."""
+    return np.arange(count) // max(1, count // max(1, runs))

@@ -12,7 +12,7 @@ from mpitrain.layers.initial import Draw
 from mpitrain.layers.plain import Attention, Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.ops import Ops
-from mpitrain.parallel.tensor.context import RingAttention, Ulysses
+from mpitrain.parallel.tensor.context import RingAttention, Ulysses, all_tokens
 from mpitrain.parallel.tensor.rows import ReplicatedRows, SequenceSharded, VocabParallelCrossEntropy
 
 NO_KEYS = Model()
@@ -53,6 +53,9 @@ class LayerFactory(Plain):
         own = among.run(len(own), "key and value heads")
         arguments = len(run), len(own), *rest, ALL_ROWS, run.start, heads
         return Attention(self.ops, *arguments)
+
+    def all_tokens(self, x: Any, arena: Arena) -> Any:
+        return all_tokens(x, self.context, self.tokens, arena) if self.context else x
 
     def filled(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return an input shape (B, T), no smaller than this one, that all ranks can divide."""

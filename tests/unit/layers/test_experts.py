@@ -9,7 +9,7 @@ from mpitrain.layers.plain import Plain
 from mpitrain.machine.arena import Arena
 from mpitrain.machine.backend import HostBackend
 from mpitrain.ops import bodies
-from mpitrain.ops.reference.experts import permute
+from mpitrain.ops.reference.experts import count_choices, permute
 from tests.laws.layers import draw, placed
 
 
@@ -30,17 +30,21 @@ def forward_and_back(layer, x, dy, weight=1 / 14):
 
 def test_each_expert_takes_its_tokens_in_order_and_the_first_of_a_sequence_up_to_its_capacity():
     chosen = np.array([[0, 2], [0, 1], [0, 3], [0, 2], [2, 0], [0, 1]])
-    for capacity, kept in ((0, 12), (1, 7), (2, 10), (9, 12)):
-        places, sources, load, ends = permute(chosen, 4, 2, capacity, None)
-        assert ends[-1] == kept and load.tolist() == [[3, 1, 1, 1], [3, 1, 2, 0]]
+    load = count_choices(chosen, 4, 2, 1, None)
+    assert load.tolist() == [[[3, 1, 1, 1]], [[3, 1, 2, 0]]]
+    for capacity, kept in ((1, 7), (2, 10), (9, 12)):
+        places, sources, ends = permute(chosen, load, 0, 0, capacity, None)
+        assert ends[-1] == kept
         expert = np.repeat(np.arange(4), np.diff(ends, prepend=0))
         for row, source in enumerate(sources[:kept]):
             assert chosen.flat[source] == expert[row] and places.flat[source] == row
         dropped = np.flatnonzero(places.reshape(-1) < 0)
         assert len(dropped) == 12 - kept and not sources[kept:].any()
-    places = permute(chosen, 4, 2, 1, None)[0]
+    places = permute(chosen, load, 0, 0, 1, None)[0]
     assert places.reshape(-1).tolist().count(-1) == 5 and (places[[0, 3]] >= 0).all()
-    assert permute(np.zeros((0, 2), int), 3, 0, 0, None)[3].tolist() == [0, 0, 0]
+    nothing = np.zeros((0, 2), int)
+    load = count_choices(nothing, 3, 0, 1, None)
+    assert permute(nothing, load, 0, 0, 9, None)[2].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("router", ["after", "before"])
