@@ -114,9 +114,9 @@ def launched() -> Launched:
 
 
 def name_local_rank() -> None:
-    """Set LOCAL_RANK, as torchrun does, where the launcher of MPI has not: programs choose their GPU by it."""
+    """Set LOCAL_RANK, as torchrun does: programs choose their GPU by it, and that of a batch script is one for all ranks."""
     if (started := launched()).launcher != "none":
-        os.environ.setdefault("LOCAL_RANK", str(started.local_rank))
+        os.environ["LOCAL_RANK"] = str(started.local_rank)
 
 
 def own_command() -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from typing import Any
@@ -40,11 +41,14 @@ class Call:
     tensors   the result: the tensors that PyTorch passed
     deadline  on time.monotonic
     device    of its tensors, if that is a GPU, else None
+    is_refused  whether it sends nothing, since its arguments have the fault that `error` names; its number is
+              that of the call before it
     stream    the stream on which the GPU runs it; after: an event behind its last work. The host has
               started all of it when the call has ended
     """
 
     device: torch.device | None = None
+    is_refused = False
     stream: Any = None
     after: Any = None
 
@@ -102,7 +106,7 @@ class CallQueue:
     """The calls of a group that have not ended. They run one after another, in their order.
 
     outer      the queue in which this one stands, or None for the one of a group
-    on_failure called with the first call of a group that fails, by the thread that ran it
+    on_failure called with the first call of a group that fails, and with refused ones, by the thread that ran it
     """
 
     def __init__(
@@ -136,6 +140,13 @@ class CallQueue:
             f"{call} cannot run: its process group was destroyed.",
             "Make it before destroy_process_group, or make a new group.",
         )
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks hear, in the place of the call that this error refused, why it never comes."""
+        call = Call("a refused call", bool, [], float("inf"))
+        call.is_refused, call.error = True, error
+        with suppress(CommError):  # The process group was destroyed.
+            self.add(call, True)
 
     def future(self, call: Call) -> Future:
         """Return a future of a call in this queue; its callbacks may make calls, and wait for them."""
@@ -226,6 +237,12 @@ class CallQueue:
                 self._entries.popleft()
 
     def _execute(self, call: Call) -> None:
+        if call.is_refused:
+            call.number = self._count - 1
+            if self.error is None:
+                self._on_failure(call)
+            call.end()
+            return
         call.number, self._count = self._count, self._count + 1
         if self.error is not None:
             call.error = self._refusal(call)

@@ -51,11 +51,17 @@ def join() -> None:
 
 
 class Said(NamedTuple):
-    """What a rank has said. number: of its call, -1: nothing yet; failure: why the group has failed there, or "" """
+    """What a rank has said.
+
+    number   of its call, -1: none yet
+    failure  why the group has failed there, or why that rank has refused the next call; or ""
+    refused  how often it has refused the next call, before a message
+    """
 
     number: int
     name: str
     failure: str
+    refused: int
 
 
 class Notices:
@@ -68,23 +74,34 @@ class Notices:
             range(transport.size),
             transport.members,
         )
-        self._writing, self._written = threading.Lock(), (-1, False)
+        self._writing, self._written = threading.Lock(), (-2, False, 0)
+        self._refused = -1, 0  # the last call before a refused one, and how often that was refused
 
-    def write(self, call: Call, failure: str = "") -> None:
+    def write(self, call: Call, failure: str = "", refused: int = 0) -> None:
         with self._writing:
             # The thread of a failure may come before that of an earlier look.
-            if (latest := (call.number, bool(failure))) > self._written:
-                self._store.set(f"call/{self._rank}", f"{call.number} {call.name}\n{failure}")
+            if (latest := (call.number, bool(failure), refused)) > self._written:
+                said = f"{call.number} {refused} {call.name}\n{failure}"
+                self._store.set(f"call/{self._rank}", said)
                 self._written = latest
 
+    def refused_behind(self, call: Call) -> int:
+        """Return how often this rank has refused a call behind the last one before `call`."""
+        number, times = self._refused
+        return times if number == call.number - 1 else 0
+
     def write_failure(self, call: Call) -> None:
-        """Tell the other ranks that the group has failed; does not wait for the store."""
-        error = call.error
+        """Tell the other ranks that the group has failed, or a call is refused; does not wait for the store."""
+        error, refused = call.error, 0
         text = error.law if isinstance(error, MpitrainError) else repr(error)
+        if call.is_refused:
+            number, times = self._refused
+            refused = times + 1 if number == call.number else 1
+            self._refused = call.number, refused
 
         def write() -> None:
             with suppress(Exception):  # The error itself is raised in any case.
-                self.write(call, text)
+                self.write(call, text, refused)
 
         start(write)
 
@@ -99,10 +116,10 @@ class Notices:
 
     def _read(self, key: str) -> Said:
         if not self._store.check([key]):
-            return Said(-1, "", "")
+            return Said(-1, "", "", 0)
         call, _, failure = self._store.get(key).decode().partition("\n")
-        number, _, name = call.partition(" ")
-        return Said(int(number), name, failure)
+        number, refused, name = call.split(" ", 2)
+        return Said(int(number), name, failure, int(refused))
 
 
 class Comparison:
@@ -144,7 +161,8 @@ class Comparison:
         """
         for rank, said in enumerate(self.said or ()):
             has_given_up = call.name == DESTROY and said.failure
-            if said.number == call.number and said.name != call.name and not has_given_up:
+            is_other = said.number == call.number and said.name != call.name
+            if is_other and not said.refused and not has_given_up:
                 raise CommError(
                     f"rank {members[me]}: all ranks make the same calls in one order, but call {call.number} of "
                     f"this process group is {call.name} here, and {said.name} on rank {members[rank]}.",
@@ -154,9 +172,16 @@ class Comparison:
                 )
 
     def check_failures(self, call: Call, me: int, members: Sequence[int]) -> None:
-        """Raise an error if the group has failed on another rank; arguments as of `check`."""
+        """Raise an error if the group has failed on another rank, or that has refused the call; arguments as of `check`."""
+        here = self._notices.refused_behind(call)
         for rank, said in enumerate(self.said or ()):
-            if said.failure and said.number <= call.number and rank != me:
+            # All ranks may have refused a call alike, and then made another one.
+            if said.refused and said.number == call.number - 1 and said.refused > here:
+                raise CommError(
+                    f"rank {members[me]}: {call} cannot end, since rank {members[rank]} has refused it: {said.failure}",
+                    "Look at that rank first.",
+                )
+            if said.failure and not said.refused and said.number <= call.number and rank != me:
                 raise CommError(
                     f"rank {members[me]}: {call} cannot end, since this process group has failed on rank "
                     f"{members[rank]}: {said.failure}",

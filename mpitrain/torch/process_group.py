@@ -8,13 +8,16 @@ All other collectives are exchanges: all messages of a call at once.
 Calls run in their order (calls.py). A message of `send` or `recv` starts at once.
 """
 
+import inspect
 import sys
+import sysconfig
 import time
+import traceback
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -76,7 +79,7 @@ LEAVE = 30.0
 CROSSED = 0.3
 """Seconds in destroy_process_group after which a rank looks whether another one destroys another group first."""
 
-SLOW = 2.0
+SLOW = 1.0
 """Seconds in a call after which a rank compares it with the calls of the others."""
 
 Tensors = list[torch.Tensor]
@@ -112,9 +115,9 @@ TRACED: list[Transport] = []
 
 
 def connected() -> Transport:
-    """Return the transport over all ranks; after a launcher that is none of MPI's, say so and exit.
+    """Return the transport over all ranks; where another launcher than MPI's started them, say so and exit.
 
-    A traceback would hide the message between those that such a launcher prints itself.
+    Their tracebacks would hide the message between those that such a launcher prints itself.
     """
     try:
         transport = world()
@@ -122,11 +125,24 @@ def connected() -> Transport:
             raise ConfigError(
                 "`accelerate launch` was asked for several processes, but has started this one alone.",
                 f"Type `mpitrain launch -n 4 -- {process.own_command()}`; accelerate finds the ranks.",
-            )
+            ).on_every_rank()
     except ConfigError as error:
-        say(error.named())
+        if not error.agreed:
+            raise
+        say(f"{error.named()}\n{own_line()}")
         sys.exit(error.exit_code)
     return transport
+
+
+def own_line() -> str:
+    """Return the line of the user's program that runs, as in a traceback."""
+    paths = sysconfig.get_paths()
+    packages = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), PACKAGE, "<frozen ")
+    own = [f for f in traceback.extract_stack() if not f.filename.startswith(packages)]
+    return "".join(traceback.format_list(own[-1:])).rstrip()
+
+
+PACKAGE = str(Path(__file__).parents[1])
 
 
 def create(of_group: Any, options: GroupOptions | None) -> "ProcessGroup":
@@ -282,14 +298,16 @@ class ProcessGroup(dist.ProcessGroup):
         tensors: Sequence,
         opts: Any = None,
         inputs: Sequence = (),
+        is_written: bool = True,
     ) -> CallWork:
+        """Append a call. is_written: whether it writes `tensors`, its result, on this rank."""
         on_gpu = [tensor for tensor in flat([tensors, inputs]) if tensor.is_cuda]
         for tensor in flat([tensors, inputs]):
             if tensor.device.type not in ("cpu", "cuda"):
                 raise ConfigError(
                     f"Backend mpitrain moves tensors of CPUs and NVIDIA GPUs, but this one is on {tensor.device}."
                 )
-        for tensor in flat([tensors]):
+        for tensor in flat([tensors] if is_written else []):
             if (
                 tensor.layout == torch.strided
                 and tensor.numel()
@@ -524,7 +542,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
 
     def _parts(self, name: str, tensor: torch.Tensor, part: torch.Tensor) -> Tensors:
-        """Return the parts of a tensor, one of each rank and as many elements as `part`."""
+        """Return the parts of a contiguous tensor, one of each rank and as many elements as `part`."""
         n = self.size()
         if tensor.numel() != n * part.numel():
             raise ConfigError(
@@ -533,7 +551,7 @@ class ProcessGroup(dist.ProcessGroup):
             )
         if not part.numel():
             return [tensor] * n
-        return [*(tensor.view(-1) if tensor.is_contiguous() else tensor).chunk(n)]
+        return [*tensor.view(-1).chunk(n)]
 
     # Reductions
 
@@ -588,7 +606,8 @@ class ProcessGroup(dist.ProcessGroup):
                 if root == self.rank():
                     tensor.copy_(self._mean(bound.elements, op).view(tensor.shape))
 
-        return self._call(f"reduce {op_name(op)} to {root} {shapes(tensors)}", run, tensors, opts)
+        name = f"reduce {op_name(op)} to {root} {shapes(tensors)}"
+        return self._call(name, run, tensors, opts, is_written=root == self.rank())
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         opts = opts or dist.ReduceScatterOptions()
@@ -688,20 +707,28 @@ class ProcessGroup(dist.ProcessGroup):
                     raw.copy_(bound.elements)
                     copy_home(block, tensor)
 
-        return self._call(f"broadcast from {root} {shapes(tensors)}", run, tensors, opts)
+        name = f"broadcast from {root} {shapes(tensors)}"
+        return self._call(name, run, tensors, opts, is_written=root != self.rank())
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         return self._gathering([[*places] for places in outputs], inputs, outputs, opts)
 
     def _gathering(
-        self, outputs: list[Tensors], inputs: Tensors, result: list, opts: Any
+        self,
+        outputs: list[Tensors],
+        inputs: Tensors,
+        result: list,
+        opts: Any,
+        last: Callable[[], object] = bool,
     ) -> CallWork:
+        """Gather each input into the places of one output. last: called behind all of them."""
         for places, own in zip(outputs, inputs, strict=True):
             self._check("all_gather", places, [own])
         return self._call(
             f"all_gather {' '.join(map(shapes, outputs))}",
             lambda call: [
-                self._all_gather(call, *each) for each in zip(outputs, inputs, strict=True)
+                *(self._all_gather(call, *each) for each in zip(outputs, inputs, strict=True)),
+                last(),
             ],
             result,
             opts,
@@ -735,11 +762,20 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> CallWork:
-        places = [
-            self._parts("all_gather", output, own)
-            for output, own in zip(outputs, inputs, strict=True)
+        # One with strides, as columns of a matrix, may have no views of its parts.
+        blocks = [
+            output if output.is_contiguous() else output.new_empty(output.shape)
+            for output in outputs
         ]
-        return self._gathering(places, inputs, outputs, opts)
+        places = [
+            self._parts("all_gather", block, own) for block, own in zip(blocks, inputs, strict=True)
+        ]
+
+        def last() -> None:
+            for block, output in zip(blocks, outputs, strict=True):
+                copy_home(block, output)
+
+        return self._gathering(places, inputs, outputs, opts, last)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -909,11 +945,29 @@ class ProcessGroup(dist.ProcessGroup):
         return works[-1] if works else None  # Calls end in their order.
 
 
+def refusing(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
+    """Return a collective that tells the other ranks, which wait in it, if it raises an error here before a message."""
+
+    @wraps(method)
+    def collective(group: ProcessGroup, *arguments: Any, **options: Any) -> CallWork:
+        try:
+            return method(group, *arguments, **options)
+        except Exception as error:
+            if "is_told" not in vars(error):  # One collective may call another.
+                vars(error)["is_told"] = True
+                group._queue.refuse(error)
+            raise
+
+    return collective
+
+
 # C++ calls these methods where torch.compile looks at every frame. A process group is opaque to it.
 for kind in (ProcessGroup, CallWork):
     for name, function in [*vars(kind).items()]:
         if isinstance(function, FunctionType) and name in dir(kind.__base__) and name[:2] != "__":
-            setattr(kind, name, torch.compiler.disable(function))
+            is_collective = inspect.signature(function).return_annotation is CallWork
+            opaque = refusing(function) if is_collective else function
+            setattr(kind, name, torch.compiler.disable(opaque))
 
 
 class Binding(NamedTuple):

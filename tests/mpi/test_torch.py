@@ -112,7 +112,11 @@ def passed_tensors(me, n):
     rows = torch.empty(2, n).t()
     dist.all_reduce(torch.empty(1, 0).expand(3, 0))  # no element is written twice
     dist.all_gather_single(rows, torch.full((1, 2), float(me)))
-    return [weight.tolist(), torch.view_as_real(part).tolist(), rows.tolist()]
+    row = torch.empty(1, 4 * n)[:, ::2]
+    dist.all_gather_single(row, torch.full((1, 2), float(me)))
+    root = torch.ones(1).expand(4) if me == 1 else torch.empty(4)  # The root writes nothing.
+    dist.broadcast(root, 1)
+    return [weight.tolist(), torch.view_as_real(part).tolist(), rows.tolist(), row.tolist(), root.tolist()]
 
 def refused_tensors(n):
     "How many calls are refused before a message is sent; the group stays usable."
@@ -212,7 +216,8 @@ def test_two_groups_bind_in_two_threads_at_once(found):
 def test_tensors_of_any_kind_are_taken_or_refused_at_once_and_groups_end_in_any_order(found):
     for me, (taken, refused, seconds) in enumerate(found["corners"]):
         sums = [[3.0 * (2 * me + k), 3.0] for k in range(2)]
-        assert taken == [[3.0] * 3, sums, [[float(rank)] * 2 for rank in range(RANKS)]]
+        rows = [[float(rank)] * 2 for rank in range(RANKS)]
+        assert taken == [[3.0] * 3, sums, rows, [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]], [1.0] * 4]
         assert refused == 5 and seconds < 15  # 30 where both wait for each other
 
 

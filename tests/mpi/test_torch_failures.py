@@ -84,8 +84,21 @@ def no_sum(group):
 def no_bits(group):
     dist.all_reduce(ones, dist.ReduceOp.BXOR, group=group)
 
+def refused_by_one(group):
+    for _ in range(2):  # All refuse one alike, which counts for none of them.
+        try: dist.all_reduce(ones, dist.ReduceOp.BXOR, group=group)
+        except mpitrain.MpitrainError: pass
+    dist.barrier(group=group)
+    if rank == 1:  # It may correct its call.
+        try: dist.all_reduce(torch.ones(1).expand(10), group=group)
+        except mpitrain.MpitrainError: pass
+    dist.all_reduce(ones, group=group)
+    began = time.monotonic()
+    try: dist.all_reduce(ones if rank != 1 else torch.ones(1).expand(10), group=group)
+    finally: assert time.monotonic() < began + 30
+
 for case, seconds in {
-    other_order: 60, other_bound_call: 60, other_shape: 60, absent: 3, absent_sender: 3, after_a_failure: 3,
+    refused_by_one: 900, other_order: 60, other_bound_call: 60, other_shape: 60, absent: 3, absent_sender: 3, after_a_failure: 3,
     absent_in_ddp: 3, absent_in_a_hook: 3, more_steps: 900, more_messages: 900, waiting_callback: 3, no_sum: 60, no_bits: 60,
 }.items():
     group = dist.new_group(timeout=timedelta(seconds=seconds))
@@ -111,6 +124,7 @@ def test_torchrun_starts_pytorchs_own_backends_and_not_this_one(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"], done
     done = run([*torchrun, "own.py", "mpitrain"], cwd=tmp_path)
     assert done.returncode and "torchrun started 2 processes" in done.stderr and not done.stdout
+    assert 'own.py", line 1, in <module>' in done.stderr
 
 
 def test_a_mismatch_an_absent_rank_and_one_that_ends_are_named(tmp_path):
@@ -150,6 +164,9 @@ def test_a_mismatch_an_absent_rank_and_one_that_ends_are_named(tmp_path):
     assert "absent" not in said[2] and "from rank 2" in said[1]["absent_sender"]
     assert all("float8_e5m2" in said[rank]["no_sum"] for rank in said)
     assert all("bxor" in said[rank]["no_bits"] for rank in said)
+    assert "sizes [10], strides [0]" in said[1]["refused_by_one"]
+    for rank in (0, 2):
+        assert "rank 1 has refused it" in said[rank]["refused_by_one"], said[rank]["refused_by_one"]
 
 
 LATE = """

@@ -55,4 +55,5 @@ def test_accelerate_launch_of_several_processes_is_refused(tmp_path):
     code = "import torch.distributed as dist, mpitrain.torch; dist.init_process_group('mpitrain')"
     asked = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
     done = run([sys.executable, "-c", code], cwd=tmp_path, env=asked)
-    assert done.returncode and "mpitrain launch -n 4" in done.stderr, done
+    assert done.returncode == 2 and "mpitrain launch -n 4" in done.stderr, done
+    assert 'File "<string>", line 1, in <module>' in done.stderr
