@@ -586,6 +586,12 @@ class Replication(Section):
     messages lie in host memory and MPI provides MPI_THREAD_MULTIPLE. no: by polling in the main
     thread, between layers"""
 
+    def exact_steps(self, steps: int) -> int:
+        """Return the first steps, of so many, that reduce uncompressed gradients in any wire format."""
+        if self.dense_steps >= 0:
+            return self.dense_steps
+        return steps // 4 if self.wire.startswith("powersgd") else 0
+
     @field_validator("async_lr", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:

@@ -73,13 +73,6 @@ class Config(Section):
         pauses = [step // every * every + every] if every else []
         return min(self.run.steps, self.run.next_evaluation(step), *pauses)
 
-    @property
-    def dense_steps(self) -> int:
-        """The number of first steps that reduce uncompressed gradients, in any wire format."""
-        if self.replication.dense_steps >= 0:
-            return self.replication.dense_steps
-        return self.run.steps // 4 if self.replication.wire.startswith("powersgd") else 0
-
     def flat(self) -> dict[str, Any]:
         """Return all values as {section.key: value}."""
         return {

@@ -23,6 +23,7 @@ tensors in the same order, whatever other tensors each rank has.
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,14 +66,6 @@ class Entry(NamedTuple):
             if both := overlap(self, piece):
                 own = values[moved(both, -self.start)]
                 flat[moved(both, piece.offset - piece.start)] = backend.from_host(own)
-
-
-class TensorRun(NamedTuple):
-    """A run of adjacent tensors with the same key, padding included (offsets in elements)."""
-
-    start: int
-    stop: int
-    key: Any
 
 
 class Span(NamedTuple):
@@ -177,23 +170,17 @@ class FlatLayout:
             everything = [Piece(0, self.length, 0)]
             entry.write(values, flat, backend, everything if pieces is None else pieces)
 
-    def runs(self, start: int, stop: int, key: Callable[[Parameter], Any]) -> Iterator[TensorRun]:
-        """Yield the runs of adjacent tensors with equal hyper-parameters, within [start, stop).
+    def runs(
+        self, start: int, stop: int, key: Callable[[Parameter], Any]
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Yield (start, stop, key) of the runs of adjacent tensors with equal keys, within [start, stop).
 
-        key  (tensor) -> its hyper-parameters
+        A run has the padding between its tensors.
         """
-        run: TensorRun | None = None
-        for entry in self.entries:
-            both = overlap(entry, range(start, stop))
-            if not both:
-                continue
-            own = key(entry.parameter)
-            if run and run.key != own:
-                yield run
-                run = None
-            run = TensorRun(run.start if run else both.start, both.stop, own)
-        if run:
-            yield run
+        within = [entry for entry in self.entries if overlap(entry, range(start, stop))]
+        for own, entries in groupby(within, lambda entry: key(entry.parameter)):
+            run = list(entries)
+            yield max(start, run[0].start), min(stop, run[-1].stop), own
 
     def buckets(self, nbytes: float, firsts: Collection[int] = ()) -> list[Bucket]:
         """Return the buckets, in the order in which backward makes them ready: from the last span

@@ -42,6 +42,7 @@ class Device(NamedTuple):
     half      the dtype of that copy and of activations; None where both have the dtype of the
               parameters
     tensor_cores  as device.tensor_cores
+    compute   as precision.compute
     """
 
     backend: Backend
@@ -51,6 +52,7 @@ class Device(NamedTuple):
     mirror: Mirror | None = None
     half: np.dtype | None = None
     tensor_cores: str = "mma"
+    compute: str = "float32"
 
     @property
     def kind(self) -> Kind:
@@ -160,9 +162,9 @@ def device_for(
     backend = backend_for(kind)
     if backend.kind not in KERNELS:
         if compute not in bodies.TYPES:
-            return Device(backend, bodies.host(attention, passes))
+            return Device(backend, bodies.host(attention, passes), compute=compute)
         ops, mirror = bodies.rounded(compute, attention, passes)
-        return Device(backend, ops, mirror=mirror)
+        return Device(backend, ops, mirror=mirror, compute=compute)
     from mpitrain.ops.cuda import product, wire
 
     multiply = product.chosen(gemm, tiles, tensor_cores)
@@ -178,7 +180,7 @@ def device_for(
             "Use device.tensor_cores=mma.",
         )
     ops = bodies.cuda(kernels, multiply, backend, tensor_cores)
-    device = Device(backend, ops, kernels, multiply, tensor_cores=tensor_cores)
+    device = Device(backend, ops, kernels, multiply, None, None, tensor_cores, compute)
     if compute not in HALVES:
         return device
     return device._replace(

@@ -78,16 +78,15 @@ def regions(
     codes = scales = plain = 0
     for piece in pieces:
         by_piece[piece] = []
-        for run in storage.runs(piece.start, piece.stop, key):
-            name, group = run.key
-            count, shift = run.stop - run.start, piece.offset - piece.start
-            lead = (run.start - starts[name]) % BLOCK if name else 0
+        for start, stop, (name, group) in storage.runs(piece.start, piece.stop, key):
+            count, shift = stop - start, piece.offset - piece.start
+            lead = (start - starts[name]) % BLOCK if name else 0
             first, blocks = (codes, block_count(count, lead)) if name else (plain, 0)
             by_piece[piece].append(
                 CodedRegion(
-                    run.start + shift,
-                    run.stop + shift,
-                    slice(run.start - piece.start, run.stop - piece.start),
+                    start + shift,
+                    stop + shift,
+                    slice(start - piece.start, stop - piece.start),
                     slice(first, first + count),
                     slice(scales, scales + blocks) if name else None,
                     lead,

@@ -64,8 +64,8 @@ class ElementUpdates:
             piece: launches(
                 self._operation,
                 [
-                    GroupRun(run.start - piece.start, run.stop - piece.start, *run.key)
-                    for run in storage.runs(piece.start, piece.stop, groups)
+                    GroupRun(start - piece.start, stop - piece.start, *group)
+                    for start, stop, group in storage.runs(piece.start, piece.stop, groups)
                 ],
             )
             for piece in pieces

@@ -93,7 +93,7 @@ class Averaging(Replica):
     def build(self, optimizer: config.Optimizer) -> None:
         self.weight = self.weight_in_average = len(self.share(self.size)) / self.size
         super().build(optimizer)
-        self.skips = SkippedByWorker(self._compute, self.grid.copies)
+        self.skips = SkippedByWorker(self.device.compute, self.grid.copies)
         # The first three of six numbers are loss, squared norm and ignored targets of this step.
         # The others are sums since the last exchange: non-finite elements, skipped updates and stop
         # requests.

@@ -457,9 +457,7 @@ class Replica:
         optimizer: config.Optimizer,
         batch: config.Batch,
         run: config.Run,
-        compute: str,
         source: str,
-        dense_steps: int = 0,
         next_pause: Callable[[int], int] = lambda step: step + 1,
         chunks: Sequence[range] = (),
         first: int = 0,
@@ -468,9 +466,7 @@ class Replica:
 
         storage      layout of this rank's tensors in a flat buffer
         loss         the loss of this rank's logits
-        compute      precision.compute
         source       data.source, for messages
-        dense_steps  first steps that reduce without the wire format
         next_pause   (finished steps) -> the number of finished steps at the next checkpoint or
                      evaluation, or at the end
         chunks       with several model chunks on this stage: the units of each chunk, numbered as
@@ -481,15 +477,15 @@ class Replica:
         self.settings, self.run, self.wire = settings, run, parse_wire(settings.wire)
         self.chunks, self.first = chunks, first
         self.size, self.micro_batches = batch.size, batch.micro_batches
-        self.dense_steps, self.next_pause = dense_steps, next_pause
+        self.next_pause = next_pause
         self.computed: np.dtype = device.half or storage.dtype  # of activations and of layers
-        self._loss, self._source, self._compute = loss, source, compute
+        self._loss, self._source = loss, source
         self.exposed, self.recorder = ExposedTime(), grid.transport.recorder
         self._exchanged_s = 0.0  # `prepare` copies grid.exchanged.seconds to here
         # Padding may contain non-finite numbers: blocks of wire formats include it.
         self._is_spoiled = False
         most = run.spike if run.on_spike != "ignore" else 0.0
-        self.skips = SkippedUpdates(compute, most)
+        self.skips = SkippedUpdates(device.compute, most)
         self._control = np.zeros(5)
         self.build(optimizer)
 
@@ -555,7 +551,7 @@ class Replica:
             ],
             self.wire,
             self.settings.overlap,
-            self.dense_steps,
+            self.settings.exact_steps(self.run.steps),
             self.bind,
             tied_sums(
                 self.grid,

@@ -1,7 +1,7 @@
 """The MPI library's own collectives: peers in measurements, and the all-reduce of algorithm "native"."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,19 +42,13 @@ def native_dtypes(transport: Transport) -> Sequence[str]:
     return OF_THREADS if isinstance(_host(transport), ThreadTransport) else REDUCED
 
 
-class NativeAllReduce(NamedTuple):
-    """The library's own all-reduce of an array, in place.
+def bind_native_all_reduce(
+    transport: Transport, array: Any, op: str = "add"
+) -> tuple[Callable[[], None], Callable[[], Request]]:
+    """Return the MPI library's own all-reduce of an array, in place, as two collective functions.
 
-    run    runs it. Collective
-    start  begins it, as MPI_Iallreduce. Collective; non-blocking only for an array in host memory
-    """
-
-    run: Callable[[], None]
-    start: Callable[[], Request]
-
-
-def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") -> NativeAllReduce:
-    """Return the MPI library's own all-reduce of an array.
+    The first runs it. The second begins it, as MPI_Iallreduce, and is non-blocking only for an array
+    in host memory.
 
     array   contiguous, with a dtype in `native_dtypes`
     op      as in `Group.bind`
@@ -87,12 +81,13 @@ def bind_native_all_reduce(transport: Transport, array: Any, op: str = "add") ->
             note = name, -1, recorder.begin(REDUCTION, name, nbytes=array.nbytes)
         return starting(array, note)
 
-    return NativeAllReduce(run, start)
+    return run, start
 
 
 def native_all_reduce(transport: Transport, array: Any, op: str = "add") -> None:
     """Bind and run the library's own all-reduce of an array. Collective."""
-    bind_native_all_reduce(transport, array, op).run()
+    run, _ = bind_native_all_reduce(transport, array, op)
+    run()
 
 
 def _host(transport: Transport) -> Any:

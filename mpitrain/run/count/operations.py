@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -39,22 +39,18 @@ class Count:
     nbytes: int = 0
     is_backward: bool = False
 
-    def add(self, cost: OperationCost) -> None:
-        self.nbytes += cost.nbytes
-        self.flops += cost.flops
-        self.recomputed += cost.flops * (self.is_backward and cost.is_forward)
+    def add(self, name: str, nbytes: int, flops: int) -> None:
+        """Add the cost of a call of the operation `name`."""
+        self.nbytes += nbytes
+        self.flops += flops
+        self.recomputed += flops * (self.is_backward and "backward" not in name)
 
 
-class OperationCost(NamedTuple):
-    """The cost of one call: the bytes that it moves, and its FLOPs in matrix products."""
+def cost_of(row: Operation, arguments: Sequence[Any]) -> tuple[int, int]:
+    """Return the bytes that a call moves, and its FLOPs in matrix products.
 
-    nbytes: int
-    flops: int
-    is_forward: bool
-
-
-def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> OperationCost:
-    """Return the cost of a call. A query of attention with a window has the scores of its keys alone."""
+    A query of attention with a window has the scores of its keys alone.
+    """
     sizes, nbytes = sizes_of(row, arguments), 0
     itemsize = next((x.itemsize for x in arguments if isinstance(x, Weightless)), 4)
     with suppress(KeyError):  # An absent argument may hide the size of a letter.
@@ -62,7 +58,7 @@ def cost_of(name: str, row: Operation, arguments: Sequence[Any]) -> OperationCos
     flops = 2 * _product(row.products, sizes) if row.products else 0
     for seen in _of_kind(Seen, arguments):
         flops = flops // max(1, sizes["T"]) * seen.keys_of_a_query(sizes["T"])
-    return OperationCost(nbytes, flops, "backward" not in name)
+    return nbytes, flops
 
 
 def counted(ops: Ops, count: Count) -> Ops:
@@ -75,7 +71,7 @@ def counted(ops: Ops, count: Count) -> Ops:
         run = getattr(ops, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            count.add(cost_of(name, row, arguments))
+            count.add(name, *cost_of(row, arguments))
             return run(*arguments, **named)
 
         return call

@@ -142,11 +142,11 @@ def emulated(settings, ends):
             mine = gradient[here].copy()
             norm = np.sqrt(host.gradient_facts(mine, Arena())[0])
             scale = o.clip / norm if 0 < o.clip < norm else 1.0
-            for run in storage.runs(here.start, here.stop, attrgetter("decayed")):
-                chunk = slice(run.start, run.stop)
+            for start, stop, decayed in storage.runs(here.start, here.stop, attrgetter("decayed")):
+                chunk = slice(start, stop)
                 host.adamw(
                     flat[chunk],
-                    mine[run.start - here.start : run.stop - here.start],
+                    mine[start - here.start : stop - here.start],
                     held["first_moment"][chunk],
                     held["second_moment"][chunk],
                     scale=scale,
@@ -155,7 +155,7 @@ def emulated(settings, ends):
                     beta2=o.beta2,
                     eps=o.epsilon,
                     step=count + 1,
-                    weight_decay=o.weight_decay if run.key else 0.0,
+                    weight_decay=o.weight_decay if decayed else 0.0,
                     arena=Arena(),
                 )
             return norm**2

@@ -366,9 +366,8 @@ def test_rows_are_partitioned_without_empty_ranks(rows, parts):
 
 def test_powersgd_starts_with_a_quarter_of_dense_steps_by_default():
     def dense(wire, steps=-1):
-        return parse(
-            {"run": {"steps": 403}, "replication": {"wire": wire, "dense_steps": steps}}
-        ).dense_steps
+        tables = {"replication": {"wire": wire, "dense_steps": steps}}
+        return parse(tables).replication.exact_steps(403)
 
     assert [dense(wire) for wire in ("none", "int8", "topk:0.1", "powersgd", "powersgd:2")] == [
         0,

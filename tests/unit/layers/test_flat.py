@@ -146,12 +146,12 @@ def test_float32_starts_as_the_rounded_float64():
 def test_runs_cover_what_is_trained_and_join_neighbours_of_equal_decay():
     storage = Storage(UNITS, "float32")
     covered = np.zeros(storage.length)
-    for run in storage.runs(0, storage.length, attrgetter("decayed")):
-        covered[run.start : run.stop] += 1 + run.key
+    for start, stop, decayed in storage.runs(0, storage.length, attrgetter("decayed")):
+        covered[start:stop] += 1 + decayed
     for entry in storage.entries:
         assert (entry.view(covered) == 1 + entry.parameter.decayed).all(), entry.name
     block = list(storage.runs(*storage.spans[1][:2], attrgetter("decayed")))
-    assert [run.key for run in block] == [False, True]
+    assert [decayed for *_, decayed in block] == [False, True]
 
 
 @pytest.mark.parametrize("nbytes", (1, 100, 200, 1e9))

@@ -194,7 +194,8 @@ def _compressed(job: Job) -> float:
     rank, d = grid.copies.rank, grid.copies.size
     whole = sent_in_ring(rank, d, storage.length) * storage.dtype.itemsize
     coded = in_format(storage, replica.buckets.buckets, replica.wire, rank, d)
-    dense = min(config.dense_steps, config.run.steps) / config.run.steps
+    steps = config.run.steps
+    dense = min(config.replication.exact_steps(steps), steps) / steps
     # A wire format always does an all-reduce, so ZeRO 1 adds an all-gather of the parameters.
     gathered = storage.length * replica.computed.itemsize * (d - 1) / d
     return dense * whole + (1 - dense) * coded + (gathered if config.replication.zero else 0)

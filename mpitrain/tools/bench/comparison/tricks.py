@@ -265,7 +265,10 @@ def _with_bytes(transport: Transport, side: Counting, row: Row) -> Row:
     measurements = memory, trainer.job.counts.peak, side.sent / side.steps
     memories, counted, sent = zip(*transport.gather_text(measurements), strict=True)
     # A wire format may begin with dense steps, which send more than these steps do.
-    formula = None if trainer.config.dense_steps else predicted(transport, side.job)
+    settings = trainer.config.replication
+    formula = (
+        None if settings.exact_steps(trainer.config.run.steps) else predicted(transport, side.job)
+    )
     return row._replace(
         memory=[*memories], counted=[*counted], sent_bytes=[*sent], formula_bytes=formula
     )

@@ -175,10 +175,10 @@ class WatchedOps:
         def call(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
             result = run(*arguments, **named)
-            seconds, cost = time.perf_counter() - began, cost_of(name, row, arguments)
-            at = int(bool(row.products))
-            self.work["FLOP"][at] += cost.flops or cost.nbytes / 4
-            self.work["bytes"][at] += cost.nbytes
+            seconds = time.perf_counter() - began
+            (nbytes, flops), at = cost_of(row, arguments), int(bool(row.products))
+            self.work["FLOP"][at] += flops or nbytes / 4
+            self.work["bytes"][at] += nbytes
             self.work["seconds"][at] += seconds
             return result
 
