@@ -34,17 +34,18 @@ def rank_of(pid):
 
 
 @pytest.mark.parametrize(
-    "ending, said",
+    "ending, stall, said",
     [
-        (signal.SIGKILL, rf"mpitrain launch: rank {SERVER} on \S+ was killed: signal 9"),
+        (signal.SIGKILL, "600", rf"mpitrain launch: rank {SERVER} on \S+ was killed: signal 9"),
         (
             signal.SIGSTOP,
+            "8.0",  # In this time the ranks have to connect, too, on a machine with other work.
             rf"rank {SERVER} on \S+: the run stands still .*rank {SERVER} on \S+ is stopped by a signal",
         ),
     ],
     ids=["killed", "stands-still"],
 )
-def test_an_idle_server_sleeps_and_a_dead_one_is_named(ending, said, tmp_path):
+def test_an_idle_server_sleeps_and_a_dead_one_is_named(ending, stall, said, tmp_path):
     run = subprocess.Popen(
         [
             *PROGRAM,
@@ -62,7 +63,7 @@ def test_an_idle_server_sleeps_and_a_dead_one_is_named(ending, said, tmp_path):
                 run__delay="random:200:1",
                 run__steps=100000,
                 run__log_every=1,
-                run__stall_seconds="4.0",
+                run__stall_seconds=stall,
             ),
         ],
         cwd=tmp_path,

@@ -216,6 +216,8 @@ def command(
             )
         if waiting.number:
             check_spares(waiting, ranks, hosts_of(granted, placed), target, fault_tolerant)
+            if waiting.is_per_host:
+                check_hosts_of_spares(waiting.number, ranks, placed)
         line, settings = command_line(ranks, words, target.words, by or "", placed, fault_tolerant)
         fullest = ranks_of_fullest(ranks, granted, placed)
         places = placed.hosts or dict.fromkeys(nodes(os.environ) * fault_tolerant, fullest)
@@ -323,6 +325,23 @@ def check_spares(
             f"Only train and programs of your own go on with spares, but the command is {target.command}.",
             f"Leave {option} out.",
         )
+
+
+def check_hosts_of_spares(number: int, ranks: int, placed: Placement) -> None:
+    """Raise ConfigError unless each host has `number` ranks, which may wait there as spares."""
+    hosts, left = placed.hosts or dict.fromkeys(nodes(os.environ), placed.ppn), ranks
+    for before, (host, most) in enumerate(hosts.items()):
+        # Hosts with numbers of their own are filled in their order; a batch system spreads evenly.
+        own = min(left, most) if most else -(-left // (len(hosts) - before))
+        left -= own
+        if own < number:
+            raise ConfigError(
+                f"--spares-per-host {number} takes {number} of the ranks of each host, but host {host} has {own} of the "
+                f"{ranks} ranks.",
+                "Start more ranks on that host, or lower --spares-per-host."
+                if own
+                else "Start more ranks, or leave that host out.",
+            )
 
 
 def with_options(line: list[str], program: list[str], options: list[str]) -> list[str]:
