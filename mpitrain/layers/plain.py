@@ -609,15 +609,19 @@ class Embedding:
 
         positions  the table of positions from 0, or None
         """
-        is_first = self.rows.rank == 0
+        ops, is_first = self.ops, self.rows.rank == 0
 
         def looked_up(out, *terms):
             out = None if out is None else out.reshape(*x.shape, self.width)
-            y, saved = self.ops.embedding(
-                x, w["tokens"], positions if is_first else None, arena, self._entries.start, out
+            added, saved = positions if is_first else None, {}
+            y, saved["tokens"] = ops.embedding(
+                x, w["tokens"], added, arena, self._entries.start, out
             )
-            others = self._looked_up(w, tables, y if is_first else None, arena)
-            return y, {"tokens": saved, **others}
+            for name, numbers in tables.items():
+                vectors, saved[name] = ops.embedding(numbers, w[name], None, arena)
+                if is_first:
+                    ops.add(y, vectors, y, arena)
+            return y, saved
 
         shape = *x.shape, self.width
         y, saved = self.rows.summed(looked_up, shape, w["tokens"].dtype, arena)
@@ -641,15 +645,6 @@ class Embedding:
             rows["types"] = arena.take(x.shape, np.int32)
             rows["types"].fill(0)
         return rows
-
-    def _looked_up(self, w, rows, y, arena):
-        """Look up rows of tables, add them to y unless it is None, and return the states."""
-        states = {}
-        for name, numbers in rows.items():
-            vectors, states[name] = self.ops.embedding(numbers, w[name], None, arena)
-            if y is not None:
-                self.ops.add(y, vectors, y, arena)
-        return states
 
     def backward_input(self, w, dy, saved, arena):
         whole = self.rows.sequences(self.rows.whole(dy))

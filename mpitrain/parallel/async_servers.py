@@ -20,7 +20,7 @@ import numpy as np
 
 from mpitrain import config
 from mpitrain.parallel.replica import Replica, StepResult, whole
-from mpitrain.parallel.servers import Server, Worker, header, is_late
+from mpitrain.parallel.servers import Server, Worker, header
 from mpitrain.regions import Piece, share
 from mpitrain.transport.base import Request
 
@@ -201,7 +201,7 @@ class AsyncWorker(Worker):
 
     @classmethod
     def of_rank(cls, is_server: bool, settings: config.Replication) -> type[Replica]:
-        if not is_late(settings):
+        if not cls.updates_early(settings):
             return super().of_rank(is_server, settings)
         return AsyncServer if is_server else AsyncWorker
 

@@ -83,7 +83,7 @@ class Averaging(Replica):
     needs = SINGLE_RANKS
 
     @staticmethod
-    def is_late(settings: config.Replication) -> bool:
+    def updates_early(settings: config.Replication) -> bool:
         return True
 
     @staticmethod

@@ -420,7 +420,7 @@ class Replica:
         return state + sizes.master * sizes.length
 
     @staticmethod
-    def is_late(settings: config.Replication) -> bool:
+    def updates_early(settings: config.Replication) -> bool:
         """Return whether a rank may update before all ranks have finished the step."""
         return False
 

@@ -30,11 +30,6 @@ NUMBERS = 10
 """Numbers in the header of a message to or from a server."""
 
 
-def is_late(settings: config.Replication) -> bool:
-    """Return whether servers may update before all workers have finished the step."""
-    return settings.update == "async" or (settings.update == "bounded" and settings.staleness > 0)
-
-
 def header() -> np.ndarray:
     """Return a header of zeros, (NUMBERS,) float64.
 
@@ -139,7 +134,7 @@ class Worker(Replica):
         master, dp = sizes.master, sizes.axes.dp
         workers = dp * (2 * master + sizes.mirror)
         frozen = dp * sizes.fixed
-        arriving = 0 if is_late(sizes.settings) else master
+        arriving = 0 if Worker.updates_early(sizes.settings) else master
         trained = (workers + 2 * master + arriving + sizes.state) * sizes.length
         return (trained + frozen) / sizes.axes.ranks
 
@@ -150,8 +145,10 @@ class Worker(Replica):
         return super().kept(sizes) - parameters * (1 - (axes.dp + 1) / axes.ranks)
 
     @staticmethod
-    def is_late(settings: config.Replication) -> bool:
-        return is_late(settings)
+    def updates_early(settings: config.Replication) -> bool:
+        return settings.update == "async" or (
+            settings.update == "bounded" and settings.staleness > 0
+        )
 
     @staticmethod
     def servers(settings: config.Replication) -> int:

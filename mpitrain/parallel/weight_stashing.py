@@ -70,7 +70,7 @@ class PipeDream(Replica):
         return sizes.replica + (sizes.axes.pp - 1) / 2 * sizes.computed * sizes.length
 
     @staticmethod
-    def is_late(settings: config.Replication) -> bool:
+    def updates_early(settings: config.Replication) -> bool:
         return True
 
     def build(self, optimizer: config.Optimizer) -> None:

@@ -211,7 +211,7 @@ def of_modes(config: Config) -> Iterator[Rule]:
     )
     update = f" with replication.update {settings.update}" if settings.mode == "server" else ""
     yield (
-        compute == "float16" and mode.is_late(settings),
+        compute == "float16" and mode.updates_early(settings),
         "In float16 all ranks change the loss scale together after each step, but in mode "
         f"{settings.mode}{update} they have no step in common.",
         "Set precision.compute to bfloat16, or replication.mode to all-reduce, master, or server with update sync.",

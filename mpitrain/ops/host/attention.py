@@ -86,7 +86,7 @@ def attended(q, kv, heads, drop, arena, visible=CAUSAL, passes=None):
     scratch = _scratch(blocks, arena) if drop else None
     queries, (keys_of, values_of) = split_heads(q, groups, each), split_heads(kv, 2, groups)
     results = split_heads(y, groups, each)
-    for sequence in rounds(batch, q):
+    for sequence in rounds(range(batch), q):
         own_q, out = queries[:, sequence], results[:, sequence]
         k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
         for rows, masked, every_exp, every_inverse in blocks:
@@ -123,7 +123,7 @@ def _scratch(blocks, arena):
 def _masks(drop, sequence, rows, exp, scratch):
     """Return the masks of a block, in scratch.    exp: (G, R, Q, K), as the result"""
     masks = scratch[: exp.size].reshape(-1, *exp.shape[2:])
-    for head in rounds(len(masks), masks):
+    for head in rounds(range(len(masks)), masks):
         drop.fill(sequence, head, rows, slice(0, exp.shape[3]), masks[head])
     return masks.reshape(exp.shape)
 
@@ -144,7 +144,7 @@ def _backward(dy, saved, dq, dkv, arena):
     every_d = split_heads(dy, groups, each)
     seen = blocks[-1].exp.shape[4] if blocks else 0
     backwards = [*zip(reversed(blocks), reversed(dscores), strict=True)]
-    for sequence in rounds(batch, q):
+    for sequence in rounds(range(batch), q):
         own_q, d, own_dq = queries[:, sequence], every_d[:, sequence], every_dq[:, sequence]
         k, v = keys_of[sequence, :, None], values_of[sequence, :, None]
         dk, dv = every_dk[sequence], every_dv[sequence]
@@ -272,7 +272,7 @@ def attention_next(q, kv, keys, values, past, heads, arena, seen=CAUSAL):
     if length == 1:
         _attend(queries, keys, values, firsts, out, arena, seen)
         return y
-    for b in rounds(batch, q):
+    for b in rounds(range(batch), q):
         for start in range(0, length, QUERIES):
             rows = slice(start, min(start + QUERIES, length))
             sequence = slice(b, b + 1)

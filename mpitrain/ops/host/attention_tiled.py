@@ -25,7 +25,6 @@ from mpitrain.ops.host.product import (
     causal_mask,
     constant,
     rounds,
-    rounds_of,
     split_heads,
     take_columns,
     tile_for,
@@ -147,7 +146,7 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
     kt[width] = 1
     (every_q,), (ys,) = split_heads(queries, 1, heads), split_heads(y, 1, heads)
     every_kv = split_heads(kv, 2, groups)
-    for sequence in rounds(batch, queries):
+    for sequence in rounds(range(batch), queries):
         own_q, (every_k, every_v), every_y = every_q[sequence], every_kv[:, sequence], ys[sequence]
         some = slice(None)
         if bounds.starts is not None:
@@ -156,7 +155,7 @@ def attended(queries, kv, heads, drop, arena, visible=CAUSAL, passes=None, tile=
             some = slice(int(seeing))  # The rest sees no key.
             every_y[:, some.stop :], log_sums[sequence, :, some.stop :] = 0, -np.inf
         seen, seen_sums = out[some], sums[some]
-        for head in rounds(heads, queries):
+        for head in rounds(range(heads), queries):
             np.multiply(own_q[head], scale, out=q[:, :width])
             q[:, width] = 0
             if head % (heads // groups) == 0:
@@ -184,10 +183,10 @@ def _forward_tiles(q, kt, v, out, sums, tile, arena, drops, visible):
     part_sums, ones = arena.take((short,), dtype), constant(long, 1, dtype)
     dropped = arena.take((short * long,), dtype) if drops else scores
     mask, tiles = causal_mask(short, dtype), []
-    for first in rounds_of(range(0, len(q), short), q):
+    for first in rounds(range(0, len(q), short), q):
         rows = slice(first, min(first + short, len(q)))
         count, seen, diagonal = rows.stop - first, min(rows.stop + offset, length), first + offset
-        for start in rounds_of(range(0, seen, long), q):
+        for start in rounds(range(0, seen, long), q):
             keys = slice(start, min(start + long, seen))
             own = scores[: count * (keys.stop - start)].reshape(count, -1)
             late = max(diagonal, start)
@@ -353,7 +352,7 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
     inputs, results = split_heads(kv, 2, groups), split_heads(dkv, 2, groups)
     (every_qs,), (every_dqs,) = split_heads(queries, 1, heads), split_heads(dqueries, 1, heads)
     (ys,), (ds,) = split_heads(y, 1, heads), split_heads(dy, 1, heads)
-    for sequence in rounds(batch, dy):
+    for sequence in rounds(range(batch), dy):
         every_q, every_dq = every_qs[sequence], every_dqs[sequence]
         (every_k, every_v), (every_dk, every_dv) = inputs[:, sequence], results[:, sequence]
         every_y, every_d = ys[sequence], ds[sequence]
@@ -361,7 +360,7 @@ def backward(dy, queries, kv, y, log_sums, tile, drop, visible, passes, dqueries
             tiles = tiles_within(every, bounds.within(sequence))
             dk.fill(0)  # No query may see a key.
             dv.fill(0)
-        for head in rounds(heads, dy):
+        for head in rounds(range(heads), dy):
             np.multiply(every_q[head], scale, out=q[:, :width])
             np.multiply(log_sums[sequence, head], -1, out=q[:, width])
             d[:, :width] = every_d[head]
@@ -393,10 +392,10 @@ def _backward_tiles(q, d, kt, vt, k, dq, dk, dv, minus_dots, tile, arena, drops,
     slopes = arena.take((short * long,), dtype) if cap else weights
     part = arena.take((max(short, long), width), dtype)
     mask, tiles = causal_mask(short, dtype), []
-    for first in rounds_of(range(0, length, short), q):
+    for first in rounds(range(0, length, short), q):
         keys = slice(first, min(first + short, length))
         count = keys.stop - first
-        for start in rounds_of(range(max(0, first - offset), len(q), long), q):
+        for start in rounds(range(max(0, first - offset), len(q), long), q):
             rows = slice(start, min(start + long, len(q)))
             shape, size = (rows.stop - start, count), (rows.stop - start) * count
             own = weights[:size].reshape(shape)

@@ -458,7 +458,7 @@ def rotate(x, heads, turned, theta, context, scaling, direction, arena, position
     pairs, results = x.reshape(shape), y.reshape(shape)
     if y is not x:
         results[:, :, turned:] = pairs[:, :, turned:]
-    for row in rounds(batch, x):
+    for row in rounds(range(batch), x):
         at = table[:length] if positions is None else table[positions[row]]
         cos, sin = at[:, 0, None], at[:, 1, None]
         a, b = pairs[row, :, :turned, 0], pairs[row, :, :turned, 1]
@@ -611,7 +611,7 @@ def _tiles(x, side, arena) -> Iterator[tuple[slice, np.ndarray]]:
     corners = [
         (image, top) for image in range(0, images, together) for top in range(0, height, band)
     ]
-    for number in rounds(len(corners), x):
+    for number in rounds(range(len(corners)), x):
         image, top = corners[number]
         count, rows = min(together, images - image), min(band, height - top)
         first = (image * height + top) * width

@@ -183,12 +183,7 @@ def take_columns(count, rows, columns, dtype, arena):
     return arena.take((count, rows, columns + GAP), dtype)[:, :, :columns]
 
 
-def rounds(count: int, like: np.ndarray) -> range:
-    """Return the rounds of a loop: `count`, but two at most if the arrays have no memory."""
-    return rounds_of(range(count), like)
-
-
-def rounds_of(starts: range, like: np.ndarray) -> range:
+def rounds(starts: range, like: np.ndarray) -> range:
     """Return the starts of the rounds of a loop, but two at most if the arrays have no memory.
 
     Without memory only leases matter: every round after the second leases the same as the second.
@@ -198,14 +193,11 @@ def rounds_of(starts: range, like: np.ndarray) -> range:
 
 def row_blocks(x: np.ndarray, nbytes: int = L2_SHARE) -> Iterator[slice]:
     """Yield slices that cover the first dim of `x`, each of about `nbytes` and at least one row."""
-    if x.size == 0:
+    if not x.size:
         return
-    if x.nbytes <= nbytes:
-        yield slice(0, len(x))
-        return
-    rows = max(1, nbytes // (x.nbytes // len(x)))
-    for number in rounds(-(-len(x) // rows), x):
-        yield slice(number * rows, min((number + 1) * rows, len(x)))
+    rows = block_shape(x, nbytes)[0]
+    for start in rounds(range(0, len(x), rows), x):
+        yield slice(start, min(start + rows, len(x)))
 
 
 @lru_cache(256)
@@ -219,14 +211,8 @@ def constant(count: int, value: float, dtype: np.dtype) -> np.ndarray:
 def blocks_of(x: np.ndarray, *others: Any, nbytes: int = L2_SHARE) -> Iterator[tuple[Any, ...]]:
     """Yield (block of x, block of each other array) for the blocks of rows that `row_blocks` makes.
 
-    If there is one block, it has the arrays themselves, because views would cost more than they
-    save. An argument None stays None.
+    An argument None stays None.
     """
-    if not x.size:
-        return
-    if x.nbytes <= nbytes:
-        yield x, *others
-        return
     for rows in row_blocks(x, nbytes):
         yield tuple([one if one is None else one[rows] for one in (x, *others)])
 
