@@ -28,7 +28,7 @@ def _nbytes(context: click.Context, parameter: click.Parameter, value: str) -> i
     "--to",
     "kind",
     metavar="FORMAT",
-    help="Format of the folder: gpt2, llama, bert or peft (default: the kind of the run; peft for adapters).",
+    help="Format of the folder: gpt2, llama, phi3, bert or peft (default: the kind of the run; peft for adapters).",
 )
 @path_option("--out", "The new folder (default: RUN_DIR/FORMAT).", metavar="DIR")
 @click.option(

@@ -353,6 +353,12 @@ class Model(Section):
     """llama: scale of the scores of attention; 0: 1 / the square root of a head's channels"""
     score_cap: float = Field(0.0, ge=0)
     """llama: the scores s of attention become cap tanh(s / cap), as in Gemma 2; 0: they stay"""
+    embedding_scale: float = Field(1.0, gt=0)
+    """llama: factor of the token embedding, as in Granite"""
+    residual_scale: float = Field(1.0, gt=0)
+    """llama: factor of what attention and MLP add to their input, as in Granite"""
+    logit_scale: float = Field(1.0, gt=0)
+    """llama: factor of the logits, as in Granite"""
     logit_cap: float = Field(0.0, ge=0)
     """llama: the logits z become cap tanh(z / cap), as in Gemma 2; 0: they stay"""
     tied: bool = False

@@ -60,7 +60,7 @@ class TensorRow(NamedTuple):
     shape   here, in letters: V vocabulary, T context, C width, H hidden units of an MLP, A columns of
             the queries, G of the keys, Q of queries, keys and values, D channels of a head, K classes,
             2 token types, E experts, S hidden units of their shared MLP, 1 its gate, F hidden units of an
-            MLP in a block without experts
+            MLP in a block without experts, U twice as many
     """
 
     ours: str
@@ -141,7 +141,7 @@ class Architecture(NamedTuple):
         sizes = {"V": vocabulary, "T": keys.context, "C": width, "H": keys.hidden_units}
         sizes |= {"A": inside, "G": shared, "Q": inside + 2 * shared, "D": each}
         sizes |= {"K": classes, "1": 1, "2": 2, "E": keys.experts, "S": keys.shared}
-        sizes["F"] = keys.dense_units
+        sizes |= {"F": keys.dense_units, "U": 2 * keys.dense_units}
         for ours, rows in groupby(self._rows(keys, has), lambda row: row.ours.partition(":")[0]):
             parts, first = [], 0
             for row in rows:

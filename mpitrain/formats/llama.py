@@ -32,7 +32,7 @@ GELU = "gelu_pytorch_tanh"
 OF_HEADS = ("Qwen3", "Gemma", "Gemma2", "Gemma3")
 """Names of models whose head_dim has a default that is not hidden_size / num_attention_heads."""
 EARLIER = "original_max_position_embeddings"
-Cap = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(gt=0)]
 SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", EARLIER),
@@ -178,8 +178,8 @@ class Gemma2Configuration(GemmaConfiguration):
     query_pre_attn_scalar: Size = 256
     sliding_window: Size | None = 4096
     layer_types: list[str] | None = None
-    final_logit_softcapping: Cap | None = 30.0
-    attn_logit_softcapping: Cap | None = 50.0
+    final_logit_softcapping: Factor | None = 30.0
+    attn_logit_softcapping: Factor | None = 50.0
 
 
 class Gemma3Configuration(Gemma2Configuration):
@@ -189,8 +189,8 @@ class Gemma3Configuration(Gemma2Configuration):
     sliding_window_pattern: Size = 6
     rope_theta: Annotated[float, Field(gt=1)] | None = 1_000_000.0
     rope_local_base_freq: Annotated[float, Field(gt=1)] = 10_000.0
-    final_logit_softcapping: Cap | None = None
-    attn_logit_softcapping: Cap | None = None
+    final_logit_softcapping: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
 
 
 class Olmo2Configuration(_Configuration):
@@ -233,6 +233,18 @@ class SmolLM3Configuration(_Configuration):
         like = [int(not first or n % first > 0) for n in every]
         check_only("no_rope_layers", turned, [like])
         return first
+
+
+class GraniteConfiguration(_Configuration):
+    """The keys that GraniteConfig reads, with its defaults."""
+
+    max_position_embeddings: Size = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: Factor = 1.0
+    residual_multiplier: Factor = 1.0
+    attention_multiplier: Factor = 1.0
+    logits_scaling: Factor = 1.0
 
 
 class MixtralConfiguration(_Configuration):
@@ -281,7 +293,7 @@ class OlmoeConfiguration(_Configuration):
     max_position_embeddings: Size = 4096
     rms_norm_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-5
     attention_bias: bool = False
-    clip_qkv: Cap | None = None
+    clip_qkv: Factor | None = None
     num_experts: Size = 64
     num_experts_per_tok: Size = 8
     norm_topk_prob: bool = False
@@ -440,7 +452,9 @@ def keys(config: _Configuration) -> dict[str, Any]:
     of_windows = 0.0
     if isinstance(config, Gemma3Configuration | Olmo3Configuration):
         rope, of_windows = _ropes(config, given, window)
-    scalar = getattr(config, "query_pre_attn_scalar", None)
+    each_of_head = config.head_dim or config.hidden_size // heads
+    scalar = getattr(config, "query_pre_attn_scalar", each_of_head)
+    scale = getattr(config, "attention_multiplier", scalar**-0.5)
     return {
         "model.kind": "llama",
         "model.layers": config.num_hidden_layers,
@@ -454,7 +468,10 @@ def keys(config: _Configuration) -> dict[str, Any]:
         "model.pre_norm": not isinstance(config, Olmo2Configuration),
         "model.post_norm": isinstance(config, Gemma2Configuration | Olmo2Configuration),
         "model.nope_every": getattr(config, "nope_every", 0),
-        "model.score_scale": 0.0 if scalar in (None, config.head_dim) else scalar**-0.5,
+        "model.score_scale": 0.0 if scale == each_of_head**-0.5 else scale,
+        "model.embedding_scale": getattr(config, "embedding_multiplier", 1.0),
+        "model.residual_scale": getattr(config, "residual_multiplier", 1.0),
+        "model.logit_scale": 1 / getattr(config, "logits_scaling", 1.0),
         "model.clip_qkv": getattr(config, "clip_qkv", None) or 0.0,
         "model.score_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "model.logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
@@ -582,6 +599,15 @@ def _of_smollm3(keys: Model) -> dict[str, Any]:
     }
 
 
+def _of_granite(keys: Model) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": keys.embedding_scale,
+        "residual_multiplier": keys.residual_scale,
+        "attention_multiplier": keys.score_scale or keys.head_channels**-0.5,
+        "logits_scaling": 1 / keys.logit_scale,
+    }
+
+
 def _chosen(keys: Model) -> dict[str, Any]:
     """Return the keys of experts that are not those of a Mixtral."""
     facts = {"num_experts": keys.experts, "num_experts_per_tok": keys.top_k}
@@ -606,6 +632,7 @@ NORMED: Parts = {"qk_norm": (True,)}
 GEMMA: Parts = {"scaled_embedding": (True,)}
 LATER_GEMMA: Parts = {**GEMMA, "activation": ("gelu",), "post_norm": (True,)}
 LATER_GEMMA |= {**WINDOWS, "window_every": None, "score_scale": None, "logit_cap": None}
+GRANITE: Parts = dict.fromkeys(("embedding_scale", "residual_scale", "score_scale", "logit_scale"))
 OLMO: Parts = {"pre_norm": (False,), "post_norm": (True,), "qk_norm": ("joint",), "head_dim": (0,)}
 FAMILIES = {
     "Llama": LlamaFamily("llama"),
@@ -626,6 +653,7 @@ FAMILIES = {
         "gemma3_text", {**LATER_GEMMA, **NORMED, "window_theta": None}, _of_gemma3
     ),
     "SmolLM3": LlamaFamily("smollm3", {"nope_every": None}, _of_smollm3),
+    "Granite": LlamaFamily("granite", GRANITE, _of_granite),
     "Olmo2": LlamaFamily("olmo2", OLMO),
     "Olmo3": LlamaFamily(
         "olmo3", {**OLMO, **WINDOWS, "window_every": None, "window_theta": None}, _of_olmo3
@@ -677,12 +705,17 @@ def family_of(keys: Model) -> tuple[str, str]:
     nothing.
     """
     differing = {
-        name: [key for key in DISTINCT if getattr(keys, key) not in _values(own, key, keys)]
+        name: _differing(own, keys)
         for name, own in FAMILIES.items()
         if ("experts" in own.has) == bool(keys.experts)
     }
     name = min(differing, key=lambda name: len(differing[name]))
     return name, next(iter(differing[name]), "")
+
+
+def _differing(own: LlamaFamily, keys: Model) -> list[str]:
+    every = [*DISTINCT, *(key for key in own.has if key not in DISTINCT)]
+    return [key for key in every if getattr(keys, key) not in _values(own, key, keys)]
 
 
 def _values(own: LlamaFamily, key: str, keys: Model) -> tuple[Any, ...]:
@@ -693,9 +726,13 @@ def _values(own: LlamaFamily, key: str, keys: Model) -> tuple[Any, ...]:
 
 
 def described(keys: Model, labels: Sequence[str]) -> dict[str, Any]:
-    name, key = family_of(keys)
-    own = FAMILIES[name]
-    if key:
+    name, _ = family_of(keys)
+    return described_as(name, FAMILIES[name], keys)
+
+
+def described_as(name: str, own: LlamaFamily, keys: Model) -> dict[str, Any]:
+    """Return the keys of config.json of a class; ConfigError if the model has what the class has not."""
+    if key := next(iter(_differing(own, keys)), ""):
         has, value = (json.dumps(one) for one in (_values(own, key, keys)[0], getattr(keys, key)))
         raise ConfigError(
             f"The class of transformers that is nearest to this run is {name}ForCausalLM, which has model.{key} {has}, "
@@ -749,6 +786,7 @@ LLAMA = Architecture(
         "gemma2": Gemma2Configuration,
         "gemma3_text": Gemma3Configuration,
         "smollm3": SmolLM3Configuration,
+        "granite": GraniteConfiguration,
         "olmo2": Olmo2Configuration,
         "olmo3": Olmo3Configuration,
         "qwen2_moe": Qwen2MoeConfiguration,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from mpitrain.errors import CheckpointError
-from mpitrain.formats import bert, gpt2, llama
+from mpitrain.formats import bert, gpt2, llama, phi3
 from mpitrain.formats.folder import (
     CONFIGURATION,
     Format,
@@ -18,9 +18,15 @@ from mpitrain.formats.peft import PEFT
 from mpitrain.tables import Table
 
 FORMATS: Table[str, Format] = Table(
-    gpt2=gpt2.FORMAT, llama=llama.FORMAT, bert=bert.FORMAT, peft=PEFT
+    gpt2=gpt2.FORMAT, llama=llama.FORMAT, phi3=phi3.FORMAT, bert=bert.FORMAT, peft=PEFT
 )
 """Formats of folders that `mpitrain export --to` writes and `run.init_from` reads."""
+
+LACKING = {
+    "gpt_oss": "sinks in attention, biases of experts, clamped gates",
+    "gemma3": "a text model inside one of images; that alone is gemma3_text",
+}
+"""{model_type that is refused: what it has that no model here has}."""
 
 
 def has_model(folder: Path) -> bool:
@@ -49,7 +55,7 @@ def format_of(folder: Path) -> Format:
         own = configuration(folder, CONFIGURATION, ModelType).model_type
         if own in known:
             return known[own]
-        listed = ", ".join(known)
+        listed, lacks = ", ".join(known), f" ({LACKING[own]})" if own in LACKING else ""
         raise OtherModel(
-            f"{CONFIGURATION} says model_type {json.dumps(own)[:80]}, but mpitrain has {listed}"
+            f"{CONFIGURATION} says model_type {json.dumps(own)[:80]}{lacks}, but mpitrain has {listed}"
         )

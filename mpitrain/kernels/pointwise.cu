@@ -107,10 +107,11 @@ extern "C" __global__ void __launch_bounds__(128) gated_backward(
     }
 }
 
-// y = cap tanh(z / cap), or if is_hard z between -cap and cap, else the nearer of these, of rows that begin `pitch` elements apart.    z, y: (M, N)
+// y = cap tanh(z / cap); for kind 1 z between -cap and cap, else the nearer of these; for kind 2 cap z. Rows begin `pitch` elements
+// apart.    z, y: (M, N)
 // One warp a row. Launch: grid (ceil(M / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) soft_cap(
-    int M, int N, int pitch, int is_hard, Sum cap, const Element* __restrict__ z, Element* __restrict__ y) {
+    int M, int N, int pitch, int kind, Sum cap, const Element* __restrict__ z, Element* __restrict__ y) {
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= M) return;
     const long long at = (long long)row * pitch;
@@ -119,8 +120,10 @@ extern "C" __global__ void __launch_bounds__(128) soft_cap(
         Sum zs[WIDE];
         load_run(z + at, c, N, vector, zs);
 #pragma unroll
-        for (int j = 0; j < WIDE; ++j)
-            zs[j] = !is_hard ? cap * tanh(zs[j] / cap) : zs[j] > cap ? cap : zs[j] < -cap ? -cap : zs[j];
+        for (int j = 0; j < WIDE; ++j) {
+            const Sum inside = zs[j] > cap ? cap : zs[j] < -cap ? -cap : zs[j];
+            zs[j] = kind == 0 ? cap * tanh(zs[j] / cap) : kind == 1 ? inside : cap * zs[j];
+        }
         store_run(y + at, c, N, vector, zs);
     }
 }

@@ -956,6 +956,14 @@ class Plain:
 
         return Activation(forward, self.ops.clip_backward)
 
+    def scaled(self, factor: float) -> Activation:
+        """Return a multiplication by a number."""
+
+        def forward(x: Any, arena: Arena) -> tuple[Any, Any]:
+            return self.ops.times(x, factor, arena), None
+
+        return Activation(forward, lambda dy, saved, arena: self.ops.times(dy, factor, arena))
+
     def swiglu(self) -> Activation:
         """Return a gated activation, (..., 2 N) to (..., N), for two outputs of `joined_linear`."""
         return Activation(self.ops.swiglu, self.ops.swiglu_backward, 2)

@@ -28,7 +28,7 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
     inside = heads * model.head_channels
     rotary = Rotary(model.theta, model.context, tuple(model.rope_scaling))
     within = Rotary(model.window_theta, model.context) if model.window_theta else rotary
-    scale = math.sqrt(width) if model.scaled_embedding else 1.0
+    scale = math.sqrt(width) if model.scaled_embedding else model.embedding_scale
     embedding = layers.embedding(vocab, model.context, width, positions=False, scale=scale)
 
     def norm() -> Layer:
@@ -38,7 +38,12 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
         """Return a residual branch: the layers, after a norm, before another, or between both."""
         before = {"norm": norm()} if model.pre_norm else {}
         after = {"post": norm()} if model.post_norm else {}
-        return layers.residual(Sequential(**before, **children, **after))
+        return layers.residual(
+            Sequential(**before, **children, **after, **scaled(model.residual_scale))
+        )
+
+    def scaled(factor: float) -> dict[str, Layer]:
+        return {} if factor == 1 else {"scaled": layers.scaled(factor)}
 
     def head_norms() -> dict[str, Layer]:
         is_joint = model.qk_norm == "joint"
@@ -73,6 +78,7 @@ def llama(layers: Plain, vocab: int, model: Model) -> list[Unit]:
         units += [Unit(f"blocks.{block}.attention", attention), Unit(f"blocks.{block}.mlp", mlp)]
     head = Sequential(
         norm=norm(),
+        **scaled(model.logit_scale),
         logits=layers.head(width, vocab, inner),
         **({"cap": layers.soft_cap(model.logit_cap)} if model.logit_cap else {}),
     )

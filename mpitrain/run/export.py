@@ -23,7 +23,8 @@ from mpitrain.formats.companions import (
 )
 from mpitrain.formats.folder import CONFIGURATION, Trained, json_text, refusing, sha256
 from mpitrain.formats.peft import by_layer
-from mpitrain.formats.table import FORMATS
+from mpitrain.formats.phi3 import PHI3
+from mpitrain.formats.table import FORMATS, format_of
 from mpitrain.formats.tensors import AnyTensor, StoredTensor, as_ours, merged
 from mpitrain.formats.writing import check_new, tokenizer_files, with_marks, write_folder
 from mpitrain.models.table import MODELS
@@ -187,7 +188,8 @@ def _companions(
 def _format_of(config: Config) -> str:
     """Return the name of the format that has models of a run's kind."""
     kind = config.model.kind
-    names = {row.kind: name for name, row in FORMATS.items() if row.kind}
+    # Of several formats of a kind, the first.
+    names = {row.kind: name for name, row in reversed(FORMATS.items()) if row.kind}
     if kind not in names:
         raise ConfigError(
             f"Other programs load a {' or '.join(names)}, but this run trained a {kind}.",
@@ -207,6 +209,12 @@ def _check_adapters(run: Path, config: Config, name: str, merge: bool, of_model:
         raise ConfigError(
             f"{run} has adapters of rank {rank}, which a folder of kind {name} cannot have.",
             "Export them --to peft, or add --merge to have them in the parameters.",
+        )
+    base = run / INIT_FROM
+    if name == "peft" and base.is_dir() and {*format_of(base).models} == {*PHI3.configs}:
+        raise ConfigError(
+            f"Adapters of {run} are of queries, keys, values, gates and others apart, which its base joins: a Phi-3.",
+            "Add --merge, and --to llama or phi3.",
         )
 
 

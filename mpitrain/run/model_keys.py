@@ -54,6 +54,7 @@ OF_RUN = [
     "score_cap",
     "logit_cap",
 ]
+OF_RUN += ["embedding_scale", "residual_scale", "logit_scale"]
 OF_RUN += ["experts", "top_k", "router", "capacity", "shared", "shared_gate"]
 OF_RUN += ["dense_blocks", "dense_hidden"]
 """The keys of [model] that the parameters of a run determine; runs of earlier versions lack some."""

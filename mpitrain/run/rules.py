@@ -512,6 +512,7 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Set model.context to {multiples_near(model.context, chunks)}.",
     )
     of_later_ones = "pre_norm post_norm nope_every clip_qkv window_theta score_scale score_cap logit_cap dense_blocks"
+    of_later_ones += " embedding_scale residual_scale logit_scale"
     of_a_llama = "kv_heads head_dim qk_norm qkv_bias rope_scaling activation scaled_embedding"
     for key in f"{of_a_llama} {of_later_ones}".split():
         yield (
@@ -539,6 +540,11 @@ def of_model(config: Config) -> Iterator[Rule]:
         f"Logits in slices have no soft-cap, but model.logit_cap is {model.logit_cap:g} and memory.logit_chunks "
         f"{config.memory.logit_chunks}.",
         "Set memory.logit_chunks to 1.",
+    )
+    yield (
+        model.scaled_embedding and model.embedding_scale != 1,
+        f"model.scaled_embedding takes the square root of model.width, but model.embedding_scale is {model.embedding_scale:g}.",
+        "Set model.scaled_embedding to false, or leave out model.embedding_scale.",
     )
     yield (
         not model.pre_norm and not model.post_norm,

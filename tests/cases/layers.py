@@ -147,6 +147,7 @@ def check_cap(kernels: Kernels, m: int, n: int, name: str, dtype: str = "float32
         y, saved = getattr(ops, name)(z, 2.5, Arena())
         assert_close(y, true_y, dtype)
         assert_close(getattr(ops, backward)(dy, saved, Arena()), truth, dtype)
+        assert_close(ops.times(z, 2.5, Arena()), reference.times(values(z), 2.5, None), dtype)
         assert not padded[0][:, n:].any(), "the padding is nobody's"
 
 

@@ -13,6 +13,7 @@ SHAPE = ["model.layers=2", "model.width=32", "model.heads=4", "model.context=24"
 LLAMA = ["model.kind=llama", "model.kv_heads=2"]
 GEMMA = ["model.activation=gelu", "model.scaled_embedding=true", "model.post_norm=true"]
 GEMMA += ["model.window=4", "model.window_every=2"]
+GRANITE = ["model.embedding_scale=3", "model.residual_scale=0.5", "model.logit_scale=0.25"]
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.hidden=40"]
 PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
 
@@ -32,6 +33,7 @@ PROMPTS = [[3, 5, 7], [200, 1, 9], [0, 0, 255]]
         [*LLAMA, *GEMMA, "model.qk_norm=true", "model.window_theta=50.0"],
         [*LLAMA, "model.pre_norm=false", "model.post_norm=true", "model.qk_norm=joint"],
         [*LLAMA, "model.nope_every=2"],
+        [*LLAMA, *GRANITE],
         [*LLAMA, *EXPERTS, "model.window=5"],
         [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.dense_blocks=[0]", "model.dense_hidden=24"],
         [*LLAMA, *EXPERTS, "model.qk_norm=true", "model.router=before"],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.formats import phi3
 from mpitrain.formats.llama import LLAMA
 from mpitrain.run.build import build
 from mpitrain.run.export import export
@@ -77,6 +78,10 @@ GEMMA3["layer_types"] = ["sliding_attention", "sliding_attention", "full_attenti
 OLMO3 = {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 5}
 OLMO3["rope_parameters"] = {"full_attention": YARN, "sliding_attention": LOCAL}
 SMOLLM3 = {"pad_token_id": None, "num_hidden_layers": 3, "no_rope_layer_interval": 2}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
+GRANITE |= {"attention_multiplier": 0.3, "pad_token_id": None}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+PHI3 = {"sliding_window": 5, "pad_token_id": None}
 DENSE = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -108,6 +113,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         ({"kind": "Olmo2ForCausalLM", "pad_token_id": None}, 2, ["layout.pp=2"], "float32"),
         ({"kind": "Olmo3ForCausalLM", **OLMO3}, 1, [], "float32"),
         ({"kind": "SmolLM3ForCausalLM", **SMOLLM3}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "GraniteForCausalLM", **GRANITE}, 2, ["layout.tp=2"], "float32"),
+        ({"kind": "Phi3ForCausalLM", **PHI3}, 2, ["layout.tp=2"], "bfloat16"),
         ({"kind": "Gemma2ForCausalLM", **GEMMA2}, 2, ["layout.tp=2"], "float32"),
         ({"kind": "Gemma3ForCausalLM", **GEMMA3}, 2, ["layout.pp=2"], "float32"),
     ],
@@ -136,6 +143,8 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "laye
         "olmo 2",
         "olmo 3",
         "smollm3",
+        "granite",
+        "phi 3",
         "gemma 2",
         "gemma 3",
     ],
@@ -148,7 +157,8 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
     run = ["run.init_from=" + str(tmp_path / "theirs"), f"run.out={tmp_path / 'run'}"]
     config = configured(*FLAT, *settings, *run)
     run_ranks(ranks, lambda own: train(own, lambda: config, "no", lambda: False))
-    export(tmp_path / "run", "llama", tmp_path / "back", dtype, 20_000, [])
+    to = "phi3" if model.config.model_type == "phi3" else "llama"
+    export(tmp_path / "run", to, tmp_path / "back", dtype, 20_000, [])
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="float32")
     if model.config.to_dict().get("sliding_window"):
         assert [getattr(again.config, key, None) for key in OF_WINDOWS] == [
@@ -173,11 +183,12 @@ def test_logits_and_a_round_trip(changes, ranks, settings, dtype, tmp_path):
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": False}, "truncate false"),
         ("num_key_value_heads", 3, "kv_heads must divide"),
         ("rope_scaling", {"type": "llama3"}, "without factor"),
+        ("model_type", "gpt_oss", "sinks in attention, biases of experts, clamped gates"),
         (
             "model_type",
             "qwen4",
-            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, gemma2, gemma3_text, smollm3, olmo2, olmo3, "
-            "qwen2_moe, qwen3_moe, olmoe, bert",
+            "has gpt2, llama, mistral, ministral, qwen2, qwen3, gemma, mixtral, gemma2, gemma3_text, smollm3, granite, olmo2, "
+            "olmo3, qwen2_moe, qwen3_moe, olmoe, phi3, bert",
         ),
     ],
 )
@@ -194,6 +205,9 @@ def test_a_folder_that_is_another_model_is_refused_by_name(key, value, says, tmp
     [
         ("Qwen2Moe", {"mlp_only_layers": [1]}, "no tensor model.layers.1.mlp.gate_proj.weight"),
         ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers \[0, 1, 1\], but mpitrain"),
+        ("Phi3", {"partial_rotary_factor": 0.75}, r"partial_rotary_factor 0.75, but mpitrain"),
+        ("Phi3", {"rope_parameters": LONGROPE}, 'rope_type "longrope", but mpitrain'),
+        ("Granite", {"residual_multiplier": 0}, "residual_multiplier.*greater than 0"),
         ("Qwen2Moe", {"num_experts_per_tok": 9}, "9 of 4 do not exist"),
         ("Olmoe", {"clip_qkv": -8.0}, "clip_qkv.*greater than 0"),
         ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping.*greater than 0"),
@@ -209,7 +223,13 @@ def test_a_mixture_that_is_damaged_or_another_one_is_refused_by_name(kind, keys,
     from safetensors.numpy import load_file, save_file
 
     of_kind = {"Olmoe": OLMOE, "Qwen2Moe": QWEN2_MOE, "Qwen3Moe": MOE, "Gemma2": GEMMA2}
-    of_kind |= {"SmolLM3": SMOLLM3, "Gemma3": GEMMA3, "Mixtral": {"num_local_experts": 4}}
+    of_kind |= {
+        "Phi3": PHI3,
+        "Granite": GRANITE,
+        "SmolLM3": SMOLLM3,
+        "Gemma3": GEMMA3,
+        "Mixtral": {"num_local_experts": 4},
+    }
     llama(f"{kind}ForCausalLM", **of_kind[kind]).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     path = tmp_path / "model.safetensors"
@@ -307,6 +327,8 @@ SHAPES = {
     "gemma2": {"kind": "Gemma2ForCausalLM", **GEMMA2},
     "gemma3": {"kind": "Gemma3ForCausalLM", **GEMMA3},
     "smollm3": {"kind": "SmolLM3ForCausalLM", **SMOLLM3},
+    "granite": {"kind": "GraniteForCausalLM", **GRANITE, "tie_word_embeddings": True},
+    "phi3": {"kind": "Phi3ForCausalLM", **PHI3},
 }
 UNDIVIDED = {"olmo2": {"kind": "Olmo2ForCausalLM", "pad_token_id": None}}
 """Shapes whose norms of queries no rank of layout.tp has whole."""
@@ -320,7 +342,8 @@ def test_every_shape_has_the_loss_and_gradients_of_transformers(changes, tmp_pat
     config = configured(*FLAT, *EXACT, f"run.init_from={tmp_path}")
     (inputs, targets), largest = rows(4), 0.0
     ((found, loss, gradients),) = run_ranks(1, computed, config, inputs, targets)
-    right, wanted = loss_and_gradients(model, inputs, targets, LLAMA, config.model)
+    own = phi3.PHI3 if changes == "phi3" else LLAMA
+    right, wanted = loss_and_gradients(model, inputs, targets, own, config.model)
     assert np.abs(found - logits(model, inputs[:1])[0]).max() <= 1e-12
     assert abs(loss - right) <= 1e-12 and gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():

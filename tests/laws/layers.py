@@ -196,6 +196,7 @@ def kinds(plain) -> dict[str, Any]:
         ),
         "soft-capped": Sequential(a=linear(), b=plain.soft_cap(0.8)),
         "clipped": Sequential(a=linear(), b=plain.clip(0.8)),
+        "scaled": Sequential(a=linear(), b=plain.scaled(0.8)),
         "joint norms": Sequential(
             qkv=plain.qkv(WIDTH, 2, draw, bias=False),
             norms=plain.head_norms(WIDTH, 2, joint=True),

@@ -162,13 +162,17 @@ def clip(kernels, z, limit, arena):
     return _capped(kernels, z, limit, 1, arena)
 
 
-def _capped(kernels: Any, z: Any, cap: float, is_hard: int, arena: Any) -> tuple[Any, Any]:
+def times(kernels, z, factor, arena):
+    return _capped(kernels, z, factor, 2, arena)[0]
+
+
+def _capped(kernels: Any, z: Any, cap: float, kind: int, arena: Any) -> tuple[Any, Any]:
     """Return (y, saved); rows of y are as far apart as those of z."""
     between = _pitch_of(z)
     y = arena.take((len(z), between), z.dtype)[:, : z.shape[1]]
-    arguments = *z.shape, between, is_hard, cap, z, y
+    arguments = *z.shape, between, kind, cap, z, y
     _launch_padded(kernels, "soft_cap", arguments, z.dtype, "z y", fresh="y")
-    return y, (z, cap, is_hard)
+    return y, (z, cap, kind)
 
 
 def soft_cap_backward(kernels, dy, saved, arena):

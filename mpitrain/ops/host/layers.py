@@ -231,6 +231,10 @@ def clip(z, limit, arena):
     return y, slope
 
 
+def times(z, factor, arena):
+    return np.multiply(z, factor, out=arena.take(z.shape, z.dtype))
+
+
 relu_backward = soft_cap_backward = clip_backward = gelu_backward
 
 

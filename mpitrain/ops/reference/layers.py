@@ -359,6 +359,12 @@ def clip(z, limit, arena):
     return np.clip(z, -limit, limit), (z, limit)
 
 
+@operation("z:M,K factor=0.5 -> y:M,K", "y")
+def times(z, factor, arena):
+    """Return y = factor z.    z, y: (M, N)"""
+    return factor * z
+
+
 @operation("dy:M,K saved@clip|M,K -> dz:M,K", "dz")
 def clip_backward(dy, saved, arena):
     """Return dz = dy, or 0 where z was beyond the limits.    dy, dz: the shape of z"""
