@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -72,6 +73,15 @@ os.environ["PATH"] = (
 )
 
 
+def pytest_addoption(parser):
+    """The option by which a product of parameters runs whole."""
+    parser.addoption(
+        "--products",
+        action="store_true",
+        help="run every combination of a test's parameters, not only each value of each once",
+    )
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Keep why tests were skipped, in the cache, and say how many the missing compiler has cost."""
     skipped = {
@@ -110,8 +120,56 @@ def pytest_collection_modifyitems(config, items):
         if wanting and not has():
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if not (config.getoption("products") or any("::" in name for name in config.args)):
+        _cover(config, items)
     if hasattr(config, "workerinput"):
         items.sort(key=_place_in_line)
+
+
+def _cover(config, items):
+    """Of tests with several `parametrize`, keep as many combinations as have each value of each; all of those marked
+    `product`.
+    """
+    of_function = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("product"):
+            of_function[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for alike in of_function.values():
+        names = [mark.args[0] for mark in alike[0].iter_markers("parametrize")]
+        if len(alike) > 1 and len(names) > 1:
+            left_out |= {*alike} - {*_covering(alike, names)}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _covering(items, names):
+    """Items that together have each value of each parameter; of those with most new values, the one whose values were
+    taken least.
+
+    names  of each `parametrize`: one or more that go together, as it writes them
+    """
+    split = [each.replace(",", " ").split() if isinstance(each, str) else each for each in names]
+    # A value is the same object in all combinations.
+    values = {
+        item: [
+            (*together, *(id(item.callspec.params[name]) for name in together))
+            for together in split
+        ]
+        for item in items
+    }
+    taken = Counter()
+    while missing := {value for all_of in values.values() for value in all_of} - {*taken}:
+        best = max(
+            values,
+            key=lambda item: (
+                len(missing & {*values[item]}),
+                -sum(taken[value] for value in values[item]),
+            ),
+        )
+        taken.update(values[best])
+        yield best
 
 
 @cache

@@ -537,17 +537,12 @@ def linears() -> Iterator[Callable]:
         for activation in ("", "_gelu", "_relu"):
             yield partial(check_linear, m=m, k=k, n=n, activation=activation)
     yield partial(check_linear, m=5, k=3, n=7, activation="_gelu", dtype="float64", biased=False)
-    for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_linear, m=70, k=9, n=40, activation="_gelu", dtype=dtype)
-    for activation in ("", "_gelu", "_relu"):
-        yield partial(check_linear, m=33, k=31, n=37, activation=activation, gemm="library")
-    yield partial(check_linear, m=33, k=30, n=36, gemm="library", dtype="bfloat16")
+    yield partial(check_linear, m=70, k=9, n=40, activation="_gelu", dtype="bfloat16")
+    yield partial(check_linear, m=33, k=31, n=37, activation="_gelu", gemm="library")
     for m, k, n in ((1, 1, 1), (0, 3, 2), (33, 31, 37)):
         yield partial(check_fused, m=m, k=k, n=n)
-    for dtype in ("float64", "float16", "bfloat16"):
-        yield partial(check_fused, m=35, k=9, n=40, dtype=dtype)
+    yield partial(check_fused, m=35, k=9, n=40, dtype="float16")
     yield partial(check_fused, m=33, k=300, n=37, gemm="library", dtype="bfloat16")
-    yield partial(check_logits, m=33, k=31, n=37)
     yield partial(check_logits, m=6, k=16, n=129, dtype="bfloat16")
     for n in (0, 1, 7, 8, 9, 1023, 1024, 1026):
         yield partial(check_activation, n=n, activation="gelu")
@@ -745,21 +740,16 @@ def tensor_attentions() -> Iterator[Callable]:
             dtype="float16",
         )
     yield partial(
-        check_attention, b=1, t=150, h=2, g=1, d=80, queries=140, offset=140, dtype="float16"
-    )
-    yield partial(
         check_attention, b=1, t=131, h=2, d=64, dtype="float16"
     )  # several copies to a thread
     yield partial(check_attention, b=1, t=100, h=1, d=80, dtype="bfloat16")  # eight warps
-    for t, d, seen in ((300, 16, {}), (200, 80, {"window": 70}), (160, 64, {"offset": 160})):
+    for t, d, seen in ((200, 80, {"window": 70}), (160, 64, {"offset": 160})):
         yield partial(check_attention, b=1, t=t, h=2, g=1, d=d, dtype="float16", **seen, **CAPPED)
     yield partial(check_no_sequences, dtype="float16", d=16)
     yield partial(check_masking, dtype="float16", d=16)
     yield partial(check_attention_repeats, dtype="float16")
     # Of float32 the same template, with other fragments and one block on a multiprocessor.
-    for t in (1, 17, 127, 129, 270):
+    for t in (1, 17, 127, 129):
         yield partial(check_attention, b=1, t=t, h=2, d=16, dtype="3xtf32")
-    yield partial(check_attention, b=2, t=37, h=1, d=16, dtype="3xtf32", shifted=True)
-    yield partial(check_attention, b=1, t=131, h=2, d=64, dtype="3xtf32")
-    yield partial(check_attention_repeats, dtype="3xtf32")
+    yield partial(check_attention, b=2, t=131, h=2, d=64, dtype="3xtf32", shifted=True)
     yield check_split_attention

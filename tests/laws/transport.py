@@ -303,10 +303,12 @@ class TransportLaws:
 
 
 def few_and(*many: int):
-    """Parametrizes a test with `sizes`, numbers of ranks: 1 to 3 among the fast tests, `many` among the slow ones."""
-    return pytest.mark.parametrize(
-        "sizes", [(1, 2, 3), pytest.param(many, marks=pytest.mark.slow)], ids=["few", "many"]
-    )
+    """Parametrizes a test with `sizes`, numbers of ranks: 1 to 3 among the fast tests, `many` among the slow ones. Every
+    law is for all of them.
+    """
+    slow = pytest.param(many, marks=pytest.mark.slow)
+    sizes = pytest.mark.parametrize("sizes", [(1, 2, 3), slow], ids=["few", "many"])
+    return lambda test: pytest.mark.product(sizes(test))
 
 
 def laws_of(cls) -> list[str]:

