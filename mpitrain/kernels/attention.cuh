@@ -1,6 +1,6 @@
 // Attention with online softmax, on the ordinary arithmetic units (Dao 2023, FlashAttention-2).
 //
-// y = softmax(q k^T / sqrt(D)) v for each batch and head, where query t sees the keys up to t + offset of its document and window; the
+// y = softmax(scale q k^T) v for each batch and head, where query t sees the keys up to t + offset of its document and window; the
 // Q x T matrix is never stored. q, y, dy: (B, Q, H D), heads of D = HEAD channels side by side; kv: (B, T, 2 G D), G = H / GROUP heads of keys,
 // then of values. q_pitch and kv_pitch: elements from one row to the next, q_rows and kv_rows: rows from one sequence
 // to the next, also of dq and dkv, which are like q and kv; y and dy have no gaps. log_sums: (B, H, Q), log of

@@ -14,7 +14,6 @@
 // that one has come, and `empty` that both warpgroups have left it. Blocks stay: the copies for the next queries run while results go out.
 // Launch: grid (any; one block a multiprocessor is best), block (THREADS), SHARED bytes of dynamic shared memory. HEAD is 64 or 128.
 #include "attention_hopper.cuh"
-#include "soft_cap.cuh"
 
 constexpr int OWNED = 128, STEP = 128, ROWS = OWNED / 2;
 using Queries = Panels<true, OWNED, HEAD>;
@@ -45,14 +44,6 @@ struct Job {
         last = first + max(0, end - 1 - first) / STEP * STEP;
     }
 };
-
-// Scores get their soft-cap, as in attention_tensor.cuh.
-__device__ __forceinline__ void cap(float (&scores)[STEP / 2], float scale) {
-    if (CAP == 0) return;
-    const float whole = CAP * LOG2_E, inside = 2.0f * LOG2_E * scale / whole, outside = whole / scale;
-#pragma unroll
-    for (float& score : scores) score = outside * (1.0f - __fdividef(2.0f, 1.0f + exp2_flushed(inside * score)));
-}
 
 // Scores of keys that their query does not see become minus infinity. t: the query of row g; s: this lane's first key.
 __device__ __forceinline__ void mask(float (&scores)[STEP / 2], int t, int s, const Sizes& sizes, const Bounds& bounds) {
@@ -100,7 +91,7 @@ __device__ __forceinline__ void weigh(float (&scores)[STEP / 2], Softmax& rows, 
     }
 }
 
-// scale: log2(e) / sqrt(D)
+// scale: of scores, times log2(e)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, int queries, int T, int offset, int window, int H,
     int B, float scale, Element* __restrict__ y, float* __restrict__ log_sums, const int* __restrict__ starts) {
@@ -167,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
         };
         Turn k, v;
         unsigned parity = 0, turn = 0;    // of the phases of full_q and of this warpgroup's turn that come next
+        const float unit = CAP == 0 ? scale : 1.0f;    // of scores behind a soft-cap
         if (side == 1) arrive(turns);
         const auto take_turn = [&] {
             barrier_wait(turns + 8 * side, turn);
@@ -223,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
                 leave_keys();
                 cap(scores, scale);
                 if (masked.value) mask(scores, t, s + lane % 4 * 2, sizes, bounds);
-                weigh(scores, rows, shrink, scale);
+                weigh(scores, rows, shrink, unit);
                 wgmma_wait<0>();
                 hold(out);
                 leave_values();
@@ -244,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
             leave_keys();
             cap(scores, scale);
             mask(scores, t, s + lane % 4 * 2, sizes, bounds);
-            weigh(scores, rows, shrink, scale);
+            weigh(scores, rows, shrink, unit);
             round_sums(weights, scores);
             hold(out);
             // Where queries and keys are the same tokens, the first step has all keys that come after a query.
@@ -267,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper(
                 float sum = rows.sum[i];
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                if (lane % 4 == 0 && t + 8 * i < sizes.Q) log_sums[sizes.row(job.b, job.h) + t + 8 * i] = rows.maximum[i] * scale + log2f(sum);
+                if (lane % 4 == 0 && t + 8 * i < sizes.Q) log_sums[sizes.row(job.b, job.h) + t + 8 * i] = rows.maximum[i] * unit + log2f(sum);
                 factor[i] = DOCUMENTS && GENERAL && sum == 0.0f ? 0.0f : 1.0f / sum;
             }
             store_rows(out, factor[0], factor[1], y + sizes.y(job.b, job.h), H * HEAD, own_t0 + warp * 16, sizes.Q);

@@ -1,5 +1,5 @@
 // The gradient of attention by the products of Hopper's warpgroups: arrays and meaning as in attention.cuh, log_sums as
-// attention_hopper.cu leaves them; without a soft-cap. sm_90a.
+// attention_hopper.cu leaves them. sm_90a.
 //
 // q_map, dy_map, kv_map: q, dy (B, Q, H D) for boxes of STEP rows, and kv (B, T, 2 G D) for those of KEYS rows, of 64 elements.
 //
@@ -9,6 +9,8 @@
 //
 //     S^T = K Q^T    dP^T = V dY^T    P = 2^(scale S - log_sum)    dS = P (dP - dot)    dV += P^T dY    dK += dS^T Q
 //
+// With a soft-cap scale S is the capped score, and dS also has its slope.
+//
 // For dq, whose sum goes over all keys, slopes of both warpgroups meet in shared memory, in one of two tiles in turn. Each warpgroup makes
 // a part of 64 x 64 of dq, and adds it to what it has stored itself for the keys before. The blocks of keys come in ascending order, and
 // attention_hopper_dq adds the sums of the parts in ascending order: a repeated run has the same bits.
@@ -16,7 +18,7 @@
 // S^T of all queries of a step is one sum of products, dP^T that of 64 queries at a time: a thread has no registers for both. The first
 // warpgroup copies: a thread of warp 0 what TMA brings, warp 1 the statistics of queries.
 // Launch: grid (parts, G, B), block (THREADS), SHARED bytes of dynamic shared memory.
-// sums: (parts, B, H, Q, D). scale: 1 / sqrt(D)
+// sums: (parts, B, H, Q, D). scale: of scores
 #include "attention_hopper.cuh"
 
 constexpr int KEYS = 128, STEP = HEAD == 64 ? 128 : 64, ROWS = KEYS / 2;
@@ -150,17 +152,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
         };
         // This lane's first number of dq of head h and the tile of queries from t0 on.
         const auto dq_of = [&](int h, int t0) {
-            const long long first = ((long long)blockIdx.x * gridDim.z + b) * H * sizes.Q + (long long)h * sizes.Q;
-            return sums + (first + t0 + row_of_part(side) + row + lane / 4) * HEAD + column_of_part(side) + lane % 4 * 2;
+            const unsigned head = (blockIdx.x * gridDim.z + b) * H + h, t = t0 + row_of_part(side) + row + lane / 4;
+            return sums + (long long)(head * sizes.Q + t) * HEAD + column_of_part(side) + lane % 4 * 2;    // a TB has 2^32 rows
         };
-        const auto has_row = [&](int t0, int i) { return t0 + row_of_part(side) + row + lane / 4 + 8 * i < sizes.Q; };
+        // Of the rows of dq from that one on, those that exist.
+        const auto rows_left = [&](int t0) { return sizes.Q - (t0 + row_of_part(side) + row + anew(lane) / 4); };
         const auto put_dq = [&](const float (&dq)[32], int h, int t0) {
             float* to = dq_of(h, t0);
+            const int left = rows_left(t0);
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    if (has_row(t0, i)) *reinterpret_cast<float2*>(to + 8 * i * HEAD + 8 * j) = make_float2(dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
+                    if (8 * i < left) *reinterpret_cast<float2*>(to + 8 * i * HEAD + 8 * j) = make_float2(dq[4 * j + 2 * i], dq[4 * j + 2 * i + 1]);
         };
         // No key of this block is seen by queries of these tiles.
         const auto clear = [&](int begin, int end) {
@@ -171,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
         int stored = 0;    // tiles of queries of which dq has been stored
         for (int s0 = blockIdx.x * KEYS; s0 < T; s0 += stride, parity ^= 1) {
             const Span span(s0, sizes, bounds);
-            const int own_s0 = s0 + m, last_s = own_s0 + ROWS - 1;
+            const int own_s0 = s0 + m;
             float dk[HEAD / 2] = {}, dv[HEAD / 2] = {};
             clear(stored, span.begin);
             stored = max(stored, span.begin);
@@ -193,9 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
                 wgmma_commit();
                 wgmma_wait<0>();
                 hold(scores);
-                if (masked) mask(scores, own_s0 + row + lane / 4, t0 + lane % 4 * 2, sizes, bounds);
-#pragma unroll
-                for (int i = 0; i < STEP / 2; ++i) scores[i] = exp2_flushed(scores[i] * (scale * LOG2_E) - statistics[i / 4 * 8 + i % 2].x);
+                cap(scores, scale * LOG2_E);
+                if (masked) mask(scores, own_s0 + row + anew(lane) / 4, t0 + anew(lane) % 4 * 2, sizes, bounds);
                 // Slopes of half of the queries at a time: a thread has no registers for all.
                 const unsigned long long own_v = moved(own_k, OF_VALUES), d_y = moved(q, Queries::BYTES);
 #pragma unroll
@@ -207,20 +210,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
                     for (int d = DEPTH; d < HEAD; d += DEPTH)
                         wgmma<0, 0>(slopes, moved(own_v, OwnKeys::part(0, d)), moved(d_y, Queries::part(half, d)), Element{});
                     wgmma_commit();
+#pragma unroll
+                    for (int i = 0; i < 32; i += 2) {
+                        const int all = half / 2 + i;
+                        float two[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const float score = CAP == 0 ? scores[all + e] * (scale * LOG2_E) : scores[all + e];
+                            two[e] = exp2_flushed(score - statistics[all / 4 * 8 + e].x);
+                            // Of a hidden key the score is minus infinity.
+                            scores[all + e] = CAP == 0 ? two[e] : two[e] * fmaxf(0.0f, cap_slope(score * (1.0f / LOG2_E)));
+                        }
+                        weights[all / 8][all % 8 / 2] = packed(two[0], two[1]);
+                    }
                     wgmma_wait<0>();
                     hold(slopes);
 #pragma unroll
-                    for (int i = 0; i < 32; ++i) {
+                    for (int i = 0; i < 32; i += 2) {
                         const int all = half / 2 + i;
-                        slopes[i] = scores[all] * (slopes[i] - statistics[all / 4 * 8 + all % 2].y);
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) slopes[i + e] = scores[all + e] * (slopes[i + e] - statistics[all / 4 * 8 + e].y);
+                        words[all / 8][all % 8 / 2] = packed(slopes[i], slopes[i + 1]);
                     }
-#pragma unroll
-                    for (int n = 0; n < 4; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) words[half / DEPTH + n][i] = packed(slopes[8 * n + 2 * i], slopes[8 * n + 2 * i + 1]);
                 }
+                hold(weights);
                 hold(words);
-                round_sums(weights, scores);
                 // Row s of the tile of slopes is a key: 16 bytes are 8 queries, and swizzled.
                 unsigned char* to = memory + OF_SLOPES + turn.stage * Slopes::BYTES + (m + row + lane / 4) * ROW_BYTES + lane % 4 * 4;
 #pragma unroll
@@ -241,12 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
                     wgmma_from_registers<1>(dk, words[t / DEPTH], moved(q_rows, QueriesOfK::part(0, t)), Element{});
                 wgmma_commit();
                 const float* from = dq_of(h, t0);
+                const int left = tile < stored ? rows_left(t0) : 0;
 #pragma unroll
                 for (int j = 0; j < 8; ++j)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const bool exists = tile < stored && has_row(t0, i);
-                        const float2 two = exists ? *reinterpret_cast<const float2*>(from + 8 * i * HEAD + 8 * j) : make_float2(0.0f, 0.0f);
+                        const float2 two = 8 * i < left ? *reinterpret_cast<const float2*>(from + 8 * i * HEAD + 8 * j) : make_float2(0.0f, 0.0f);
                         dq[4 * j + 2 * i] = two.x, dq[4 * j + 2 * i + 1] = two.y;
                     }
                 barrier_wait(written + 8 * turn.stage, turn.parity);
@@ -269,15 +283,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_hopper_backwa
             for (int h = h0; h < h0 + GROUP; ++h)
                 for (int tile = span.begin; tile < span.end; ++tile) {
                     const int t0 = tile * STEP, last_t = min(t0 + STEP, sizes.Q) - 1;
-                    const bool all_see = DOCUMENTS != 2 && last_s <= sizes.last_key(t0) && bounds.first_key(last_t) <= own_s0;
+                    const bool all_see = DOCUMENTS != 2 && anew(own_s0) + ROWS - 1 <= sizes.last_key(t0) && bounds.first_key(last_t) <= own_s0;
                     add(h, tile, !all_see);
                 }
             stored = max(stored, span.end);
             hold(dk);
             hold(dv);
             arrive(empty_kv);
-            store_rows(dk, scale, scale, dkv + sizes.k(b, h0), sizes.kv_pitch, own_s0 + row, T);
-            store_rows(dv, 1.0f, 1.0f, dkv + sizes.v(b, h0), sizes.kv_pitch, own_s0 + row, T);
+            store_rows(dk, scale, scale, dkv + sizes.k(anew(b), anew(h0)), sizes.kv_pitch, own_s0 + row, T);
+            store_rows(dv, 1.0f, 1.0f, dkv + sizes.v(anew(b), anew(h0)), sizes.kv_pitch, own_s0 + row, T);
         }
         clear(stored, tiles_over(sizes.Q, STEP));
     }

@@ -7,7 +7,7 @@
 
 constexpr int OWN = (HEAD + 31) / 32;    // channels of a lane; D = HEAD is a macro, any number from 1
 
-// y[b, t, h] = softmax(q k^T / sqrt(D)) v over past[b] stored tokens and the new ones up to t, of these the last `window`. New keys are read from kv, since
+// y[b, t, h] = softmax(scale q k^T) v over past[b] stored tokens and the new ones up to t, of these the last `window`. New keys are read from kv, since
 // another warp may be storing them. One warp a row; a lane scores every 32nd key, then sums its channels of the values.
 // Launch: grid (ceil(B T H / 4)), block (128).
 extern "C" __global__ void __launch_bounds__(128) attention_next(

@@ -45,7 +45,7 @@ __device__ __forceinline__ void weigh(Steps& p, Softmax& rows, Channels& out, fl
         }
 }
 
-// scale: log2(e) / sqrt(D)
+// scale: of scores, times log2(e)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_tensor(
     int queries, int T, int offset, int window, int H, int q_pitch, int kv_pitch, int q_rows, int kv_rows, float scale,
     const Element* __restrict__ q, const Element* __restrict__ kv, Element* __restrict__ y, float* __restrict__ log_sums,

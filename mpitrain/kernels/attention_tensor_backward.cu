@@ -8,7 +8,7 @@
 //
 // As in the forward, the steps on the diagonal have a loop of their own where registers are enough for two loops. Rows beyond
 // Q or T are copied as zeros, statistics included: of queries these add 0, and no query sees keys that do not exist.
-// Launch: grid (ceil(Q / OWNED), H, B), for dk and dv (ceil(T / OWNED), G, B), block (THREADS). Any Q, T >= 1. scale: 1 / sqrt(D)
+// Launch: grid (ceil(Q / OWNED), H, B), for dk and dv (ceil(T / OWNED), G, B), block (THREADS). Any Q, T >= 1. scale: of scores
 #include "attention_tensor.cuh"
 
 // Scores p become weights 2^(scale score - log_sum), and products ds of dy and values slopes p (product - dot), which lack the
@@ -24,7 +24,7 @@ template <class Of> __device__ __forceinline__ void weigh(Steps& p, Steps& ds, f
                 const float score = p[f][j][e] * scale;
                 p[f][j][e] = exp2_flushed(score - query.x);
                 ds[f][j][e] = p[f][j][e] * (ds[f][j][e] - query.y);
-                if (CAP != 0) ds[f][j][e] *= fmaxf(0.0f, cap_slope(score / LOG2_E));    // of a hidden key the score is minus infinity
+                if (CAP != 0) ds[f][j][e] *= fmaxf(0.0f, cap_slope(score * (1.0f / LOG2_E)));    // of a hidden key the score is minus infinity
             }
 }
 

@@ -11,6 +11,6 @@ __device__ __forceinline__ Sum capped(Sum score) { return CAP == 0 ? score : Sum
 
 // The slope of a capped score, which is at most CAP.
 __device__ __forceinline__ Sum cap_slope(Sum capped) {
-    const Sum ratio = CAP == 0 ? Sum(0) : capped / Sum(CAP);
+    const Sum ratio = CAP == 0 ? Sum(0) : capped * (Sum(1) / Sum(CAP));    // not a division for each score
     return Sum(1) - ratio * ratio;
 }

@@ -71,7 +71,8 @@ def hopper_attentions() -> Iterator[Callable]:
     half = partial(by_warpgroups, check_attention, dtype="float16", h=2, g=1, d=64)
     for t, queries, offset in ((130, None, 130), (300, 170, 130), (97, 40, 57), (97, 33, 20)):
         yield partial(half, b=1, t=t, queries=queries, offset=offset)
-    yield partial(brain, b=1, t=140, h=1, d=64, window=70, **CAPPED)
+    for d, window in ((64, 70), (128, 0)):
+        yield partial(brain, b=1, t=140, h=1, d=d, window=window, **CAPPED)
     packed = partial(by_warpgroups, check_documents, h=1, d=64, dtype="float16")
     for offset in OFFSETS:
         yield partial(packed, rows=[[100, 150, 10]], offset=offset)

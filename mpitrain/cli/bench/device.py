@@ -209,13 +209,13 @@ def _tune(rows: Any, out: Path, name: str, of_attention: Any) -> int:
 
     check_files(0, [out])
     before = read_tiles(out) if out.exists() else DEFAULT
-    table = {entry[:5]: entry for entry in before.measured}
+    table = {entry.replaces: entry for entry in before.measured}
     gains = {entry[:2]: entry for entry in before.attention}
     click.echo("\n".join([f"# {name}", *TUNED.heading()]))
     wrong, outputs = 0, Outputs()
     for row in rows:
         click.echo(TUNED.line(row))
-        table[row.best[:5]] = row.best
+        table[row.best.replaces] = row.best
         wrong += row.wrong
         with outputs.to(out):
             write_tiles(out, name, table.values(), gains.values())

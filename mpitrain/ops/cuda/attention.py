@@ -16,7 +16,7 @@ from math import e, log, log2
 from typing import Any, NamedTuple
 
 from mpitrain.errors import KernelError
-from mpitrain.kernels.loader import Kernels, Macros
+from mpitrain.kernels.loader import Macros
 from mpitrain.machine.backend import copy_rows
 from mpitrain.ops.cuda.launches import (
     KINDS,
@@ -68,8 +68,6 @@ class Asked(NamedTuple):
     head       channels of a head
     drops      the probabilities have dropout
     in_chunks  there are rows, and all begin at multiples of 16 bytes
-    capped     scores have a soft-cap
-    backward   the gradient is asked for
     wgmma      device.tensor_cores is wgmma
     """
 
@@ -78,8 +76,6 @@ class Asked(NamedTuple):
     head: int
     drops: bool
     in_chunks: bool
-    capped: bool
-    backward: bool
     wgmma: bool
     capability: int
 
@@ -99,13 +95,11 @@ def _attended(kernels: Any, q: Any, kv: Any, heads: int, *how: Any) -> Any:
     seen = seen.narrow(count)
     y = arena.take(q.shape, q.dtype)
     log_sums = arena.take((batch, heads, count), KINDS[q.dtype].sums)
-    chosen = choose(kernels, q, kv, heads, y, bool(drop), seen)
-    scale = seen.scale_of(q.shape[2] // heads) * chosen.unit
-    if chosen.prefix == "attention_hopper":
-        _launch_hopper(kernels, chosen, scale, q, kv, heads, seen, y, log_sums)
-        return y, (q, kv, y, log_sums, heads, drop, seen)
-    arrays = y, log_sums, *drop, seen.starts
-    _launch(kernels, chosen, "", scale, q, kv, heads, seen, arrays)
+    call = _called(kernels, q, kv, heads, y, bool(drop), seen)
+    if call.chosen.prefix == "attention_hopper":
+        _launch_hopper(call, y, log_sums)
+    else:
+        _launch(call, "", (y, log_sums, *drop, seen.starts))
     return y, (q, kv, y, log_sums, heads, drop, seen)
 
 
@@ -145,24 +139,21 @@ def attention_backward(kernels, dy, saved, dq, dkv, arena):
     q, kv, y, log_sums, heads, drop, seen = saved
     pairs = (q, dq), (kv, dkv)
     assert not q.size or all(x.strides[:2] == dx.strides[:2] for x, dx in pairs)
-    batch, count, width = q.shape
     dots = arena.take(log_sums.shape, log_sums.dtype)
-    chosen = choose(kernels, q, kv, heads, dy, bool(drop), seen, backward=True)
+    call = _called(kernels, q, kv, heads, dy, bool(drop), seen)
     kernels.launch(
         "attention_dots",
         row_blocks(dots.size),
         ROWS,
-        (batch, count, heads, width // heads, y, dy, dots),
+        (*q.shape[:2], heads, call.head, y, dy, dots),
         macros=KINDS[q.dtype].macros,
         fresh="dots",
     )
-    scale, facts = seen.scale_of(width // heads), (dy, log_sums, dots)
-    if chosen.prefix == "attention_hopper":
-        _launch_hopper_backward(kernels, chosen, scale, q, kv, heads, seen, *facts, dq, dkv, arena)
+    if call.chosen.prefix == "attention_hopper":
+        _launch_hopper_backward(call, dy, log_sums, dots, dq, dkv, arena)
         return
     for half, gradient in (("_backward_kv", dkv), ("_backward_q", dq)):
-        arrays = *facts, gradient, *drop, seen.starts
-        _launch(kernels, chosen, half, scale, q, kv, heads, seen, arrays)
+        _launch(call, half, (dy, log_sums, dots, gradient, *drop, seen.starts))
 
 
 def attention_next(kernels, q, kv, keys, values, past, heads, arena, seen=CAUSAL):
@@ -191,22 +182,14 @@ attention_dropout_backward = attention_backward
 
 
 def choose(
-    kernels: Any,
-    q: Any,
-    kv: Any,
-    heads: int,
-    other: Any,
-    drops: bool = False,
-    seen: Seen = CAUSAL,
-    backward: bool = False,
+    kernels: Any, q: Any, kv: Any, heads: int, other: Any, drops: bool = False, seen: Seen = CAUSAL
 ) -> AttentionKernels:
     """Return the kernels for these arrays on this device, chosen once per shape.
 
-    kernels   `Kernels`, or a `Launcher` that also knows device.tensor_cores
-    other     what else they read, y or dy
-    drops     whether the probabilities have dropout
-    backward  whether they compute the gradient
-    raises    KernelError if the heads are too wide for the device
+    kernels  `Kernels`, or a `Launcher` that also knows device.tensor_cores
+    other    what else they read, y or dy
+    drops    whether the probabilities have dropout
+    raises   KernelError if the heads are too wide for the device
     """
     tiles = getattr(kernels, "tiles", None) or DEFAULT
     wgmma = getattr(kernels, "tensor_cores", "mma") == "wgmma"
@@ -216,7 +199,7 @@ def choose(
     may_copy_chunks = q.dtype.itemsize == 2 or tiles.is_3xtf32 or tiles.by_gain
     is_chunked = may_copy_chunks and bool(in_chunks(q, kv, other))
     shape, masks = (q.shape[1:], kv.shape[2], heads), (documents, has_window, is_general, seen.cap)
-    key = ("attention", q.dtype, shape, is_chunked, has_rows, drops, backward, tiles, wgmma, *masks)
+    key = ("attention", q.dtype, shape, is_chunked, has_rows, drops, tiles, wgmma, *masks)
     chosen = kernels.plans.get(key)
     if chosen is None:
         head, is_half = q.shape[2] // heads, c_type(q) in ("__half", "__nv_bfloat16")
@@ -230,8 +213,6 @@ def choose(
             head,
             drops,
             is_chunked and has_rows,
-            bool(seen.cap),
-            backward,
             wgmma,
             kernels.engine.capability,
         )
@@ -392,7 +373,6 @@ FORMS = {
             and asked.head in HOPPER_HEADS
             and asked.in_chunks
             and not asked.drops
-            and not (asked.capped and asked.backward)
         ),
         _hopper,
     ),
@@ -437,32 +417,64 @@ def _are_side_by_side(q: Any, kv: Any) -> bool:
     return q.strides[:2] == kv.strides[:2] == (kv.shape[1] * pitch, pitch)
 
 
-def _launch(
-    kernels: Kernels,
-    chosen: AttentionKernels,
-    half: str,
-    scale: float,
-    q: Any,
-    kv: Any,
-    heads: int,
-    seen: Seen,
-    arrays: tuple,
-) -> None:
+class Call(NamedTuple):
+    """An attention with its kernels: what each of its launches takes."""
+
+    kernels: Any
+    chosen: AttentionKernels
+    q: Any
+    kv: Any
+    heads: int
+    seen: Seen
+
+    @property
+    def head(self) -> int:
+        """Channels of a head."""
+        return int(self.q.shape[2] // self.heads)
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return int(self.kv.shape[2] // (2 * self.head))
+
+    @property
+    def scale(self) -> float:
+        return self.seen.scale_of(self.head)
+
+    @property
+    def masks(self) -> tuple[int, ...]:
+        """Numbers of queries and keys, and which of these a query sees."""
+        return self.q.shape[1], self.kv.shape[1], self.seen.offset, self.seen.window, self.heads
+
+    @property
+    def strides(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of q and kv: elements from one row to the next, and rows from one sequence to the next."""
+        q, kv = (
+            (each.strides[1] // each.itemsize, each.strides[0] // (each.strides[1] or 1))
+            for each in (self.q, self.kv)
+        )
+        return q, kv
+
+
+def _called(kernels: Any, q: Any, kv: Any, heads: int, other: Any, drops: bool, seen: Seen) -> Call:
+    return Call(kernels, choose(kernels, q, kv, heads, other, drops, seen), q, kv, heads, seen)
+
+
+def _launch(call: Call, half: str, arrays: tuple) -> None:
     """Launch the forward or a half of the backward.
 
     arrays  those after q and kv
     """
-    (batch, count, width), length = q.shape, kv.shape[1]
+    chosen, (batch, count, _), length = call.chosen, call.q.shape, call.kv.shape[1]
     of_keys = half == "_backward_kv"
-    owned, own_heads = (length, heads * kv.shape[2] // (2 * width)) if of_keys else (count, heads)
-    pitches = q.strides[1] // q.itemsize, kv.strides[1] // kv.itemsize
-    rows = q.strides[0] // (q.strides[1] or 1), kv.strides[0] // (kv.strides[1] or 1)
-    sizes = count, length, seen.offset, seen.window, heads, *pitches, *rows
-    kernels.launch(
+    owned, own_heads = (length, call.groups) if of_keys else (count, call.heads)
+    (q_pitch, q_rows), (kv_pitch, kv_rows) = call.strides
+    scale = call.scale if half else call.scale * chosen.unit
+    call.kernels.launch(
         chosen.prefix + half,
         (-(-owned // chosen.tile), own_heads, batch),
         (chosen.threads,),
-        (*sizes, scale, q, kv, *arrays),
+        (*call.masks, q_pitch, kv_pitch, q_rows, kv_rows, scale, call.q, call.kv, *arrays),
         chosen.shared[half != ""],
         chosen.macros[half != ""],
         "" if half else "y log_sums",
@@ -470,27 +482,16 @@ def _launch(
     )
 
 
-def _launch_hopper(
-    kernels: Any,
-    chosen: AttentionKernels,
-    scale: float,
-    q: Any,
-    kv: Any,
-    heads: int,
-    seen: Seen,
-    y: Any,
-    log_sums: Any,
-) -> None:
+def _launch_hopper(call: Call, y: Any, log_sums: Any) -> None:
     """Launch the forward by warpgroups, whose blocks go on with the next queries."""
-    (batch, count, _), length = q.shape, kv.shape[1]
-    maps = (kernels.engine.tensor_map(each, chosen.tile) for each in (q, kv))
-    jobs = -(-count // chosen.tile) * heads * batch
-    sizes = count, length, seen.offset, seen.window, heads, batch
-    kernels.launch(
+    chosen, engine, (batch, count, _) = call.chosen, call.kernels.engine, call.q.shape
+    maps = (engine.tensor_map(each, chosen.tile) for each in (call.q, call.kv))
+    jobs = -(-count // chosen.tile) * call.heads * batch
+    call.kernels.launch(
         chosen.prefix,
-        (min(jobs, kernels.engine.multiprocessors),),
+        (min(jobs, engine.multiprocessors),),
         (chosen.threads,),
-        (*maps, *sizes, scale, y, log_sums, seen.starts),
+        (*maps, *call.masks, batch, call.scale * chosen.unit, y, log_sums, call.seen.starts),
         chosen.shared[0],
         chosen.macros[0],
         "y log_sums",
@@ -498,50 +499,31 @@ def _launch_hopper(
 
 
 def _launch_hopper_backward(
-    kernels: Any,
-    chosen: AttentionKernels,
-    scale: float,
-    q: Any,
-    kv: Any,
-    heads: int,
-    seen: Seen,
-    dy: Any,
-    log_sums: Any,
-    dots: Any,
-    dq: Any,
-    dkv: Any,
-    arena: Any,
+    call: Call, dy: Any, log_sums: Any, dots: Any, dq: Any, dkv: Any, arena: Any
 ) -> None:
     """Launch the backward by warpgroups: one kernel for all products, and the sum of the parts of dq."""
-    (batch, count, width), length = q.shape, kv.shape[1]
-    head, groups = width // heads, heads * kv.shape[2] // (2 * width)
-    parts = parts_of(-(-length // chosen.tile), batch * groups, kernels.engine.multiprocessors)
-    sums = arena.take((parts * batch * count * width,), log_sums.dtype)
-    step = HOPPER_QUERIES[head]
-    maps = (
-        kernels.engine.tensor_map(each, rows)
-        for each, rows in ((q, step), (kv, chosen.tile), (dy, step))
-    )
-    (q_pitch, q_rows), (kv_pitch, kv_rows) = (
-        (each.strides[1] // each.itemsize, each.strides[0] // (each.strides[1] or 1))
-        for each in (q, kv)
-    )
-    sizes = count, length, seen.offset, seen.window, heads, kv_pitch, kv_rows
-    kernels.launch(
+    chosen, engine, (batch, count, width) = call.chosen, call.kernels.engine, call.q.shape
+    blocks = -(-call.kv.shape[1] // chosen.tile)
+    parts = parts_of(blocks, batch * call.groups, engine.multiprocessors)
+    sums, step = arena.take((parts * batch * count * width,), dots.dtype), HOPPER_QUERIES[call.head]
+    rows = (call.q, step), (call.kv, chosen.tile), (dy, step)
+    maps = (engine.tensor_map(each, box) for each, box in rows)
+    of_q, of_kv = call.strides
+    call.kernels.launch(
         "attention_hopper_backward",
-        (parts, groups, batch),
+        (parts, call.groups, batch),
         (chosen.threads,),
-        (*maps, *sizes, scale, log_sums, dots, dkv, sums, seen.starts),
+        (*maps, *call.masks, *of_kv, call.scale, log_sums, dots, dkv, sums, call.seen.starts),
         chosen.shared[1],
         chosen.macros[1],
         "sums",
         "dkv",
     )
-    kernels.launch(
+    call.kernels.launch(
         "attention_hopper_dq",
-        (-(-count * head // 2048), heads, batch),
+        (-(-count * call.head // 2048), call.heads, batch),
         (256,),
-        (parts, count, q_pitch, q_rows, scale, sums, dq),
+        (parts, count, *of_q, call.scale, sums, dq),
         0,
         chosen.macros[1],
         "",

@@ -289,6 +289,14 @@ class FastestTile(NamedTuple):
     gain: float = 0.0
     library: float = 0.0
 
+    @property
+    def replaces(self) -> tuple:
+        """What a later measurement has in common with the entry that it replaces in a file.
+
+        Of warpgroups and of others the file has an entry each: device.tensor_cores says which is read.
+        """
+        return *self[:5], isinstance(self.tiling.tile, HopperTile)
+
     def distance(self, m: int, n: int, k: int) -> float:
         """Return the largest factor between corresponding dims of the two shapes."""
         return max(
@@ -305,6 +313,10 @@ class AttentionGain(NamedTuple):
     head: int
     tokens: int
     gain: float
+
+    def distance(self, tokens: int) -> float:
+        """Return the factor between the measured length and another, at least 1."""
+        return max(self.tokens, tokens) / min(self.tokens, tokens)
 
 
 GAINS = ("gain", "library")
@@ -323,7 +335,7 @@ class MeasuredTiles:
     """A choice of tilings by measurement, otherwise by `cost`.
 
     It takes the tiling of the nearest measured shape, if every dim differs at most by the factor
-    NEAR.
+    NEAR; likewise the gain of attention of the nearest measured length.
 
     is_3xtf32  float32 is multiplied on tensor cores, as three products of TF32
     by_gain    float32 is multiplied so where the measured shape has a `gain` of FLOAT_GAIN or more
@@ -399,15 +411,11 @@ class MeasuredTiles:
         head    channels
         tokens  of whole causal sequences; 0: of others, for which no gain was measured
         """
-        return self.is_3xtf32 or (
-            self.by_gain
-            and any(
-                entry.head == head
-                and max(tokens, entry.tokens) <= NEAR * min(tokens, entry.tokens)
-                and entry.gain >= FLOAT_GAIN
-                for entry in self.attention
-            )
-        )
+        if self.is_3xtf32 or not self.by_gain or not tokens:
+            return self.is_3xtf32
+        of_head = (entry for entry in self.attention if entry.head == head)
+        near = {entry.distance(tokens): entry.gain for entry in of_head}
+        return min(near, default=NEAR + 1) <= NEAR and near[min(near)] >= FLOAT_GAIN
 
     def _choose(
         self,
@@ -514,12 +522,14 @@ def worth_measuring(
 ) -> list[Tiling]:
     """Return the candidates for a measurement: every tile, with splits of K where they can pay.
 
-    wgmma  also the tiles of warpgroups, where the device has them
+    wgmma  only the tiles of warpgroups, where the device has them: no others would be read then
     A split pays if its length is at least 128 and the blocks do not exceed two per multiprocessor.
     """
     tilings, multiprocessors = [], engine.multiprocessors
-    by_warpgroups: tuple[AnyTile, ...] = HOPPER_TILES if wgmma and engine.has_wgmma else ()
-    for tile in (*possible(a, engine.capability, is_3xtf32), *by_warpgroups):
+    tiles: tuple[AnyTile, ...] = HOPPER_TILES
+    if not wgmma or not engine.has_wgmma or a.itemsize != 2:
+        tiles = possible(a, engine.capability, is_3xtf32)
+    for tile in tiles:
         blocks = blocks_over(tile, m, n)
         least = fewest(tile, k)
         tilings += [
